@@ -270,7 +270,7 @@ def test_results_name_the_axes_of_batches(tmp_path: Any) -> None:
     assert ("0", "output 0 (vmap 5)") in measured
     assert ("0", "weight") in measured
     traced = str(trace.result)
-    assert "float32[vmap 5,3] float32[4,3] float32[4]" in traced
+    assert "f32[vmap 5,3] f32[4,3] f32[4]" in traced
     assert Graph.from_dict(trace.result.graph.to_dict()) == trace.result.graph
     assert "ops ran under vmap when they were first met: a call computed all samples, 5." in str(
         profile.result

@@ -10,6 +10,7 @@ from amanda.tools.mapping._mapping import (
     StandardMapping,
     weight_gradient,
 )
+from amanda.tools.mapping._phases import in_construction
 from amanda.tools.mapping._products import (
     CONVOLUTIONS,
     MATRIX_PRODUCTS,
@@ -32,6 +33,6 @@ __all__ = [
     "CONVOLUTIONS", "MATRIX_PRODUCTS", "PRODUCTS", "SEVERAL_WEIGHTS", "TENSORFLOW_PASSES",
     "TENSORFLOW_READS", "TRANSPOSED_CONVOLUTIONS", "UNINITIALISED", "VOCABULARY", "InstalledEntries",
     "MappingRule", "MappingTool", "Product", "RuleError", "StandardMapping", "are_transposed",
-    "backend_of", "distributed", "is_partial", "itemsize", "local", "product_of", "share",
+    "backend_of", "distributed", "in_construction", "is_partial", "itemsize", "local", "product_of", "share",
     "spatial_axes", "torch_dtype", "torch_shape", "torch_word", "weight_gradient", "whole",
 ]  # fmt: skip

@@ -11,8 +11,7 @@ import click
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.command import exit_status
-from amanda.tools.command._session import Session
+from amanda.tools.command import Session, exit_status
 from amanda.tools.models import made
 
 

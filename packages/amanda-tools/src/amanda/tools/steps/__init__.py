@@ -18,7 +18,7 @@ from amanda import interceptor
 from amanda.action import Routine, has_run, marks, opening, with_marks
 from amanda.errors import AmandaError
 from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
-from amanda.tools.mapping._phases import in_construction
+from amanda.tools.mapping import in_construction
 
 __all__ = ["Steps", "Window", "WindowError", "execution_number"]
 
