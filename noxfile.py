@@ -62,7 +62,7 @@ BY_MODULE = ("--numprocesses=auto", "--dist=loadscope")
 """In parallel, where tests of one module share what its fixtures set up."""
 NO_TESTS = 5
 """Pytest's exit status where nothing was selected."""
-PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14", "3.15")
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
 # All tests run on one version of each, the shared environment's.
 TORCH_VERSIONS = ("2.4.1", "2.9.1", "2.14.1", "2.15.0")
 TENSORFLOW_VERSIONS = ("2.16.2", "2.17.1", "2.18.1", "2.19.1", "2.20.0")

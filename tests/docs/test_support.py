@@ -30,6 +30,6 @@ def test_a_run_takes_the_place_of_the_last_one_and_of_what_was_expected(tmp_path
 
 
 def test_what_may_work_is_what_the_metadata_allows() -> None:
-    assert allowed("Python") == ["3.10", "3.11", "3.12", "3.13", "3.14", "3.15"]
+    assert allowed("Python") == ["3.10", "3.11", "3.12", "3.13", "3.14"]
     assert allowed("PyTorch")[0] == "2.4"
     assert allowed("TensorFlow")[0] == "2.16"

@@ -45,7 +45,7 @@ def test_the_metadata_is_complete(distribution: Path) -> None:
     assert project["requires-python"] == ">=3.10"
     assert "Typing :: Typed" in project["classifiers"]
     minors = {line.rpartition(".")[2] for line in project["classifiers"] if ":: Python :: 3." in line}
-    assert {"10", "11", "12"} <= minors <= {"10", "11", "12", "13"}
+    assert {"10", "11", "12"} <= minors <= {"10", "11", "12", "13", "14"}
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS, ids=lambda path: path.name)

@@ -32,7 +32,7 @@ SUPPORTED = {
 }
 """Where the metadata says which versions are meant to work."""
 MINORS = {
-    "Python": range(10, 16),
+    "Python": range(10, 15),
     "PyTorch": range(4, 20),
     "TensorFlow": range(16, 30),
     "MindSpore": range(10, 20),
