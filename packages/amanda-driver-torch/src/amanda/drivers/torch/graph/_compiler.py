@@ -25,7 +25,7 @@ from .._compiled_callables import WatchedLeaf, asks_for_graphs, note_leaves
 from .._modules import ParameterPaths, module_path, plain_module_calls
 from .._patches import TorchPatches
 from ._dynamo import SKIP_ONCE, guard_by_identity, guard_by_lifetime, guard_by_reads, skip_result
-from ._inlining import inline_bodies
+from ._graph_copy import inline_bodies
 from ._instrument import namespace
 from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory
