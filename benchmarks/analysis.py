@@ -29,7 +29,7 @@ TOOLS: dict[str, Make] = {
     "inserts at all four points": lambda: Inserting(*POINTS),
 }
 PARTS = {
-    "identity: place, module path, user's line": "interceptor/* plan/source torch/_modules torch/_wrappers",
+    "identity: place, module path, user's line": "interceptor/* plan/source torch/_modules",
     "the call: inputs in schema order": "eager/call eager/driver torch/*",
     "tensors: dtypes, shapes, gradients": "plan/tensors torch/_tensors",
     "facts and context": "plan/facts plan/context amanda/namespace",

@@ -8,9 +8,8 @@ Called by `scope`, which creates stacks, and by `eager`, `graph` and `export`, w
 Beside `amanda.backend` a driver may import the names in `__all__`, to execute plans by itself.
 """
 
-from amanda.plan.batched_shape import BatchedShape
 from amanda.plan.plan import Actions, Plan
 from amanda.plan.routine import run_replacement, run_routine
-from amanda.plan.tensors import is_among, spread
+from amanda.plan.tensors import BatchedShape, is_among, spread
 
 __all__ = ["Actions", "BatchedShape", "Plan", "is_among", "run_replacement", "run_routine", "spread"]

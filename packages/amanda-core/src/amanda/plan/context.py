@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from amanda.errors import ActionError, AmandaError, MissingKeyError, did_you_mean
 from amanda.namespace import Namespace
 from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoint, Routine
-from amanda.plan.batched_shape import sample_count
 from amanda.plan.facts import (
     OpFacts,
     Selection,
@@ -17,7 +16,7 @@ from amanda.plan.facts import (
     resolve_positions,
     selected_positions,
 )
-from amanda.plan.tensors import spread
+from amanda.plan.tensors import sample_count, spread
 from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:

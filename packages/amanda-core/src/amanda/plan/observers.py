@@ -7,8 +7,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
 
 from amanda import interceptor
-from amanda.plan.batched_shape import sample_count
-from amanda.plan.tensors import spread
+from amanda.plan.tensors import sample_count, spread
 
 if TYPE_CHECKING:
     from amanda.plan.action import Action, Routine

@@ -13,11 +13,13 @@ from amanda.tools.kit import Samples, tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import PRODUCTS, SEVERAL_WEIGHTS
 from amanda.tools.select import Globs, Selection, listed
-from amanda.tools.weights._parameters import ParameterStore, SharedState, parameter_store
-from amanda.tools.weights._readers import (
+from amanda.tools.weights._parameters import (
+    ParameterStore,
+    SharedState,
     describe_op,
     einsum_parameters,
     element_counts,
+    parameter_store,
 )
 from amanda.tools.weights._views import (
     AliasedWeightView,

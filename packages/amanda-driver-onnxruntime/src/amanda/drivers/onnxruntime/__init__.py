@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from amanda.drivers.onnxruntime._driver import OnnxRuntimeDriver
     from amanda.drivers.onnxruntime._file import instrument
-    from amanda.drivers.onnxruntime._options import session_options
+    from amanda.drivers.onnxruntime._model import session_options
 
 __all__ = ["OnnxRuntimeDriver", "instrument", "session_options"]
 
 _HOMES = {
     "OnnxRuntimeDriver": "_driver",
     "instrument": "_file",
-    "session_options": "_options",
+    "session_options": "_model",
 }
 
 

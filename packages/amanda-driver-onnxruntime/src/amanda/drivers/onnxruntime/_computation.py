@@ -12,7 +12,7 @@ from onnx import NodeProto, ValueInfoProto
 
 import onnxruntime
 
-from ._options import session_options
+from ._model import session_options
 from ._values import Array, OnnxSymbol, tensor_type
 
 if TYPE_CHECKING:

@@ -1,4 +1,7 @@
-"""A model: its graph without large weights, the weights as arrays, and the types of all values."""
+"""A model: its graph without large weights, the weights as arrays, the types of all values.
+
+Sessions with `session_options` fuse nothing, so that a routine between two ops leaves every bit as it is.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,27 @@ from onnx.external_data_helper import ExternalDataInfo
 
 import onnxruntime
 from amanda.files import file_beside
+from amanda.options import checked
 
-from ._options import session_options
 from ._values import Array, OnnxSymbol, bodies_of, names_captured, tensor_type
+
+
+@checked
+def session_options(options: onnxruntime.SessionOptions | None = None) -> Any:
+    """Return SessionOptions with which a session fuses, folds and moves no node.
+
+    Weights are not packed either: a kernel for packed weights may compute other bits than a kernel that gets
+    its weights at each run.  With these options, routines that change nothing leave each bit of the results.
+    options: a SessionOptions to change; a new one by default.
+
+    >>> session_options().graph_optimization_level.name
+    'ORT_DISABLE_ALL'
+    """
+    unfused = onnxruntime.SessionOptions() if options is None else options
+    unfused.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    unfused.add_session_config_entry("session.disable_prepacking", "1")
+    return unfused
+
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
 """Returns the types of named values of a model, whose large initializers are passed as arrays."""

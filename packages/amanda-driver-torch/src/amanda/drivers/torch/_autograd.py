@@ -24,7 +24,7 @@ from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
 from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
-from ._leaves import report_leaves
+from ._compiled_callables import report_leaves
 from ._levels import all_layers, without_ended_batches
 from ._nodes import QuickHooks, free_without_recursion, register_hooks_without_handles, remove_hook_handles
 from ._overrides import WithoutTorchFunction, reading_context

@@ -1,15 +1,17 @@
-"""Compiled callables in scopes: whether their graphs are instrumented, and a report if they run op by op."""
+"""Compiled callables in scopes: whether their graphs are instrumented, and reports on runs and on leaves."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from types import CodeType, FrameType
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from amanda.backend import State
+from torch.autograd.graph import GradientEdge
 
 from ._requirements import torch_attribute
 
@@ -21,6 +23,8 @@ RAN_OP_BY_OP = (
     'compiled="instrument" puts tools into the compiled code'
 )
 """Reason of a report on a compiled callable that ran its Python code."""
+_NOTES_KEY = "amanda_leaves"
+_AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
 def asks_for_graphs(state: object) -> TypeGuard[State]:
@@ -57,3 +61,72 @@ def entry_of_op_by_op_run(function: Callable[..., Any] | None) -> tuple[str, str
         code = getattr(function, "__code__", None)
     location = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
     return name, RAN_OP_BY_OP, location
+
+
+class WatchedLeaf(NamedTuple):
+    """An input of a graph that is a leaf, its name, and the tools with routines at its AccumulateGrad."""
+
+    tensor: torch.Tensor
+    name: str
+    tools: Sequence[Any]
+
+
+def note_leaves(values: Iterable[Any], start: int, leaves: Sequence[WatchedLeaf]) -> None:
+    """Note the leaves of a compiled graph at the nodes of autograd that it made, numbered from `start`."""
+    # The sequence number tells nodes of this run from those that lead to inputs of the graph.
+    for value in values:
+        node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
+        if node is not None and node._sequence_nr() >= start:
+            node.metadata.setdefault(_NOTES_KEY, []).append(leaves)
+
+
+def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> None:
+    """Report leaves of compiled graphs whose routines see other gradients in this pass than in eager mode.
+
+    accumulates: whether the pass stores gradients.
+    """
+    if not asks_for_graphs(state):
+        return
+    watched_leaves, gradient_counts = _leaves_behind(outputs, state)
+    for node, count in gradient_counts.items():
+        # By `id`, since the notes hold the tensors and so keep their addresses in use.
+        leaf = watched_leaves.get(id(node.variable))
+        if leaf is None:
+            continue
+        subject = f"AccumulateGrad of {leaf.name}"
+        if not accumulates:
+            state.report(subject, "a compiled graph calls its routines, though this pass stores no gradient")
+        elif count > 1:
+            reason = (
+                "a compiled graph calls its routines for each gradient that it hands over, not for their sum"
+            )
+            state.report(subject, reason)
+        if leaf.tensor._backward_hooks:
+            state.report(subject, "a compiled graph calls its routines before hooks on the tensor")
+
+
+def _leaves_behind(outputs: Sequence[Any], state: State) -> tuple[dict[int, WatchedLeaf], Counter[Any]]:
+    """Return the noted leaves behind outputs, by `id`, and the number of edges to each AccumulateGrad node.
+
+    Of the leaves those that a tool with an open scope watches.
+    """
+    watched_leaves: dict[int, WatchedLeaf] = {}
+    gradient_counts: Counter[Any] = Counter()
+    waiting: list[Any] = [
+        output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
+    ]
+    visited = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node is None:
+            continue
+        for noted_leaves in node.metadata.get(_NOTES_KEY, ()):
+            open_leaves = [leaf for leaf in noted_leaves if any(map(state.is_open, leaf.tools))]
+            watched_leaves.update({id(leaf.tensor): leaf for leaf in open_leaves})
+        for child, _ in node.next_functions:
+            if type(child) is _AccumulateGrad:
+                gradient_counts[child] += 1
+            elif child not in visited:
+                visited.add(child)
+                waiting.append(child)
+    return watched_leaves, gradient_counts

@@ -1,9 +1,14 @@
-"""Module calls: regions of the program, and the path of a module in its model."""
+"""Module calls: regions of the program, and the path of a module in its model.
+
+Wrapper modules that libraries put around a model are left out of the paths, so that results from under DDP,
+FSDP, peft or torch.compile have the paths of the bare model.
+"""
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from math import prod
 from typing import Any, ClassVar
 
@@ -11,10 +16,24 @@ import torch
 from amanda.backend import Attributes, ParameterSlot, digest
 from amanda.drivers.torch._levels import innermost, is_wrapped
 from amanda.drivers.torch._overrides import WithoutTorchFunction
-from amanda.drivers.torch._wrappers import without_wrappers
 from amanda.interceptor import Enclosure
 
 _METHODS = ("_wrapped_call_impl", "_call_impl")
+_CHECKPOINT = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
+WRAPPERS = {
+    "torch._dynamo.eval_frame.OptimizedModule": "_orig_mod",
+    "torch.nn.parallel.data_parallel.DataParallel": "module",
+    "torch.nn.parallel.distributed.DistributedDataParallel": "module",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": "_fsdp_wrapped_module",
+    f"{_CHECKPOINT}.CheckpointWrapper": "_checkpoint_wrapped_module",
+    f"{_CHECKPOINT}.OffloadWrapper": "_checkpoint_wrapped_module",
+    "torch.optim.swa_utils.AveragedModel": "module",
+    "deepspeed.runtime.engine.DeepSpeedEngine": "module",
+    "peft.peft_model.PeftModel": "base_model",
+    "peft.tuners.tuners_utils.BaseTuner": "model",
+    "peft.tuners.tuners_utils.BaseTunerLayer": "base_layer",
+}
+"""The attribute with the wrapped module, by the full name of the wrapper's class or a base of it."""
 
 
 def enclose_modules(attributes: Attributes) -> None:
@@ -261,3 +280,41 @@ def _hash_of_path(outer: Any, inner: Any) -> tuple[int, bool]:
     """Return the hash of a module's path in its caller, and False for a module made for this call alone."""
     name = _path_within(outer, inner)
     return digest(name), not name.startswith("(")
+
+
+@cache
+def wrapped_attribute(kind: Any) -> str | None:
+    """Return the attribute that holds the wrapped module in modules of a class; None for other classes."""
+    # By name, so that no library need be imported to recognise its wrappers.
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
+
+
+def without_wrappers(outer: torch.nn.Module, path: str) -> str:
+    """Return the path of a submodule or a parameter in a module, without the attributes of wrappers.
+
+    path: as `named_modules` or `named_parameters` spells it.
+    """
+    parts, module = [], outer
+    for part in path.split("."):
+        kind: Any = type(module)
+        if part and part != wrapped_attribute(kind):
+            parts.append(part)
+        inner = module._modules.get(part)
+        module = module if inner is None else inner
+    return ".".join(parts)
+
+
+def stack_without_wrappers(path: str, stack: Iterable[tuple[str, Any]]) -> str:
+    """Return a path without the attributes of wrappers, from a compiler's stack of module calls.
+
+    stack: path and class, or the class' full name, of each of the modules that enclose the last.
+    """
+    parts = path.split(".") if path else []
+    dropped = set()
+    for outer, kind in stack:
+        attribute = WRAPPERS.get(kind) if isinstance(kind, str) else wrapped_attribute(kind)
+        start = outer.split(".") if outer else []
+        if attribute is not None and parts[: len(start) + 1] == [*start, attribute]:
+            dropped.add(len(start))
+    return ".".join(part for i, part in enumerate(parts) if i not in dropped)

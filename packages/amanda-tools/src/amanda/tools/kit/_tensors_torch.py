@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 import amanda
 from amanda.tools.kit._elements_torch import (
+    TorchSamples,
     is_wrapped,
     resolved,
     rows_of_bytes,
@@ -19,7 +20,6 @@ from amanda.tools.kit._elements_torch import (
     stored_elements,
     why_unread,
 )
-from amanda.tools.kit._samples_torch import TorchSamples
 from amanda.tools.kit._tensors import RequiredNames, Samples, Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
 

@@ -8,9 +8,8 @@ with amanda.apply(tool):
 tool.result.save("step.trace.json")
 """
 
-from amanda.tools.profile._function import profile
 from amanda.tools.profile._records import OpProfile, Peak
 from amanda.tools.profile._result import KernelResult, ProfileResult
-from amanda.tools.profile._tool import ProfileTool
+from amanda.tools.profile._tool import ProfileTool, profile
 
 __all__ = ["KernelResult", "OpProfile", "Peak", "ProfileResult", "ProfileTool", "profile"]

@@ -1,4 +1,4 @@
-"""The tool: measures the time of ops and the memory of their outputs, by facts that rules write."""
+"""The tool: measures the time of ops and the memory of their outputs; and the profile of a function."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.options import NonNegativeInt, checked
+from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools.kit import RequiredNames, leaves, tensors_of, torch_tensors
 from amanda.tools.mapping import MappingTool, StandardMapping, itemsize
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
@@ -409,3 +409,28 @@ def _is_fed(context: amanda.OpContext) -> bool:
         return bool(context.get_grad_outputs())
     values, shape = context.get_inputs(), context["shape"]
     return any(isinstance(value, (list, tuple)) or shape(value) is not None for value in values)
+
+
+@checked
+def profile(
+    function: Callable[..., Any],
+    *inputs: Any,
+    warmup: NonNegativeInt = 1,
+    calls: PositiveInt = 1,
+    **keywords: Any,
+) -> ProfileResult:
+    """Return the time and memory of each op in calls of a function.
+
+    inputs, keywords: of each call.  warmup: calls before, which are not in the result: the first ones also
+    load kernels and fill caches.  calls: calls that are measured.
+
+    print(profile(lambda: model(x).sum().backward()))
+    """
+    tool = ProfileTool()
+    with amanda.apply(tool):
+        for _ in range(warmup):
+            function(*inputs, **keywords)
+        tool.clear()
+        for _ in range(calls):
+            function(*inputs, **keywords)
+    return tool.result

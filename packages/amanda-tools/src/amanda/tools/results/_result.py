@@ -15,8 +15,7 @@ from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
 from amanda.tools.results._display import html_page, html_sentences, html_table, shortened
 from amanda.tools.results._files import to_json
-from amanda.tools.results._layout import ROWS_SHOWN, View, attribute_name, position_of
-from amanda.tools.results._text import as_text
+from amanda.tools.results._layout import ROWS_SHOWN, View, as_text, attribute_name, position_of
 
 if TYPE_CHECKING:
     import pandas

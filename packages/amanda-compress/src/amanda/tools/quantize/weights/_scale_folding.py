@@ -18,7 +18,7 @@ from amanda.tools.quantize.weights._calibrated import (
     CalibratedWeight,
     Samples,
 )
-from amanda.tools.quantize.weights._folds import Fold, find_folds
+from amanda.tools.quantize.weights._scale_tracing import Fold, find_folds
 from amanda.tools.results import Column, Result
 from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter, parameter_store
 

@@ -33,8 +33,7 @@ from ..graph import (
     runs_without_xla,
     with_callees,
 )
-from ._boundary import ForwardRecord, FunctionBoundary
-from ._copies import ForwardFacts, RegisteredCopy
+from ._boundary import ForwardFacts, ForwardRecord, FunctionBoundary, RegisteredCopy
 
 FunctionCall = tuple[Any, Sequence[Any], ForwardRecord | None]
 """A function, its arguments, and the record of the forward call whose gradients it computes, or None."""

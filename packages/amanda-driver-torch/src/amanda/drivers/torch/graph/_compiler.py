@@ -21,13 +21,11 @@ from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.utils._pytree import tree_flatten
 
-from .._compiled_callables import asks_for_graphs
-from .._leaves import WatchedLeaf, note_leaves
+from .._compiled_callables import WatchedLeaf, asks_for_graphs, note_leaves
 from .._modules import ParameterPaths, module_path, plain_module_calls
 from .._patches import TorchPatches
-from ._frames import SKIP_ONCE, skip_result
-from ._guards import guard_by_identity, guard_by_lifetime, guard_by_reads
-from ._inlining import inline_bodies
+from ._dynamo import SKIP_ONCE, guard_by_identity, guard_by_lifetime, guard_by_reads, skip_result
+from ._graph_copy import inline_bodies
 from ._instrument import namespace
 from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory

@@ -143,7 +143,7 @@ def _callback_by_stance(
         return frame_callback
     # Even under the user's stance dynamo must not compile Amanda's own frames.
     try:
-        from ._frames import CallbackForUserFrames
+        from ._dynamo import CallbackForUserFrames
     except ImportError:
         return frame_callback
     return CallbackForUserFrames(frame_callback)

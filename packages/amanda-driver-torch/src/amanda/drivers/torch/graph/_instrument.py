@@ -14,7 +14,7 @@ from amanda.options import checked
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten
 
-from ._inlining import inline_bodies
+from ._graph_copy import inline_bodies
 from ._ops import GraphProgram
 from ._rewrite import FxRewriting
 from ._symbols import GraphSymbols

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from amanda.drivers.torch._wrappers import stack_without_wrappers
+from amanda.drivers.torch._modules import stack_without_wrappers
 
 if TYPE_CHECKING:
     from torch.fx import Node

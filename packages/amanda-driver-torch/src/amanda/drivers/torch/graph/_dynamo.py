@@ -1,18 +1,53 @@
-"""Guards of compiled graphs: when dynamo has to compile a graph for tools again, or to drop it."""
+"""Frames that dynamo must skip, and guards: when it has to compile a graph for tools again, or to drop it.
+
+The frames are those of Amanda's own code, and of the routines of tools.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from amanda import interceptor
 from amanda.graph import History
+from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
+from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalStateSource
+from torch._dynamo.types import ConvertFrameReturn
 
 from .._compiled_callables import asks_for_graphs
-from ._ops import GraphProgram
+
+if TYPE_CHECKING:
+    from ._ops import GraphProgram
+
+_SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
+"""Run the frame, and all that it calls, without dynamo."""
+
+SKIP_ONCE = ConvertFrameReturn(_SKIP, apply_to_code=False)
+"""Dynamo's result for a frame that runs without dynamo in this call alone."""
+
+
+def skip_result(frame: Any) -> ConvertFrameReturn | None:
+    """Return dynamo's result for a frame that it must not convert; None for other frames.
+
+    Amanda's own code is skipped for good. Other code is skipped once: a routine may be called elsewhere too.
+    """
+    # Frames of Amanda and of routines call the interceptor, which dynamo would trace into the user's graph.
+    if interceptor.codes.is_ours(frame.f_code):
+        return ConvertFrameReturn(_SKIP)
+    return SKIP_ONCE if interceptor.active() is None else None
+
+
+class CallbackForUserFrames:
+    """Stand-in for dynamo's callback that converts frames of the user alone."""
+
+    def __init__(self, callback: Any) -> None:
+        self._torchdynamo_orig_backend = callback
+
+    def __call__(self, frame: Any, *args: Any) -> Any:
+        return skip_result(frame) or self._torchdynamo_orig_backend(frame, *args)
 
 
 def guard_by_identity(nodes: Sequence[Any]) -> None:
