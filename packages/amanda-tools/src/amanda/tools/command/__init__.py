@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from amanda.tools.command._session import Session
 
 __all__ = [
-    "CommandOption", "OptionType", "Session", "SpecError", "ToolSpec", "Tooling", "compiled_option", "exit_status",
-    "function_of", "instrument", "limit_option", "made", "merge", "options_of", "path_to_write", "run",
-    "save_option", "split_tools",
+    "CommandOption", "OptionType", "Session", "SpecError", "ToolSpec", "Tooling", "compiled_option",
+    "exit_status", "function_of", "instrument", "limit_option", "made", "merge", "options_of",
+    "path_to_write", "run", "save_option", "split_tools",
 ]  # fmt: skip
 
 
