@@ -361,7 +361,7 @@ def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.
         (["sparsity", "swept.py:fails", "-q"], 1, "line 12, in fails"),
         (["sparsity", "swept.py:fails", "-q"], 1, "swept.py:fails cannot be evaluated: KeyError: 'digits'"),
         (["sparsity", "broken.py:total"], 1, "broken.py:total cannot be evaluated: SyntaxError"),
-        (["sparsity", "swept.py:name", "-q"], 1, "name gave 'x'; give a number"),
+        (["sparsity", "swept.py:name", "-q"], 1, "gave 'x'; give a number"),
     ],
 )
 def test_what_cannot_be_swept_is_told_without_our_own_frames(

@@ -15,7 +15,7 @@ from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter
 
 def standard(context: amanda.OpContext) -> None:
     """Write the keys of StandardMapping."""
-    name = context.get_op_type()
+    name = context.get_forward_op_type()
     weights = [i for i in range(len(context.get_inputs())) if context.get_variable(i) is not None]
     is_product = name == "matmul" and weights == [1]
     is_backward = context.is_backward()
