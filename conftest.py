@@ -12,6 +12,9 @@ if len(getattr(os, "sched_getaffinity", lambda _: "all")(0)) == 1:
     # TensorFlow waits forever where a routine calls a function on the only thread; the driver says so.
     os.environ.setdefault("TF_NUM_INTEROP_THREADS", "2")
 
+# Workers of xdist have one, at whose width results fold their sentences.
+os.environ.pop("COLUMNS", None)
+
 
 SLOW_IN_SUITES = {
     "test_the_suite_passes_on_the_pure_python_interceptor",

@@ -170,7 +170,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         Called, "is None; give the routine without calling it: add_inst_for_op(self.analyse)",
     ),
     "an analysis routine without a context": (
-        WithoutContext, "WithoutContext.analyse cannot be called with that; write def analyse(self, context)",
+        WithoutContext, "cannot be called with that; write def analyse(self, context)",
     ),
     "two replacements": (
         on_replacement(lambda x: x, lambda x: x), "one op has one replacement: apply one of the two",

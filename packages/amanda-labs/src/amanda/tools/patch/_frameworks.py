@@ -26,6 +26,7 @@ from amanda.tools.kit import RequiredNames, leaves
 from amanda.tools.mapping import MappingTool
 
 _REQUIRED = RequiredNames("amanda.tools.patch", "torch", "torch._dynamo.eval_frame:skip_code")
+_REQUIRED_OF_KERAS = RequiredNames("amanda.tools.patch", "keras", "keras.src.backend.config:backend")
 
 Side = Literal["input", "output"]
 SIDES: tuple[Side, Side] = ("input", "output")
@@ -273,6 +274,7 @@ def _watch_keras(stack: ExitStack, points: Points) -> None:
 
     Does nothing for layers of another framework than TensorFlow: on PyTorch they are modules.
     """
+    _REQUIRED_OF_KERAS.check()
     from keras.src.backend.config import backend
 
     if backend() != "tensorflow":
