@@ -36,7 +36,7 @@ _SCHEMA, _VERSION = "compressed", 1
 _NOUN = "compressed model"
 
 
-@dataclass
+@dataclass(repr=False)
 class Checkpoint:
     """What a folder holds.
 
@@ -52,6 +52,11 @@ class Checkpoint:
     sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
     results: list[dict[str, Any]] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        elements = sum(tensor.numel() for tensor in self.tensors.values())
+        tools = ", ".join(result["schema"].removeprefix("amanda.") for result in self.results)
+        return f"Checkpoint: {len(self.tensors):,} tensors, {elements:,} elements; {tools or 'no results'}"
 
 
 @checked(error=ArtefactError)

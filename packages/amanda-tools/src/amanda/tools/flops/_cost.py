@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isqrt, prod
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, get_args
 
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, did_you_mean
 from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount
+from amanda.tools.select import Phase
 
 Shape = tuple[int, ...]
 UNKNOWN = (None,)
@@ -294,10 +295,13 @@ class FlopsResult(PlacesResult[OpCost]):
 
         Calls whose cost is unknown count as 0 macs and flops: `unsupported` and `unseen` list them, and a
         warning is logged once.
-        Raises AmandaError for another quantity.
+        Raises AmandaError for another quantity, and for a phase that does not exist.
         """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
+        phases = sorted({*get_args(Phase), *(place.phase for place in self.ops)})
+        if phase is not None and phase not in phases:
+            raise AmandaError(f"there is no phase {phase!r}; {did_you_mean(phase, phases)}")
         if what in ("macs", "flops"):
             self._warn_of_gaps()
         return self._sum(what, phase)

@@ -139,9 +139,10 @@ class TreeResult(Result):
         return leading
 
     def notes(self) -> Sequence[str]:
-        """Return the notes of the result of all ops."""
-        notes: Sequence[str] = self._result.notes()
-        return notes
+        """Return the notes of the result of all ops, and a sentence on ops that have no row of their own."""
+        has_own_ops = any(node.ops and node.children for _, node in self._nodes)
+        own_ops = "The row of a module has its own ops too, beside those of the modules in it."
+        return [*self._result.notes(), *[own_ops] * has_own_ops]
 
 
 KeyedT = TypeVar("KeyedT", bound="KeyedResult")

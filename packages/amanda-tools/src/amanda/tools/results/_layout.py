@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
@@ -280,6 +280,8 @@ class TableLayout:
                     row[i] = text
 
 
+_SORTED = 10
+"""Priority of the column by which rows are in order: the last to leave a narrow table."""
 _PRIORITIES = {"module": 9, "type": 8, "phase": 1, "source": -1}
 
 
@@ -344,7 +346,12 @@ def _table_and_omissions(result: Result, width: int | None, view: View) -> tuple
         groups = groups_of(result.columns, rows, view, result._order)
     shown = groups if view.whole or not result._combines else groups[: view.top]
     cells = [[printable(text, line=True) for text in cells_of(result.columns, group)] for group in shown]
-    layout = TableLayout.fitting(result.columns, cells, result._totals(rows), width)
+    sort_position = position_of(result.columns, view.sort) if view.sort else None
+    columns = [
+        replace(column, priority=_SORTED) if i == sort_position else column
+        for i, column in enumerate(result.columns)
+    ]
+    layout = TableLayout.fitting(columns, cells, result._totals(rows), width)
     return list(_lines(layout)), " ".join(_omissions(layout, groups, len(shown)))
 
 
