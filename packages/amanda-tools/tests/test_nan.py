@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 import amanda
 from amanda.tools.nan import NanTool, NotFiniteError
+from amanda.tools.stats import StatsTool
 
 
 class Planted(nn.Module):
@@ -535,3 +537,50 @@ def test_a_program_without_nan_has_no_table() -> None:
     result = look(lambda: torch.rand(3) + 1).result
     assert str(result) == "2 ops ran; none produced NaN."
     assert "<table" not in result._repr_html_()
+
+
+def test_a_tool_that_stops_does_so_each_time() -> None:
+    tool = NanTool(stop=True)
+    errors = []
+    for _ in range(3):
+        with pytest.raises(NotFiniteError) as caught, amanda.apply(tool):
+            torch.log(torch.full((2,), -1.0))
+        errors.append(caught.value)
+    copied = pickle.loads(pickle.dumps(errors[0]))
+    assert (copied.finding, str(copied)) == (errors[0].finding, errors[0].finding.sentence)
+    tool.clear()
+    with pytest.raises(NotFiniteError) as caught, amanda.apply(tool):
+        torch.log(torch.full((2,), -1.0))
+    assert caught.value.finding.step == 0  # type: ignore[attr-defined]
+
+
+def test_gradients_of_a_skipped_step_may_be_clipped() -> None:
+    torch.manual_seed(0)
+    model, scaler, x = nn.Linear(8, 1), torch.amp.GradScaler("cpu"), 30 * torch.randn(16, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = model(x).float().square().mean() * 50
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+
+    with amanda.apply(tool := NanTool(stop=True)):
+        train()
+    assert not tool.result
+    assert "steps that a GradScaler skipped" in str(tool.result)
+
+
+def test_what_has_no_elements_is_one_sentence() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
+    with amanda.apply(tool := NanTool(), stats := StatsTool()):
+        model.to("meta")(torch.ones(2, 4, device="meta"))
+    (remark,) = [remark for remark in tool.result.remarks if "has a shape" in remark]
+    assert "tensors are not read: it has a shape and no elements, on the device meta, such as" in remark
+    assert "not every output was read" in tool.result.sentence
+    assert str(stats.result).splitlines()[1] == "No tensor was read."

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
 
 import amanda
-from amanda.errors import OptionError
+from amanda.errors import AmandaError, OptionError
 from amanda.tools.flops import FlopsResult, FlopsTool, count_flops, summary
 from amanda.tools.profile import profile
 
@@ -101,3 +103,16 @@ def test_objects_say_what_they_hold() -> None:
         to_dict to_html to_json to_pandas total tree unseen unsupported version whole
         """.split()
     )
+
+
+def test_a_tree_is_pickled_and_of_no_op_says_so() -> None:
+    tree = count_flops(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.ones(1, 2)).tree()
+    assert str(pickle.loads(pickle.dumps(tree))) == str(tree)
+    assert "No op was executed" in str(profile(lambda: None).tree())
+
+
+def test_totals_of_a_phase_that_does_not_exist_are_an_error() -> None:
+    result = count_flops(nn.Linear(2, 2), torch.ones(1, 2))
+    assert result.total("macs", "backward") == 0
+    with pytest.raises(AmandaError, match="no phase 'forwards'; did you mean forward"):
+        result.total("macs", "forwards")

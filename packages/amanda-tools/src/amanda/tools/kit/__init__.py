@@ -13,6 +13,7 @@ from amanda.tools.kit._tensor_tool import (
     OpTensor,
     Role,
     TensorTool,
+    folded_unread,
     leaves,
     op_tensors,
     parameter_inputs,
@@ -23,8 +24,8 @@ from amanda.tools.kit._tensors import RequiredNames, Samples, Tensors, TensorsEr
 
 __all__ = [
     "OpRecord", "OpTensor", "RequiredNames", "Role", "Samples", "TensorTool", "Tensors", "TensorsError",
-    "leaves", "op_tensors", "parameter_inputs", "remarks_on_packed_inputs", "shape_text", "tensors_of",
-    "torch_tensors",
+    "folded_unread", "leaves", "op_tensors", "parameter_inputs", "remarks_on_packed_inputs", "shape_text",
+    "tensors_of", "torch_tensors",
 ]  # fmt: skip
 
 # Names that were here, by the package that has them now.

@@ -81,7 +81,31 @@ def unread_sentence(role: str, reason: str, kind: str, where: str) -> str:
 
     role: "Input 0".  kind: the op's type.  where: its module, or the line that calls it.
     """
-    return f"{role} of {kind} of {where} is not read: {reason}."
+    return f"{role} of {kind} of {where}{_NOT_READ}{reason}."
+
+
+_NOT_READ = " is not read: "
+_NAMED_UNREAD = 3
+"""Tensors that are not read for one reason and have a sentence each; more share one."""
+
+
+def folded_unread(sentences: Iterable[str]) -> list[str]:
+    """Return sentences of `unread_sentence`, with one for the many tensors that share a reason.
+
+    >>> folded_unread(f"Output 0 of add of {i} is not read: it has no elements." for i in range(5))
+    ['5 tensors are not read: it has no elements, such as output 0 of add of 0.']
+    """
+    by_reason: dict[str, list[str]] = {}
+    for sentence in sentences:
+        by_reason.setdefault(sentence.partition(_NOT_READ)[2], []).append(sentence)
+    folded: list[str] = []
+    for reason, group in by_reason.items():
+        if reason and len(group) > _NAMED_UNREAD:
+            example = group[0].partition(_NOT_READ)[0]
+            example = example[0].lower() + example[1:]
+            group = [f"{len(group):,} tensors are not read: {reason[:-1]}, such as {example}."]
+        folded += group
+    return folded
 
 
 NUMBERS = ("float", "bfloat", "int", "uint", "bool", "complex", "half", "quint", "qint")
@@ -215,7 +239,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
     @property
     def remarks(self) -> list[str]:
         """Sentences on tensors that cannot be read, for the `remarks` of a result."""
-        return list(self._unread)
+        return folded_unread(self._unread)
 
     def clear(self) -> None:
         """Reset the counts of executions; analysed ops stay analysed."""

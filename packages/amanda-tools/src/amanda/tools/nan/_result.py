@@ -152,7 +152,8 @@ class NanResult(Result):
         origins = [origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan]
         origin = next(iter(origins), self.first)
         if origin is None:
-            return f"{self.executions:,} ops ran; none produced {self._sought}."
+            unread = "; not every output was read" * bool(self.remarks)
+            return f"{self.executions:,} ops ran; none produced {self._sought}{unread}."
         return f"{origin.sentence}."
 
     @property
@@ -275,12 +276,20 @@ class ScaledBackward:
         self.is_open = False
         self.pending: list[Finding | Entered] = []
         self.skipped = 0
+        self._skipped_step: int | None = None
 
-    def defer(self, finding: Finding | Entered) -> bool:
-        """Defer a finding that an overflow would explain; return True if it was deferred.
+    def begin(self) -> None:
+        """Begin a scaled backward pass."""
+        self.is_open, self._skipped_step = True, None
+
+    def defer(self, finding: Finding | Entered, step: int) -> bool:
+        """Defer, or drop, a finding that an overflow would explain; return True if it is not to be kept.
 
         Accumulation of gradients adds Inf to -Inf, which is NaN, between two ops.
         """
+        # What clips the gradients of a step that the scaler will skip reads the overflow as well.
+        if step == self._skipped_step and finding.phase != "optimizer":
+            return True
         if not self.is_open or finding.phase != "backward":
             return False
         overflow = (
@@ -293,9 +302,10 @@ class ScaledBackward:
             self.pending.append(finding)
         return overflow
 
-    def end(self, is_skipped: bool) -> list[Finding | Entered]:
-        """Return the findings that no overflow of a skipped step explains."""
+    def end(self, is_skipped: bool, step: int) -> list[Finding | Entered]:
+        """Return the findings that no overflow of a skipped step explains.  step: its number."""
         pending, self.pending, self.is_open = self.pending, [], False
+        self._skipped_step = step if is_skipped else None
         if is_skipped and pending:
             self.skipped += 1
         return [] if is_skipped else pending

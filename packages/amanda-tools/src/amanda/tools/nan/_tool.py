@@ -14,7 +14,7 @@ import amanda
 from amanda.action import Executions, Observed, all_samples
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
-from amanda.tools.kit import OpTensor, leaves, remarks_on_packed_inputs
+from amanda.tools.kit import OpTensor, folded_unread, leaves, remarks_on_packed_inputs
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
 from amanda.tools.nan._floats import (
@@ -73,6 +73,10 @@ class NotFiniteError(AmandaError, ArithmeticError):
     def __init__(self, finding: Finding | Entered) -> None:
         super().__init__(finding.sentence)
         self.finding = finding
+
+    def __reduce__(self) -> tuple[type[NotFiniteError], tuple[Finding | Entered]]:
+        """Return how to make it anew: from the finding, not from the sentence."""
+        return type(self), (self.finding,)
 
 
 def _read_all(values: Sequence[Any]) -> Collection[int]:
@@ -136,11 +140,10 @@ class NanTool(amanda.Tool):
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
         self._steps = Steps()
-        self.clear()
         self._packed: dict[str, None] = {}  # what is not read
-        self._running: dict[
-            tuple[int, _CheckedOp], RecordedInputs
-        ] = {}  # by thread and op, while the op runs
+        # By thread and op, while the op runs.
+        self._running: dict[tuple[int, _CheckedOp], RecordedInputs] = {}
+        self.clear()
         self.depends_on(self._steps, StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
         self.add_inst_for_op(self._instrument_forward)
         if backward:
@@ -151,15 +154,17 @@ class NanTool(amanda.Tool):
     def result(self) -> NanResult:
         """Return the ops that produced NaN or Inf so far."""
         pending = self._scaled.pending
-        findings = [replace(finding, times=self._times[key]) for key, finding in self._findings.items()]
+        # Lists at once, since threads may add to what is kept meanwhile.
+        kept = list(self._findings.items())
+        findings = [replace(finding, times=self._times[key]) for key, finding in kept]
         findings += [finding for finding in pending if isinstance(finding, Finding)]
         # Ops that run bodies give NaN because an op in the body does, which is the better finding.
         if not findings and not self._entered:
             findings = self._findings_of_callers
         counts = self._executions, self._passed_on, len(self._dropped) + max(len(findings) - self._limit, 0)
-        entered = [*self._entered.values(), *(entry for entry in pending if isinstance(entry, Entered))]
+        entered = [*list(self._entered.values()), *(entry for entry in pending if isinstance(entry, Entered))]
         result = NanResult(findings[: self._limit], *counts, entered, self._scaled.skipped, self._inf)
-        result.remarks = list(self._packed)
+        result.remarks = folded_unread(list(self._packed))
         return result
 
     def clear(self) -> None:
@@ -175,6 +180,8 @@ class NanTool(amanda.Tool):
         # By id of forward op: flags of its inputs and outputs, if not finite at the last execution.
         self._flags_of_forward: dict[int, int] = {}
         self._scaled = ScaledBackward()
+        self._steps.clear()
+        self._running.clear()
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
         """Insert the routines that check a forward op, and those that follow the scale of a loss."""
@@ -328,7 +335,7 @@ class NanTool(amanda.Tool):
     def _find(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
         """Add the finding of an execution; count one that repeats an earlier finding."""
         key = op.place, bool(outputs.flags & NAN)
-        if key in self._findings and not self._scaled.is_open:
+        if key in self._findings and not self._scaled.is_open and not self._stop:
             self._times[key] += 1
             return
         summaries = inputs.summaries(inputs.tensors), outputs.summaries(outputs.holds)
@@ -356,18 +363,18 @@ class NanTool(amanda.Tool):
 
     def _add_finding(self, finding: Finding | Entered) -> None:
         """Keep or defer a finding, and log the first; raise NotFiniteError if the tool stops."""
-        if self._scaled.defer(finding):
+        if self._scaled.defer(finding, self._steps.number):
             return
         if isinstance(finding, Entered):
             self._entered[finding.what, finding.module, finding.source] = finding
         else:
             place = finding.phase, finding.type, finding.module, finding.source
             key = place, finding.makes_nan
-            if key not in self._findings and len(self._findings) >= self._limit:
+            if key in self._findings or len(self._findings) < self._limit:
+                self._findings.setdefault(key, finding)
+                self._times[key] += 1
+            else:
                 self._dropped.add(key)
-                return
-            self._findings.setdefault(key, finding)
-            self._times[key] += 1
         if self._stop:
             raise NotFiniteError(finding)
         # One line: what follows from the first NaN would fill the screen.
@@ -388,9 +395,8 @@ class NanTool(amanda.Tool):
             # Parameters get NaN by an update, which comes after the step in which an op gave it.
             step, begun = self._steps.number, self._begun
             follows = begun is not None and (self._is_updated or begun < step)
-            if (name, op.module, op.source) in self._entered or (
-                not follows and len(self._entered) >= self._limit
-            ):
+            is_known = (name, op.module, op.source) in self._entered
+            if not self._stop and (is_known or (not follows and len(self._entered) >= self._limit)):
                 continue
             (summary,) = inputs.summaries([i]).values()
             place = op.phase, op.module, op.source, execution
@@ -399,7 +405,7 @@ class NanTool(amanda.Tool):
     @amanda.observer
     def _begin_scaled(self) -> None:
         """Begin to defer findings: a GradScaler has scaled a loss."""
-        self._scaled.is_open = True
+        self._scaled.begin()
 
     @staticmethod
     @amanda.observer
@@ -411,7 +417,7 @@ class NanTool(amanda.Tool):
     def _end_scaled(self, run: dict[str, Any]) -> None:
         """Keep or drop the findings of a scaled backward pass, which is over."""
         is_skipped = bool(run.pop("found_inf"))
-        for finding in self._scaled.end(is_skipped):
+        for finding in self._scaled.end(is_skipped, self._steps.number):
             self._add_finding(finding)
         # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings:

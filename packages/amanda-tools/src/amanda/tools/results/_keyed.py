@@ -122,15 +122,18 @@ class TreeResult(Result):
     def __init__(self, result: Any, depth: int | None, columns: Sequence[Column], numbers: _Numbers) -> None:
         root = ModuleNode.of(result.ops)
         depth = root.readable_depth() if depth is None else depth
-        self._nodes, self._numbers, self._result = list(root.walk(depth)), numbers, result
-        labels = {node.path: f"{'  ' * level}{node.name or 'total'}" for level, node in self._nodes}
+        nodes = list(root.walk(depth)) if result.ops else []
+        labels = {node.path: f"{'  ' * level}{node.name or 'total'}" for level, node in nodes}
+        self._rows = [(node.path, *numbers(node)) for _, node in nodes]
+        self._has_own_ops = any(node.ops and node.children for _, node in nodes)
+        self._result = result
         self.name, self.remarks = f"{result.name}.tree", result.remarks  # type: ignore[misc]
         self.title = f"{result._subject} by module"
         self.columns = (Column("module", show=labels.__getitem__), *columns)  # type: ignore[misc]
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each module, a module before those within; "" is all that was executed."""
-        return [(node.path, *self._numbers(node)) for _, node in self._nodes]
+        return self._rows
 
     @property
     def _leading(self) -> int:
@@ -140,9 +143,8 @@ class TreeResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return the notes of the result of all ops, and a sentence on ops that have no row of their own."""
-        has_own_ops = any(node.ops and node.children for _, node in self._nodes)
         own_ops = "The row of a module has its own ops too, beside those of the modules in it."
-        return [*self._result.notes(), *[own_ops] * has_own_ops]
+        return [*self._result.notes(), *[own_ops] * self._has_own_ops]
 
 
 KeyedT = TypeVar("KeyedT", bound="KeyedResult")

@@ -109,7 +109,7 @@ class StatsResult(Result):
         `NOTHING` without tensors; no magnitude without finite numbers.
         """
         if not self.measured:
-            return NOTHING
+            return "No tensor was read." if self.remarks else NOTHING
         statistics = [entry.statistics for entry in self.measured]
         nan_count = sum(each.nan for each in statistics)
         inf_count = sum(each.inf + each.negative_inf for each in statistics)
