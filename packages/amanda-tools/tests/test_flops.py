@@ -238,3 +238,14 @@ def test_what_is_kept_does_not_grow_with_executions(cached: bool) -> None:
     assert sizes[0] == sizes[-1] < 30
     assert tool.result.total("macs", "forward") == 4 * 7 * 21
     assert tool.result.total("macs", "backward") == 4 * 7 * 21
+
+
+def test_gradients_of_views_move_no_bytes() -> None:
+    x = torch.ones(4, 8, requires_grad=True)
+    with amanda.apply(tool := FlopsTool()):
+        (x.t().unsqueeze(0).permute(2, 0, 1).view(32) * 2).sum().backward()
+    moved = {op.type: op.bytes for op in tool.result.ops if op.phase == "backward"}
+    views = {"transpose_backward", "unsqueeze_backward", "permute_backward", "view_backward"}
+    assert {kind for kind, count in moved.items() if not count} >= views & moved.keys()
+    assert moved["mul_backward"] > 0
+    assert len(views & moved.keys()) >= 3

@@ -239,6 +239,22 @@ def bytes_moved(
     return traffic(names, input_bytes, output_bytes, in_place)
 
 
+_VIEW_OF_GRADIENT = re.compile(
+    r"(Unsafe)?(Adjoint|Alias|Mt|MT|Permute|Squeeze|T|Transpose|Unsqueeze|View)Backward\d*"
+)
+"""Names of PyTorch's nodes that give a view of the gradient that enters."""
+
+
+def gradient_bytes(context: ShapedContext | amanda.OpContext, grads: Sequence[Any]) -> int:
+    """Return the bytes that one execution of a backward op moves: none where it gives a view.
+
+    grads: the gradients that leave the op.
+    """
+    if _VIEW_OF_GRADIENT.fullmatch(context.get_backward_op().__name__):
+        return 0
+    return bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
+
+
 def bytes_of(context: ShapedContext | amanda.OpContext, values: Iterable[Any]) -> int:
     """Return the bytes of tensors, also of those in lists."""
     # Of a distributed tensor this process moves its own shard.

@@ -32,9 +32,9 @@ from amanda.tools.flops._cost_model import (
     NO_WORK,
     OpCostModel,
     bytes_moved,
-    bytes_of,
     element_type,
     formula_of,
+    gradient_bytes,
     has_shapes,
     is_free,
     shapes_of,
@@ -322,7 +322,7 @@ class FlopsTool(amanda.Tool):
         if cost is None:
             within = context.get("within")
             place.estimate = (within and within.backward_macs) or 2 * int(context["estimate"])
-        place.bytes = bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
+        place.bytes = gradient_bytes(context, grads)
         return place
 
     def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str, forward: ShapeCounts) -> None:
