@@ -272,6 +272,10 @@ def _edit(change: Callable[[dict[str, Any]], Any], signed: bool = True) -> Calla
     return edit
 
 
+def _set_block_size(size: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda record: record["packed"]["0.weight"].update(block_size=size)
+
+
 @pytest.mark.parametrize(
     ("damage", "why"),
     [
@@ -307,7 +311,7 @@ def _edit(change: Callable[[dict[str, Any]], Any], signed: bool = True) -> Calla
         (_edit(lambda record: record.update(results=[3])), "its results have 3, which is no result"),
         *(
             (
-                _edit(lambda record, size=size: record["packed"]["0.weight"].update(block_size=size)),
+                _edit(_set_block_size(size)),
                 "has the block_size .* does not fit",
             )
             for size in ([1, 32], [64], [1, 7], [1, -64], [0, 64], None, [1, 10**9])
@@ -394,6 +398,7 @@ def _with_buffer(buffer: torch.Tensor) -> nn.Module:
 
 @pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32, torch.quint8], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 def test_types_that_safetensors_lacks(tmp_path: Path, dtype: torch.dtype) -> None:
     if dtype is torch.quint8:
         buffer = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, dtype)
@@ -433,8 +438,8 @@ def test_conjugated_view_is_saved_as_numbers(tmp_path: Path) -> None:
 
 
 def test_layer_without_a_shape_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ArtefactError, match="weight of the model is a UninitializedParameter, which has no"):
+    with pytest.raises(ArtefactError, match=r"weight of the model has no shape \(UninitializedParameter\)"):
         save_compressed(nn.LazyLinear(2), tmp_path / "lazy")
     save_compressed(nn.Linear(2, 2), tmp_path / "model")
-    with pytest.raises(ArtefactError, match="weight of the model is a UninitializedParameter, which has no"):
+    with pytest.raises(ArtefactError, match=r"weight of the model has no shape \(UninitializedParameter\)"):
         load_compressed(nn.LazyLinear(2), tmp_path / "model")

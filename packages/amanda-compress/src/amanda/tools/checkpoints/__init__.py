@@ -194,8 +194,7 @@ def _state_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]
     for name, (_, _, tensor) in state.items():
         if is_lazy(tensor):
             raise ArtefactError(
-                f"{name} of the model is a {type(tensor).__name__}, which has no shape: call the model "
-                "once before"
+                f"{name} of the model has no shape ({type(tensor).__name__}): call the model once before"
             )
     return {name: entry for name, entry in state.items() if name in saved_names}
 
