@@ -38,6 +38,8 @@ def network() -> nn.Sequential:
 class Tied(nn.Module):
     """Two layers with one weight, and an embedding with the weight of the head."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
