@@ -47,7 +47,8 @@ NOT_OPTIONS = {
     "amanda.tools.stats": "Accumulator numbers",
     "amanda.tools.quantize": """choose_qparams extremes fake_quantize fake_quantize_gradient gradient_scale
         lsq_gradients lsq_plus_scale lsq_quantize lsq_scale quantized_states sqnr convert""",
-    "amanda.tools.prune.channels": "concatenated convolution fresh is_size_name linear same_channels shaped",
+    "amanda.tools.prune.channels": """concatenated convolution extents_of fresh linear same_channels
+        shaped size_attributes""",
     "amanda.tools.quantize.weights": "dequantized model_bytes quantized save_compressed convert",
     # Readers and writers of results, for authors of tools.
     "amanda.tools.results": """Mergeable amount by_rank can_merge check_file check_schema check_size in_words

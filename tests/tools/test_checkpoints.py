@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -37,6 +38,8 @@ def network() -> nn.Sequential:
 class Tied(nn.Module):
     """Two layers with one weight, and an embedding with the weight of the head."""
 
+    calls: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(32, 64), nn.Linear(64, 32, bias=False)
@@ -52,12 +55,12 @@ class Tied(nn.Module):
 
 
 class Residual(nn.Module):
-    """Convolutions and attention whose channels can be removed."""
+    """Convolutions and a classifier whose channels can be removed."""
 
-    def __init__(self) -> None:
+    def __init__(self, classes: int = 4) -> None:
         super().__init__()
         self.stem, self.norm = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
-        self.block, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, 4)
+        self.block, self.head = nn.Conv2d(16, 16, 3, padding=1), nn.Linear(16, classes)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.norm(self.stem(x)).relu()
@@ -165,6 +168,53 @@ def test_model_with_removed_channels(tmp_path: Path) -> None:
         load_compressed(loaded, tmp_path / "whole")
 
 
+def _pruned(folder: Path, model: nn.Module | None = None) -> nn.Module:
+    """Return a model of which channels were removed, after it was saved."""
+    model, tool = model or Residual(), ChannelPruneTool(0.5)
+    tool.prepare(model, torch.rand(2, 3, 8, 8))
+    save_compressed(model, folder, tool.finalize(model, remove=True))
+    return model
+
+
+def test_removed_channels_are_for_the_same_model_alone(tmp_path: Path) -> None:
+    pruned = _pruned(tmp_path / "model")
+    for other in (Residual(classes=10), Residual(classes=3)):
+        before, text = copy.deepcopy(other.state_dict()), str(other)
+        with pytest.raises(ArtefactError, match=r"head.weight is float32 4x8 in the folder, 4x16 before"):
+            load_compressed(other, tmp_path / "model")
+        assert all(torch.equal(value, before[name]) for name, value in other.state_dict().items())
+        assert str(other) == text
+    wider = Residual()
+    wider.norm.num_features = 17
+    with pytest.raises(ArtefactError, match=r"norm.num_features is 8 in the folder, 16 before .*, and 17 in"):
+        load_compressed(wider, tmp_path / "model")
+    # A model that has the saved shapes is one that was pruned before.
+    load_compressed(copy.deepcopy(pruned), tmp_path / "model")
+
+
+def test_channels_that_were_removed_twice(tmp_path: Path) -> None:
+    images, model, results = torch.rand(2, 3, 8, 8), Residual(), []
+    for _ in range(2):
+        tool = ChannelPruneTool(0.5)
+        tool.prepare(model, images)
+        results.append(tool.finalize(model, remove=True))
+    save_compressed(model, tmp_path / "model", *reversed(results))
+    loaded = Residual()
+    load_compressed(loaded, tmp_path / "model")
+    assert loaded.stem.out_channels == 4
+    assert torch.equal(outputs(loaded, images), outputs(model, images))
+    with pytest.raises(ArtefactError, match="give the results of all"):
+        save_compressed(model, tmp_path / "first", results[0])
+
+
+def test_smaller_tensor_that_no_file_has(tmp_path: Path) -> None:
+    model = Residual()
+    for name in ("running_mean", "running_var"):
+        model.norm.register_buffer(name, model.norm.get_buffer(name), persistent=False)
+    with pytest.raises(ArtefactError, match=r"norm.running_mean of the model became smaller and is in no"):
+        _pruned(tmp_path / "model", model)
+
+
 def test_model_on_the_device_meta(tmp_path: Path) -> None:
     model, tool = network().bfloat16(), GPTQTool(4, 32)
     save_compressed(model, tmp_path / "model", convert(quantised(model, tool), tool))
@@ -210,13 +260,22 @@ def _replace(folder: Path) -> None:
     save_file({name: tensor + 1 for name, tensor in tensors.items()}, folder / "model.safetensors")
 
 
-def _edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def _edit(change: Callable[[dict[str, Any]], Any], signed: bool = True) -> Callable[[Path], None]:
+    """Return a function that changes a record; signed: with the checksum of the changed one."""
+
     def edit(folder: Path) -> None:
         record = json.loads((folder / "compressed.json").read_text())
         change(record)
+        if signed:
+            record.pop("record_checksum")
+            record["record_checksum"] = zlib.crc32(json.dumps(record).encode())
         (folder / "compressed.json").write_text(json.dumps(record))
 
     return edit
+
+
+def _set_block_size(size: Any) -> Callable[[dict[str, Any]], None]:
+    return lambda record: record["packed"]["0.weight"].update(block_size=size)
 
 
 @pytest.mark.parametrize(
@@ -235,8 +294,32 @@ def _edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
         (_edit(lambda record: record.update(packed=[])), "its packed is a list"),
         (_edit(lambda record: record["ties"].update({"2.weight": "gone"})), "it lacks 'gone'"),
         (_edit(lambda record: record["packed"].update(w={"type": "Int8Tensor"})), "it lacks 'w'"),
+        (
+            _edit(lambda record: record.update(sizes={"": None})),
+            "sizes has None for '', which is not a size",
+        ),
+        (
+            _edit(lambda record: record.update(sizes={"0.out_features": [96, -8]})),
+            r"its sizes has \[96, -8\] for '0.out_features', which is not a size",
+        ),
+        (_edit(lambda record: record.update(sizes={"0.out_features": [96, 10**9]})), "which is not a size"),
+        (
+            _edit(lambda record: record.update(sizes={"0.out_features": [10**9, 10**8]})),
+            "0.out_features is 100000000 in the folder, 1000000000 before channels were removed, and 96 in",
+        ),
+        (_edit(lambda record: record.update(sizes={"9.dim": [4, 2]})), "the model has no module 9"),
+        (_edit(lambda record: record.update(shapes={"0.weight": [True]})), "which is not the extents"),
+        (_edit(lambda record: record.update(ties={"2.weight": 3})), "which is not the name of a tensor"),
+        (_edit(lambda record: record.update(results=[3])), "its results have 3, which is no result"),
+        *(
+            (
+                _edit(_set_block_size(size)),
+                "has the block_size .* does not fit",
+            )
+            for size in ([1, 32], [64], [1, 7], [1, -64], [0, 64], None, [1, 10**9])
+        ),
+        (_edit(lambda record: record["versions"].update(torch="0"), signed=False), "damaged or edited"),
     ],
-    ids=["cut", "flipped", "replaced", "json", "lacking", "newer", "type", "list", "tie", "part"],
 )
 def test_damaged_folder_is_refused(tmp_path: Path, damage: Callable[[Path], Any], why: str) -> None:
     model, tool = network(), NearestTool(8, None)
@@ -253,7 +336,7 @@ def test_folders_are_missing_or_there_already(tmp_path: Path) -> None:
     with pytest.raises(FileError, match=r"compressed\.json cannot be read"):
         load_compressed(network(), tmp_path / "model")
     save_compressed(network(), tmp_path / "model")
-    with pytest.raises(ArtefactError, match="is there already"):
+    with pytest.raises(ArtefactError, match="is there already; force=True replaces it"):
         save_compressed(network(), tmp_path / "model")
     model = network()
     save_compressed(model, tmp_path / "model", force=True)
@@ -282,3 +365,83 @@ def test_what_is_no_tensor_is_not_saved(tmp_path: Path) -> None:
     with pytest.raises(ArtefactError, match=r"weight of the model is a Tensor \(torch.sparse_coo, cpu\)"):
         save_compressed(model, tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("names", [["notes.txt"], ["model.safetensors"], ["compressed.json", "notes.txt"]])
+def test_force_deletes_no_files_of_others(tmp_path: Path, names: list[str]) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text("text")
+    with pytest.raises(ArtefactError, match="save_compressed has not written"):
+        save_compressed(network(), folder, force=True)
+    assert sorted(path.name for path in folder.iterdir()) == names
+    (tmp_path / "file").write_text("text")
+    with pytest.raises(ArtefactError, match="file is no folder"):
+        save_compressed(network(), tmp_path / "file", force=True)
+
+
+def test_link_to_a_folder_is_followed(tmp_path: Path) -> None:
+    save_compressed(network(), tmp_path / "model")
+    (tmp_path / "latest").symlink_to("model")
+    model = network()
+    assert save_compressed(model, tmp_path / "latest", force=True) == tmp_path / "latest"
+    assert (tmp_path / "latest").is_symlink()
+    loaded = network()
+    load_compressed(loaded, tmp_path / "model")
+    assert torch.equal(outputs(loaded), outputs(model))
+
+
+def _with_buffer(buffer: torch.Tensor) -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("values", buffer)
+    return model
+
+
+@pytest.mark.parametrize("dtype", [torch.complex128, torch.complex32, torch.quint8], ids=str)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_types_that_safetensors_lacks(tmp_path: Path, dtype: torch.dtype) -> None:
+    if dtype is torch.quint8:
+        buffer = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, dtype)
+    else:
+        buffer = torch.ones(2).to(dtype)
+    with pytest.raises(ArtefactError, match=r"values of the model is \w+ 2, a type that safetensors"):
+        save_compressed(_with_buffer(buffer), tmp_path / "model")
+    assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize(
+    ("saved", "present"),
+    [
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2, dtype=torch.int64)),
+        (torch.ones(2, dtype=torch.complex64), torch.ones(2)),
+        (torch.ones(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool)),
+        (torch.ones(2, dtype=torch.bool), torch.ones(2, dtype=torch.int64)),
+    ],
+)
+def test_elements_of_another_kind_are_refused(
+    tmp_path: Path, saved: torch.Tensor, present: torch.Tensor
+) -> None:
+    save_compressed(_with_buffer(saved), tmp_path / "model")
+    with pytest.raises(ArtefactError, match=r"values is \w+ 2 in the folder and \w+ 2 in the model"):
+        load_compressed(_with_buffer(present), tmp_path / "model")
+    same = _with_buffer(torch.zeros_like(saved))
+    load_compressed(same, tmp_path / "model")
+    assert torch.equal(same.get_buffer("values"), saved)
+
+
+def test_conjugated_view_is_saved_as_numbers(tmp_path: Path) -> None:
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    save_compressed(_with_buffer(numbers.conj()), tmp_path / "model")
+    loaded = _with_buffer(torch.zeros_like(numbers))
+    load_compressed(loaded, tmp_path / "model")
+    assert torch.equal(loaded.get_buffer("values"), numbers.conj())
+
+
+def test_layer_without_a_shape_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArtefactError, match=r"weight of the model has no shape \(UninitializedParameter\)"):
+        save_compressed(nn.LazyLinear(2), tmp_path / "lazy")
+    save_compressed(nn.Linear(2, 2), tmp_path / "model")
+    with pytest.raises(ArtefactError, match=r"weight of the model has no shape \(UninitializedParameter\)"):
+        load_compressed(nn.LazyLinear(2), tmp_path / "model")

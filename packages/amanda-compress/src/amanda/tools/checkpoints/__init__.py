@@ -10,53 +10,25 @@ load_compressed(model, "folder")
 from __future__ import annotations
 
 import os
-import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import ArtefactError
-from amanda.files import replacing_all, write_file
+from amanda.files import naming, replacing_all
 from amanda.options import checked
-from amanda.tools.kit import RequiredNames
+from amanda.tools.checkpoints._packed import from_parts, parts_of
+from amanda.tools.checkpoints._record import NOUN, Checkpoint, check_target, read_folder, write_folder
 from amanda.tools.prune import ChannelPruneResult
-from amanda.tools.prune.channels import is_size_name
-from amanda.tools.results import Result, check_schema, parsing, read_json, to_json
+from amanda.tools.prune.channels import extents_of, size_attributes
+from amanda.tools.results import Result, parsing
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = ["Checkpoint", "load_compressed", "save_compressed"]
-
-_TENSORS, _RECORD = "model.safetensors", "compressed.json"
-_SCHEMA, _VERSION = "compressed", 1
-_NOUN = "compressed model"
-
-
-@dataclass(repr=False)
-class Checkpoint:
-    """What a folder holds.
-
-    tensors: by name, those of torchao taken apart: "0.weight:qdata".  packed: attributes of these by name.
-    ties: names of parameters that share a tensor with an earlier name.  sizes: attributes of modules with the
-    extents of their weights, by path; empty unless channels were removed.  results: of the tools, as
-    `Result.to_dict` describes them.  versions: of the distributions that wrote the folder.
-    """
-
-    tensors: dict[str, Tensor]
-    packed: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ties: dict[str, str] = field(default_factory=dict)
-    sizes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    results: list[dict[str, Any]] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-
-    def __repr__(self) -> str:
-        elements = sum(tensor.numel() for tensor in self.tensors.values())
-        tools = ", ".join(result["schema"].removeprefix("amanda.") for result in self.results)
-        return f"Checkpoint: {len(self.tensors):,} tensors, {elements:,} elements; {tools or 'no results'}"
 
 
 @checked(error=ArtefactError)
@@ -70,40 +42,27 @@ def save_compressed(
     Args:
         model: A PyTorch module after `finalize` or `convert`.
         path: Of the new folder.
-        *results: What `finalize` and `convert` returned.  Needed if channels were removed, as loading then
-            makes the layers smaller; for other tools they are a record.
-        force: Replace a folder that is there.
+        *results: What `finalize` and `convert` returned.  Needed if channels were removed, each removal's, as
+            loading then makes the layers smaller; for other tools they are a record.
+        force: Replace a folder that `save_compressed` has written.
 
     Returns:
         The path of the folder.
 
     Raises:
         ArtefactError: For another kind of model, a tensor that is neither plain nor one that `convert` makes,
-            and a folder that is there without `force`.
+            results of another model, a folder that is there without `force`, and one with other files.
         FileError: If the folder cannot be written; an existing one is as it was.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
-    path, checkpoint = Path(path), _checkpoint_of(model, results)
-    with replacing_all(path, force) as folder:
-        folder.mkdir()
-        try:
-            save_file(checkpoint.tensors, folder / _TENSORS, {"format": "pt"})
-        except SafetensorError as error:
-            raise OSError(str(error)) from error
-        record = {
-            "schema": f"amanda.{_SCHEMA}", "version": _VERSION,
-            "model": f"{type(model).__module__}.{type(model).__qualname__}",
-            "checksum": _checksum(folder / _TENSORS),
-            **{name: getattr(checkpoint, name) for name in _RECORDED},
-        }  # fmt: skip
-        write_file(folder / _RECORD, to_json(record, indent=1) + "\n")
+    path = Path(path)
+    # A link stays a link: the folder that it leads to is replaced.
+    target = Path(os.path.realpath(path)) if path.is_symlink() else path
+    with naming(path):
+        check_target(target, force)
+    checkpoint = _checkpoint_of(model, results)
+    with replacing_all(target, force) as folder:
+        write_folder(checkpoint, f"{type(model).__module__}.{type(model).__qualname__}", folder)
     return path
-
-
-_RECORDED = {"versions": dict, "packed": dict, "ties": dict, "sizes": dict, "results": list}
-"""Fields of a `Checkpoint` that the record has, and their types."""
 
 
 @checked(error=ArtefactError)
@@ -127,12 +86,12 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoin
     """
     _check_kind(model)
     path = Path(path)
-    checkpoint = _read(path)
+    checkpoint = read_folder(path)
     if checkpoint.packed and find_spec("torchao") is None:
         raise ArtefactError(
             f"{path} has integers, which become tensors of torchao: pip install 'amanda-compress[torchao]'"
         )
-    with parsing(path, _NOUN, ArtefactError):
+    with parsing(path, NOUN, ArtefactError):
         tensors = dict(_unpacked(checkpoint))
         tensors |= {name: tensors[first_name] for name, first_name in checkpoint.ties.items()}
     _check_model(model, path, checkpoint, tensors)
@@ -163,11 +122,42 @@ def _checkpoint_of(model: nn.Module, results: tuple[Result, ...]) -> Checkpoint:
                 part = part.clone()
             storages.add(storage)
             checkpoint.tensors[part_name] = part
-    if any(isinstance(result, ChannelPruneResult) for result in results):
-        checkpoint.sizes = {
-            path: sizes for path, module in model.named_modules() if (sizes := _sizes(module))
-        }
+    channel_results = [result for result in results if isinstance(result, ChannelPruneResult)]
+    checkpoint.shapes, checkpoint.sizes = _extents_before(model, channel_results)
     return checkpoint
+
+
+def _extents_before(
+    model: nn.Module, results: list[ChannelPruneResult]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[Any, Any]]]:
+    """Return shapes of tensors before removals, and sizes before and after them.
+
+    Raises ArtefactError for results of another model, and a smaller tensor that is not saved.
+    """
+    changes: dict[str, tuple[Any, Any]] = {}
+    for result in results:
+        for name, (before, after) in result.extents.items():
+            # Of several removals, in any order: extents only become smaller.
+            whole, smallest = changes.get(name, (before, after))
+            changes[name] = max(whole, before), min(smallest, after)
+    state, extents, buffers = _state_of(model), extents_of(model), dict(model.named_buffers())
+    shapes, sizes = {}, {}
+    for name, (before, after) in changes.items():
+        if name in buffers and name not in state:
+            raise ArtefactError(
+                f"{name} of the model became smaller and is in no state_dict, so that a folder lacks it: "
+                "register it as a persistent buffer"
+            )
+        if name not in extents or (name in state and extents[name] != after):
+            raise ArtefactError(
+                f"{name} is {after} after the removal of channels by the results, and "
+                f"{extents.get(name, 'missing')} in the model: give the results of all of its removals"
+            )
+        if name in state:
+            shapes[name] = before
+        else:
+            sizes[name] = before, after
+    return shapes, sizes
 
 
 def _check_kind(model: Any) -> None:
@@ -184,8 +174,11 @@ def _check_kind(model: Any) -> None:
 def _state_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]:
     """Return the parameters and buffers that are saved: by name the dict and the key that hold each.
 
-    Raises ArtefactError where `state_dict` has something else too, such as `get_extra_state` of a module.
+    Raises ArtefactError where `state_dict` has something else too, such as `get_extra_state` of a module, and
+    for a parameter without a shape.
     """
+    from torch.nn.parameter import is_lazy
+
     saved_names = set(model.state_dict(keep_vars=True))
     state = {
         f"{path}.{key}" if path else key: (tensors, key, tensor)
@@ -198,7 +191,19 @@ def _state_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]
             f"the state_dict of this {type(model).__name__} has {', '.join(others[:3])}, which is no "
             "parameter and no buffer of a module, and these alone are saved: register it as a buffer"
         )
+    for name, (_, _, tensor) in state.items():
+        if is_lazy(tensor):
+            raise ArtefactError(
+                f"{name} of the model has no shape ({type(tensor).__name__}): call the model once before"
+            )
     return {name: entry for name, entry in state.items() if name in saved_names}
+
+
+_DTYPES = frozenset(
+    "bool uint8 uint16 uint32 uint64 int8 int16 int32 int64 bfloat16 float16 float32 float64 complex64 "
+    "float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz".split()
+)
+"""Types of tensors that safetensors writes and reads."""
 
 
 def _plain(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -208,10 +213,15 @@ def _plain(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]
     """
     import torch
 
-    plain = tensor.detach()
+    # Bits of a view that the bytes lack.
+    plain = tensor.detach().resolve_conj().resolve_neg()
     if type(plain) is torch.Tensor and plain.layout is torch.strided and plain.device.type != "meta":
+        if str(plain.dtype).removeprefix("torch.") not in _DTYPES:
+            raise ArtefactError(
+                f"{name} of the model is {_form(plain)}, a type that safetensors does not have"
+            )
         return {name: plain}, {}
-    packed = _parts_of(plain)
+    packed = parts_of(plain)
     if packed is None:
         raise ArtefactError(
             f"{name} of the model is a {type(plain).__name__} ({plain.layout}, {plain.device}); saved are "
@@ -219,55 +229,6 @@ def _plain(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]
         )
     parts, attributes = packed
     return {f"{name}:{part}": value for part, value in parts.items()}, attributes
-
-
-def _sizes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module that are extents, or tuples of extents."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if is_size_name(name)
-        and (type(value) is int or (type(value) is tuple and all(type(extent) is int for extent in value)))
-    }
-
-
-def _checksum(path: Path) -> int:
-    """Return the CRC-32 of a file."""
-    checksum = 0
-    with path.open("rb") as file:
-        while chunk := file.read(1 << 22):
-            checksum = zlib.crc32(chunk, checksum)
-    return checksum
-
-
-def _read(folder: Path) -> Checkpoint:
-    """Return what a folder holds.
-
-    Raises ArtefactError for a damaged folder and for another kind of checkpoint; FileError.
-    """
-    if not (folder / _RECORD).exists() and (folder / "config.json").exists():
-        raise ArtefactError(
-            f"{folder} has no {_RECORD}: it is a checkpoint for vLLM or transformers, which load it "
-            f"themselves; save_compressed(model, path) writes a folder for load_compressed"
-        )
-
-    def content_of(record: Any) -> Mapping[str, Any]:
-        check_schema(record, _SCHEMA, _VERSION)
-        for name, kind in _RECORDED.items():
-            if not isinstance(record[name], kind):
-                raise ValueError(f"its {name} is a {type(record[name]).__name__}")
-        return {name: record[name] for name in (*_RECORDED, "checksum")}
-
-    record = dict(read_json(folder / _RECORD, f"record of a {_NOUN}", content_of, ArtefactError))
-    checksum = record.pop("checksum")
-    path = folder / _TENSORS
-    with parsing(path, f"file of the tensors of a {_NOUN}", ArtefactError):
-        from safetensors.torch import load_file
-
-        # Damaged numbers would load without an error.
-        if _checksum(path) != checksum:
-            raise ValueError(f"it is not the file that {_RECORD} was written with: damaged or replaced")
-        return Checkpoint(load_file(path), **record)
 
 
 def _unpacked(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
@@ -280,21 +241,23 @@ def _unpacked(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         else:
             yield part_name, tensor
     for name, attributes in checkpoint.packed.items():
-        yield name, _from_parts(parts[name], attributes)
+        yield name, from_parts(parts[name], attributes)
 
 
 def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     """Raise ArtefactError for a model that has other parameters and buffers than a folder."""
     state = _state_of(model)
-    buffers, modules = dict(model.named_buffers()), dict(model.named_modules())
+    buffers, modules = dict(model.named_buffers()), dict(model.named_modules(remove_duplicate=False))
     differences = [
         *(f"the model has {name}, the folder has not" for name in state if name not in tensors),
         *(f"the folder has {name}, the model has not" for name in sorted(set(tensors) - set(state))),
-        *(f"the model has no module {path}" for path in checkpoint.sizes if path not in modules),
         *(
-            f"{name} is {_form(tensors[name])} in the folder and {_form(tensor)} in the model"
-            for name, (_, _, tensor) in state.items()
-            if name in tensors and not _fits(tensors[name], tensor, is_smaller=bool(checkpoint.sizes))
+            _difference_of_tensors(name, tensors[name], tensor, checkpoint.shapes.get(name))
+            for name, (_, _, tensor) in state.items() if name in tensors
+        ),
+        *(
+            _difference_of_sizes(name, change, modules.get(name.rpartition(".")[0]))
+            for name, change in checkpoint.sizes.items()
         ),
         # No file has its values, which the constructor computes.
         *(
@@ -302,7 +265,7 @@ def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: 
             for name, tensor in buffers.items() if tensor.device.type == "meta" and name not in state
         ),
     ]  # fmt: skip
-    if differences:
+    if differences := [difference for difference in differences if difference]:
         count = len(differences) - 3
         further = f"; and {count} more difference{'s' * (count > 1)}" if count > 0 else ""
         raise ArtefactError(
@@ -310,22 +273,53 @@ def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: 
         )
 
 
-def _fits(tensor: Tensor, expected: Tensor, is_smaller: bool) -> bool:
-    """Return True if a tensor has the expected shape, or a smaller one of as many axes where that may be.
+def _difference_of_tensors(
+    name: str, saved: Tensor, present: Tensor, whole_shape: tuple[int, ...] | None
+) -> str:
+    """Return why a tensor of a folder does not fit the model's, "" if it does.
 
     A floating-point tensor may have another floating-point type than the model's, as after `bfloat16()`.
+    whole_shape: of the tensor before channels were removed, None if they were not.
     """
-    if tensor.is_floating_point() != expected.is_floating_point():
-        return False
-    if tensor.shape == expected.shape:
-        return True
-    extents = zip(tensor.shape, expected.shape, strict=False)
-    return is_smaller and tensor.ndim == expected.ndim and all(new <= old for new, old in extents)
+    if _kind(saved) == _kind(present) and present.shape in (saved.shape, whole_shape):
+        return ""
+    whole = "" if whole_shape is None else f", {_extents(whole_shape)} before channels were removed,"
+    return f"{name} is {_form(saved)} in the folder{whole} and {_form(present)} in the model"
+
+
+def _difference_of_sizes(name: str, change: tuple[Any, Any], module: nn.Module | None) -> str:
+    """Return why an attribute of a module has no size that the folder has, "" if it has one."""
+    path, _, attribute = name.rpartition(".")
+    if module is None:
+        return f"the model has no module {path}"
+    before, after = change
+    present = size_attributes(module).get(attribute)
+    # An attribute that `forward` sets is not there before a call.
+    if present is None or present in change:
+        return ""
+    return (
+        f"{name} is {after} in the folder, {before} before channels were removed, and {present} in the model"
+    )
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return what the elements of a tensor are."""
+    if tensor.is_floating_point():
+        return "floating-point"
+    if tensor.is_complex():
+        return "complex"
+    if tensor.is_quantized:
+        return "quantised"
+    return "bool" if str(tensor.dtype) == "torch.bool" else "integer"
 
 
 def _form(tensor: Tensor) -> str:
     """Return the type and the extents of a tensor, as in float32 8x4."""
-    return " ".join([str(tensor.dtype).removeprefix("torch."), "x".join(map(str, tensor.shape))]).strip()
+    return f"{str(tensor.dtype).removeprefix('torch.')} {_extents(tensor.shape)}".strip()
+
+
+def _extents(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape))
 
 
 def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
@@ -345,106 +339,9 @@ def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tens
         loaded[first_name] = tensor
     for name, (holder, key, _) in state.items():
         holder[key] = loaded[checkpoint.ties.get(name, name)]
-    for path, sizes in checkpoint.sizes.items():
+    for name, (_, size) in checkpoint.sizes.items():
+        path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)
-        present_sizes = _sizes(module)
-        for attribute, size in sizes.items():
-            value = tuple(size) if isinstance(size, list) else size
-            # Of a crafted file nothing but a size is set.
-            if attribute in present_sizes and type(value) is type(present_sizes[attribute]):
-                setattr(module, attribute, value)
-
-
-_REQUIRED = RequiredNames(
-    "amanda.tools.checkpoints", "torch",
-    "torch:ops.aten._convert_weight_to_int4pack_for_cpu", "torch:ops.aten._weight_int4pack_mm_for_cpu",
-)  # fmt: skip
-
-_ROWS = 256
-"""Rows of the identity by which packed integers are read at once."""
-
-
-def _parts_of(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the plain tensors that a tensor of torchao consists of, and its attributes.
-
-    None for a type that `convert` does not make, or with attributes that it leaves at their defaults.
-    """
-    kind = type(tensor).__name__
-    if kind not in _BUILDERS or not hasattr(tensor, "tensor_data_names"):
-        return None
-    names = {"Int8Tensor": ("qdata", "scale"), "Int4OpaqueTensor": ("qdata", "scale_and_zero")}[kind]
-    optional = (*tensor.optional_tensor_data_names, *tensor.optional_tensor_attribute_names)
-    if any(getattr(tensor, name) for name in optional if name != "act_pre_scale"):
-        return None
-    parts = {name: getattr(tensor, name) for name in names}
-    if tensor.act_pre_scale is not None:
-        parts["act_pre_scale"] = tensor.act_pre_scale
-    if kind == "Int4OpaqueTensor":
-        parts["codes"] = _two_in_a_byte(_codes_of(tensor))
-        del parts["qdata"]
-    return parts, {"type": kind, "block_size": list(tensor.block_size)}
-
-
-def _from_parts(parts: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> Tensor:
-    """Return the tensor of torchao that `_parts_of` took apart.
-
-    Raises ValueError for another type, KeyError for a missing part, ImportError without torchao.
-    """
-    kind = attributes["type"]
-    # No class is looked up by a name of the file: a file chooses among these two.
-    if kind not in _BUILDERS:
-        raise ValueError(f"its tensors are of type {kind!r}, and {' and '.join(_BUILDERS)} are read")
-    return _BUILDERS[kind](parts, [int(extent) for extent in attributes["block_size"]])
-
-
-def _int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
-    from torchao.quantization import Int8Tensor
-
-    scale = parts["scale"]
-    tensor: Tensor = Int8Tensor(
-        parts["qdata"], scale, block_size, scale.dtype, act_pre_scale=parts.get("act_pre_scale")
-    )
-    return tensor
-
-
-def _int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
-    import torch
-    from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
-
-    _REQUIRED.check()
-    codes = torch.stack([parts["codes"] & 15, parts["codes"] >> 4], dim=-1).flatten(-2)
-    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
-    tensor: Tensor = Int4OpaqueTensor(
-        packed, parts["scale_and_zero"], block_size, codes.shape, act_pre_scale=parts.get("act_pre_scale")
-    )
-    return tensor
-
-
-_BUILDERS = {"Int8Tensor": _int8, "Int4OpaqueTensor": _int4}
-
-
-def _codes_of(tensor: Any) -> Tensor:
-    """Return the integers (outputs, inputs), from 0 to 15, of an Int4OpaqueTensor.
-
-    How the host's kernel packs them depends on the processor's vectors, so that a file cannot hold the packed
-    form.  No op unpacks it; a product with the identity does, exactly, as bfloat16 holds these integers.
-    """
-    import torch
-
-    _REQUIRED.check()
-    outputs, inputs = tensor.shape
-    group_size = tensor.block_size[1]
-    units = torch.tensor([1.0, 0.0], dtype=torch.bfloat16).expand(inputs // group_size, outputs, 2)
-    units = units.contiguous()
-    columns = []
-    for start in range(0, inputs, _ROWS):
-        rows = torch.zeros(min(_ROWS, inputs - start), inputs, dtype=torch.bfloat16)
-        rows[range(len(rows)), range(start, start + len(rows))] = 1
-        columns.append(torch.ops.aten._weight_int4pack_mm_for_cpu(rows, tensor.qdata, group_size, units))
-    # The kernel centres codes at 8.
-    return (torch.cat(columns).T + 8).to(torch.uint8)
-
-
-def _two_in_a_byte(codes: Tensor) -> Tensor:
-    """Return rows of 4-bit integers with two in each byte, the lower bits first."""
-    return codes[:, ::2] | codes[:, 1::2] << 4
+        # Of a crafted file nothing but a size is set.
+        if attribute in size_attributes(module):
+            setattr(module, attribute, size)

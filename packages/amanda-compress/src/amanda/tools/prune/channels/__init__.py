@@ -12,12 +12,12 @@ that it passes: a function of a `FollowedOp` that returns the labels of the chan
 
 from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Work, shaped, varying
 from amanda.tools.prune.channels._pytorch import ModuleTracing, TorchModel
-from amanda.tools.prune.channels._removal import is_size_name
+from amanda.tools.prune.channels._removal import extents_of, size_attributes
 from amanda.tools.prune.channels._rules import Rule, concatenated, convolution, fresh, linear, same_channels
 from amanda.tools.prune.channels._tool import ChannelPruneResult, ChannelPruneTool
 
 __all__ = [
     "ChannelPruneResult", "ChannelPruneTool", "Families", "Family", "FollowedOp", "ModuleTracing", "Rule",
-    "TorchModel", "Work", "concatenated", "convolution", "fresh", "is_size_name", "linear", "same_channels",
-    "shaped", "varying",
+    "TorchModel", "Work", "concatenated", "convolution", "extents_of", "fresh", "linear", "same_channels",
+    "shaped", "size_attributes", "varying",
 ]  # fmt: skip

@@ -93,6 +93,10 @@ class PrunableModel(ABC):
     def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield the floating-point tensors of a result as arrays, and the rounding of their types."""
 
+    def extents(self) -> Mapping[str, Any]:
+        """Return the extents of tensors and layers that `smaller` changes in place, by name."""
+        return {}
+
     def is_of(self, model: Any) -> bool:
         """Return True for the model that the user has given."""
         return model is self.model

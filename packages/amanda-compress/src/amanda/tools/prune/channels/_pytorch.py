@@ -23,7 +23,7 @@ from amanda.tools.prune.channels._prunable_model import (
     selected,
     tensors_in,
 )
-from amanda.tools.prune.channels._removal import ModuleRemoval, sizes_of
+from amanda.tools.prune.channels._removal import ModuleRemoval, extents_of, sizes_of
 from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
 
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
@@ -85,6 +85,10 @@ class TorchModel(PrunableModel):
             removal.undo()
             raise
         return self.model
+
+    def extents(self) -> Mapping[str, Any]:
+        """Return shapes of parameters and buffers, and attributes of modules that are sizes."""
+        return extents_of(self.model)
 
     def with_zeros(self, masks: Masks) -> Any:
         """Write masks into the parameters; return the module."""

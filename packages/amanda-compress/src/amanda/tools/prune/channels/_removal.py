@@ -23,10 +23,32 @@ _RATIO_NAMES = re.compile(r"num_key_value_groups|n_rep|kv_groups|scale")
 """Names of attributes with sizes; of these, with a number of heads; and with no size, such as a ratio."""
 
 
-def is_size_name(name: str) -> bool:
+def _is_size_name(name: str) -> bool:
     """Return True for the name of an attribute that a removal of channels may set anew."""
     is_extent = name in _EXTENTS or name in ("groups", "normalized_shape")
     return is_extent or bool(_SIZE_NAMES.search(name) and not _RATIO_NAMES.search(name))
+
+
+def size_attributes(module: Any) -> dict[str, Any]:
+    """Return the attributes of a module that a removal may set anew: extents, and tuples of extents."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if _is_size_name(name)
+        # `type` and not isinstance: True is an int.
+        and (type(value) is int or (type(value) is tuple and all(type(extent) is int for extent in value)))
+    }
+
+
+def extents_of(model: Any) -> dict[str, Any]:
+    """Return shapes of parameters and buffers, and attributes that are sizes, by all their names."""
+    extents: dict[str, Any] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        tensors = {**module._parameters, **module._buffers}
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items() if tensor is not None}
+        prefix = f"{path}." if path else ""
+        extents |= {prefix + name: extent for name, extent in (size_attributes(module) | shapes).items()}
+    return extents
 
 
 class ModuleRemoval:

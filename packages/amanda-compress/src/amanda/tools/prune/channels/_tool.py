@@ -35,7 +35,8 @@ class ChannelPruneResult(Result):
     of multiplications of convolutions and products with weights that is kept.  latency: the share of the
     time of a call, where the budget is of that; else None.  left: weights whose output
     channels are left whole, and why.  unread: parameters that the call of `prepare` did not read.
-    model: what `finalize` has changed.
+    model: what `finalize` has changed.  extents: of tensors and attributes of a module of PyTorch whose
+    channels `finalize` has removed, before and after, by name.
     """
 
     model: Any = None
@@ -53,6 +54,7 @@ class ChannelPruneResult(Result):
         self.parameters = self.kept_parameters = 0
         self.flops, self.left, self.unread = 1.0, dict[str, str](), list[str]()
         self.latency: float | None = None
+        self.extents: dict[str, tuple[Any, Any]] = {}
         if plan is None:
             return
         self.flops, self.left, self.latency = plan.remaining_work, plan.whole_layers, plan.latency
@@ -236,7 +238,14 @@ class ChannelPruneTool(amanda.Tool):
             )
         result = self.result
         if remove:
+            extents = plan.subject.extents()
             pruned_model = plan.subject.smaller(plan, optimizer)
+            smaller_extents = plan.subject.extents()
+            result.extents = {
+                name: (extent, smaller_extents[name])
+                for name, extent in extents.items()
+                if smaller_extents[name] != extent
+            }
         # Zeros count in a mean over channels; the mask in the scope left them out.
         elif self._reductions:
             types = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))

@@ -1,0 +1,193 @@
+"""The two files of a folder: tensors, and the record of a model's compression."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from amanda.errors import ArtefactError
+from amanda.files import write_file
+from amanda.tools.results import check_schema, parsing, read_json, to_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+NOUN = "compressed model"
+_TENSORS, _RECORD = "model.safetensors", "compressed.json"
+_SCHEMA, _VERSION = "compressed", 1
+
+
+@dataclass(repr=False)
+class Checkpoint:
+    """What a folder holds.
+
+    tensors: by name, those of torchao taken apart: "0.weight:qdata".  packed: attributes of these by name.
+    ties: names of parameters that share a tensor with an earlier name.  shapes: of tensors before channels
+    were removed, by name.  sizes: attributes of modules before and after that, by name.  results: of the
+    tools, as `Result.to_dict` describes them.  versions: of the distributions that wrote the folder.
+    """
+
+    tensors: dict[str, Tensor]
+    packed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    ties: dict[str, str] = field(default_factory=dict)
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    sizes: dict[str, tuple[Any, Any]] = field(default_factory=dict)
+    results: list[dict[str, Any]] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        elements = sum(tensor.numel() for tensor in self.tensors.values())
+        tools = ", ".join(result["schema"].removeprefix("amanda.") for result in self.results)
+        return f"Checkpoint: {len(self.tensors):,} tensors, {elements:,} elements; {tools or 'no results'}"
+
+
+def _extent(value: Any) -> Any:
+    """Return an int, or a tuple for a list of these; raise TypeError for another value."""
+    if type(value) is int:
+        return value
+    if type(value) is list and all(type(extent) is int for extent in value):
+        return tuple(value)
+    raise TypeError
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    """Return the extents of a tensor; raise TypeError for another value, ValueError for negative ones."""
+    shape = tuple(_extent([*value]))
+    if any(extent < 0 for extent in shape):
+        raise ValueError
+    return shape
+
+
+def _change(value: Any) -> tuple[Any, Any]:
+    """Return a size before and after a removal; raise ValueError for one that does not become smaller."""
+    before, after = map(_extent, value)
+    old_extents, new_extents = ((size,) if type(size) is int else size for size in (before, after))
+    pairs = zip(old_extents, new_extents, strict=True)
+    if type(before) is not type(after) or not all(new == old or 0 < new < old for old, new in pairs):
+        raise ValueError
+    return before, after
+
+
+def _instance(kind: type) -> Any:
+    """Return a function that returns an instance of a type, and raises TypeError for another value."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise TypeError
+        return value
+
+    return check
+
+
+_FIELDS = {
+    "versions": (_instance(str), "the version of a distribution"),
+    "packed": (_instance(dict), "the attributes of a tensor"),
+    "ties": (_instance(str), "the name of a tensor"),
+    "shapes": (_shape, "the extents of a tensor"),
+    "sizes": (_change, "a size before and a smaller one after a removal of channels"),
+}
+"""Fields of a `Checkpoint` that the record has by name: a function that reads a value, and what it is."""
+
+
+def _content_of(record: Any) -> dict[str, Any]:
+    """Return the fields of a record; raise an error that says what is wrong with it."""
+    check_schema(record, _SCHEMA, _VERSION)
+    content: dict[str, Any] = {"checksum": record["checksum"]}
+    for name, (read, noun) in _FIELDS.items():
+        if not isinstance(record[name], dict):
+            raise ValueError(f"its {name} is a {type(record[name]).__name__}")
+        content[name] = {}
+        for key, value in record[name].items():
+            try:
+                content[name][key] = read(value)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"its {name} has {value!r:.80} for {key!r}, which is not {noun}") from error
+    results = content["results"] = record["results"]
+    if not isinstance(results, list):
+        raise ValueError(f"its results is a {type(results).__name__}")
+    for result in results:
+        if not isinstance(result, dict) or not isinstance(result.get("schema"), str):
+            raise ValueError(f"its results have {result!r:.80}, which is no result of a tool")
+    if _checksum_of_record(record) != record["record_checksum"]:
+        raise ValueError("it is not as it was written: damaged or edited")
+    return content
+
+
+def _checksum_of_record(record: Mapping[str, Any]) -> int:
+    """Return the CRC-32 of a record without its own checksum."""
+    content = {name: value for name, value in record.items() if name != "record_checksum"}
+    return zlib.crc32(to_json(content).encode())
+
+
+def _checksum(path: Path) -> int:
+    """Return the CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 22):
+            checksum = zlib.crc32(chunk, checksum)
+    return checksum
+
+
+def write_folder(checkpoint: Checkpoint, model_name: str, folder: Path) -> None:
+    """Write the files of a folder. Raises OSError and FileError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    try:
+        save_file(checkpoint.tensors, folder / _TENSORS, {"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+    record = {
+        "schema": f"amanda.{_SCHEMA}", "version": _VERSION, "model": model_name,
+        "checksum": _checksum(folder / _TENSORS),
+        **{name: getattr(checkpoint, name) for name in (*_FIELDS, "results")},
+    }  # fmt: skip
+    record["record_checksum"] = _checksum_of_record(record)
+    write_file(folder / _RECORD, to_json(record, indent=1) + "\n")
+
+
+def read_folder(folder: Path) -> Checkpoint:
+    """Return what a folder holds.
+
+    Raises ArtefactError for a damaged folder and for another kind of checkpoint; FileError.
+    """
+    if not (folder / _RECORD).exists() and (folder / "config.json").exists():
+        raise ArtefactError(
+            f"{folder} has no {_RECORD}: it is a checkpoint for vLLM or transformers, which load it "
+            f"themselves; save_compressed(model, path) writes a folder for load_compressed"
+        )
+    record = read_json(folder / _RECORD, f"record of a {NOUN}", _content_of, ArtefactError)
+    checksum = record.pop("checksum")
+    path = folder / _TENSORS
+    with parsing(path, f"file of the tensors of a {NOUN}", ArtefactError):
+        from safetensors.torch import load_file
+
+        # Damaged numbers would load without an error.
+        if _checksum(path) != checksum:
+            raise ValueError(f"it is not the file that {_RECORD} was written with: damaged or replaced")
+        return Checkpoint(load_file(path), **record)
+
+
+def check_target(path: Path, force: bool) -> None:
+    """Raise ArtefactError where a new folder cannot take the place of what is at a path."""
+    if not path.exists():
+        return
+    if not force:
+        raise ArtefactError(f"{path} is there already; force=True replaces it")
+    if not path.is_dir():
+        raise ArtefactError(f"{path} is no folder, and only a folder of save_compressed is replaced")
+    names = {entry.name for entry in path.iterdir()}
+    if names and _RECORD not in names:
+        raise ArtefactError(
+            f"{path} has no {_RECORD}: save_compressed has not written it, and does not replace what is in "
+            "it; give the path of a new folder"
+        )
+    if others := sorted(names - {_RECORD, _TENSORS}):
+        raise ArtefactError(
+            f"{path} has {', '.join(others[:3])}, which save_compressed has not written and does not "
+            "replace; give the path of a new folder"
+        )
