@@ -156,6 +156,87 @@ def test_an_overflow_of_half_precision_is_no_expected_error() -> None:
     assert first.type == "square"
 
 
+@pytest.mark.parametrize("factor", [-1.0, 0.0])
+def test_another_nan_or_inf_behind_an_overflow_is_a_divergence(factor: float) -> None:
+    x = torch.full((4,), 2.0).half()
+
+    def scaled(factor: float) -> Callable[[], Tensor]:
+        return lambda: (x * 60000) * factor
+
+    result = diff(scaled(1.0), scaled(factor), control="float64")
+    assert result.first is not None
+    assert (result.first.type, result.first.relative) == ("mul", float("inf"))
+    assert max(one.expected or 0.0 for one in result.comparisons) <= 1.0
+    assert not diff(scaled(1.0), scaled(1.0), control="float64")
+
+
+def test_beside_an_overflow_only_finite_numbers_count() -> None:
+    x = torch.tensor([2.0, 2.0, 0.5, 0.25]).half()
+
+    def scaled(factor: float) -> Callable[[], Tensor]:
+        return lambda: (x * 60000) * factor
+
+    first = diff(scaled(1.0), scaled(1.05), control="float64").first
+    assert first is not None
+    assert first.expected is not None
+    assert first.expected < 1e-3 < first.relative < 0.1
+
+
+def test_the_distance_of_equal_inputs_from_the_control_explains_no_difference() -> None:
+    torch.manual_seed(0)
+    x = torch.rand(4) * 1e-3
+
+    def cancelled(factor: int) -> Callable[[], Tensor]:
+        return lambda: ((x + 1e4) - 1e4) * factor
+
+    first = diff(cancelled(1), cancelled(3), control="float64").first
+    assert first is not None
+    assert (first.type, first.inputs, first.expected) == ("mul", True, 0.008)
+    indices = lambda pick: lambda: pick((x + 1e4) - 1e4)  # noqa: E731
+    first = diff(indices(torch.argmax), indices(torch.argmin), control="float64").first
+    assert first is not None
+    assert (first.type, first.expected) == ("argmax", 0.0)
+
+
+def test_gradients_behind_an_equal_forward_pass_explain_no_difference() -> None:
+    torch.manual_seed(0)
+    x = (torch.rand(4) * 1e-3).requires_grad_()
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, y: Tensor, factor: float) -> Tensor:
+            ctx.factor = factor
+            return y * 1
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+            return gradient * ctx.factor, None
+
+    def trained(factor: float) -> Callable[[], Any]:
+        return lambda: Scaled.apply((x + 1e4) - 1e4, factor).square().sum().backward()
+
+    first = diff(trained(1.0), trained(3.0), control="float64").first
+    assert first is not None
+    assert first.phase == "backward"
+    assert not diff(trained(1.0), trained(1.0), control="float64")
+
+
+def test_a_tolerance_of_two_types_is_advised_where_it_helps() -> None:
+    pair = (lambda: small()(X)), (lambda: small().bfloat16()(X.bfloat16()))
+    assert "pass rtol=0.08 (--rtol 0.08) for the tolerance of bfloat16" in str(diff(*pair))
+    assert "pass rtol" not in str(diff(*pair, rtol=1e-3))
+    assert "pass rtol" not in str(diff(*pair, rtol=0.08))
+    result = diff(*reversed(pair), control="float64")
+    assert result.sentence.startswith("No difference beyond the expected error")
+    assert "rtol" not in str(result)
+
+
+def test_a_tolerance_for_all_is_no_expected_error() -> None:
+    result = diff(small(), with_eps(1.5e-5), X, control="float64", rtol=0.1)
+    assert result.sentence.startswith("No difference beyond the tolerance: ")
+    assert "(allowed 0.1)" in result.sentence
+
+
 def test_an_error_that_grows_step_by_step_is_a_warning() -> None:
     def summed(dtype: torch.dtype) -> Tensor:
         total = torch.zeros((), dtype=dtype)

@@ -1,4 +1,4 @@
-"""Comparison of the tensors of two runs, op by op or module by module, and the errors that are expected."""
+"""Comparison of the tensors of two runs, op by op or module by module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,16 @@ from itertools import chain, product
 from amanda.errors import AmandaError
 from amanda.tools.diff._alignment import inside_module, is_compute, module_outputs, weight_gradients
 from amanda.tools.diff._cause import Cause, find_backward_cause, find_cause
-from amanda.tools.diff._errors import TOLERANCES, Comparison, Distance, Pair, distance, noise_floor, tolerance
+from amanda.tools.diff._errors import (
+    TOLERANCES,
+    Comparison,
+    Distance,
+    Pair,
+    distance,
+    noise_floor,
+    tolerance,
+)
+from amanda.tools.diff._expected import MARGIN, Expected
 from amanda.tools.diff._matching import (
     INPUT_ROLES,
     ExecutionMatcher,
@@ -22,17 +31,10 @@ from amanda.tools.diff._matching import (
 from amanda.tools.diff._result import reading_text
 from amanda.tools.diff._run import DataFlow, Execution, Run, visits
 from amanda.tools.dump import Entry, Op
-from amanda.tools.kit import Tensors
 
 Compared = tuple[Pair, Comparison]
-Expected = Mapping[tuple[int, int], float]
-"""Relative error that is expected of an execution of an op of run a, by the op's index and the execution."""
-MARGIN = 10.0
-"""How many times the expected error agrees: another order of summation may round a few times as much."""
 Read = tuple[str, float, bool]
 """Role of what an op read, its relative error, and whether it agrees."""
-_COARSE = TOLERANCES["bfloat16"]
-"""Error up to which the rounding of several ops is taken for an explanation, also in more precise types."""
 
 
 class RunComparison:
@@ -46,7 +48,9 @@ class RunComparison:
         self, run: Run, other_run: Run, rtol: float | None, expected: Expected | None = None
     ) -> None:
         self._runs = (run, other_run)
-        self._rtol, self._expected = rtol, {} if expected is None else expected
+        self._rtol, self._expected = rtol, expected if rtol is None else None
+        self._largest = 0.0
+        """Largest relative error of the ops that agree."""
         self.pairs: list[Pair] = []
         self.matching = ExecutionMatcher(self._runs)
         self.flows = DataFlow(run), DataFlow(other_run)
@@ -77,7 +81,9 @@ class RunComparison:
         for pair, comparison in sorted(compared, key=order_key):
             self.pairs.append(pair)
             comparisons.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
-            if comparison.relative and not self._expected:  # precision that was lost is lost for what follows
+            if (
+                comparison.relative and self._expected is None
+            ):  # precision that was lost is lost for what follows
                 limit = max(limit, comparison.by_type)
         if not comparisons:
             raise AmandaError("the two runs have no op in common; give a mapping of module names")
@@ -93,7 +99,13 @@ class RunComparison:
         sides = [
             [run.ops[i] for i in indices] for run, indices in zip(self._runs, pairing.alone, strict=True)
         ]
-        return [(match.pairs[0], self._compare_match(match)) for match in matches], (sides[0], sides[1])
+        compared = []
+        for match in matches:
+            comparison = self._compare_match(match)
+            if not comparison.diverges:  # what is no expected error explains none
+                self._largest = max(self._largest, comparison.relative)
+            compared.append((match.pairs[0], comparison))
+        return compared, (sides[0], sides[1])
 
     def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
@@ -132,23 +144,38 @@ class RunComparison:
         # size.
         floor = max(noise_floor(side) for side in zip(*pairs, strict=True))
         judged = [(*self._measure(pair, floor), pair) for pair in pairs]
+        if not any(difference.relative for difference, _, _ in judged):
+            return self._comparison(pairs[0], *judged[0][:2])
+        inputs = self.matching.reads(match)
+        op_types = [run.ops[entry.op].type for run, entry in zip(self._runs, pairs[0], strict=True)]
+        read: list[Read] = []
+        if op_types[0] != op_types[1] and any(a.shape != b.shape for a, b in inputs):
+            read_error = math.inf
+            entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
+            text_parts = [(entry, 0.0, True) for entry in entries]
+        else:
+            if (
+                op_types[0] != op_types[1]
+            ):  # positions mean nothing: relu reads x, where a condition, 0.1 x, x
+                candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
+                inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
+            read = [self.agreement(pair) for pair in inputs]
+            read_error = self._read_error(match, read)
+            text_parts = [(pair[0], *agreed[1:]) for pair, agreed in zip(inputs, read, strict=True)]
+        judged = [(difference, self._bound(pair, read_error), pair) for difference, _, pair in judged]
         # A tensor beyond its limit counts more than a larger error within another limit.
         worst, limit, furthest = max(judged, key=lambda item: (item[0].relative > item[1], item[0].relative))
-        if not worst.relative:
-            return self._comparison(furthest, worst, limit)
-        inputs = self.matching.reads(match)
-        op_types = [run.ops[entry.op].type for run, entry in zip(self._runs, furthest, strict=True)]
-        if op_types[0] != op_types[1] and any(a.shape != b.shape for a, b in inputs):
-            entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
-            text = reading_text(((entry, 0.0, True) for entry in entries), self._runs[0].ops[furthest[0].op])
-            return replace(self._comparison(furthest, worst, limit), read=text)
-        if op_types[0] != op_types[1]:  # positions mean nothing: relu reads x, where a condition, 0.1 x and x
-            candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
-            inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
-        read = [self.agreement(pair) for pair in inputs]
-        pairs_read = ((pair[0], *agreement[1:]) for pair, agreement in zip(inputs, read, strict=True))
-        text = reading_text(pairs_read, self._runs[0].ops[furthest[0].op])
-        return replace(self._comparison(furthest, worst, limit, read), read=text)
+        comparison = self._comparison(furthest, worst, limit, read, read_error)
+        return replace(comparison, read=reading_text(text_parts, self._runs[0].ops[furthest[0].op]))
+
+    def _read_error(self, match: OpMatch, read: Sequence[Read]) -> float:
+        """Return the largest relative error of what an op reads; inf where not all of that is known."""
+        largest = max((error for _, error, _ in read), default=0.0)
+        # A dump lacks the gradients that a backward op reads: any error before it may be theirs.
+        if self._runs[0].ops[match.executions[0][0][0]].phase == "backward":
+            return max(largest, self._largest)
+        entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
+        return largest if match.is_whole and len(read) == len(entries) else math.inf
 
     def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
         """Return the nearest tensor to `entry`: its partner, or a candidate of the same role and shape."""
@@ -198,7 +225,9 @@ class RunComparison:
                 has_gradients = has_gradients or bool(gradients)
                 floor = max((noise_floor(side) for side in zip(*match.pairs, strict=True)), default=0.0)
                 judged = (self._measure(pair, floor) for pair in gradients)
-                agreements += [distance.relative <= limit for distance, limit in judged]
+                agreements += [
+                    distance.relative <= min(limit, comparison.by_type) for distance, limit in judged
+                ]
             elif any(
                 not flow.is_read(entry)
                 for pair in match.pairs for flow, entry in zip(self.flows, pair, strict=True)
@@ -314,12 +343,14 @@ class RunComparison:
         arrays = [run.array(entry) for run, entry in zip(self._runs, pair, strict=True)]
         return distance(pair, arrays, layouts, floor), self._bound(pair)
 
-    def _bound(self, pair: Pair) -> float:
-        """Return the relative error up to which two tensors agree."""
-        expected = self._expected.get((pair[0].op, pair[0].execution)) if self._rtol is None else None
-        if expected is None:
-            return tolerance(pair[0].dtype, pair[1].dtype, self._rtol)
-        return MARGIN * expected
+    def _bound(self, pair: Pair, read_error: float = math.inf) -> float:
+        """Return the relative error up to which two tensors agree; read_error: as of `Expected.error`."""
+        expected = self._expected_error(pair, read_error)
+        return tolerance(pair[0].dtype, pair[1].dtype, self._rtol) if expected is None else MARGIN * expected
+
+    def _expected_error(self, pair: Pair, read_error: float) -> float | None:
+        """Return the relative error that is expected of two tensors; None where none is known."""
+        return None if self._expected is None else self._expected.error(pair[0], read_error)
 
     def agreement(self, pair: Pair) -> Read:
         """Return the role of two tensors that ops read, their relative error, and True if they agree."""
@@ -329,9 +360,14 @@ class RunComparison:
         return pair[0].role, difference.relative, difference.relative <= bound
 
     def _comparison(
-        self, pair: Pair, difference: Distance, limit: float, read: Sequence[Read] = ()
+        self,
+        pair: Pair,
+        difference: Distance,
+        limit: float,
+        read: Sequence[Read] = (),
+        read_error: float = math.inf,
     ) -> Comparison:
-        """Return the comparison of an op by one pair of its tensors."""
+        """Return the comparison of an op by one pair of its tensors; read_error: as of `Expected.error`."""
         op, other_op = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
         inputs = [agree for role, _, agree in read if role == "input"]
         weights = [relative for role, relative, _ in read if role == "weight"]
@@ -341,7 +377,7 @@ class RunComparison:
             cosine=difference.cosine, largest=difference.largest, exact=difference.exact, tolerance=limit,
             by_type=limit, dtypes=(pair[0].dtype, pair[1].dtype), inputs=all(inputs) if inputs else None,
             weight=max(weights) if weights else None,
-            expected=self._expected.get((pair[0].op, pair[0].execution)),
+            expected=self._expected_error(pair, read_error),
             is_retyped=bool(difference.relative) and self._is_retyped(pair),
         )  # fmt: skip
 
@@ -350,7 +386,7 @@ class RunComparison:
         types = {run.ops[entry.op].type for run, entry in zip(self._runs, pair, strict=True)}
         floats = all(entry.dtype in TOLERANCES for entry in pair)
         return (
-            bool(self._expected) and self._rtol is None and self._is_one_precision and floats
+            self._expected is not None and self._is_one_precision and floats
             and len(types) == 1 and pair[0].dtype != pair[1].dtype
         )  # fmt: skip
 
@@ -358,59 +394,3 @@ class RunComparison:
 def _is_as_large(pair: Pair) -> bool:
     """Return True for two tensors with the same number of elements."""
     return math.prod(pair[0].shape) == math.prod(pair[1].shape)
-
-
-def expected_errors(run: Run, control: Run) -> Expected:
-    """Return the relative error of each op of a run that another run of the program explains.
-
-    The control of a run in a less precise type is the run in float64.  A fault of the run that comes with its
-    precision, such as angles of a rotary embedding in bfloat16, is in the distance of the two as well.  So an
-    op is expected to err at most as much as what it reads, or as its element type rounds, even where the
-    distance is larger.
-    """
-    comparing = RunComparison(run, control, None)
-    compared, _ = comparing.ops({})
-    # By luck the distance from a wider control may be 0, but rounding is always expected.
-    is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
-    expected: dict[tuple[int, int], float] = {}
-    largest = 0.0
-    for pair, comparison in compared:
-        error = comparison.relative
-        if is_wider:
-            # A dump lacks the gradients that a backward op reads: any error before it may be theirs.
-            read = (
-                largest
-                if comparison.phase == "backward"
-                else _error_of_inputs(comparing, comparing.matches[pair[0].op, pair[0].execution])
-            )
-            error = max(min(error, _explained(comparison, read)), _rounding(comparison.dtypes[0]))
-        expected[pair[0].op, pair[0].execution] = error
-        largest = max(largest, comparison.relative if math.isfinite(comparison.relative) else 0.0)
-    return expected
-
-
-def _error_of_inputs(comparing: RunComparison, match: OpMatch) -> float:
-    """Return the largest relative error of what an op reads; 0 for one that reads no tensor."""
-    return max((comparing.agreement(pair)[1] for pair in comparing.matching.reads(match)), default=0.0)
-
-
-def _explained(comparison: Comparison, read: float) -> float:
-    """Return the error of an op that its element type and the error of its inputs explain.
-
-    Integers have no rounding: an index that two near values decide may be any other.
-    """
-    if comparison.dtypes[0] not in TOLERANCES:
-        return math.inf
-    return max(_COARSE, TOLERANCES[comparison.dtypes[0]], MARGIN * read) / MARGIN
-
-
-def _rounding(dtype: str) -> float:
-    """Return the root mean square of the relative error of rounding to an element type; 0 for integers."""
-    if not dtype.startswith(("float", "bfloat")):
-        return 0.0
-    from ml_dtypes import finfo
-
-    # Rounding errs by up to half a unit in the last place, evenly: the root mean square is 1/sqrt(12) of the
-    # unit, a little below a quarter of it for a mantissa between 1 and 2.
-    bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
-    return float(2.0**-bits / 4)

@@ -15,7 +15,8 @@ from amanda.errors import AmandaError, printable
 from amanda.options import NonNegativeFloat, NonNegativeInt, OutputFile, checked
 from amanda.tools.command import OptionType, SpecError, exit_status, function_of, limit_option, save_option
 from amanda.tools.diff._alignment import dotted, inside_module, same_modules, unpaired_modules
-from amanda.tools.diff._comparison import Expected, RunComparison
+from amanda.tools.diff._comparison import RunComparison
+from amanda.tools.diff._expected import Expected
 from amanda.tools.diff._recording import MAX_BYTES, Command, Control, RecordedRuns
 from amanda.tools.diff._result import DiffResult
 from amanda.tools.diff._run import Compiled, Run, Source, open_bundle, write_bundle

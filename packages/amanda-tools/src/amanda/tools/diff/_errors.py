@@ -335,8 +335,9 @@ class Comparison:
     all numbers were compared, False for a sample.  tolerance: largest `relative` at which the tensors agree.
     by_type: tolerance of the element types alone; earlier ops may raise it.  dtypes: element types of both.
     inputs: True if the inputs agree; None if that is unknown or nothing differs.  weight: relative error of
-    the weight; None likewise.  expected: relative error between run a and the control; None without a
-    control.  read: inputs and weights of the op in run a, in words.  failure: error of run b at this op.
+    the weight; None likewise.  expected: relative error that the control lets expect; None without a control,
+    and with a tolerance for all.  read: inputs and weights of the op in run a, in words.  failure: error of
+    run b at this op.
     is_retyped: True if the runs differ in the element type of this op, and not in that of most products.
     only: "a" or "b" for an op that is the cause and has no counterpart; the first fields are of that run, and
     `relative` is of what the next op reads.  reason: why such an op is the cause, in words.
@@ -404,11 +405,18 @@ class Comparison:
             f"largest difference {self.largest:.3g}, execution {self.execution}"
         )
         if self.dtypes[0] != self.dtypes[1]:
-            loosest = max(self.dtypes, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
-            tolerance_text = f"rtol={TOLERANCES.get(loosest, 0.0):g} for the tolerance of {loosest}"
-            lines.append(f"  {self.dtypes[0]} in a, {self.dtypes[1]} in b; pass {tolerance_text}")
+            lines.append(f"  {self.dtypes[0]} in a, {self.dtypes[1]} in b{self._advice()}")
         if self.inputs is not None:
             lines.append(f"  its inputs {'agree' if self.inputs else 'differ'}")
         if self.weight is not None:
             lines.append(f"  relative error of its weight {self.weight:.3g}")
         return "\n".join(lines)
+
+    def _advice(self) -> str:
+        """Return the tolerance that would pass two element types; "" where nothing diverges by theirs."""
+        # A control or a tolerance of the user's own is no tolerance by type.
+        if not self.diverges or self.expected is not None or self.by_type != tolerance(*self.dtypes):
+            return ""
+        loosest = max(self.dtypes, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+        rtol = f"{TOLERANCES.get(loosest, 0.0):g}"
+        return f"; pass rtol={rtol} (--rtol {rtol}) for the tolerance of {loosest}"
