@@ -263,4 +263,4 @@ def test_an_error_of_a_tool_shows_the_program_and_the_tool_alone(
     assert [file.partition('"')[2].partition('"')[0] for file in files] == [
         str(tmp_path / "train.py"), str(tmp_path / "failing.py"),
     ]  # fmt: skip
-    assert error.splitlines()[-1].startswith("[amanda] tool Failing, insert_before_op(Failing.fail) of ones")
+    assert error.splitlines()[-1].startswith("[amanda] tool Failing, insert_before_op(Failing.fail at ")
