@@ -99,12 +99,12 @@ def circle() -> None:
 MISTAKES: dict[str, tuple[Mistake, str]] = {
     "a routine of too few values": (
         at_linear("insert_before_op", lambda x: x),
-        "cannot be called with 3 values: too many positional arguments. There are 0: input (Tensor (3, 4)), "
-        "1: weight (Parameter (8, 4)), 2: bias (Parameter (8,)); select some, as by inputs=[0]",
+        "cannot be called with 3 values: too many positional arguments. The op has 0: input (Tensor (3, 4)), "
+        "1: weight (Parameter (8, 4)), 2: bias (Parameter (8,)) here. Select values, as by inputs=[0]",
     ),
     "a routine that misses a keyword": (
         at_linear("insert_before_op", lambda weight, mask: weight, inputs=["weight"]),
-        "cannot be called with 1 value: missing a required argument: 'mask'. There are 0: input",
+        "cannot be called with 1 value: missing a required argument: 'mask'. The op has 0: input",
     ),
     "a keyword that the routine misses": (
         at_linear("insert_before_op", lambda weight: weight, inputs=["weight"], mask=1),

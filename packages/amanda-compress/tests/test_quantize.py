@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.utils.parametrizations import spectral_norm
 
 import amanda
+from amanda.__main__ import main
 from amanda.tools.command import SpecError, ToolSpec, made
 from amanda.tools.quantize import (
     Grid,
@@ -897,6 +898,11 @@ def test_the_command_line_takes_a_method_that_needs_no_call_of_the_program(spec:
     (tooling,) = made([ToolSpec.parse(spec)], alone=True)
     assert isinstance(tooling.tool, QuantizeTool)
     assert tooling.tool.options.method == method
+
+
+def test_info_has_the_method_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "quantize"]) == 0
+    assert "(dynamic in `amanda run`)" in " ".join(capsys.readouterr().out.split())
 
 
 def test_the_command_line_refuses_scales_that_would_never_be_calibrated() -> None:

@@ -180,3 +180,9 @@ def test_an_option_under_its_former_name_is_checked_and_warns() -> None:
         written(path="here", out="there")  # type: ignore[call-arg]
     assert list(options_of(written)) == ["path", "count"]
     assert written("here") == ("here", 1)
+
+
+def test_a_list_of_words_is_read_once() -> None:
+    kind = kind_of(list[Literal["a", "b", "c", "d"]] | None)
+    assert kind.words == "a list of 'a', 'b', 'c' or 'd', or None"
+    assert kind.text == "list of a, b, c or d, or none"

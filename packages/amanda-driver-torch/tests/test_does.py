@@ -255,7 +255,7 @@ def error_of(tool: amanda.Tool, program: Callable[[], Any]) -> tuple[BaseExcepti
 ERRORS: dict[str, tuple[str, Any, Callable[[], Any], str]] = {
     "shape": (
         "insert_after_op", lambda x: x[0], lambda: torch.relu(X),
-        "a routine returned shape (3,) where shape (2, 3) was given",
+        "returned shape (3,) where shape (2, 3) was given",
     ),
     "complex": (
         "insert_after_op", lambda x: x.cfloat(), lambda: torch.relu(X),

@@ -103,6 +103,9 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
     [
         ("flop", ["no distribution registers a tool 'flop'", "did you mean flops?"]),
         ("nan:stap", ["tool nan has no option 'stap'", "did you mean stop?"]),
+        ("dump:output=ful", ["tool dump has no option 'output'", "did you mean outputs=full?"]),
+        ("flops:part=backwards", ["did you mean phase=backward?"]),
+        ("flops:by=layer", ["expected list of phase, type, module or source, or none, was given 'layer'"]),
         ("nan:limit=few", ["tool nan, option limit", "expected an integer", "'few'"]),
         ("flops:formulas=x", ["tool flops, option formulas", "make the tool in Python"]),
         ("flops:phase=front", ["option phase", "expected forward, backward, ", "'front'"]),
@@ -197,6 +200,7 @@ def test_what_is_wrong_with_a_configuration_is_said(
         ),
         (["-t", "flops", "--", "-I", "script.py"], "under python -I, which ignores"),
         (["-t", "flops", "--", "-uE", "script.py"], "under python -E, which ignores"),
+        (["flops", "--full", "--top", "3", "script.py"], "give --full or --top, not both"),
         (["--quite"], "Did you mean '--quiet'?"),
     ],
 )

@@ -121,7 +121,7 @@ def test_the_first_nan_is_printed_when_it_comes(script: Path) -> None:
     )
     lines = amanda_run(script.parent, "nan", "train.py").stderr.splitlines()
     place = f"First NaN: log (forward), {script}:4, step 1"
-    told = f"{place}: output has 1 NaN of 1; input 0 was float32 1: -1 to -1, "
+    told = f"{place}: output has 1 NaN of 1; input 0 was float32[1]: -1 to -1, "
     assert lines[0] == "step 0"
     assert lines[1].startswith(f"amanda: {told}")
     assert lines[2:4] == ["step 1", "step 2"]

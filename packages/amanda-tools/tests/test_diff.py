@@ -507,6 +507,21 @@ def test_what_cannot_be_compared_is_told(tmp_path: Path) -> None:
         diff(lambda: model(x), lambda: model(x), by="layer")  # type: ignore[arg-type]
     with pytest.raises(AmandaError, match="a is 3; give a function"):
         diff(3, 4)  # type: ignore[arg-type]
+    with pytest.raises(AmandaError, match="control is 'flaot64'; did you mean 'float64'"):
+        diff(lambda: model(x), lambda: model(x), control="flaot64")
+
+
+def test_a_program_without_a_function_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = tmp_path / "d.py"
+    program.touch()
+    assert main(["diff", str(program), str(program)]) == 2
+    assert f"d.py:FUNCTION, or the program itself as --a {program}" in capsys.readouterr().err
+
+
+def test_the_repr_of_a_comparison_is_its_verdict() -> None:
+    x = torch.ones(2, 3)
+    assert "No difference: all" in repr(diff(lambda: x + 1, lambda: x + 1))
+    assert "first differ at add" in repr(diff(lambda: x + 1, lambda: x + 2))
 
 
 def test_what_runs_at_once_is_compared_with_the_same_in_pieces() -> None:

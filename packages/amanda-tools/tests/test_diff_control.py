@@ -332,7 +332,7 @@ def test_the_sentence_names_op_module_line_error_inputs_and_proof(tmp_path: Path
     result = diff(small(), with_eps(1e-3), X, control="float64", bisect=True)
     assert result.sentence.startswith("The runs first differ at layer_norm in 1 (forward)")
     for part in (
-        "); its inputs agree (input 0: float32 [3, 16] from ",
+        "); its inputs agree (input 0: float32[3,16] from ",
         "not one bit of it remains",
     ):
         assert part in result.sentence

@@ -302,12 +302,12 @@ def test_a_finding_and_a_difference_name_the_axes_of_batches() -> None:
     with amanda.apply(tool):
         vmap(lambda x: (net(x) - 10).log())(x)
     (finding,) = tool.result.findings
-    assert str(finding.outputs[0]).startswith("float32 (vmap 5)x2: 10 NaN")
+    assert str(finding.outputs[0]).startswith("float32[vmap 5,2]: 10 NaN")
     leaky = torch.nn.functional.leaky_relu
     result = diff(
         lambda: vmap(lambda x: leaky(net(x), 0.1))(x), lambda: vmap(lambda x: leaky(net(x), 0.2))(x)
     )
-    assert "float32 [vmap 5, 2]" in str(result)
+    assert "float32[vmap 5,2]" in str(result)
 
 
 @pytest.mark.parametrize("rows", [ROWS, 4])  # 4: as many samples as the layers have columns

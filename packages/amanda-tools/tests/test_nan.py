@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import amanda
-from amanda.tools.nan import NanTool, NotFiniteError
+from amanda.tools.nan import NanResult, NanTool, NotFiniteError
 from amanda.tools.stats import StatsTool
 
 
@@ -191,6 +191,21 @@ def test_an_inf_is_found_and_a_nan_comes_before_it() -> None:
     assert result.first is not None
     assert result.first.type == "log"
     assert [finding.type for finding in look(program).result.findings] == ["log"]
+
+
+def test_the_sign_of_an_inf_is_in_the_summary_and_in_files() -> None:
+    x = torch.tensor([1.0, float("inf"), *[-float("inf")] * 5])
+    result = look(lambda: x - x).result
+    assert result.first is not None
+    assert result.first.inputs[0].values_text == "1 Inf, 5 -Inf, 1 to 1"
+    content = result.to_dict()
+    assert NanResult.from_dict(content).findings == result.findings
+    del content["findings"][0]["inputs"][0]["negative_inf"]  # files of earlier versions lack it
+    assert NanResult.from_dict(content).findings[0].inputs[0].values_text == "6 Inf, 1 to 1"
+
+
+def test_an_unused_tool_says_so() -> None:
+    assert "No op was executed under this tool" in repr(NanTool())
 
 
 def test_stop_raises_at_the_op_and_names_it() -> None:
@@ -499,7 +514,7 @@ def test_the_answer_comes_first_and_what_follows_is_folded() -> None:
     assert lines[0].startswith(
         f"First NaN: softmax in layers.0 (forward), {line_of('masked row')}, step 2: output has 5 NaN of 50; "
     )
-    assert "input 0 was float32 2x5x5: 5 Inf" in " ".join(lines[:2])
+    assert "input 0 was float32[2,5,5]: 5 -Inf" in " ".join(lines[:2])
     assert "18 parameters were NaN after it, from step 3: layers.0.query.weight, " in str(result)
     assert len(lines) < 8
     assert "execution" not in str(result)  # no table: there is but one beginning
@@ -520,7 +535,7 @@ def test_the_first_nan_is_logged_when_it_comes(caplog: pytest.LogCaptureFixture)
     look(program)
     assert steps == [0, 1, 1, 1]
     assert caplog.records[0].getMessage().startswith("First NaN: log (forward), ")
-    assert ", step 1: output has 2 NaN of 2; input 0 was float32 2: -1 to -1" in caplog.text
+    assert ", step 1: output has 2 NaN of 2; input 0 was float32[2]: -1 to -1" in caplog.text
 
 
 def test_two_parameters_that_held_nan_from_the_start_are_both_beginnings() -> None:

@@ -71,6 +71,9 @@ def test_rows_by_module_are_printed_as_a_tree_also_when_merged() -> None:
         MODEL(X)
     lines = str(tool.result.merged(tool.result)).splitlines()
     assert [line.split()[0] for line in lines if "%" in line] == ["total", "body.layers.0-2", "head"]
+    table = tool.result.table(sort="flops")
+    assert "%" not in table
+    assert "Sorted rows are a flat table, without a sort a tree of modules." in table
     # Rows and files have each op in one module alone.
     assert sum(row.flops for row in tool.result) == tool.result.total()
     assert isinstance(FlopsResult.from_dict(tool.result.to_dict()), FlopsResult)

@@ -354,6 +354,16 @@ def test_tensors_that_died_are_not_at_the_peak() -> None:
     assert "Peak of 8 kB on cpu: 8 kB ones (forward)." in str(profiled(program))
 
 
+def test_a_sentence_has_the_whole_peak() -> None:
+    def program() -> list[Tensor]:
+        return [op(1000) for op in (torch.zeros, torch.ones, torch.rand, torch.randn, torch.empty)]
+
+    result = profiled(program)
+    text = str(result).split("Peak of ")[1].splitlines()[0]
+    assert text.startswith("20 kB on cpu: 4 kB ")
+    assert text.endswith("; 8 kB other ops.")
+
+
 def test_memory_can_be_left_alone() -> None:
     result = profiled(lambda: torch.zeros(1000), ProfileTool(memory=False))
     assert not result.peaks

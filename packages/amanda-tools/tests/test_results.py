@@ -53,6 +53,16 @@ def test_a_long_table_is_cut_but_its_totals_are_of_all() -> None:
     assert "Showing 7 of 100 rows." in Calls([("op", 1, 1)] * 100).table(top=7)
 
 
+def test_rows_are_reached_by_index_as_by_iteration(calls: Calls) -> None:
+    rows = list(calls)
+    assert len(calls) == len(rows) > 1
+    assert (calls[0], calls[-1], calls[:2]) == (rows[0], rows[-1], rows[:2])
+    empty = Calls([])
+    assert empty  # a result is true, whatever its rows
+    assert len(empty) == 0
+    assert repr(empty) == "Calls: No op was recorded"
+
+
 class Wide(Result):
     name = "wide"
     columns = (Column("path"), Column("kind", shown=False), Column("count", number=True))

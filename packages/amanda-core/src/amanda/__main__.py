@@ -247,8 +247,12 @@ def _print_tool(name: str) -> int:
     parameters = inspect.signature(kind).parameters
     options = [option for option in options_of(kind).values() if option.name in parameters]
     if options:
+        # Some defaults differ where no program calls the tool's methods.
+        alone: dict[str, object] = getattr(kind, "command_options", dict)({})
+        notes = {name: f" ({value} in `amanda run`)" for name, value in alone.items()}
         say("", "Options, their defaults and values:")
-        say(*_aligned([(option.name, option.default_as_text, option.kind.text) for option in options]))
+        say(*_aligned([(option.name, option.default_as_text, option.kind.text + notes.get(option.name, ""))
+                       for option in options]))  # fmt: skip
     if "run" in names_of_commands():
         say("", "Options of every tool on the command line:")
         say(*_aligned([(name, text) for name, text in COMMON_OPTIONS.items() if name not in parameters]))

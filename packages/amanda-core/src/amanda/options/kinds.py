@@ -306,7 +306,7 @@ def _literal(members: tuple[Any, ...]) -> Kind:
 
     one_of = "one of " if len(members) > 3 else ""
     words = one_of + _join_words(list(map(repr, members)), "," if one_of else " or")
-    return Kind(words, _join_words(texts), words, accept)
+    return Kind(words, _join_words(texts), _join_words(list(map(repr, members))), accept)
 
 
 def _join_words(words: Sequence[str], last: str = " or") -> str:
@@ -328,7 +328,9 @@ def _union(kinds: Sequence[Kind]) -> Kind:
 
     # "or None" is read best at the end, wherever the annotation has it.
     ordered = sorted(kinds, key=lambda kind: kind.words == "None")
-    words = _join_words([kind.words for kind in ordered], ", or" if len(kinds) > 2 else " or")
+    has_list_of_words = any(" of " in kind.words and " or " in kind.words for kind in kinds)
+    last = ", or" if len(kinds) > 2 or has_list_of_words else " or"
+    words = _join_words([kind.words for kind in ordered], last)
     return Kind(
         words,
         _union_text(ordered),
@@ -344,7 +346,9 @@ def _union_text(kinds: Sequence[Kind]) -> str:
         if not kind.is_table:
             texts += [kind.text] if kind.text.startswith("list of ") else re.split(", | or ", kind.text)
     # A single text is a list of one to the command line.
-    alternatives = _join_words([text for text in texts if f"list of {text}s" not in texts])
+    texts = [text for text in texts if f"list of {text}s" not in texts]
+    # A list of words has an "or" of its own.
+    alternatives = _join_words(texts, ", or" if any(" or " in text for text in texts) else " or")
     has_table = any(kind.is_table for kind in kinds)
     return alternatives + "; by name in a configuration file" * has_table
 
@@ -378,7 +382,7 @@ def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     nonempty = "non-empty " if length.least == 1 else ""
     noun = "set" if is_set else "list"
     # The plural of a Literal is that of Python, with quotation marks.
-    items = item.text if item.many == item.words else item.many
+    items = item.text if members and get_origin(members[0]) is Literal else item.many
     return Kind(f"a {nonempty}{noun} of {item.many}", f"{noun} of {items}", f"{noun}s of {item.many}", accept)
 
 

@@ -409,7 +409,7 @@ def signature_error(
     try:
         inspect.signature(action.func).bind(*args, **{**injected, **action.kwargs, **kwargs})
     except TypeError as error:
-        available = ", ".join(f"{i}: {name or '?'} ({_type_and_shape(value)})" for i, (value, name) in
+        available = ", ".join(f"{i}{name and f': {name}'} ({_type_and_shape(value)})" for i, (value, name) in
                           enumerate(_with_names(inputs, names)))  # fmt: skip
         keyword = "outputs" if action.type.is_after else "inputs"
         keyword = f"grad_{keyword}" if action.type.is_backward else keyword
@@ -419,8 +419,9 @@ def signature_error(
             name = unexpected["name"]
             return RoutineError(f"{message}Give the routine a parameter {name}, or leave {name}= away")
         return RoutineError(
-            f"{message}There are {available}; select some, as by {keyword}=[0], give the routine a parameter "
-            f"for each, or pass others as keywords, {action.type.value}(routine, name=value)"
+            f"{message}The op has {available or 'no values'} here. Select values, as by {keyword}=[0], give "
+            "the routine a parameter for each, or pass others as keywords, "
+            f"{action.type.value}(routine, name=value)"
         )
     except ValueError:  # `inspect` knows no signature: the routine is written in C
         return None

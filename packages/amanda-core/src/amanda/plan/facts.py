@@ -295,7 +295,7 @@ def resolve_positions(
             similar_names = get_close_matches(str(key), names, n=1) if count is not None else []
             raise ActionError(
                 f"{method} of {facts.name} was asked for {key!r}; it has "
-                f"{'some' if count is None else count} values ({described_values})"
+                f"{'some' if count is None else count} value{'s' * (count != 1)} ({described_values})"
                 + (f"; did you mean {similar_names[0]!r}?" if similar_names else "")
             )
         position = int(key)

@@ -111,6 +111,8 @@ def failed(
     signature_failure = (
         signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
     )
+    if isinstance(error, RoutineError) and str(error).startswith("a routine "):
+        error.args = (str(error).replace("a routine", str(action), 1),)  # drivers know no action
     add_note(signature_failure or error, error_note(facts, action.tool, str(action)))
     return signature_failure
 

@@ -102,6 +102,8 @@ def _command(
     output = output or settings.output
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
+    if full and top is not None:
+        raise SpecError("--full shows every row; give --full or --top, not both")
     toolings = made(settings.tools, alone=True)  # so that errors come before the program starts
     _check_column(sort, toolings)
     # Of a whole model people ask first which parts take most.

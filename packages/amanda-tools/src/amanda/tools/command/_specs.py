@@ -215,6 +215,14 @@ def _is_readable(annotation: Any) -> bool:
     return origin is Literal or plain in _READERS
 
 
+def _words(annotation: Any) -> list[str]:
+    """Return the words among which an annotation lets users choose."""
+    members = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return [member for member in members if isinstance(member, str)]
+    return [word for member in members for word in _words(member)]
+
+
 def _is_list(plain: Any) -> bool:
     return plain in _LISTS or get_origin(plain) in _LISTS
 
@@ -339,13 +347,21 @@ class ToolSpec:
     def _read(self, name: str, value: Given, options: Mapping[str, CommandOption]) -> Any:
         """Return the value of an option; raise SpecError, which names tool and option."""
         option = options.get(name) or SELECTORS.get(name)
+        value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         if option is None:
-            known_names = {*(choice.name for choice in options.values() if choice.readable), *SELECTORS}
-            raise SpecError(f"tool {self.name} has no option {name!r}; {did_you_mean(name, known_names)}")
+            readable = [choice for choice in {**SELECTORS, **options}.values() if choice.readable]
+            words = {choice.name: _words(choice.type) for choice in readable}
+            hint = did_you_mean(name, words)
+            # A word of another option tells more than a name that is only similar.
+            if near := get_close_matches(
+                value_text, [word for each in words.values() for word in each], 1, 0.8
+            ):
+                names = [option_name for option_name, each in words.items() if near[0] in each]
+                hint = f"did you mean {get_close_matches(name, names, 1, 0.0)[0]}={near[0]}?"
+            raise SpecError(f"tool {self.name} has no option {name!r}; {hint}")
         try:
             return option.read(value)
         except Unreadable as error:
-            value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
             raise SpecError(f"tool {self.name}, option {name}: {error}, was given {value_text!r}") from None
 
 

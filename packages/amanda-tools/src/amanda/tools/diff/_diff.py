@@ -318,7 +318,7 @@ def _side(
 ) -> Source:
     """Return a path, a function where there is no such path, a program, or a run of a bundle.
 
-    Raises SpecError for a side that is given twice, or not at all.
+    Raises SpecError for a side that is given twice, or not at all, and for a program without a function.
     """
     if line is not None:
         if source is not None:
@@ -329,6 +329,10 @@ def _side(
             raise SpecError(f"{side} is missing; give two runs, or --a and --b")
         return bundled[side]
     path = Path(source)
+    if path.suffix == ".py" and path.is_file():
+        raise SpecError(
+            f"{source} is a program; give {source}:FUNCTION, or the program itself as --{side} {source}"
+        )
     return path if path.exists() or ":" not in source else function_of(source)
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
@@ -309,6 +310,10 @@ class RecordedRuns:
         if control is None:
             return None
         is_named = isinstance(control, str) and control in get_args(Control)
+        is_path = isinstance(control, (str, Path)) and not is_named
+        near = get_close_matches(str(control), get_args(Control), n=1) if is_path else []
+        if near and not Path(str(control)).exists():
+            raise AmandaError(f"control is {str(control)!r}; did you mean {near[0]!r}?")
         run = self._control(cast("Control", control)) if is_named else open_run(control, "control")
         label = run.name if not is_named else f"a {self._way}"
         self.remarks.append(f"Errors up to {MARGIN:g} times those of a against {label} are expected")

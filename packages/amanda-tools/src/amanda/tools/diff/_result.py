@@ -11,6 +11,7 @@ from typing import Any, ClassVar, get_args
 from amanda.errors import AmandaError
 from amanda.tools.diff._errors import TOLERANCES, Comparison
 from amanda.tools.dump import Entry, Op
+from amanda.tools.kit import shape_text
 from amanda.tools.results import Column, Result, Table
 from amanda.tools.select import Phase
 
@@ -25,8 +26,8 @@ def sentence(result: DiffResult) -> str:
     """Return the first difference: op, error, expected error, inputs, and the result with a's value in b."""
     first = result.first
     if first is None:
-        worst = max(result.comparisons, key=lambda comparison: comparison.relative)
-        if not worst.relative:
+        worst = max(result.comparisons, key=lambda comparison: comparison.relative, default=None)
+        if worst is None or not worst.relative:
             return f"No difference: all {len(result.comparisons):,} are the same to the last bit"
         bound = "tolerance" if worst.expected is None else "expected error"
         largest = f"{_error_text(worst)}, at {worst.place}"
@@ -118,16 +119,11 @@ def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
         nonfinite = statistics.nan + statistics.inf + statistics.negative_inf
         error_text = "" if agrees else f" by {relative:.2g}"
         texts.append(
-            f"{_input_name(entry, parameters)}{error_text}: {entry.dtype} {_extents(entry)}{span}"
+            f"{_input_name(entry, parameters)}{error_text}: {entry.dtype}"
+            f"{shape_text(entry.shape, entry.batches)}{span}"
             f"{f' with {nonfinite:,} NaN or Inf' if nonfinite else ''}"
         )
     return ", ".join(texts)
-
-
-def _extents(entry: Entry) -> str:
-    """Return the extents of a tensor, those of the batches of a vmap by name: "[vmap 8, 3]"."""
-    axes = (f"vmap {extent}" if i < entry.batches else str(extent) for i, extent in enumerate(entry.shape))
-    return f"[{', '.join(axes)}]"
 
 
 def _input_name(entry: Entry, parameters: Mapping[int, str]) -> str:
@@ -189,6 +185,11 @@ class DiffResult(Result):
     def sentence(self) -> str:
         """The first divergence: op, error, expected error, inputs, and the result of `bisect`."""
         return sentence(self)
+
+    @property
+    def headline(self) -> str:
+        """The verdict: `sentence`."""
+        return self.sentence
 
     @property
     def growth(self) -> Sequence[Comparison]:

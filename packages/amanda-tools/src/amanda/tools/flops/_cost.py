@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import isqrt, prod
@@ -286,7 +287,11 @@ class FlopsResult(PlacesResult[OpCost]):
     def _printed(self, view: Any) -> Result:
         """Return the tree of modules for rows by module, and where the view asks for a tree."""
         is_tree = self._by == ("module",) or (view.tree and self._by == KEYS)
-        if not is_tree or view.sort or not self.ops:
+        if is_tree and view.sort:
+            flat = copy(self)
+            flat.remarks = (*self.remarks, "Sorted rows are a flat table, without a sort a tree of modules.")
+            return flat
+        if not is_tree or not self.ops:
             return self
         return self.tree(_ANY_DEPTH if view.whole else view.depth or self._depth)
 

@@ -96,10 +96,10 @@ def shape_text(extents: Sequence[int], batches: int = 0) -> str:
     """Return a shape as text; the first axes may be those of batches of a vmap.
 
     >>> shape_text((3, 4)), shape_text(()), shape_text((8, 3, 4), batches=1)
-    ('3x4', 'scalar', '(vmap 8)x3x4')
+    ('[3,4]', '[]', '[vmap 8,3,4]')
     """
-    axes = [f"(vmap {extent})" if i < batches else str(extent) for i, extent in enumerate(extents)]
-    return "x".join(axes) or "scalar"
+    axes = [f"vmap {extent}" if i < batches else str(extent) for i, extent in enumerate(extents)]
+    return f"[{','.join(axes)}]"
 
 
 class Tensors:

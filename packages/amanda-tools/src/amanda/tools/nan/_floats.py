@@ -21,7 +21,7 @@ class Summary(NamedTuple):
     """Shape, element type, numbers of NaN and infinite elements, and the range of the finite elements.
 
     least, most, mean: of the finite elements; None where there are none.
-    batches: number of axes in front that are the batches of a vmap.
+    batches: number of axes in front that are the batches of a vmap.  negative_inf: how many are -Inf.
     """
 
     shape: tuple[int, ...]
@@ -32,6 +32,7 @@ class Summary(NamedTuple):
     most: float | None = None
     mean: float | None = None
     batches: int = 0
+    negative_inf: int = 0
 
     @classmethod
     def of(cls, tensor: Any, dtype: str, batches: int = 0) -> Summary:
@@ -42,15 +43,16 @@ class Summary(NamedTuple):
             return cls(shape, dtype, 0, 0, batches=batches)
         finite = do("isfinite", numbers)
         nan, inf = (int(do("count_nonzero", do(test, numbers))) for test in ("isnan", "isinf"))
+        negative_inf = int(do("count_nonzero", numbers <= float("-inf"))) if inf else 0
         finite_count = prod(map(int, numbers.shape)) - nan - inf
         if finite_count == 0:
-            return cls(shape, dtype, nan, inf, batches=batches)
+            return cls(shape, dtype, nan, inf, batches=batches, negative_inf=negative_inf)
         # where, not a selection: the elements stay on their device, in an array of a known shape.
         infinite = do("full_like", numbers, float("inf"))
         least = float(do("min", do("where", finite, numbers, infinite)))
         most = float(do("max", do("where", finite, numbers, -infinite)))
         mean = float(do("sum", do("where", finite, numbers, do("zeros_like", numbers)))) / finite_count
-        return cls(shape, dtype, nan, inf, least, most, mean, batches)
+        return cls(shape, dtype, nan, inf, least, most, mean, batches, negative_inf)
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Summary:
@@ -61,20 +63,24 @@ class Summary(NamedTuple):
     @property
     def counts_text(self) -> str:
         """How many elements are NaN and infinite: "5 NaN of 50"."""
-        counts = [f"{count:,} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
-        return f"{' and '.join(counts) or 'no NaN'} of {prod(self.shape):,}"
+        return f"{' and '.join(self._counts()) or 'no NaN'} of {prod(self.shape):,}"
 
     @property
     def values_text(self) -> str:
         """Numbers of NaN and infinite elements, and the range of the others: "5 Inf, -3.14 to 2.29"."""
-        parts = [f"{count:,} {name}" for count, name in ((self.nan, "NaN"), (self.inf, "Inf")) if count]
+        parts = self._counts()
         if self.least is not None:
             parts.append(f"{self.least:.3g} to {self.most:.3g}")
         return ", ".join(parts)
 
+    def _counts(self) -> list[str]:
+        """Return the numbers of NaN, Inf and -Inf in words, without those that are 0."""
+        numbers = {"NaN": self.nan, "Inf": self.inf - self.negative_inf, "-Inf": self.negative_inf}
+        return [f"{count:,} {name}" for name, count in numbers.items() if count]
+
     def __str__(self) -> str:
         mean = "" if self.mean is None else f", mean {self.mean:.3g}"
-        return f"{self.dtype} {shape_text(self.shape, self.batches)}: {self.values_text}{mean}"
+        return f"{self.dtype}{shape_text(self.shape, self.batches)}: {self.values_text}{mean}"
 
 
 NAN, INF = 1, 2

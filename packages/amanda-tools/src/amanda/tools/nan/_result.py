@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import Column, Result, check_schema, made_of
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of
 
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
@@ -152,6 +152,8 @@ class NanResult(Result):
         origins = [origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan]
         origin = next(iter(origins), self.first)
         if origin is None:
+            if not self.executions:
+                return NOTHING
             unread = "; not every output was read" * bool(self.remarks)
             return f"{self.executions:,} ops ran; none produced {self._sought}{unread}."
         return f"{origin.sentence}."

@@ -116,12 +116,14 @@ class Peak:
     owners: Sequence[tuple[OpProfile, int]]
 
     def __str__(self) -> str:
-        first = ", ".join(
+        parts = [
             f"{amount(size, 'B')} {place.type}{f' in {place.module}' if place.module else ''}"
             + ("" if place.phase == "given" else f" ({place.phase})")
             for place, size in self.owners[:3]
-        )
-        return f"peak of {amount(self.size, 'B')} on {self.device}: {first}"
+        ]
+        if rest := sum(size for _, size in self.owners[3:]):
+            parts.append(f"{amount(rest, 'B')} other ops")
+        return f"peak of {amount(self.size, 'B')} on {self.device}: {'; '.join(parts)}"
 
 
 def _profile_of_older_tensors() -> OpProfile:

@@ -105,6 +105,17 @@ class Result(ABC):
         row_class: Any = namedtuple("Row", fields, rename=True)  # type: ignore[misc]
         yield from map(row_class._make, self.rows())
 
+    def __len__(self) -> int:
+        return len(self.rows())
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return the row at an index as iterating gives it; a list of rows for a slice."""
+        return list(self)[index]
+
+    def __bool__(self) -> bool:
+        """Return True, also without rows; a subclass may tell whether it has findings."""
+        return True
+
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.headline}"
 
@@ -114,7 +125,7 @@ class Result(ABC):
         if self._leading and self._sentences:
             return self._sentences[0].removesuffix(".")
         count = len(self.rows())
-        return f"{count:,} row{'s' * (count != 1)}"
+        return f"{count:,} row{'s' * (count != 1)}" if count else "No op was recorded"
 
     def __str__(self) -> str:
         return as_text(self, View())
