@@ -180,7 +180,7 @@ def test_an_exception_is_told_as_it_is_and_results_are_saved(script: Path) -> No
     assert plain.stderr
     # The error is what the reader sees last.
     assert run.stderr.endswith(plain.stderr)
-    assert "calls   MACs" in run.stderr
+    assert "calls  MACs" in run.stderr
     assert calls(script.parent / "out" / "flops.json", "linear") == 2
     assert (script.parent / "out" / "nan.json").exists()
 
