@@ -515,7 +515,7 @@ def test_a_program_without_a_function_is_refused(tmp_path: Path, capsys: pytest.
     program = tmp_path / "d.py"
     program.touch()
     assert main(["diff", str(program), str(program)]) == 2
-    assert f"d.py:FUNCTION, or the program itself as --a {program}" in capsys.readouterr().err
+    assert f"d.py:FUNCTION, or --a {program}" in capsys.readouterr().err
 
 
 def test_the_repr_of_a_comparison_is_its_verdict() -> None:

@@ -16,7 +16,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import amanda
-from amanda.tools.nan import NanResult, NanTool, NotFiniteError
+from amanda.tools.nan import NanResult, NanTool, NotFiniteError, Summary
 from amanda.tools.stats import StatsTool
 
 
@@ -198,6 +198,7 @@ def test_the_sign_of_an_inf_is_in_the_summary_and_in_files() -> None:
     result = look(lambda: x - x).result
     assert result.first is not None
     assert result.first.inputs[0].values_text == "1 Inf, 5 -Inf, 1 to 1"
+    assert Summary((9,), "float32", 1, 3, negative_inf=2).counts_text == "1 NaN, 1 Inf and 2 -Inf of 9"
     content = result.to_dict()
     assert NanResult.from_dict(content).findings == result.findings
     del content["findings"][0]["inputs"][0]["negative_inf"]  # files of earlier versions lack it

@@ -92,6 +92,7 @@ total                             258     11.52 k  259.6 k  534.5 k  100.0%
   lm_head                           6       1.6 k   38.4 k   76.8 k   14.4%
 A multiply-accumulate (MAC) of a convolution, matrix product or attention is two
 FLOPs.
+The row of a module has its own ops too, beside those of the modules in it.
 """
 
 SORTED = """
@@ -103,7 +104,7 @@ linear     model.layers.0-3       24  65.54 k  131.1 k     8.192 k  61.44 kB
 linear     lm_head                 1   12.8 k   25.6 k       1.6 k  10.11 kB
 embedding  model.embed_tokens      1        0        0       1.6 k  1.088 kB
 
-total                            258  259.6 k  534.5 k              452.2 kB
+total                            258  259.6 k  534.5 k              288.7 kB
 Showing 3 of 29 rows (repeated layers combined). Hidden columns: FLOPs/byte,
 source. Show everything: --full (shell) or result.whole() (Python).
 A multiply-accumulate (MAC) of a convolution, matrix product or attention is two

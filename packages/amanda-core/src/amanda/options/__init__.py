@@ -24,7 +24,7 @@ from amanda.options.checking import (
     renamed,
     warn_deprecated,
 )
-from amanda.options.kinds import Kind, Mismatch, kind_of, shown
+from amanda.options.kinds import Kind, Mismatch, kind_of, shown, words_of
 from amanda.options.ranges import (
     AnyFloat,
     File,
@@ -49,5 +49,5 @@ __all__ = [
     "REQUIRED", "AnyFloat", "File", "Folder", "Kind", "Length", "Mismatch", "Name", "NonNegativeFloat",
     "NonNegativeInt", "NotEmpty", "Option", "OutputFile", "OutputFolder", "PositiveFloat", "PositiveInt",
     "PositiveShare", "Range", "Seed", "Share", "Where", "checked", "deprecated", "kind_of", "mistake",
-    "options_of", "renamed", "shown", "warn_deprecated",
+    "options_of", "renamed", "shown", "warn_deprecated", "words_of",
 ]  # fmt: skip

@@ -309,6 +309,14 @@ def _literal(members: tuple[Any, ...]) -> Kind:
     return Kind(words, _join_words(texts), _join_words(list(map(repr, members))), accept)
 
 
+def words_of(annotation: Any) -> list[str]:
+    """Return the words of the Literals in an annotation."""
+    members = get_args(annotation)
+    if get_origin(annotation) is Literal:
+        return [member for member in members if isinstance(member, str)]
+    return [word for member in members for word in words_of(member)]
+
+
 def _join_words(words: Sequence[str], last: str = " or") -> str:
     """Return the words with commas between them, but `last` before the last one."""
     return ", ".join(words[:-1]) + (f"{last} " if len(words) > 1 else "") + words[-1]

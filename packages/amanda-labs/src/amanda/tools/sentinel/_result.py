@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from amanda.errors import AmandaError
 from amanda.tools.kit import OpRecord
-from amanda.tools.results import Column, Result, shortened
+from amanda.tools.results import NOTHING, Column, Result, shortened
 from amanda.tools.sentinel import _reruns
 
 Kind = Literal["corruption", "nan", "spike", "ranks"]
@@ -178,6 +178,8 @@ class SentinelResult(Result):
     def notes(self) -> Sequence[str]:
         """Return the answer, further alarms, comparisons, executions that did not run again, and the cost."""
         counts = self.counts
+        if not (self.ops or counts.steps):
+            return [NOTHING]
         recomputed = sum(op.recomputed for op in self.ops)
         watched = f"{counts.watched:,} of {counts.steps:,} steps were watched"
         if self.alarms:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -21,7 +22,7 @@ import amanda
 from amanda import options
 from amanda.errors import AmandaError, FileError, did_you_mean
 from amanda.files import check_folder_to_write
-from amanda.options import REQUIRED, Mismatch, kind_of
+from amanda.options import REQUIRED, Mismatch, kind_of, words_of
 from amanda.plugins import tool_class
 from amanda.tools.results import Result
 from amanda.tools.select import Phase, select
@@ -215,14 +216,6 @@ def _is_readable(annotation: Any) -> bool:
     return origin is Literal or plain in _READERS
 
 
-def _words(annotation: Any) -> list[str]:
-    """Return the words among which an annotation lets users choose."""
-    members = get_args(annotation)
-    if get_origin(annotation) is Literal:
-        return [member for member in members if isinstance(member, str)]
-    return [word for member in members for word in _words(member)]
-
-
 def _is_list(plain: Any) -> bool:
     return plain in _LISTS or get_origin(plain) in _LISTS
 
@@ -349,15 +342,13 @@ class ToolSpec:
         option = options.get(name) or SELECTORS.get(name)
         value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         if option is None:
-            readable = [choice for choice in {**SELECTORS, **options}.values() if choice.readable]
-            words = {choice.name: _words(choice.type) for choice in readable}
+            choices = [choice for choice in {**SELECTORS, **options}.values() if choice.readable]
+            words = {choice.name: words_of(choice.type) for choice in choices}
             hint = did_you_mean(name, words)
             # A word of another option tells more than a name that is only similar.
-            if near := get_close_matches(
-                value_text, [word for each in words.values() for word in each], 1, 0.8
-            ):
-                names = [option_name for option_name, each in words.items() if near[0] in each]
-                hint = f"did you mean {get_close_matches(name, names, 1, 0.0)[0]}={near[0]}?"
+            if near := get_close_matches(value_text, chain(*words.values()), n=1, cutoff=0.8):
+                names = [choice for choice in words if near[0] in words[choice]]
+                hint = f"did you mean {get_close_matches(name, names, n=1, cutoff=0)[0]}={near[0]}?"
             raise SpecError(f"tool {self.name} has no option {name!r}; {hint}")
         try:
             return option.read(value)

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import click
 
@@ -330,20 +330,18 @@ def _side(
         return bundled[side]
     path = Path(source)
     if path.suffix == ".py" and path.is_file():
-        raise SpecError(
-            f"{source} is a program; give {source}:FUNCTION, or the program itself as --{side} {source}"
-        )
+        raise SpecError(f"{source} is a program; give {source}:FUNCTION, or --{side} {source}")
     return path if path.exists() or ":" not in source else function_of(source)
 
 
 def _control(option: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
     """Return the control that is asked for: by default "auto" for a program, else that of a bundle.
 
-    None for "none", and a path for anything but the words of `Control`.
+    None for "none".
     """
     if option is None:
         return "auto" if is_program else bundled.get("control")
-    return None if option == "none" else option if option in get_args(Control) else Path(option)
+    return None if option == "none" else option
 
 
 def _mapping(options: Sequence[str]) -> dict[str, str] | None:

@@ -310,9 +310,8 @@ class RecordedRuns:
         if control is None:
             return None
         is_named = isinstance(control, str) and control in get_args(Control)
-        is_path = isinstance(control, (str, Path)) and not is_named
-        near = get_close_matches(str(control), get_args(Control), n=1) if is_path else []
-        if near and not Path(str(control)).exists():
+        near = get_close_matches(control, get_args(Control), n=1) if isinstance(control, str) else []
+        if near and not is_named and not Path(str(control)).exists():
             raise AmandaError(f"control is {str(control)!r}; did you mean {near[0]!r}?")
         run = self._control(cast("Control", control)) if is_named else open_run(control, "control")
         label = run.name if not is_named else f"a {self._way}"

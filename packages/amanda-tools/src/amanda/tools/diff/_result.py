@@ -186,10 +186,7 @@ class DiffResult(Result):
         """The first divergence: op, error, expected error, inputs, and the result of `bisect`."""
         return sentence(self)
 
-    @property
-    def headline(self) -> str:
-        """The verdict: `sentence`."""
-        return self.sentence
+    headline = sentence
 
     @property
     def growth(self) -> Sequence[Comparison]:

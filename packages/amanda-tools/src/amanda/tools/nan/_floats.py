@@ -63,7 +63,8 @@ class Summary(NamedTuple):
     @property
     def counts_text(self) -> str:
         """How many elements are NaN and infinite: "5 NaN of 50"."""
-        return f"{' and '.join(self._counts()) or 'no NaN'} of {prod(self.shape):,}"
+        *counts, last = self._counts() or ["no NaN"]
+        return f"{', '.join(counts)}{' and ' * bool(counts)}{last} of {prod(self.shape):,}"
 
     @property
     def values_text(self) -> str:
@@ -74,7 +75,6 @@ class Summary(NamedTuple):
         return ", ".join(parts)
 
     def _counts(self) -> list[str]:
-        """Return the numbers of NaN, Inf and -Inf in words, without those that are 0."""
         numbers = {"NaN": self.nan, "Inf": self.inf - self.negative_inf, "-Inf": self.negative_inf}
         return [f"{count:,} {name}" for name, count in numbers.items() if count]
 

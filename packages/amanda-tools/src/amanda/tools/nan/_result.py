@@ -152,10 +152,9 @@ class NanResult(Result):
         origins = [origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan]
         origin = next(iter(origins), self.first)
         if origin is None:
-            if not self.executions:
-                return NOTHING
             unread = "; not every output was read" * bool(self.remarks)
-            return f"{self.executions:,} ops ran; none produced {self._sought}{unread}."
+            ran = f"{self.executions:,} ops ran; none produced {self._sought}{unread}."
+            return ran if self.executions else NOTHING
         return f"{origin.sentence}."
 
     @property

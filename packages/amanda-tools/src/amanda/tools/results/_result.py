@@ -113,8 +113,7 @@ class Result(ABC):
         return list(self)[index]
 
     def __bool__(self) -> bool:
-        """Return True, also without rows; a subclass may tell whether it has findings."""
-        return True
+        return True  # also without rows
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}: {self.headline}"
