@@ -269,7 +269,7 @@ COMMON_OPTIONS = {
     "frequency": "a number of steps, of which the first counts",
     "out": "a file for the result, in the format of its suffix",
 }
-"""What the options of every tool take, by name: `amanda.tools.command` gives them to each tool."""
+"""Texts on the options that every tool has on the command line, by name: the values that each takes."""
 
 
 def _first_line(name: str) -> str:

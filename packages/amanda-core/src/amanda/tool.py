@@ -52,7 +52,7 @@ class Tool:
     "" lists it with others; None leaves it out: a tool for authors of tools.
     """
     usage: ClassVar[str] = "with amanda.apply(tool): model(x)"
-    """What to do with a model, for the error about a constructor that was given one."""
+    """Code that applies the tool to a model, for the error about a constructor that was given a model."""
     is_copied_when_used = True
     """False for a tool that a scope gives what cannot be copied: native counters, modules, plans."""
 

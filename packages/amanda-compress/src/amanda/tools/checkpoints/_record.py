@@ -22,7 +22,7 @@ _SCHEMA, _VERSION = "compressed", 1
 
 @dataclass(repr=False)
 class Checkpoint:
-    """What a folder holds.
+    """Tensors of a compressed model, and the record of its compression, as a folder holds them.
 
     tensors: by name, those of torchao taken apart: "0.weight:qdata".  packed: attributes of these by name.
     ties: names of parameters that share a tensor with an earlier name.  shapes: of tensors before channels

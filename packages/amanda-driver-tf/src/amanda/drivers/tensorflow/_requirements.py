@@ -1,4 +1,4 @@
-"""What each mode needs of a version of TensorFlow: undocumented names, and a program that has to work."""
+"""Requirements of each mode on a version of TensorFlow: undocumented names, and a program that works."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def check(mode: str) -> None:
 
 
 _VALUES = (0.5, -0.25)
-"""What the programs of one op and its gradient compute of."""
+"""The input of the programs of one op and its gradient."""
 
 
 def eager_exercise() -> Exercise | None:
