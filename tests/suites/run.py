@@ -48,7 +48,8 @@ class Suite:
     name: str
     install: list[str]
     tests: list[str]
-    installed: bool = False
+    installed: str = ""
+    """The package whose own folder holds the tests, beside its code."""
     env: dict[str, str] = field(default_factory=dict)
     known: list[dict[str, str]] = field(default_factory=list)
     jobs: int = 2
@@ -57,13 +58,13 @@ class Suite:
 
     def folder(self) -> Path:
         """Return the folder that `tests` begin in: that of installed packages, or of the unpacked sdist."""
-        distribution = self.install[0]
         if self.installed:
-            spec = find_spec(distribution)
+            spec = find_spec(self.installed)
             assert spec is not None
             assert spec.origin is not None
             # Not the package itself, whose modules would stand before those of the same names: keras.random.
             return Path(spec.origin).parents[1]
+        distribution = self.install[0]
         target = CACHE / distribution
         if not target.exists():
             with TemporaryDirectory() as downloads:
