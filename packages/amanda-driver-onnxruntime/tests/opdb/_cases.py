@@ -5,14 +5,14 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import onnx.backend.test.case.node as suite
 import onnxruntime
-from onnx import ModelProto
+from onnx import ModelProto, TensorProto
 from onnx_models import session_of
 
 import amanda
@@ -20,6 +20,12 @@ from amanda.testing import Fresh, Silent, Unchanged
 
 NEWEST_IR, NEWEST_OPSET = 13, 26
 """The newest versions that this ONNX Runtime reads; ONNX may be ahead."""
+
+HALF_ROUNDINGS = 16 * float(np.finfo(np.float16).eps)
+"""How far a chain of float16 ops may part, of the largest element.
+
+On a CPU ONNX Runtime computes neighbours in float32, with fewer roundings than one by one where a tool looks.
+"""
 
 
 class Traced(Unchanged):
@@ -65,10 +71,13 @@ def cases(operator: str) -> list[Any]:
 
 
 class Count:
-    """Numbers of cases that ran, that ONNX Runtime refuses without a tool as well, and with reports."""
+    """Numbers of cases that ran, that ONNX Runtime refuses without a tool as well, and with reports.
+
+    rounded: chains of float16 ops whose results are equal under tools but for roundings.
+    """
 
     def __init__(self) -> None:
-        self.ran = self.refused = self.reported = 0
+        self.ran = self.refused = self.reported = self.rounded = 0
 
 
 def differences(operator: str, count: Count) -> Iterator[str]:
@@ -81,6 +90,7 @@ def differences(operator: str, count: Count) -> Iterator[str]:
             count.refused += 1
             continue
         count.ran += 1
+        rounded = False
         for name, make in TOOLS.items():
             try:
                 with amanda.apply(make()) as scope:
@@ -89,8 +99,12 @@ def differences(operator: str, count: Count) -> Iterator[str]:
                 yield f"{case.name}, {name}: {type(error).__name__}: {error}"
                 continue
             if not is_same(instrumented, bare):
-                yield f"{case.name}, {name}: bits"
+                if _is_chain_in_half(case.model) and differs_in_rounding(instrumented, bare):
+                    rounded = True
+                else:
+                    yield f"{case.name}, {name}: bits"
             count.reported += name == "look" and bool(scope.report)
+        count.rounded += rounded
 
 
 def _session(case: Any) -> tuple[Any, dict[str, Any]]:
@@ -104,6 +118,23 @@ def _session(case: Any) -> tuple[Any, dict[str, Any]]:
     return session, dict(
         zip([entry.name for entry in session.get_inputs()], case.data_sets[0][0], strict=False)
     )
+
+
+def _is_chain_in_half(model: ModelProto) -> bool:
+    """Return True for a model of several ops that reads float16."""
+    types = (entry.type.tensor_type.elem_type for entry in model.graph.input)
+    return len(model.graph.node) > 1 and TensorProto.FLOAT16 in types
+
+
+def differs_in_rounding(values: Sequence[Any], expected: Sequence[Any]) -> bool:
+    """Return True if floating-point arrays differ by float16's roundings alone, and others not at all."""
+    return all(
+        is_same(value, other) or (
+            getattr(value, "dtype", np.dtype("O")).kind == "f"
+            and np.allclose(value, other, 0, HALF_ROUNDINGS * np.abs(other).max(), equal_nan=True)
+        )
+        for value, other in zip(values, expected, strict=True)
+    )  # fmt: skip
 
 
 def is_same(value: Any, expected: Any) -> bool:
