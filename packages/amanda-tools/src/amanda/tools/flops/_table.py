@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
@@ -10,7 +11,7 @@ from typing import Any
 from amanda.tools.flops import _formulas as of
 from amanda.tools.flops._cost import Formula, table
 from amanda.tools.flops._formulas import no_cost, operations, product_at, products, visits
-from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, PRODUCTS, TRANSPOSED_CONVOLUTIONS
+from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, PRODUCTS, TRANSPOSED_CONVOLUTIONS, torch_word
 
 COPIES = frozenset(
     """
@@ -74,6 +75,15 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Attention has gradients of another cost than its forward pass, and a formula of its own.
 CONTRACTIONS = frozenset([*PRODUCTS, *_RECURRENT]) - {"scaled_dot_product_attention"}
 """Words of ops each of whose gradients takes as many multiply-accumulates as the op itself."""
+
+
+_PRODUCT_NODE = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+
+
+def factors_of_node(name: str) -> Sequence[int] | None:
+    """Return the positions of the two factors of a product by the name of PyTorch's node; else None."""
+    node = _PRODUCT_NODE.fullmatch(name)
+    return None if node is None else MATRIX_PRODUCTS[torch_word(node[1].lower())].factors
 
 
 def gradients_of_factors(word: str, gradients: Sequence[Any]) -> int:
