@@ -237,10 +237,10 @@ def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op],
                 single = singles.setdefault((position, number), len(all_ops))
                 if single == len(all_ops):
                     all_ops.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
-                all_entries.append(replace(tensor, op=single, position=0))
+                all_entries.append(tensor._replace(op=single, position=0))
                 all_entries += [
                     # A list of one tensor, such as the count of steps, is read with every tensor.
-                    replace(read[number if len(read) == len(tensors) else 0], op=single)
+                    read[number if len(read) == len(tensors) else 0]._replace(op=single)
                     for (read_execution, kind, _), read in lists.items()
                     if read_execution == execution and kind in INPUT_ROLES and len(read) in (1, len(tensors))
                 ]

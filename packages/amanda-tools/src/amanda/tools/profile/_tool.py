@@ -179,7 +179,6 @@ def _saved_values(node: Any) -> Iterator[Any]:
 
 @cache
 def _saved_attributes(kind: Any) -> Sequence[str]:
-    """Return the attributes of a class of nodes that hold saved values."""
     # PyTorch's generated nodes have their saved values under this prefix.
     return [name for name in vars(kind) if name.startswith("_saved_")]
 
