@@ -623,6 +623,7 @@ def test_the_first_nan_of_merged_results_is_that_of_the_sentence() -> None:
 
     slow, fast = look(late).result, look(lambda: torch.full((2,), -1.0).log()).result
     merged = slow.merged(fast)
-    assert slow.first is not None and merged.first is not None
+    assert slow.first is not None
+    assert merged.first is not None
     assert (slow.first.type, merged.first.type) == ("mul", "log")
     assert merged.sentence == f"{merged.first.sentence}."

@@ -546,7 +546,8 @@ def test_floating_tensors_are_before_indices() -> None:
     embedding = nn.Embedding(50, 4)
     result = measured(lambda: embedding(torch.arange(50)))
     assert [row.type for row in result if row.tensor == "output 0"] == ["arange", "embedding"]
-    assert "of embedding" in result.headline and "arange" not in result.headline
+    assert "of embedding" in result.headline
+    assert "arange" not in result.headline
     table = result.whole().splitlines()[2:]
     assert [line.split()[1] for line in table if "output 0" in line] == ["embedding", "arange"]
     indices_alone = measured(lambda: torch.arange(50))

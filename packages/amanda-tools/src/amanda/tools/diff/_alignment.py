@@ -208,7 +208,10 @@ class OpSimilarity:
         self._keys = [keys for _, _, keys in sides]
         self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in sides]
         self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in sides]
-        self._sizes_and_norms = [_size_and_norm(entries) for entries in self._first_outputs]
+        statistics = [[entries[0].summary.statistics for entries in side] for side in self._first_outputs]
+        self._sizes_and_norms = [
+            np.array([(s.elements, s.l2) for s in side], np.float64).reshape(-1, 2) for side in statistics
+        ]
         self._are_distinctive = [
             np.array([is_distinctive(entries[0]) for entries in side], bool) for side in self._first_outputs
         ]
@@ -293,12 +296,6 @@ def is_distinctive(entry: Entry) -> bool:
 def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
     """Return positions and shapes of all that an op gave, to compare with those of another op."""
     return tuple(sorted((e.position, e.shape) for entries in run.results(index).values() for e in entries))
-
-
-def _size_and_norm(outputs: Sequence[Sequence[Entry]]) -> NDArray[np.float64]:
-    """Return the number of elements and the L2 norm of the first tensor that each op gave."""
-    statistics = [entries[0].summary.statistics for entries in outputs]
-    return np.array([(s.elements, s.l2) for s in statistics], np.float64).reshape(-1, 2)
 
 
 def _equal_pairs(values_a: Sequence[Hashable], values_b: Sequence[Hashable]) -> NDArray[np.bool_]:

@@ -15,11 +15,12 @@ from amanda.tools.diff._errors import (
     Comparison,
     Distance,
     Pair,
+    array_distance,
     distance,
     noise_floor,
     tolerance,
 )
-from amanda.tools.diff._expected import MARGIN, Expected
+from amanda.tools.diff._expected import LARGEST, MARGIN, Expected, explained_error
 from amanda.tools.diff._matching import (
     ExecutionMatcher,
     OpMatch,
@@ -30,6 +31,7 @@ from amanda.tools.diff._matching import (
 from amanda.tools.diff._result import reading_text
 from amanda.tools.diff._run import DataFlow, Execution, Run, visits
 from amanda.tools.dump import Entry, Op
+from amanda.tools.libraries import numpy as np
 
 Compared = tuple[Pair, Comparison]
 Read = tuple[str, float, bool]
@@ -391,3 +393,49 @@ class RunComparison:
 def _is_as_large(pair: Pair) -> bool:
     """Return True for two tensors with the same number of elements."""
     return math.prod(pair[0].shape) == math.prod(pair[1].shape)
+
+
+def expected_errors(run: Run, control: Run) -> Expected:
+    """Return the relative error of each op of a run that another run of the program explains.
+
+    The control of a run in a less precise type is the run in float64.  A fault of the run that comes with its
+    precision, such as angles of a rotary embedding in bfloat16, is in the distance of the two as well.  So an
+    op is expected to err at most as much as what it reads, or as its element type rounds, even where the
+    distance is larger.
+    """
+    runs = run, control
+    comparing = RunComparison(*runs, None)
+    compared, _ = comparing.ops({})
+    is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
+    errors: dict[tuple[int, int], float] = {}
+    largest = 0.0
+    for pair, comparison in compared:
+        match = comparing.matches[pair[0].op, pair[0].execution]
+        error = _error_from_control(runs, match, comparison)
+        # A dump lacks the gradients that a backward op reads: any error before it may be theirs.
+        read = largest
+        if comparison.phase != "backward":
+            agreements = map(comparing.agreement, comparing.matching.reads(match))
+            read = max((read_error for _, read_error, _ in agreements), default=0.0)
+        errors[pair[0].op, pair[0].execution] = (
+            explained_error(error, comparison.dtypes[0], read) if is_wider else error
+        )
+        largest = max(largest, error)
+    return Expected(errors, is_wider)
+
+
+def _error_from_control(runs: tuple[Run, Run], match: OpMatch, comparison: Comparison) -> float:
+    """Return the relative error of an op from its control, of finite numbers alone.
+
+    An overflow of the run says nothing of the numbers beside it.
+    """
+    if math.isfinite(comparison.relative):
+        return min(comparison.relative, LARGEST)
+    errors = []
+    for pair in match.pairs:
+        a, b = (run.array(entry) for run, entry in zip(runs, pair, strict=True))
+        if a is None or b is None or a.shape != b.shape:
+            return LARGEST
+        finite = np.isfinite(a) & np.isfinite(b)
+        errors.append(array_distance(a[finite], b[finite]).relative)
+    return min(max(errors), LARGEST)

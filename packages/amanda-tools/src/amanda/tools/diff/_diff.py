@@ -169,23 +169,15 @@ def _listed(names: Sequence[str]) -> str:
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:
     """Return sentences on how many ops were joined from pieces, left out, or differ without consequence."""
-    notes, matching = [], comparing.matching
-    if matching.pieces:
-        notes.append(
-            f"{matching.pieces} ops ran once in one run and in pieces in the other: the pieces were joined"
-        )
-    if matching.unlike:
-        notes.append(f"{matching.unlike} ops in pieces do not make up what the other run gave, and were left")
-    if matching.unmatched:
-        notes.append(
-            f"{matching.unmatched} executions of ops that one run has more than the other were not compared"
-        )
-    if comparing.dismissed:
-        notes.append(
-            f"{comparing.dismissed} ops differ though the runs come to the same results: they are parts of "
-            "two ways to compute these"
-        )
-    return notes
+    matching = comparing.matching
+    counts = {
+        "ops ran once in one run and in pieces in the other: the pieces were joined": matching.pieces,
+        "ops in pieces do not make up what the other run gave, and were left": matching.unlike,
+        "executions of ops that one run has more than the other were not compared": matching.unmatched,
+        "ops differ though the runs come to the same results: they are parts of two ways to compute these":
+            comparing.dismissed,
+    }  # fmt: skip
+    return [f"{count} {text}" for text, count in counts.items() if count]
 
 
 def _check_module(run: Run, name: str) -> None:

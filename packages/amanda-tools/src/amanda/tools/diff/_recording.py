@@ -18,7 +18,7 @@ import amanda
 from amanda.action import routine_name
 from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, checked
-from amanda.tools.diff._control import expected_errors
+from amanda.tools.diff._comparison import expected_errors
 from amanda.tools.diff._errors import Pair, array_distance
 from amanda.tools.diff._expected import MARGIN, Expected
 from amanda.tools.diff._process_state import ProcessState

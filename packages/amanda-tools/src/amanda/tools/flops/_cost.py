@@ -12,16 +12,13 @@ from math import isqrt, prod
 from typing import Any, ClassVar, NamedTuple, get_args
 
 from amanda.errors import AmandaError, did_you_mean
-from amanda.tools.kit import leaves
-from amanda.tools.mapping import itemsize, local
+from amanda.tools.mapping import TENSORFLOW_HANDLES
 from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount
 from amanda.tools.select import Phase
 
 Shape = tuple[int, ...]
 UNKNOWN = (None,)
 """The shape of a tensor whose rank is not known."""
-_HANDLES = ("resource", "variant")
-"""Types of TensorFlow's values that stand for something else, and have no elements."""
 
 
 class Cost(NamedTuple):
@@ -197,7 +194,7 @@ def _extents(value: Any, shape: Callable[[Any], Any]) -> Any:
     if extents is None and hasattr(type(value), "shape"):
         # A handle has no elements of its own, so its size counts nothing; other tensors without rank are
         # unknown.
-        return None if getattr(getattr(value, "dtype", None), "name", "") in _HANDLES else UNKNOWN
+        return None if getattr(getattr(value, "dtype", None), "name", "") in TENSORFLOW_HANDLES else UNKNOWN
     return extents
 
 
@@ -217,20 +214,6 @@ class Extents:
     def numel(self) -> int:
         """Return the number of elements."""
         return prod(self.shape)
-
-
-def bytes_of(context: Any, values: Iterable[Any]) -> int:
-    """Return the bytes of tensors, also of those in lists.  context: of the op, maybe a `ShapedContext`."""
-    total = 0
-    for value in leaves(values):
-        # Of a distributed tensor this process moves its own shard.
-        if count := size(context["shape"](local(value))):
-            # The element type of extents alone is PyTorch's.
-            is_extents = isinstance(value, Extents)
-            name = str(value.dtype).removeprefix("torch.") if is_extents else context["dtype"](value)
-            # Without a known element type float32 is assumed, as most tensors have it.
-            total += count * (itemsize(name) or 4)
-    return total
 
 
 logger = logging.getLogger("amanda")

@@ -11,17 +11,7 @@ from typing import Any
 
 import amanda
 from amanda.tools.flops._by_shape import ShapedContext
-from amanda.tools.flops._cost import (
-    Components,
-    Cost,
-    Extents,
-    Formula,
-    Shapes,
-    are_known,
-    bytes_of,
-    components,
-    size,
-)
+from amanda.tools.flops._cost import Components, Cost, Extents, Formula, Shapes, are_known, components, size
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, InnerCosts, costs_inside
 from amanda.tools.flops._table import (
@@ -30,6 +20,7 @@ from amanda.tools.flops._table import (
     ELEMENTWISE,
     FORMULAS,
     MOVES,
+    bytes_of,
     factors_of_node,
     gradients_of_factors,
     traffic,

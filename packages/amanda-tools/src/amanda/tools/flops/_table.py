@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from amanda.tools.flops import _formulas as of
-from amanda.tools.flops._cost import Formula, table
+from amanda.tools.flops._cost import Extents, Formula, size, table
 from amanda.tools.flops._formulas import no_cost, operations, product_at, products, visits
-from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, PRODUCTS, TRANSPOSED_CONVOLUTIONS, torch_word
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import (
+    CONVOLUTIONS,
+    MATRIX_PRODUCTS,
+    PRODUCTS,
+    TRANSPOSED_CONVOLUTIONS,
+    itemsize,
+    local,
+    torch_word,
+)
 
 COPIES = frozenset(
     """
@@ -284,3 +293,17 @@ def traffic(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int
     if in_place:
         return other_inputs + min(written, other_inputs or written)
     return written + min(first, written) + other_inputs
+
+
+def bytes_of(context: Any, values: Iterable[Any]) -> int:
+    """Return the bytes of tensors, also of those in lists.  context: of the op, maybe a `ShapedContext`."""
+    total = 0
+    for value in leaves(values):
+        # Of a distributed tensor this process moves its own shard.
+        if count := size(context["shape"](local(value))):
+            # The element type of extents alone is PyTorch's.
+            is_extents = isinstance(value, Extents)
+            name = str(value.dtype).removeprefix("torch.") if is_extents else context["dtype"](value)
+            # Without a known element type float32 is assumed, as most tensors have it.
+            total += count * (itemsize(name) or 4)
+    return total

@@ -14,8 +14,8 @@ from itertools import product as combinations
 from math import prod
 from typing import Any
 
-from amanda.tools.flops._cost import Cost, OpCost, bytes_of, shape_of, size
-from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, MOVES, factors_of_node
+from amanda.tools.flops._cost import Cost, OpCost, shape_of, size
+from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, MOVES, bytes_of, factors_of_node
 from amanda.tools.mapping import PRODUCTS
 
 TANGENT = "tangent"

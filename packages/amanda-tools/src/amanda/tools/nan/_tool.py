@@ -16,7 +16,14 @@ from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit import OpTensor, folded_unread, leaves, remarks_on_packed_inputs
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
+from amanda.tools.mapping import (
+    CALLING_OPS,
+    TENSORFLOW_HANDLES,
+    TENSORFLOW_READS,
+    UNINITIALISED,
+    MappingTool,
+    StandardMapping,
+)
 from amanda.tools.nan._floats import (
     NAN,
     Dtype,
@@ -43,22 +50,6 @@ _MOVING_OPS = frozenset(
     Identity IdentityN StopGradient alias as_strided cat clone contiguous copy detach expand expand_as flip
     getitem identity index_select narrow permute repeat reshape select setitem slice split squeeze stack to
     transpose type type_as unbind unsqueeze
-    """.split()
-)
-
-
-# Types of TensorFlow's operations that give what a variable holds, without being given its handle.
-_READING_OPS = frozenset({"VariableV2", "Variable"})
-
-# Element types of TensorFlow's handles of what variables, lists, iterators and optional values hold.
-_HANDLES = ("resource", "variant")
-
-# Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen.
-_CALLING_OPS = frozenset(
-    """
-    Case For If Loop PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall StatelessCase
-    StatelessIf StatelessWhile SymbolicGradient While closed_call cond core_call custom_jvp_call
-    custom_vjp_call jit pjit remat scan shard_map while
     """.split()
 )
 
@@ -195,7 +186,7 @@ class NanTool(amanda.Tool):
             context, context["phase"], kind, in_place=context["in_place"],
             parameters=_parameter_paths(context), moves=kind in _MOVING_OPS,
             reads=_reads_handle(context, context.get_inputs()),
-            calls=context.get_op_type() in _CALLING_OPS, **_facts_in(context, "unread"),
+            calls=context.get_op_type() in CALLING_OPS, **_facts_in(context, "unread"),
         )  # fmt: skip
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
@@ -209,7 +200,7 @@ class NanTool(amanda.Tool):
         self._insert_checks(
             context, "backward", kind,
             reads=_reads_handle(context, context.get_grad_outputs() or ()),
-            calls=context.get_backward_op().__name__ in _CALLING_OPS,
+            calls=context.get_backward_op().__name__ in CALLING_OPS,
         )  # fmt: skip
 
     def _insert_checks(
@@ -437,10 +428,8 @@ def _facts_in(context: amanda.OpContext, name: str) -> dict[str, Any]:
 
 def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
     """Return True for an op that gives what a handle among its inputs holds, or a variable of a graph."""
-    dtype = context["dtype"]
-    return context.get_forward_op_type() in _READING_OPS or any(
-        dtype(value) in _HANDLES for value in leaves(values)
-    )
+    reads_variable = context.get_forward_op_type() in TENSORFLOW_READS
+    return reads_variable or any(context["dtype"](x) in TENSORFLOW_HANDLES for x in leaves(values))
 
 
 def _parameter_paths(context: amanda.OpContext) -> dict[int, str]:
