@@ -149,8 +149,8 @@ def test_statistics_of_models_that_were_dropped_are_merged() -> None:
             nn.Sequential(nn.Identity(), nn.ReLU())(x)
     with amanda.apply(together):
         nn.Sequential(nn.Identity(), nn.ReLU())(values)
-    *gone, last = [one for one in tool.result if one.type == "relu"]
-    (whole,) = [one for one in together.result if one.type == "relu"]
+    *gone, last = [one for one in tool.result.measured if one.type == "relu"]
+    (whole,) = [one for one in together.result.measured if one.type == "relu"]
     (dropped,) = gone
     assert dropped.executions + last.executions == 40
     both = dropped.merged(last)

@@ -109,7 +109,7 @@ def test_pruning_quantisation_flops_and_stats_in_one_scope_go_on_after_a_restart
         torch.save([train.model.state_dict(), kept], tmp_path / "state.pt")
         wanted = train(first["quantize"].parameters(), resume=True)
     assert scope.report == []
-    sparse = [one.statistics.sparsity for one in first["stats"].result
+    sparse = [one.statistics.sparsity for one in first["stats"].result.measured
               if one.tensor == "weight" and one.type == "linear"]  # fmt: skip
     assert len(sparse) == 7
     assert all(0.5 <= share < 0.8 for share in sparse)  # quantisation keeps zeros, and makes more

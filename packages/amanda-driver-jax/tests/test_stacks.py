@@ -139,7 +139,7 @@ def test_each_slice_has_statistics(net: Callable[..., Any]) -> None:
     with amanda.apply(tool):
         for _ in range(3):
             _, gradient = jax.jit(jax.value_and_grad(lambda params: total(net(params, X))))(scaled)
-    rows = {row.tensor: row for row in tool.result if row.type in ("linear", "linear_backward")}
+    rows = {row.tensor: row for row in tool.result.measured if row.type in ("linear", "linear_backward")}
     for i in range(3):
         for tensor, stack in ((f"weight [{i}]", scaled), (f"weight gradient [{i}]", gradient)):
             array = np.asarray(stack["layers"]["kernel"][i])

@@ -120,7 +120,7 @@ def test_ranks_that_each_begin_with_the_command_are_merged_by_the_last(script: P
     assert merged.remarks == ["Of rank0 and rank1 together."]
     stats = load(out / "stats.json")
     assert isinstance(stats, StatsResult)
-    (output,) = (entry for entry in stats if entry.tensor == "output 0")
+    (output,) = (entry for entry in stats.measured if entry.tensor == "output 0")
     assert output.statistics.elements == 3 * (3 + 4) * 2
 
 

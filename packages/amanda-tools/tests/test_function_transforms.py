@@ -248,9 +248,9 @@ def test_statistics_are_those_of_all_samples() -> None:
         vmap(net)(x)
         vmap(net, in_dims=1)(columns)
     elements: dict[str, list[int]] = {}
-    for entry in tool.result:
+    for entry in tool.result.measured:
         elements.setdefault(entry.tensor, []).append(entry.statistics.elements)
-    expected = [entry.statistics.elements for entry in plain.result if entry.tensor == "output 0"]
+    expected = [entry.statistics.elements for entry in plain.result.measured if entry.tensor == "output 0"]
     assert elements["output 0 (vmap 5)"] == [2 * count for count in expected]
 
 

@@ -401,7 +401,9 @@ def test_the_steps_that_a_grad_scaler_skips_are_counted_and_not_blamed() -> None
     result = look(train, stop=True).result
     assert not result
     assert scaler.get_scale() < 2.0**17
-    assert "Not counted: ops of" in str(result)
+    assert result.sentence.endswith(
+        "gradients overflowed in 2 steps that a GradScaler skipped; no op of other steps produced NaN."
+    )
 
 
 def test_compiled_attention_is_looked_at_as_well() -> None:
@@ -600,3 +602,28 @@ def test_what_has_no_elements_is_one_sentence() -> None:
     assert "tensors are not read: it has a shape and no elements, on the device meta, such as" in remark
     assert "not every output was read" in tool.result.sentence
     assert str(stats.result).splitlines()[1] == "No tensor was read."
+
+
+def test_repeats_in_a_scaled_backward_pass_are_one_finding() -> None:
+    scaler, parameter = torch.amp.GradScaler("cpu"), nn.Parameter(torch.zeros(2))
+    with amanda.apply(tool := NanTool(limit=2)):
+        scaled = scaler.scale(((parameter * 0 + 1) * float("inf")).sum())
+        for _ in range(4):
+            scaled.backward(retain_graph=True)  # Inf times 0
+        result = tool.result
+    assert [(finding.type, finding.times) for finding in result.findings] == [("mul_backward", 4)]
+    assert "more ops produced" not in str(result)
+
+
+def test_the_first_nan_of_merged_results_is_that_of_the_sentence() -> None:
+    def late() -> None:
+        for _ in range(5):
+            torch.ones(2).add(1)
+        torch.zeros(2).log().mul(0)
+
+    slow, fast = look(late).result, look(lambda: torch.full((2,), -1.0).log()).result
+    merged = slow.merged(fast)
+    assert slow.first is not None
+    assert merged.first is not None
+    assert (slow.first.type, merged.first.type) == ("mul", "log")
+    assert merged.sentence == f"{merged.first.sentence}."

@@ -40,7 +40,7 @@ def measured(program: Callable[[], Any], **options: Any) -> StatsResult:
 
 
 def only_entry(result: StatsResult, **labels: str) -> Measured:
-    (entry,) = [m for m in result if all(getattr(m, key) == value for key, value in labels.items())]
+    (entry,) = [m for m in result.measured if all(getattr(m, key) == value for key, value in labels.items())]
     return entry
 
 
@@ -267,7 +267,9 @@ def test_a_gradient_is_the_weights_in_the_passes_that_make_it_in_the_weights_sha
         for batch in (1, 3, 3):
             (torch.randn(batch, 2, 6, 4) @ weight).sum().backward()
 
-    labels = {m.tensor: m.statistics.elements for m in measured(train) if m.type == "matmul_backward"}
+    labels = {
+        m.tensor: m.statistics.elements for m in measured(train).measured if m.type == "matmul_backward"
+    }
     assert labels == {"weight gradient": 2 * 4 * 5, "gradient 1": 3 * 2 * 4 * 5}
 
 
@@ -293,7 +295,7 @@ def test_ops_are_chosen_by_type_module_and_phase(model: nn.Module) -> None:
         tool = select(StatsTool(), **options)
         with amanda.apply(tool):
             program()
-        return {m.type for m in tool.result}
+        return {m.type for m in tool.result.measured}
 
     assert types(type=["linear"]) == {"linear", "linear_backward", "transpose_backward"}
     assert types(module="1") == {"relu", "relu_backward"}
@@ -303,7 +305,7 @@ def test_ops_are_chosen_by_type_module_and_phase(model: nn.Module) -> None:
 
 def test_lists_of_tensors_are_measured_one_by_one() -> None:
     result = measured(lambda: torch.arange(6.0).split(2))
-    assert [m.statistics.mean for m in result if m.type == "split"] == [0.5, 2.5, 4.5]
+    assert [m.statistics.mean for m in result.measured if m.type == "split"] == [0.5, 2.5, 4.5]
 
 
 def test_memory_that_nobody_wrote_yet_is_not_measured() -> None:
@@ -342,7 +344,7 @@ def test_runs_and_ranks_merge_to_what_one_would_have_measured(model: nn.Module, 
     assert isinstance(halves[0], Mergeable)  # so ranks of one launch are put together
     merged = StatsResult.load(paths[0]).merged(StatsResult.load(paths[1]))
     assert len(merged.measured) == len(whole.measured)
-    for ours, expected in zip(merged, whole, strict=True):
+    for ours, expected in zip(merged.measured, whole.measured, strict=True):
         assert (ours.type, ours.module, ours.executions) == (
             expected.type,
             expected.module,
@@ -530,3 +532,23 @@ def test_a_mean_stays_finite_where_sums_overflow(kind: Any, numbers: Sequence[fl
     assert not math.isnan(statistics.m2)
     apart = Statistics(1, 1.7e308).merged(Statistics(1, -1.7e308))
     assert (apart.mean, apart.m2) == (0.0, math.inf)
+
+
+def test_iterating_gives_the_rows_of_the_table() -> None:
+    layer, x = nn.Linear(2, 3), torch.ones(1, 2)
+    result = measured(lambda: layer(x))
+    assert len(list(result)) == len(result) == len(result.rows()) == len(result.measured)
+    assert list(result) == [result[i] for i in range(len(result))]
+    assert [(row.tensor, row.elements) for row in result] == [("weight", 6), ("output 0", 3)]
+
+
+def test_floating_tensors_are_before_indices() -> None:
+    embedding = nn.Embedding(50, 4)
+    result = measured(lambda: embedding(torch.arange(50)))
+    assert [row.type for row in result if row.tensor == "output 0"] == ["arange", "embedding"]
+    assert "of embedding" in result.headline
+    assert "arange" not in result.headline
+    table = result.whole().splitlines()[2:]
+    assert [line.split()[1] for line in table if "output 0" in line] == ["embedding", "arange"]
+    indices_alone = measured(lambda: torch.arange(50))
+    assert "the largest magnitude is 49, output 0 of arange (forward)" in indices_alone.headline

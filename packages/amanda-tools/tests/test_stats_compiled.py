@@ -36,9 +36,10 @@ def place(one: Measured) -> tuple[str, ...]:
 def test_statistics_in_a_graph_are_those_of_eager_mode() -> None:
     net = network()
     torch._dynamo.reset()
-    eager = {place(one): one for one in measured(net)}
+    eager = {place(one): one for one in measured(net).measured}
     found = {
-        place(one): one for one in measured(torch.compile(net, backend="aot_eager"), compiled="instrument")
+        place(one): one
+        for one in measured(torch.compile(net, backend="aot_eager"), compiled="instrument").measured
     }
     assert {one for one in eager if one[2]} <= found.keys()
     for key in eager.keys() & found.keys():

@@ -22,7 +22,7 @@ def measured(program: Any, **options: Any) -> StatsResult:
 
 
 def told(result: StatsResult, **wanted: str) -> Any:
-    (found,) = [m for m in result if all(getattr(m, key) == value for key, value in wanted.items())]
+    (found,) = [m for m in result.measured if all(getattr(m, key) == value for key, value in wanted.items())]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from difflib import SequenceMatcher
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -17,17 +17,13 @@ from amanda.tools.mapping import MATRIX_PRODUCTS, PRODUCTS
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-_KINDS = {
+_UNIFIED_TYPES = {
     **dict.fromkeys((*MATRIX_PRODUCTS, "einsum"), "product"),
     "depthwise_conv2d": "conv2d", "depthwise_conv3d": "conv3d",
 }  # fmt: skip
+"""One word for what frameworks call differently."""
 # Attention is one op in some frameworks, and several in others.
 _COMPUTE = frozenset([*PRODUCTS, "embedding"]) - {"scaled_dot_product_attention"}
-
-
-def unified_type(type: str) -> str:
-    """Return one word for what frameworks call differently."""
-    return _KINDS.get(type, type)
 
 
 def is_compute(type: str) -> bool:
@@ -107,7 +103,7 @@ def same_modules(run: Run, other_run: Run) -> dict[str, str]:
 
     Modules with as many elements in their weights are paired in the order of execution.
     """
-    paths, other_paths = (_paths(side) for side in (run, other_run))
+    paths, other_paths = map(module_paths, (run, other_run))
     # Names of a few modules may be equal by chance; half of them are not.
     shared = {path: path for path in paths if path in other_paths}
     if shared and 2 * len(shared) >= min(len(paths), len(other_paths)):
@@ -120,13 +116,7 @@ def same_modules(run: Run, other_run: Run) -> dict[str, str]:
     return names
 
 
-def unpaired_modules(run: Run, names: Iterable[str]) -> list[str]:
-    """Return modules with ops in the forward pass that are not among some names."""
-    excluded = set(names)
-    return [path for path in _paths(run) if path not in excluded]
-
-
-def _paths(run: Run) -> dict[str, None]:
+def module_paths(run: Run) -> dict[str, None]:
     """Return modules in which ops of the forward pass ran, in order."""
     return dict.fromkeys(path for i in run.indices("forward") if (path := dotted(run.ops[i].module)))
 
@@ -140,7 +130,8 @@ def _weight_keys(run: Run) -> list[tuple[str, Hashable]]:
         weight: Entry | None = next((e for e in run.by_op[index] if e.role == "weight"), None)
         if weight is not None and is_compute(op.type):
             # Layouts of weights differ between frameworks, numbers of elements do not.
-            keys.setdefault(dotted(op.module), (unified_type(op.type), weight.summary.statistics.elements))
+            kind = _UNIFIED_TYPES.get(op.type, op.type)
+            keys.setdefault(dotted(op.module), (kind, weight.summary.statistics.elements))
             at_root += not op.module
     if at_root > 1:  # a graph without modules: what its last product gives is not what the first one does
         keys.pop("")
@@ -178,10 +169,10 @@ def module_outputs(run: Run, visit: Sequence[int]) -> list[Entry]:
 
 def _biased_end(run: Run, ops: Sequence[int]) -> int:
     """Return the last op of a product with its bias: ops that add to it or shape it, and keep its size."""
-    last, size = ops[0], _size(run, ops[0])
+    last, size = ops[0], _output_size(run, ops[0])
     for index in ops[1:]:
         kind = run.ops[index].type
-        if _size(run, index) != size:
+        if _output_size(run, index) != size:
             continue
         # Some frameworks add the bias in the product, others in an op of its own after it.
         if kind not in (*_SUMS, "reshape", "squeeze"):
@@ -192,10 +183,9 @@ def _biased_end(run: Run, ops: Sequence[int]) -> int:
     return last
 
 
-def _size(run: Run, index: int) -> int:
-    """Return the number of elements of the first output of an op."""
-    outputs = [entry for entry in run.by_op[index] if entry.role == "output"]
-    return outputs[0].summary.statistics.elements
+def _output_size(run: Run, index: int) -> int:
+    output = next(entry for entry in run.by_op[index] if entry.role == "output")
+    return output.summary.statistics.elements
 
 
 NEAR = 0.05
@@ -213,15 +203,15 @@ Side = tuple[Run, Sequence[int], Sequence[Key]]
 class OpSimilarity:
     """Ops of two runs, each by its position among those of a phase."""
 
-    def __init__(self, side_a: Side, side_b: Side) -> None:
-        self._first_outputs = [
-            [_first_results(run, index) for index in indices] for run, indices, _ in (side_a, side_b)
+    def __init__(self, *sides: Side) -> None:
+        self._first_outputs = [[_first_results(run, index) for index in indices] for run, indices, _ in sides]
+        self._keys = [keys for _, _, keys in sides]
+        self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in sides]
+        self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in sides]
+        statistics = [[entries[0].summary.statistics for entries in side] for side in self._first_outputs]
+        self._sizes_and_norms = [
+            np.array([(s.elements, s.l2) for s in side], np.float64).reshape(-1, 2) for side in statistics
         ]
-        (_, _, keys_a), (_, _, keys_b) = side_a, side_b
-        self._keys = keys_a, keys_b
-        self._shapes = [[_shapes(run, index) for index in indices] for run, indices, _ in (side_a, side_b)]
-        self._sources = [[run.ops[index].source for index in indices] for run, indices, _ in (side_a, side_b)]
-        self._sizes_and_norms = [_size_and_norm(entries) for entries in self._first_outputs]
         self._are_distinctive = [
             np.array([is_distinctive(entries[0]) for entries in side], bool) for side in self._first_outputs
         ]
@@ -229,7 +219,8 @@ class OpSimilarity:
     def near(self, i: int, j: int) -> bool:
         """Return True if what two ops gave at their first execution is about the same."""
         entries_a, entries_b = self._first_outputs[0][i], self._first_outputs[1][j]
-        return len(entries_a) == len(entries_b) and all(map(_near, entries_a, entries_b))
+        distances = map(summary_distance, entries_a, entries_b)
+        return len(entries_a) == len(entries_b) and all(distance.relative <= NEAR for distance in distances)
 
     def best(self, range_a: range, range_b: range) -> list[tuple[int, int]]:
         """Pair ops in order so that the pairs fit best altogether; none where there are too many to try."""
@@ -290,7 +281,6 @@ class OpSimilarity:
 
 
 def _first_results(run: Run, index: int) -> list[Entry]:
-    """Return what an op gave at its first execution."""
     results = run.results(index)
     return results[min(results)]
 
@@ -303,21 +293,9 @@ def is_distinctive(entry: Entry) -> bool:
     )
 
 
-def _near(entry_a: Entry, entry_b: Entry) -> bool:
-    """Return True for tensors with as many elements and about the same values."""
-    sizes = {entry.summary.statistics.elements for entry in (entry_a, entry_b)}
-    return len(sizes) == 1 and summary_distance(entry_a, entry_b).relative <= NEAR
-
-
 def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:
     """Return positions and shapes of all that an op gave, to compare with those of another op."""
     return tuple(sorted((e.position, e.shape) for entries in run.results(index).values() for e in entries))
-
-
-def _size_and_norm(outputs: Sequence[Sequence[Entry]]) -> NDArray[np.float64]:
-    """Return the number of elements and the L2 norm of the first tensor that each op gave."""
-    statistics = [entries[0].summary.statistics for entries in outputs]
-    return np.array([(s.elements, s.l2) for s in statistics], np.float64).reshape(-1, 2)
 
 
 def _equal_pairs(values_a: Sequence[Hashable], values_b: Sequence[Hashable]) -> NDArray[np.bool_]:

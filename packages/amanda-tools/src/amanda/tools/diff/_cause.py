@@ -9,6 +9,7 @@ from amanda.tools.diff._errors import Pair
 from amanda.tools.diff._matching import Partners
 from amanda.tools.diff._run import DataFlow, Execution, Run
 from amanda.tools.dump import Entry, Op
+from amanda.tools.results import place_text
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,9 @@ def _unmatched_cause(
     if all(are_unmatched):
         return Cause(maker_a, maker_b, error, "")
     if are_unmatched[0]:
-        return Cause(maker_a, None, error, f"an op of a alone, whose result {op_place(reader[0])} reads")
+        return Cause(maker_a, None, error, f"an op of a alone, whose result {_op_place(reader[0])} reads")
     if are_unmatched[1]:
-        return Cause(None, maker_b, error, f"an op of b alone, whose result {op_place(reader[1])} reads")
+        return Cause(None, maker_b, error, f"an op of b alone, whose result {_op_place(reader[1])} reads")
     return None
 
 
@@ -104,11 +105,10 @@ def _overwriting_cause(
         if overwriting is not None:
             entries: list[Entry | None] = [None, None]
             entries[side] = overwriting
-            reason = f"in place in {'ab'[side]}, it overwrites what {op_place(reader[side])} reads later"
+            reason = f"in place in {'ab'[side]}, it overwrites what {_op_place(reader[side])} reads later"
             return Cause(entries[0], entries[1], error, reason)
     return None
 
 
-def op_place(op: Op) -> str:
-    """Return type, module and line of an op."""
-    return ", ".join(filter(None, (" in ".join(filter(None, (op.type, op.module))), op.source)))
+def _op_place(op: Op) -> str:
+    return place_text(op.type, op.module, source=op.source)

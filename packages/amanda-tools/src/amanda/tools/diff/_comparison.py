@@ -15,13 +15,13 @@ from amanda.tools.diff._errors import (
     Comparison,
     Distance,
     Pair,
+    array_distance,
     distance,
     noise_floor,
     tolerance,
 )
-from amanda.tools.diff._expected import MARGIN, Expected
+from amanda.tools.diff._expected import LARGEST, MARGIN, Expected, explained_error
 from amanda.tools.diff._matching import (
-    INPUT_ROLES,
     ExecutionMatcher,
     OpMatch,
     OpMatches,
@@ -31,6 +31,7 @@ from amanda.tools.diff._matching import (
 from amanda.tools.diff._result import reading_text
 from amanda.tools.diff._run import DataFlow, Execution, Run, visits
 from amanda.tools.dump import Entry, Op
+from amanda.tools.libraries import numpy as np
 
 Compared = tuple[Pair, Comparison]
 Read = tuple[str, float, bool]
@@ -41,7 +42,7 @@ class RunComparison:
     """Two runs, and the relative error up to which their tensors agree.
 
     rtol: the same for all; None for `MARGIN` times what is expected, and where that is not known for one by
-    element type.  pairs: the tensors of each comparison that `in_order` returned.
+    element type.
     """
 
     def __init__(
@@ -51,7 +52,6 @@ class RunComparison:
         self._rtol, self._expected = rtol, expected if rtol is None else None
         self._largest = 0.0
         """Largest relative error of the ops that agree."""
-        self.pairs: list[Pair] = []
         self.matching = ExecutionMatcher(self._runs)
         self.flows = DataFlow(run), DataFlow(other_run)
         self.matches: dict[Execution, OpMatch] = {}
@@ -64,7 +64,7 @@ class RunComparison:
         self.uneven: list[str] = []
         """Modules that one run called more often than the other: their last outputs were compared."""
 
-    def in_order(self, compared: Iterable[Compared]) -> list[Comparison]:
+    def in_order(self, compared: Iterable[Compared]) -> list[Compared]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met.
 
         Raises AmandaError if the two runs have no op in common.
@@ -76,18 +76,16 @@ class RunComparison:
             entry = item[0][0]
             return (entry.order if ordered else entry.execution), entry.op
 
-        comparisons: list[Comparison] = []
+        rows: list[Compared] = []
         limit = 0.0
         for pair, comparison in sorted(compared, key=order_key):
-            self.pairs.append(pair)
-            comparisons.append(replace(comparison, tolerance=max(limit, comparison.by_type)))
-            if (
-                comparison.relative and self._expected is None
-            ):  # precision that was lost is lost for what follows
+            rows.append((pair, replace(comparison, tolerance=max(limit, comparison.by_type))))
+            # Precision that was lost is lost for what follows.
+            if comparison.relative and self._expected is None:
                 limit = max(limit, comparison.by_type)
-        if not comparisons:
+        if not rows:
             raise AmandaError("the two runs have no op in common; give a mapping of module names")
-        return comparisons
+        return rows
 
     def ops(self, renamed: Mapping[str, str]) -> tuple[list[Compared], tuple[list[Op], list[Op]]]:
         """Compare ops one by one; return also the ops of each run that the other does not have."""
@@ -96,16 +94,16 @@ class RunComparison:
         self.matches = {match.executions[0][0]: match for match in matches}
         self._is_one_precision = has_same_precision(self._runs, matches)
         matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
-        sides = [
+        only_a, only_b = (
             [run.ops[i] for i in indices] for run, indices in zip(self._runs, pairing.alone, strict=True)
-        ]
+        )
         compared = []
         for match in matches:
             comparison = self._compare_match(match)
             if not comparison.diverges:  # what is no expected error explains none
                 self._largest = max(self._largest, comparison.relative)
             compared.append((match.pairs[0], comparison))
-        return compared, (sides[0], sides[1])
+        return compared, (only_a, only_b)
 
     def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
@@ -151,13 +149,12 @@ class RunComparison:
         read: list[Read] = []
         if op_types[0] != op_types[1] and any(a.shape != b.shape for a, b in inputs):
             read_error = math.inf
-            entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
+            entries = self._runs[0].read(*match.executions[0][0])
             text_parts = [(entry, 0.0, True) for entry in entries]
         else:
-            if (
-                op_types[0] != op_types[1]
-            ):  # positions mean nothing: relu reads x, where a condition, 0.1 x, x
-                candidates = self._runs[1].read(*match.executions[1][0], *INPUT_ROLES)
+            # Positions mean nothing then: relu reads x, where a condition, 0.1 x, x.
+            if op_types[0] != op_types[1]:
+                candidates = self._runs[1].read(*match.executions[1][0])
                 inputs = [(a, self._nearest(a, b, candidates)) for a, b in inputs]
             read = [self.agreement(pair) for pair in inputs]
             read_error = self._read_error(match, read)
@@ -174,7 +171,7 @@ class RunComparison:
         # A dump lacks the gradients that a backward op reads: any error before it may be theirs.
         if self._runs[0].ops[match.executions[0][0][0]].phase == "backward":
             return max(largest, self._largest)
-        entries = self._runs[0].read(*match.executions[0][0], *INPUT_ROLES)
+        entries = self._runs[0].read(*match.executions[0][0])
         return largest if match.is_whole and len(read) == len(entries) else math.inf
 
     def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
@@ -182,43 +179,49 @@ class RunComparison:
         alike = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
         return min([partner, *alike], key=lambda c: self.agreement((entry, c))[1])
 
-    def explained(self, comparisons: Sequence[Comparison]) -> list[Comparison]:
-        """Leave out ops of another way to the same results, and put a cause before its effect.
+    def explain(self, rows: list[Compared]) -> list[Compared]:
+        """Return rows without ops of another way to the same results, and with a cause before its effect.
 
-        comparisons: what `in_order` returned of ops.
+        rows: what `in_order` returned of ops.  Counts the ops that are left out in `dismissed`.
         """
-        rows = list(zip(comparisons, self.pairs, strict=True))
-        divergent = [row for row in rows if row[0].diverges]
-        # If all results agree, ops that differ because their inputs do are steps of another way to these
-        # results.
-        if divergent and (agreements := self._result_agreements(rows)) and all(agreements):
-            effects = {id(row[0]) for row in divergent if self._is_effect(row[0], self._match_of(row[1]))}
-            self.dismissed = len(effects)
-            rows = [row for row in rows if id(row[0]) not in effects]
+        rows = self._leave_out_other_way(rows)
         self._insert_last_result(rows)
-        # The first op that differs may only read what an op without a counterpart gave: that op is the cause.
-        first_index = next((i for i, row in enumerate(rows) if row[0].diverges), None)
-        if first_index is not None and not rows[first_index][0].only:
-            match, partners = self._match_of(rows[first_index][1]), Partners([*self.matches.values()])
-            cause = find_cause(self._runs, self.flows, partners, self._differing_reads(match))
-            if rows[first_index][0].phase == "backward" and match.is_whole:
-                executions = [side[0] for side in match.executions]
-                cause = cause or find_backward_cause(
-                    self._runs, partners, executions, rows[first_index][0].relative
-                )
-            if cause is not None:
-                rows.insert(first_index, self._cause(cause, *rows[first_index]))
-        self.pairs = [pair for _, pair in rows]
-        return [comparison for comparison, _ in rows]
+        self._insert_cause(rows)
+        return rows
+
+    def _leave_out_other_way(self, rows: list[Compared]) -> list[Compared]:
+        """Return rows without ops that differ as their inputs do, if the results of both runs agree."""
+        if not any(comparison.diverges for _, comparison in rows):
+            return rows
+        agreements = self._result_agreements(rows)
+        if not (agreements and all(agreements)):
+            return rows
+        # Such ops are steps of another way to the same results.
+        other_rows = [(pair, row) for pair, row in rows if not (row.diverges and self._is_effect(pair, row))]
+        self.dismissed = len(rows) - len(other_rows)
+        return other_rows
+
+    def _insert_cause(self, rows: list[Compared]) -> None:
+        """Insert the op that causes the first difference, if the op that differs only reads its output."""
+        index = next((i for i, (_, comparison) in enumerate(rows) if comparison.diverges), None)
+        if index is None or rows[index][1].only:
+            return
+        pair, effect = rows[index]
+        match, partners = self._match_of(pair), Partners([*self.matches.values()])
+        cause = find_cause(self._runs, self.flows, partners, self._differing_reads(match))
+        if cause is None and effect.phase == "backward" and match.is_whole:
+            executions = [side[0] for side in match.executions]
+            cause = find_backward_cause(self._runs, partners, executions, effect.relative)
+        if cause is not None:
+            rows.insert(index, self._compare_cause(cause, effect, pair))
 
     def _match_of(self, pair: Pair) -> OpMatch:
-        """Return the match that a compared pair of tensors is from."""
         return self.matches[pair[0].op, pair[0].execution]
 
-    def _result_agreements(self, rows: Sequence[tuple[Comparison, Pair]]) -> list[bool]:
+    def _result_agreements(self, rows: Sequence[Compared]) -> list[bool]:
         """Return for each result, and for each gradient of a weight, True if both runs agree."""
         agreements, has_gradients = [], False
-        for comparison, pair in rows:
+        for pair, comparison in rows:
             match = self._match_of(pair)
             if comparison.phase == "backward":
                 gradients = [pair for pair in match.pairs if pair[0].role == "weight gradient"]
@@ -234,12 +237,12 @@ class RunComparison:
             ):  # fmt: skip
                 agreements.append(not comparison.diverges)
         # Without gradients of weights, the last gradient is the result of the backward pass.
-        backward = [comparison for comparison, _ in rows if comparison.phase == "backward"]
+        backward = [comparison for _, comparison in rows if comparison.phase == "backward"]
         if backward and not has_gradients:
             agreements.append(not backward[-1].diverges)
         return agreements + [not self._compare_match(match).diverges for match in self._ends]
 
-    def _insert_last_result(self, rows: list[tuple[Comparison, Pair]]) -> None:
+    def _insert_last_result(self, rows: list[Compared]) -> None:
         """Insert the last result of a run that the other lacks, if it is not what the other comes to."""
         for match in self._ends:
             comparison, pair = self._compare_match(match), match.pairs[0]
@@ -250,13 +253,11 @@ class RunComparison:
             in_a, in_b = (None, pair[1]) if is_in_b else (pair[0], None)
             cause = Cause(in_a, in_b, comparison.relative, reason)
             # Where run a had it, as all rows are in the order of run a.
-            row = next(
-                (i for i, (_, placed) in enumerate(rows) if placed[0].order > pair[0].order), len(rows)
-            )
-            rows.insert(row, self._cause(cause, comparison, pair))
+            later_rows = (i for i, (placed, _) in enumerate(rows) if placed[0].order > pair[0].order)
+            rows.insert(next(later_rows, len(rows)), self._compare_cause(cause, comparison, pair))
             return
 
-    def _is_effect(self, comparison: Comparison, match: OpMatch) -> bool:
+    def _is_effect(self, pair: Pair, comparison: Comparison) -> bool:
         """Return True for an op that may differ only because what it reads does."""
         if comparison.is_retyped:
             return False
@@ -264,7 +265,8 @@ class RunComparison:
             return True
         return any(
             flow.maker(entry) is not None
-            for pair, _ in self._differing_reads(match) for flow, entry in zip(self.flows, pair, strict=True)
+            for read, _ in self._differing_reads(self._match_of(pair))
+            for flow, entry in zip(self.flows, read, strict=True)
         )  # fmt: skip
 
     def _differing_reads(self, match: OpMatch) -> list[tuple[Pair, float]]:
@@ -272,27 +274,27 @@ class RunComparison:
         read = [(pair, self.agreement(pair)) for pair in self.matching.reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
-    def _cause(self, suspect: Cause, effect: Comparison, tensors: Pair) -> tuple[Comparison, Pair]:
-        """Return a comparison of the op that is the cause, and its tensors.
+    def _compare_cause(self, cause: Cause, effect: Comparison, effect_pair: Pair) -> Compared:
+        """Return the tensors and a comparison of the op that is the cause.
 
-        An op that a run lacks is compared by what the next op reads of it.  tensors: of that op.
+        An op that a run lacks is compared by what the next op, the effect, reads of it.
         """
-        if suspect.entry_a is not None and suspect.entry_b is not None:
-            pair = suspect.entry_a, suspect.entry_b
+        if cause.entry_a is not None and cause.entry_b is not None:
+            pair = cause.entry_a, cause.entry_b
             sides = [(entry.op, entry.execution) for entry in pair]
-            return self._compare_match(OpMatch([pair], ([sides[0]], [sides[1]]))), pair
-        side = 0 if suspect.entry_a is not None else 1
-        entry = suspect.entry_a or suspect.entry_b
+            return pair, self._compare_match(OpMatch([pair], ([sides[0]], [sides[1]])))
+        side = 0 if cause.entry_a is not None else 1
+        entry = cause.entry_a or cause.entry_b
         assert entry is not None
         op = self._runs[side].ops[entry.op]
-        cause = Comparison(
+        comparison = Comparison(
             op.phase, op.type, op.module, op.source, other_type="", other_module="", other_source="",
-            execution=entry.execution, relative=suspect.error, cosine=None,
+            execution=entry.execution, relative=cause.error, cosine=None,
             largest=entry.summary.statistics.largest, exact=effect.exact, tolerance=effect.tolerance,
-            by_type=effect.by_type, dtypes=(entry.dtype, entry.dtype), inputs=None, weight=None,
-            expected=effect.expected, only="ab"[side], reason=suspect.reason,
+            by_type=effect.by_type, dtypes=(entry.dtype, entry.dtype), expected=effect.expected,
+            only="ab"[side], reason=cause.reason,
         )  # fmt: skip
-        return cause, tensors
+        return effect_pair, comparison
 
     def _module_outputs(self, name: str, visit_pair: Sequence[Sequence[int]]) -> Iterator[Compared]:
         """Compare what a module gave: at its end, or behind its product where the other has more in it."""
@@ -335,12 +337,9 @@ class RunComparison:
 
         floor: as of `distance`.
         """
-        ops = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
-        layouts = [
-            op.weight_layout if "weight" in entry.role else op.layout
-            for op, entry in zip(ops, pair, strict=True)
-        ]
-        arrays = [run.array(entry) for run, entry in zip(self._runs, pair, strict=True)]
+        sides = list(zip(self._runs, pair, strict=True))
+        layouts = [run.layout(entry) for run, entry in sides]
+        arrays = [run.array(entry) for run, entry in sides]
         return distance(pair, arrays, layouts, floor), self._bound(pair)
 
     def _bound(self, pair: Pair, read_error: float = math.inf) -> float:
@@ -394,3 +393,49 @@ class RunComparison:
 def _is_as_large(pair: Pair) -> bool:
     """Return True for two tensors with the same number of elements."""
     return math.prod(pair[0].shape) == math.prod(pair[1].shape)
+
+
+def expected_errors(run: Run, control: Run) -> Expected:
+    """Return the relative error of each op of a run that another run of the program explains.
+
+    The control of a run in a less precise type is the run in float64.  A fault of the run that comes with its
+    precision, such as angles of a rotary embedding in bfloat16, is in the distance of the two as well.  So an
+    op is expected to err at most as much as what it reads, or as its element type rounds, even where the
+    distance is larger.
+    """
+    runs = run, control
+    comparing = RunComparison(*runs, None)
+    compared, _ = comparing.ops({})
+    is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
+    errors: dict[tuple[int, int], float] = {}
+    largest = 0.0
+    for pair, comparison in compared:
+        match = comparing.matches[pair[0].op, pair[0].execution]
+        error = _error_from_control(runs, match, comparison)
+        # A dump lacks the gradients that a backward op reads: any error before it may be theirs.
+        read = largest
+        if comparison.phase != "backward":
+            agreements = map(comparing.agreement, comparing.matching.reads(match))
+            read = max((read_error for _, read_error, _ in agreements), default=0.0)
+        errors[pair[0].op, pair[0].execution] = (
+            explained_error(error, comparison.dtypes[0], read) if is_wider else error
+        )
+        largest = max(largest, error)
+    return Expected(errors, is_wider)
+
+
+def _error_from_control(runs: tuple[Run, Run], match: OpMatch, comparison: Comparison) -> float:
+    """Return the relative error of an op from its control, of finite numbers alone.
+
+    An overflow of the run says nothing of the numbers beside it.
+    """
+    if math.isfinite(comparison.relative):
+        return min(comparison.relative, LARGEST)
+    errors = []
+    for pair in match.pairs:
+        a, b = (run.array(entry) for run, entry in zip(runs, pair, strict=True))
+        if a is None or b is None or a.shape != b.shape:
+            return LARGEST
+        finite = np.isfinite(a) & np.isfinite(b)
+        errors.append(array_distance(a[finite], b[finite]).relative)
+    return min(max(errors), LARGEST)

@@ -14,8 +14,9 @@ import click
 from amanda.errors import AmandaError, printable
 from amanda.options import NonNegativeFloat, NonNegativeInt, OutputFile, checked
 from amanda.tools.command import OptionType, SpecError, exit_status, function_of, limit_option, save_option
-from amanda.tools.diff._alignment import dotted, inside_module, same_modules, unpaired_modules
+from amanda.tools.diff._alignment import dotted, inside_module, module_paths, same_modules
 from amanda.tools.diff._comparison import RunComparison
+from amanda.tools.diff._errors import Pair
 from amanda.tools.diff._expected import Expected
 from amanda.tools.diff._recording import MAX_BYTES, Command, Control, RecordedRuns
 from amanda.tools.diff._result import DiffResult
@@ -78,14 +79,14 @@ def diff(
             _check_module(runs.b, other_name)
         # The control is compared first: it runs a again, before b's value is replaced.
         criteria = _Criteria(mapping, rtol, by, runs.expected(control))
-        result, comparing = _compare_runs(runs.a, runs.b, criteria)
+        result, pairs = _compare_runs(runs.a, runs.b, criteria)
         result.told += tuple(runs.remarks)
         if runs.failure is not None:
-            result.fail([pair[1].op for pair in comparing.pairs], *runs.failure)
+            result.fail([entry.op for _, entry in pairs], *runs.failure)
         elif bisect and result.first is not None:
             rerun = None
             if not result.modules:
-                rerun = runs.with_value(comparing.pairs[result.comparisons.index(result.first)])
+                rerun = runs.with_value(pairs[result.comparisons.index(result.first)])
             if rerun is None:
                 result.told += ("What remains of the difference is not known: no op can give a's value in b",)
             else:
@@ -105,25 +106,29 @@ class _Criteria(NamedTuple):
     expected: Expected | None
 
 
-def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffResult, RunComparison]:
-    """Compare two runs, op by op or module by module."""
+def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffResult, list[Pair]]:
+    """Compare two runs, op by op or module by module; return also the tensors of each comparison."""
     mapping, rtol, by, expected = criteria
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.is_like(other_run)):
         compared_ops, unmatched_ops = comparing.ops(mapping or {})
-        compared = comparing.explained(comparing.in_order(compared_ops))
+        rows = comparing.explain(comparing.in_order(compared_ops))
         notes += _notes_on_pieces(comparing)
-        return DiffResult(run.name, other_run.name, compared, *unmatched_ops, told=notes), comparing
+        result = DiffResult(run.name, other_run.name, [row for _, row in rows], *unmatched_ops, told=notes)
+        return result, [pair for pair, _ in rows]
     if by is None:
         notes.append(
             f"Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other_run)}; "
             'by="op" compares ops'
         )
-    names = same_modules(run, other_run) if mapping is None else mapping
-    if mapping is None:
-        notes += _notes_on_modules(run, other_run, names)
-    compared = comparing.in_order(comparing.modules(names))
+    names = mapping
+    if names is None:
+        names = same_modules(run, other_run)
+        for label, side, paired in (("a", run, set(names)), ("b", other_run, set(names.values()))):
+            if unpaired := [path for path in module_paths(side) if path not in paired]:
+                notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
+    rows = comparing.in_order(comparing.modules(names))
     if comparing.shaped:
         notes.append(f"Modules whose axes do not match, and were not compared: {_listed(comparing.shaped)}")
     if comparing.uneven:
@@ -132,7 +137,9 @@ def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffRe
             f"compared: {_listed(comparing.uneven)}"
         )
     notes += _notes_on_pieces(comparing)
-    return DiffResult(run.name, other_run.name, compared, modules=list(names), told=notes), comparing
+    comparisons = [comparison for _, comparison in rows]
+    result = DiffResult(run.name, other_run.name, comparisons, modules=list(names), told=notes)
+    return result, [pair for pair, _ in rows]
 
 
 def _mode(run: Run) -> str:
@@ -154,15 +161,6 @@ def _notes_on_compiled(run: Run, other_run: Run) -> list[str]:
     return notes
 
 
-def _notes_on_modules(run: Run, other_run: Run, names: Mapping[str, str]) -> list[str]:
-    """Return a sentence on modules of each run that have no counterpart."""
-    notes = []
-    for label, side, paired in (("a", run, names), ("b", other_run, names.values())):
-        if unpaired := unpaired_modules(side, paired):
-            notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
-    return notes
-
-
 def _listed(names: Sequence[str]) -> str:
     """Return the first names, and how many there are besides."""
     suffix = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
@@ -171,23 +169,15 @@ def _listed(names: Sequence[str]) -> str:
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:
     """Return sentences on how many ops were joined from pieces, left out, or differ without consequence."""
-    notes, matching = [], comparing.matching
-    if matching.pieces:
-        notes.append(
-            f"{matching.pieces} ops ran once in one run and in pieces in the other: the pieces were joined"
-        )
-    if matching.unlike:
-        notes.append(f"{matching.unlike} ops in pieces do not make up what the other run gave, and were left")
-    if matching.unmatched:
-        notes.append(
-            f"{matching.unmatched} executions of ops that one run has more than the other were not compared"
-        )
-    if comparing.dismissed:
-        notes.append(
-            f"{comparing.dismissed} ops differ though the runs come to the same results: they are parts of "
-            "two ways to compute these"
-        )
-    return notes
+    matching = comparing.matching
+    counts = {
+        "ops ran once in one run and in pieces in the other: the pieces were joined": matching.pieces,
+        "ops in pieces do not make up what the other run gave, and were left": matching.unlike,
+        "executions of ops that one run has more than the other were not compared": matching.unmatched,
+        "ops differ though the runs come to the same results: they are parts of two ways to compute these":
+            comparing.dismissed,
+    }  # fmt: skip
+    return [f"{count} {text}" for text, count in counts.items() if count]
 
 
 def _check_module(run: Run, name: str) -> None:
@@ -285,9 +275,10 @@ def _command(
         zipped = [path for path in files if path.suffix == ".zip"]
         if len(zipped) > 1:
             raise SpecError("one bundle is written at a time; give one --save FILE.zip")
+        default_control: Any = "auto" if isinstance(sides[0], Command) else bundled.get("control")
         result = diff(
             *sides, mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled,
-            control=_control(control, isinstance(sides[0], Command), bundled),
+            control=None if control == "none" else control or default_control,
             bisect=isinstance(sides[1], Command) if bisect is None else bisect,
             bundle=zipped[0] if zipped else None,
         )  # fmt: skip
@@ -332,16 +323,6 @@ def _side(
     if path.suffix == ".py" and path.is_file():
         raise SpecError(f"{source} is a program; give {source}:FUNCTION, or --{side} {source}")
     return path if path.exists() or ":" not in source else function_of(source)
-
-
-def _control(option: str | None, is_program: bool, bundled: Mapping[str, Run]) -> Any:
-    """Return the control that is asked for: by default "auto" for a program, else that of a bundle.
-
-    None for "none".
-    """
-    if option is None:
-        return "auto" if is_program else bundled.get("control")
-    return None if option == "none" else option
 
 
 def _mapping(options: Sequence[str]) -> dict[str, str] | None:

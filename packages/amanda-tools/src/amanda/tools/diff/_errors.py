@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
 from amanda.tools.libraries import numpy as np
+from amanda.tools.results import place_text
 from amanda.tools.stats import Statistics
 
 if TYPE_CHECKING:
@@ -76,18 +77,9 @@ def distance(
     )
 
 
-def _widen(array: NDArray[Any]) -> NDArray[Any]:
-    """Return numbers in float64, complex ones in complex128."""
-    return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
-
-
 def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Distance:
     """Return the distance of two arrays of the same shape, computed in float64 or complex128."""
-    return _wide_distance(_widen(a), _widen(b), floor)
-
-
-def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
-    """Return how far float64 or complex128 numbers are from others of the same shape."""
+    a, b = (array.astype(np.complex128 if array.dtype.kind == "c" else np.float64) for array in (a, b))
     # NaN and Inf agree where both have them at the same places; the distance is of the other numbers.
     finite = np.isfinite(a) & np.isfinite(b)
     if not finite.all():
@@ -116,7 +108,6 @@ def _wide_distance(a: NDArray[Any], b: NDArray[Any], floor: float) -> Distance:
 
 
 def _norm(array: NDArray[Any]) -> float:
-    """Return the L2 norm."""
     # Not np.linalg.norm: it calls BLAS, which starts threads for a sum.
     return math.sqrt(float(np.square(np.abs(array)).sum()))
 
@@ -140,7 +131,7 @@ def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Di
     relative = max(gaps) / norm if norm else 0.0
     sample, other_sample = entry.summary.sample, other_entry.summary.sample
     if entry.shape == other_entry.shape and sample and len(sample) == len(other_sample):
-        sampled = _wide_distance(np.array(sample), np.array(other_sample), floor)
+        sampled = array_distance(np.array(sample), np.array(other_sample), floor)
         return Distance(
             relative=max(relative, sampled.relative),
             cosine=sampled.cosine,
@@ -246,12 +237,12 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
     summary = replace(parts[0].summary, statistics=statistics, sample=())
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
     read_parts = partial(_concatenate_parts, other_run, parts, axis) if has_numbers else None
-    assembled = other_run.derived(replace(parts[0], shape=shape, summary=summary), read_parts)
+    assembled = other_run.derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
     if extent == length:
         return whole, assembled
     # The part that a run computes may be the beginning or the end of the whole: the nearer end counts.
     candidates = [
-        run.derived(replace(whole, shape=shape), partial(_take_range, run, whole, axis, start, extent))
+        run.derived(whole._replace(shape=shape), partial(_take_range, run, whole, axis, start, extent))
         for start in (length - extent, 0)
     ]
     numbers = _concatenate_parts(other_run, parts, axis)
@@ -294,7 +285,7 @@ def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]
     # Losses of micro-batches are averaged, gradients are added up: either may make the whole.
     if all(part.shape == whole.shape for part in parts) and _array(run, whole).dtype.kind in "fc":
         candidates += [
-            other_run.derived(replace(parts[0]), partial(_scaled_sum, other_run, parts, divisor))
+            other_run.derived(parts[0]._replace(), partial(_scaled_sum, other_run, parts, divisor))
             for divisor in (1, len(parts))
         ]
     return min(
@@ -303,7 +294,6 @@ def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]
 
 
 def _scaled_sum(run: Run, parts: Sequence[Entry], divisor: int) -> NDArray[Any]:
-    """Return the sum of the arrays of parts over a divisor."""
     total: NDArray[Any] = sum(_array(run, part) for part in parts) / divisor  # type: ignore[assignment]
     return total
 
@@ -316,12 +306,10 @@ def _array(run: Run, entry: Entry) -> NDArray[Any]:
 
 
 def _concatenate_parts(run: Run, parts: Sequence[Entry], axis: int) -> NDArray[Any]:
-    """Return the arrays of parts one after another along an axis."""
     return np.concatenate([_array(run, part) for part in parts], axis)
 
 
 def _take_range(run: Run, whole: Entry, axis: int, start: int, extent: int) -> NDArray[Any]:
-    """Return a range of a tensor along an axis, `extent` elements from `start` on."""
     return np.take(_array(run, whole), range(start, start + extent), axis)
 
 
@@ -380,23 +368,18 @@ class Comparison:
     @property
     def place(self) -> str:
         """Type, module, phase and source line in run a; also those of run b if type or module differ."""
-        op_text = " in ".join(filter(None, (self.type, self.module)))
         if self.only or (self.type, self.module) == (self.other_type, self.other_module):
-            return ", ".join(filter(None, (f"{op_text} ({self.phase})", self.source)))
-        other_op_text = " in ".join(filter(None, (self.other_type, self.other_module)))
-        lines = [
-            ", ".join(filter(None, texts))
-            for texts in ((op_text, self.source), (other_op_text, self.other_source))
-        ]
-        return f"{lines[0]} ({self.phase}), which is {lines[1]} in b"
+            return place_text(self.type, self.module, self.phase, self.source)
+        place = place_text(self.type, self.module, source=self.source)
+        other_place = place_text(self.other_type, self.other_module, source=self.other_source)
+        return f"{place} ({self.phase}), which is {other_place} in b"
 
     def __str__(self) -> str:
-        op_text = " in ".join(filter(None, (self.type, self.module)))
-        lines = [", ".join(filter(None, (f"{op_text} ({self.phase})", self.source)))]
+        lines = [place_text(self.type, self.module, self.phase, self.source)]
         if self.only:
             lines.append(f"  {self.reason}")
         elif (self.type, self.module) != (self.other_type, self.other_module):
-            lines.append(f"  against {' in '.join(filter(None, (self.other_type, self.other_module)))}")
+            lines.append(f"  against {place_text(self.other_type, self.other_module)}")
         if self.other_source and self.other_source != self.source:
             lines.append(f"  at {self.other_source} in b")
         cosine = "" if self.cosine is None else f", cosine {self.cosine:.6g}"

@@ -23,8 +23,6 @@ from amanda.tools.dump import Entry
 from amanda.tools.libraries import numpy as np
 from amanda.tools.select import Phase
 
-INPUT_ROLES = ("input", "weight")
-
 
 class OpMatch(NamedTuple):
     """Tensors of both runs that are compared with each other.
@@ -54,7 +52,7 @@ class ExecutionMatcher:
         self._has_inputs = all(any(entry.role == "input" for entry in run.entries) for run in runs)
         sources = [{op.source for op in run.ops} for run in runs]
         # Half of the lines in common: two versions of a program rather than two programs.
-        self.is_same_code = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
+        self._is_same_code = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
 
     def of_ops(self, index: int, other_index: int) -> list[OpMatch]:
         """Match the executions of two ops of equal module and type; none where they are not the same op.
@@ -69,7 +67,7 @@ class ExecutionMatcher:
         # Executed as often, or a loop of another length that begins alike: executions pair up in order.
         if are_comparable and (
             counts[0] == counts[1]
-            or (min(counts) > 1 and all(self._is_near(match.pairs) for match in in_order[:2]))
+            or (min(counts) > 1 and all(self.is_near(match.pairs) for match in in_order[:2]))
         ):
             self.unmatched += abs(counts[0] - counts[1])
             return matches
@@ -78,7 +76,8 @@ class ExecutionMatcher:
             return matches
         # One run may compute at once what the other computes step by step, as with a cache of keys and
         # values.
-        if (pieces := self._match_pieces(*sides, self.is_same_line(index, other_index))) is not None:
+        is_sure = not self._is_same_code or self._is_same_line(index, other_index)
+        if (pieces := self._match_pieces(*sides, is_sure)) is not None:
             return pieces
         if are_comparable and min(counts) > 1:
             self.unmatched += abs(counts[0] - counts[1])
@@ -95,8 +94,8 @@ class ExecutionMatcher:
         # As many on both sides are ops of their own, and not pieces of each other.
         if len(sides[0]) == len(sides[1]) > 1:
             return []
-        op, other_op = self._runs[0].ops[indices[0]], self._runs[1].ops[other_indices[0]]
-        return self._match_pieces(*sides, self.is_same_code and op.source == other_op.source) or []
+        is_sure = self._is_same_code and self._is_same_line(indices[0], other_indices[0])
+        return self._match_pieces(*sides, is_sure) or []
 
     def of_results(self, index: int, other_index: int) -> list[OpMatch]:
         """Match the last ops of two runs, of any type; none where their tensors have other shapes."""
@@ -107,19 +106,10 @@ class ExecutionMatcher:
         have_same_shapes = all(self._has_same_shape(pair) for match in in_order for pair in match.pairs)
         return [match for match in in_order if match.pairs] if have_same_shapes else []
 
-    def is_same_line(self, index: int, other_index: int) -> bool:
-        """Return False for ops of two lines in runs of the same code."""
-        op, other_op = self._runs[0].ops[index], self._runs[1].ops[other_index]
-        return not self.is_same_code or op.source == other_op.source
-
-    def is_near(self, matches: Sequence[OpMatch]) -> bool:
-        """Return True for tensors that have about the same values."""
-        return all(self._is_near(match.pairs) for match in matches)
-
     def reads(self, match: OpMatch) -> list[Pair]:
         """Pair what the ops of a match read."""
         sides = [
-            [run.read(*execution, *INPUT_ROLES) for execution in side]
+            [run.read(*execution) for execution in side]
             for run, side in zip(self._runs, match.executions, strict=True)
         ]
         if match.is_whole:
@@ -136,6 +126,9 @@ class ExecutionMatcher:
             return [(a, b) for b, a in joints]
         return _join_outputs(run, executions[0], other_run, other_executions)
 
+    def _is_same_line(self, index: int, other_index: int) -> bool:
+        return self._runs[0].ops[index].source == self._runs[1].ops[other_index].source
+
     def _executions(self, indices: Sequence[int], side: int) -> list[tuple[Execution, list[Entry]]]:
         """Return the executions of some ops, in order, and what they gave."""
         executions = [
@@ -151,7 +144,7 @@ class ExecutionMatcher:
         """
         if not all(self._has_same_shape(pair) for pair in match.pairs):
             return False
-        return self._reads_alike(match, default=True) or self._is_near(match.pairs)
+        return self._reads_alike(match, default=True) or self.is_near(match.pairs)
 
     def _reads_alike(self, match: OpMatch, default: bool) -> bool:
         """Return True if what two executions read has the same shapes; default: of what read nothing."""
@@ -162,8 +155,7 @@ class ExecutionMatcher:
         """Return True for tensors of one shape, or of shapes that some arrangement makes equal."""
         if pair[0].shape == pair[1].shape:
             return True
-        ops = [run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True)]
-        layouts = [op.weight_layout if "weight" in pair[0].role else op.layout for op in ops]
+        layouts = [run.layout(entry) for run, entry in zip(self._runs, pair, strict=True)]
         # Arrangements are decided by shape: a broadcast zero stands in, and no file is read.
         stand_in = np.broadcast_to(np.zeros(()), pair[1].shape)
         return any(True for _ in arrangements(stand_in, layouts[1], pair[0].shape, layouts[0]))
@@ -190,7 +182,7 @@ class ExecutionMatcher:
             pairs = self.joined([outputs for _, outputs in side_a], [outputs for _, outputs in side_b])
             # A single piece was cut out of the whole, which fits many tensors: its values have to be near.
             is_cut = len(pieces) == 1 and any(all(self._are_derived(pair)) for pair in pairs)
-            if not pairs or not ((is_sure and not is_cut) or self._is_near(pairs)):
+            if not pairs or not ((is_sure and not is_cut) or self.is_near(pairs)):
                 return None
             matches.append(OpMatch(pairs, ([key for key, _ in side_a], [key for key, _ in side_b])))
         is_joined = any(any(self._are_derived(pair)) for match in matches for pair in match.pairs)
@@ -202,7 +194,7 @@ class ExecutionMatcher:
         """Return for each tensor of a pair True if it was assembled from, or cut out of, recorded ones."""
         return [run.is_derived(entry) for run, entry in zip(self._runs, pair, strict=True)]
 
-    def _is_near(self, pairs: Sequence[Pair]) -> bool:
+    def is_near(self, pairs: Sequence[Pair]) -> bool:
         """Return True if tensors that are neither scalars nor constants have about the same values."""
         # Scalars and constants are near to those of any op.
         distinctive_pairs = [pair for pair in pairs if is_distinctive(pair[0])]
@@ -249,8 +241,8 @@ def _join_outputs(
     pairs: list[Pair] = []
     for entry in entries:
         parts = [by_id[id(entry)] for by_id in partners if id(entry) in by_id]
-        pair = join_pieces(run, entry, other_run, parts) if len(parts) == len(executions) else None
-        pairs += [pair] if pair is not None else []
+        if len(parts) == len(executions) and (pair := join_pieces(run, entry, other_run, parts)):
+            pairs.append(pair)
     return pairs
 
 
@@ -292,21 +284,16 @@ class OpMatches:
         postponed = []
         for pair in same_ops(*self._runs, self._unpaired(phase), self._renamed):
             matches = self._matching.of_ops(*pair)
-            if self._matching.is_near(matches) or all(
-                match.is_whole and len(matches) > 1 for match in matches
-            ):
+            are_near = all(self._matching.is_near(match.pairs) for match in matches)
+            if are_near or (len(matches) > 1 and all(match.is_whole for match in matches)):
                 self._add_matches(matches)
             else:  # maybe one of several that make up the other
                 postponed.append(matches)
         # Pieces before doubtful pairs: an op that is a piece must not be paired with the whole.
         self._match_lines(phase)
         for matches in postponed:
-            if not any(
-                op in self._paired[side]
-                for match in matches
-                for side in (0, 1)
-                for op, _ in match.executions[side]
-            ):
+            ops = [(side, op) for match in matches for side in (0, 1) for op, _ in match.executions[side]]
+            if not any(op in self._paired[side] for side, op in ops):
                 self._add_matches(matches)
         if phase == "forward":
             self._match_ends()
@@ -366,22 +353,19 @@ def by_inputs(runs: tuple[Run, Run], sides: Sides) -> list[tuple[int, int]]:
     for index in sides[1]:
         for key in _first_read(runs[1], index):
             waiting.setdefault(key, []).append(index)
-    pairs: list[tuple[int, int]] = []
-    paired: set[int] = set()
+    pairs: dict[int, int] = {}  # by the op of the second run
     for index in sides[0]:
-        for key in _first_read(runs[0], index):
-            free = [candidate for candidate in waiting.get(key, ()) if candidate not in paired]
-            if free:
-                paired.add(free[0])
-                pairs.append((index, free[0]))
-                break
-    return pairs
+        candidates = (other for key in _first_read(runs[0], index) for other in waiting.get(key, ()))
+        partner = next((other for other in candidates if other not in pairs), None)
+        if partner is not None:
+            pairs[partner] = index
+    return [(index, partner) for partner, index in pairs.items()]
 
 
 def _first_read(run: Run, index: int) -> Iterator[tuple[str, int, Hashable]]:
     """Yield a key for each tensor that an op read first, except for scalars and constants."""
     op = run.ops[index]
-    for entry in run.read(index, min(run.results(index)), "input", "weight"):
+    for entry in run.read(index, min(run.results(index))):
         if is_distinctive(entry):
             yield op.type, entry.position, content_key(entry)
 

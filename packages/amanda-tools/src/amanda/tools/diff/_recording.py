@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import random
 import shlex
 import signal
 import subprocess
@@ -20,14 +18,14 @@ import amanda
 from amanda.action import routine_name
 from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, checked
-from amanda.tools.diff._control import expected_errors
+from amanda.tools.diff._comparison import expected_errors
 from amanda.tools.diff._errors import Pair, array_distance
 from amanda.tools.diff._expected import MARGIN, Expected
+from amanda.tools.diff._process_state import ProcessState
 from amanda.tools.diff._run import Compiled, Run, Source, open_run, run_of
 from amanda.tools.diff._tools import Extra, Float64Tool, ReplacedTool, find_failing_op
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.kit import leaves, tensors_of
-from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +56,7 @@ class FunctionProgram:
         Raises AmandaError for a function without ops to compare, and for tensors that cannot be kept.
         """
         tool = DumpTool(folder, **_dump_options(self.max_bytes))
-        extra_tools = [kind(**options) for kind, options in extra]
+        extra_tools: list[Any] = [kind(**options) for kind, options in extra]
         try:
             # The recording tool comes last: it records what the tools before it changed.
             with amanda.apply(*extra_tools, tool, compiled=self.compiled):
@@ -73,10 +71,7 @@ class FunctionProgram:
             raise AmandaError(f"{self.name} executed no op that could be compared")
         if result.failure:
             raise AmandaError(f"what {self.name} computed cannot be kept: {result.failure}")
-        remarks = [
-            f"{text}: {', '.join(sorted(words))}"
-            for extra_tool in extra_tools for text, words in _tool_remarks(extra_tool)
-        ]  # fmt: skip
+        remarks = [remark for extra_tool in extra_tools for remark in extra_tool.remarks]
         run = replace(run_of(_complete_dump(result.folder, self.name)), name=self.name, remarks=remarks)
         self.returned = _arrays(returned) if run.in_graph else []
         return run
@@ -190,12 +185,6 @@ def _arrays(value: Any) -> list[NDArray[Any]]:
     return [library.exact(tensor) for library, tensor in dense if tensor is not None]
 
 
-def _tool_remarks(tool: amanda.Tool) -> list[tuple[str, set[str]]]:
-    """Return what a tool could not do, in sets of words."""
-    attributes = {"ops without float64 ran in float32": "narrow", "an op kept values of its own": "reasons"}
-    return [(text, words) for text, name in attributes.items() if (words := getattr(tool, name, None))]
-
-
 Control = Literal["again", "float64", "auto"]
 _REPEATED = frozenset({"pytorch", "onnxruntime"})
 """Frameworks whose functions start from the same state each time."""
@@ -250,10 +239,7 @@ class RecordedRuns:
         except Exception as error:
             if label == "b":
                 raise
-            line = str(error).strip().partition("\n")[0]
-            self.remarks.append(
-                f"Compiled code of a does not run under tools: {type(error).__name__} ({line})"
-            )
+            self.remarks.append(f"Compiled code of a does not run under tools: {_error_text(error)}")
             return eager_run
         self._programs["ab".index(label)] = program
         return run
@@ -269,12 +255,8 @@ class RecordedRuns:
             # A folder holds one dump, and every try writes one.
             tries = count()
             run, op = find_failing_op(lambda tool: self._record(f"b{next(tries)}", program, tool), error)
-            cause = getattr(error, "inner_exception", error)
-            line = str(cause).strip().partition("\n")[0]
-            self.failure = (
-                op,
-                f"{type(cause).__name__} ({line}) where it is compiled, none where it is eager code",
-            )
+            failure = _error_text(getattr(error, "inner_exception", error))
+            self.failure = op, f"{failure} where it is compiled, none where it is eager code"
             self.remarks.append("Ops of b from the one that fails on ran as eager code")
             return run
         # A compiler may choose other kernels for code with routines in it: what it returns without them is
@@ -376,92 +358,22 @@ class RecordedRuns:
         return self._record("replaced", program, (ReplacedTool, options))
 
 
+def _error_text(error: Any) -> str:
+    line = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__} ({line})"
+
+
 def _tool_effects(label: str, with_tool: Sequence[Any], without_tool: Sequence[Any]) -> list[str]:
     """Return a sentence if a function returns other numbers under tools than without; else none."""
     if len(with_tool) != len(without_tool) or any(
         a.shape != b.shape for a, b in zip(with_tool, without_tool, strict=True)
     ):
         return [f"{label} returned other tensors without a tool than with one"]
-    worst = max(
-        (array_distance(*pair).relative for pair in zip(with_tool, without_tool, strict=True)), default=0.0
-    )
+    errors = (array_distance(*pair).relative for pair in zip(with_tool, without_tool, strict=True))
+    worst = max(errors, default=0.0)
     if not worst:
         return []
     return [
         f"The compiled code of {label} returned other numbers without a tool, by a relative error of "
         f"{worst:.2g}: it was compiled otherwise there, and this comparison is of the code with tools in it"
     ]
-
-
-class ProcessState:
-    """State of the process before its first run, which every other run starts from again.
-
-    It has the random state of Python, NumPy and PyTorch; parameters, buffers and gradients of all living
-    modules; and the state of all living optimizers.
-    """
-
-    def __init__(self) -> None:
-        self._random, self._numpy = random.getstate(), np.random.get_state()
-        self._torch: Any = sys.modules.get("torch")
-        if self._torch is not None:
-            with amanda.disabled(), self._torch.no_grad():
-                self._save_torch(self._torch)
-
-    def _save_torch(self, torch: Any) -> None:
-        """Copy random states, tensors of modules, gradients and states of optimizers."""
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        tensors, self._optimizers = {}, []
-        # A function may reach models by closures and globals: the garbage collector sees every live one.
-        for item in gc.get_objects():
-            # Not isinstance, which asks an object for `__class__`: a lazy proxy would load what it stands
-            # for.
-            kind = type(item)
-            # A module whose `__init__` has not run yet has no parameters, and an optimizer no state.
-            if issubclass(kind, torch.nn.Module) and "_parameters" in item.__dict__:
-                for tensor in (*item.parameters(recurse=False), *item.buffers(recurse=False)):
-                    if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
-                        # By id: modules may share a tensor, and tensors have no equality that is a bool.
-                        tensors[id(tensor)] = tensor
-            elif issubclass(kind, torch.optim.Optimizer) and hasattr(item, "state"):
-                self._optimizers.append(
-                    (item, {key: _state_copy(value) for key, value in item.state.items()})
-                )
-        self._tensors = [(item, item.detach().clone(), _gradient_copy(item)) for item in tensors.values()]
-
-    def restore(self) -> None:
-        """Bring the process back to the state."""
-        random.setstate(self._random)
-        np.random.set_state(self._numpy)
-        if self._torch is None:
-            return
-        with amanda.disabled(), self._torch.no_grad():
-            self._torch.set_rng_state(self._cpu)
-            if self._cuda:
-                self._torch.cuda.set_rng_state_all(self._cuda)
-            for tensor, value, gradient in self._tensors:
-                # In place where that is possible: views and optimizers keep the memory.  `.data` raises no
-                # version.
-                if tensor.shape == value.shape and tensor.dtype == value.dtype:
-                    tensor.data.copy_(value)
-                else:
-                    tensor.data = value.clone()
-                if tensor.is_leaf:
-                    tensor.grad = None if gradient is None else gradient.clone()
-            for optimizer, state in self._optimizers:
-                # The same dict stays: it is a defaultdict to which others may hold references.
-                optimizer.state.clear()
-                optimizer.state.update({key: _state_copy(value) for key, value in state.items()})
-
-
-def _gradient_copy(tensor: Any) -> Any:
-    """Return a copy of a leaf's gradient; None without one, and for other tensors."""
-    gradient = tensor.grad if tensor.is_leaf else None
-    return None if gradient is None else gradient.detach().clone()
-
-
-def _state_copy(value: Any) -> Any:
-    """Return a copy of the state of one parameter, with its tensors; a value that is not a dict, as it is."""
-    if not isinstance(value, dict):
-        return value
-    return {name: tensor.clone() if hasattr(tensor, "clone") else tensor for name, tensor in value.items()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from html import escape
 from typing import Any, ClassVar, get_args
@@ -22,47 +24,11 @@ _READ = 2
 """Tensors that an op read that are named."""
 
 
-def sentence(result: DiffResult) -> str:
-    """Return the first difference: op, error, expected error, inputs, and the result with a's value in b."""
-    first = result.first
-    if first is None:
-        worst = max(result.comparisons, key=lambda comparison: comparison.relative, default=None)
-        if worst is None or not worst.relative:
-            return f"No difference: all {len(result.comparisons):,} are the same to the last bit"
-        bound = "tolerance" if worst.expected is None else "expected error"
-        largest = f"{_error_text(worst)}, at {worst.place}"
-        return f"No difference beyond the {bound}: relative error at most {largest}{_warning(result)}"
-    if first.failure:
-        return f"b fails at {first.place}: {first.failure}"
-    parts = [f"The runs first differ at {first.place}: relative error {_error_text(first)}"]
-    if first.reason:
-        parts.append(first.reason)
-    if first.is_retyped:
-        parts.append(f"it gives {first.dtypes[0]} in a and {first.dtypes[1]} in b")
-    if first.read:
-        agreement = {None: "were", True: "agree", False: "differ already"}[first.inputs]
-        parts.append(f"its inputs {agreement} ({first.read})")
-    if first.weight:
-        parts.append(f"its weight differs by {first.weight:.2g}")
-    if result.remaining is not None:
-        parts.append(_remaining_text(first, result.remaining))
-    return "; ".join(parts)
-
-
 def _error_text(comparison: Comparison) -> str:
     """Return the relative error, with the expected one, or else the tolerance."""
     if comparison.expected is None:
         return f"{comparison.relative:.2g} (allowed {comparison.tolerance:.2g})"
     return f"{comparison.relative:.2g} (expected {comparison.expected:.2g})"
-
-
-def _warning(result: DiffResult) -> str:
-    """Return a warning on a run a that is far from its control itself; "" without one."""
-    expected = [comparison for comparison in result.comparisons if comparison.dtypes[0] in TOLERANCES]
-    worst = max(expected, key=lambda comparison: comparison.expected or 0.0, default=None)
-    if worst is None or (worst.expected or 0.0) <= TOLERANCES["bfloat16"]:
-        return ""
-    return f". Warning: a itself is off by {worst.expected:.0%} from its control, at {worst.place}"
 
 
 def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
@@ -78,32 +44,6 @@ def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
     return f"{replaced}, the runs next differ at {following.place}: {following.relative:.2g}"
 
 
-def growth(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Return the first op that diverges, those at which the error is twice what it was, and the last op.
-
-    Nothing without a divergence, and where run b fails.
-    """
-    start = next((i for i, comparison in enumerate(comparisons) if comparison.diverges), None)
-    if start is None or comparisons[start].failure:
-        return []
-    steps = [comparisons[start]]
-    for comparison in comparisons[start + 1 :]:
-        if comparison.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
-            steps.append(comparison)
-    last = comparisons[-1]
-    return steps if last is steps[-1] else [*steps, last]
-
-
-def growth_lines(comparisons: Sequence[Comparison]) -> list[str]:
-    """Return a line for each op of `growth`."""
-    steps = growth(comparisons)
-    lines = [
-        f"  {comparison.relative:9.2g}  {comparison.place}, execution {comparison.execution}"
-        for comparison in steps
-    ]
-    return ["How the error grows, up to the last op:", *lines] if lines else []
-
-
 def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
     """Return a text on the inputs of an op of run a: those that differ, or else the first ones.
 
@@ -114,23 +54,17 @@ def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
     differing = [(entry, relative, agrees) for entry, relative, agrees in tensors if not agrees]
     texts = []
     for entry, relative, agrees in (differing or tensors)[:_READ]:
+        path = parameters.get(entry.position) if entry.role == "input" else None
+        name = f"{entry.role} {entry.position}" if path is None else f"parameter {path}"
         statistics = entry.summary.statistics
         span = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
-        nonfinite = statistics.nan + statistics.inf + statistics.negative_inf
-        error_text = "" if agrees else f" by {relative:.2g}"
+        nonfinite = statistics.elements - statistics.count
         texts.append(
-            f"{_input_name(entry, parameters)}{error_text}: {entry.dtype}"
+            f"{name}{'' if agrees else f' by {relative:.2g}'}: {entry.dtype}"
             f"{shape_text(entry.shape, entry.batches)}{span}"
             f"{f' with {nonfinite:,} NaN or Inf' if nonfinite else ''}"
         )
     return ", ".join(texts)
-
-
-def _input_name(entry: Entry, parameters: Mapping[int, str]) -> str:
-    """Return the name of what an op read: "parameter PATH", or role and position."""
-    if entry.role == "input" and entry.position in parameters:
-        return f"parameter {parameters[entry.position]}"
-    return f"{entry.role} {entry.position}"
 
 
 class DiffResult(Result):
@@ -184,14 +118,62 @@ class DiffResult(Result):
     @property
     def sentence(self) -> str:
         """The first divergence: op, error, expected error, inputs, and the result of `bisect`."""
-        return sentence(self)
+        first = self.first
+        if first is None:
+            worst = max(self.comparisons, key=lambda comparison: comparison.relative, default=None)
+            if worst is None or not worst.relative:
+                return f"No difference: all {len(self.comparisons):,} are the same to the last bit"
+            bound = "tolerance" if worst.expected is None else "expected error"
+            largest = f"{_error_text(worst)}, at {worst.place}"
+            return f"No difference beyond the {bound}: relative error at most {largest}{self._warning()}"
+        if first.failure:
+            return f"b fails at {first.place}: {first.failure}"
+        parts = [f"The runs first differ at {first.place}: relative error {_error_text(first)}"]
+        if first.reason:
+            parts.append(first.reason)
+        if first.is_retyped:
+            parts.append(f"it gives {first.dtypes[0]} in a and {first.dtypes[1]} in b")
+        if first.read:
+            agreement = {None: "were", True: "agree", False: "differ already"}[first.inputs]
+            parts.append(f"its inputs {agreement} ({first.read})")
+        if first.weight:
+            parts.append(f"its weight differs by {first.weight:.2g}")
+        if self.remaining is not None:
+            parts.append(_remaining_text(first, self.remaining))
+        return "; ".join(parts)
 
     headline = sentence
 
+    def _warning(self) -> str:
+        """Return a warning on a run a that is far from its control itself; "" without one."""
+        comparisons = [comparison for comparison in self.comparisons if comparison.dtypes[0] in TOLERANCES]
+        worst = max(comparisons, key=lambda comparison: comparison.expected or 0.0, default=None)
+        if worst is None or (worst.expected or 0.0) <= TOLERANCES["bfloat16"]:
+            return ""
+        return f". Warning: a itself is off by {worst.expected:.0%} from its control, at {worst.place}"
+
     @property
     def growth(self) -> Sequence[Comparison]:
-        """The first op that diverges, later ops with twice the error shown before, and the last op."""
-        return growth(self.comparisons)
+        """The first op that diverges, later ops with twice the error shown before, and the last op.
+
+        Nothing without a divergence, and where run b fails.
+        """
+        if self.first is None or self.first.failure:
+            return []
+        steps = [self.first]
+        for comparison in self.comparisons[self.comparisons.index(self.first) + 1 :]:
+            if comparison.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
+                steps.append(comparison)
+        last = self.comparisons[-1]
+        return steps if last is steps[-1] else [*steps, last]
+
+    def _growth_lines(self) -> list[str]:
+        """Return a line for each op of `growth`."""
+        lines = [
+            f"  {comparison.relative:9.2g}  {comparison.place}, execution {comparison.execution}"
+            for comparison in self.growth
+        ]
+        return ["How the error grows, up to the last op:", *lines] if lines else []
 
     @property
     def first(self) -> Comparison | None:
@@ -211,14 +193,8 @@ class DiffResult(Result):
     @property
     def hidden(self) -> Comparison | None:
         """The first op with an error over its own tolerance, but within one that earlier ops raised."""
-        return next(
-            (
-                comparison
-                for comparison in self.comparisons
-                if comparison.by_type < comparison.relative <= comparison.tolerance
-            ),
-            None,
-        )
+        hidden = (c for c in self.comparisons if c.by_type < c.relative <= c.tolerance)
+        return next(hidden, None)
 
     @property
     def first_difference(self) -> Comparison | None:
@@ -227,9 +203,7 @@ class DiffResult(Result):
 
     def _first(self, *phases: str) -> Comparison | None:
         """Return the first comparison of some phases, or of all, that diverges."""
-        candidates = (
-            comparison for comparison in self.comparisons if not phases or comparison.phase in phases
-        )
+        candidates = (c for c in self.comparisons if not phases or c.phase in phases)
         return next((comparison for comparison in candidates if comparison.diverges), None)
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -244,16 +218,14 @@ class DiffResult(Result):
         """Return a result with only the rows around the first divergence, or the last rows without one."""
         first = self.first or self.first_difference
         index = self.comparisons.index(first) if first else len(self.comparisons)
-        comparisons, details = (
-            self.comparisons[max(0, index - before) : index + after],
-            (self.modules, self.told),
-        )
-        return DiffResult(self.a, self.b, comparisons, self.only_a, self.only_b, *details, self.remaining)
+        rows_around = copy(self)
+        rows_around.comparisons = self.comparisons[max(0, index - before) : index + after]
+        return rows_around
 
     def __str__(self) -> str:
         head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{text}." for text in self.told)]
         table = self.around(before=5, after=10)._table_alone()
-        return "\n".join([*head, *growth_lines(self.comparisons), str(table).lstrip("\n"), *self.notes()])
+        return "\n".join([*head, *self._growth_lines(), str(table).lstrip("\n"), *self.notes()])
 
     def _table_alone(self) -> Table:
         """Return the rows as a table without title and notes."""
@@ -261,10 +233,9 @@ class DiffResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return sentences on the divergences, and counts of the comparisons."""
+        positions = self._positions().items()
         notes = [
-            f"First divergence, {phase}: {self.comparisons[row]}"
-            for phase, row in self._positions().items()
-            if row is not None
+            f"First divergence, {phase}: {self.comparisons[i]}" for phase, i in positions if i is not None
         ]
         if not notes:
             worst = max((comparison.relative for comparison in self.comparisons), default=0.0)
@@ -285,14 +256,13 @@ class DiffResult(Result):
 
     def _counts(self) -> str:
         """Return a sentence on how many comparisons are the same, close and different."""
-        counts = {"same": 0, "close": 0, "different": 0}
-        for comparison in self.comparisons:
-            counts[comparison.verdict] += 1
-        verdicts = ", ".join(f"{count:,} {verdict}" for verdict, count in counts.items())
-        noun = "outputs of modules and gradients of weights" if self.modules else "executions of ops"
-        unmatched = (
-            "" if self.modules else f"; {len(self.only_a):,} ops in a alone, {len(self.only_b):,} in b"
-        )
+        counts = Counter(comparison.verdict for comparison in self.comparisons)
+        verdicts = ", ".join(f"{counts[verdict]:,} {verdict}" for verdict in ("same", "close", "different"))
+        if self.modules:
+            noun, unmatched = "outputs of modules and gradients of weights", ""
+        else:
+            noun = "executions of ops"
+            unmatched = f"; {len(self.only_a):,} ops in a alone, {len(self.only_b):,} in b"
         return f"{len(self.comparisons):,} {noun} compared: {verdicts}{unmatched}."
 
     def _facts(self) -> Mapping[str, Any]:
@@ -315,33 +285,23 @@ class DiffResult(Result):
                 rows[comparison.phase] = row
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return schema, version, facts and one object for each row; infinities and NaN as strings."""
-        content = super().to_dict()
-        for row in content["rows"]:
-            for name, value in row.items():
-                if isinstance(value, float) and not math.isfinite(value):
-                    row[name] = str(value)
-        return content
-
     def _repr_html_(self) -> str:
         """Return the sentences, the plot of errors, and the table."""
-        story = escape("\n".join([self.sentence, self.title, *growth_lines(self.comparisons), *self.notes()]))
+        story = escape("\n".join([self.sentence, self.title, *self._growth_lines(), *self.notes()]))
         plot = error_plot(self.comparisons, self._positions().values())
         return f"<pre>{story}</pre>{plot}{self._table_alone()._repr_html_()}"
 
 
 def _in_b(comparison: Comparison) -> str:
-    """Return the other run's module, and type where it is another; empty where both are the same.
+    """Return the other run's type and module, each where it is another.
 
     An op that one run lacks has its type, and the name of the run that has the op.
     """
     if comparison.only:
         return f"{comparison.type} (b alone)" if comparison.only == "b" else "(a alone)"
+    type = comparison.other_type if comparison.other_type != comparison.type else ""
     module = comparison.other_module if comparison.other_module != comparison.module else ""
-    return " ".join(
-        filter(None, (comparison.other_type if comparison.other_type != comparison.type else "", module))
-    )
+    return f"{type} {module}".strip()
 
 
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM = 900, 260, 50, 30

@@ -31,6 +31,8 @@ Compiled = Literal["eager", "instrument"]
 Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[..., Any]"
 
 
+INPUT_ROLES = ("input", "weight")
+"""Roles of what ops read."""
 OUTPUT_ROLES = ("output", "gradient", "weight gradient")
 """Roles of what ops give."""
 _HERE = str(Path(__file__).parent)
@@ -97,10 +99,15 @@ class Run:
                 executions.setdefault(entry.execution, []).append(entry)
         return executions
 
-    def read(self, index: int, execution: int, *roles: str) -> list[Entry]:
-        """Return what an op was given at an execution."""
+    def read(self, index: int, execution: int) -> list[Entry]:
+        """Return the inputs and weights that an op read at an execution."""
         entries = self.by_op.get(index, ())
-        return [entry for entry in entries if entry.execution == execution and entry.role in roles]
+        return [entry for entry in entries if entry.execution == execution and entry.role in INPUT_ROLES]
+
+    def layout(self, entry: Entry) -> str | None:
+        """Return the axes of a tensor by StandardMapping; None where they have no fixed meaning."""
+        op = self.ops[entry.op]
+        return op.weight_layout if "weight" in entry.role else op.layout
 
     @property
     def framework(self) -> str:
@@ -204,7 +211,6 @@ def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
 
 _FOREACH, _FUSED = "_foreach_", "_fused_"
 """PyTorch's private prefixes: of an op on each tensor of a list, and of a whole optimizer in one op."""
-_OUTPUT = "output"
 
 
 def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op], list[Entry]]:
@@ -216,35 +222,27 @@ def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op],
     # One run may call an optimizer's op per parameter and the other once for a list: as single ops both
     # compare.
     over_lists = {i for i, op in enumerate(ops) if op.type.startswith((_FOREACH, _FUSED))}
-    if not over_lists:
-        return list(ops), list(entries)
     # New ops come last: the positions of all others stay those of the dump.
-    all_ops, all_entries, waiting = list(ops), [], defaultdict(list)
-    for entry in entries:
-        if entry.op in over_lists:
-            waiting[entry.op].append(entry)
-        else:
-            all_entries.append(entry)
-    for index, list_entries in waiting.items():
+    all_ops, all_entries = list(ops), [entry for entry in entries if entry.op not in over_lists]
+    for index in sorted(over_lists):
         lists: dict[tuple[int, str, int], list[Entry]] = defaultdict(list)
-        for entry in list_entries:
-            lists[entry.execution, entry.role, entry.position].append(entry)
+        for entry in entries:
+            if entry.op == index:
+                lists[entry.execution, entry.role, entry.position].append(entry)
         singles: dict[tuple[int, int], int] = {}
         for (execution, role, position), tensors in lists.items():
-            if role != _OUTPUT:
+            if role != "output":
                 continue
             for number, tensor in enumerate(tensors):
                 single = singles.setdefault((position, number), len(all_ops))
                 if single == len(all_ops):
                     all_ops.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
-                all_entries.append(replace(tensor, op=single, position=0))
+                all_entries.append(tensor._replace(op=single, position=0))
                 all_entries += [
                     # A list of one tensor, such as the count of steps, is read with every tensor.
-                    replace(read[number if len(read) == len(tensors) else 0], op=single)
+                    read[number if len(read) == len(tensors) else 0]._replace(op=single)
                     for (read_execution, kind, _), read in lists.items()
-                    if read_execution == execution
-                    and kind in ("input", "weight")
-                    and len(read) in (1, len(tensors))
+                    if read_execution == execution and kind in INPUT_ROLES and len(read) in (1, len(tensors))
                 ]
     all_entries.sort(key=lambda entry: entry.order)
     return all_ops, all_entries
@@ -259,11 +257,12 @@ def write_bundle(path: Path, runs: Mapping[str, Run], result: DiffResult) -> Non
 
     runs: by "a", "b" and "control".  Raises AmandaError for statistics, which have no tensors, and FileError.
     """
+    dumps: dict[str, Dump] = {}
     for label, run in runs.items():
         if run.dump is None:
             raise AmandaError(f"a bundle holds dumps, and {label} is a file of statistics: {run.name}")
+        dumps[label] = run.dump
     names = {label: run.name for label, run in runs.items()}
-    dumps = {label: run.dump for label, run in runs.items() if run.dump is not None}
     with replacing(path) as part, ZipFile(part, "w") as file:
         file.writestr(_RESULT_FILE, to_json({**result.to_dict(), "runs": names}))
         for label, dump in dumps.items():
@@ -308,7 +307,6 @@ def _extract_dumps(path: Path, folder: str) -> dict[str, str]:
     return names
 
 
-_READ = ("input", "weight")
 _NEAR = 1e-5
 """Relative difference of two sums of the same numbers in another order."""
 Execution = tuple[int, int]
@@ -329,7 +327,7 @@ class DataFlow:
         for entry in sorted(run.entries, key=lambda entry: entry.order):
             if entry.role in OUTPUT_ROLES:
                 self._outputs.setdefault(content_key(entry), []).append(entry)
-            elif entry.role in _READ and not reads_shape(run.ops[entry.op]):
+            elif entry.role in INPUT_ROLES and not reads_shape(run.ops[entry.op]):
                 self._reads[content_key(entry)] = entry.order
 
     def maker(self, read: Entry) -> Entry | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -49,6 +50,12 @@ class Float64Tool(amanda.Tool):
         """Enter float64 at the first op of PyTorch."""
         if self._mode is None and str(context.namespace).startswith("pytorch"):
             self._mode = _enter_modes(self.narrow)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on what could not run in float64."""
+        names = ", ".join(sorted(self.narrow))
+        return [f"ops without float64 ran in float32: {names}"] if names else []
 
     def scope_left(self) -> None:
         """End the run in float64."""
@@ -109,10 +116,8 @@ def _enter_modes(narrow: set[str]) -> Any:
             """Run an op in place in the element type of the tensor that it writes."""
             arguments = {argument.name: argument for argument in func._schema.arguments}
             values_by_name = {**dict(zip(arguments, args, strict=False)), **kwargs}
-            written_names = {
-                name for name in values_by_name
-                if (alias := arguments[name].alias_info) is not None and alias.is_write
-            }  # fmt: skip
+            aliases = {name: arguments[name].alias_info for name in values_by_name}
+            written_names = {name for name, alias in aliases.items() if alias is not None and alias.is_write}
             written_tensors = torch_tensors(values_by_name[name] for name in written_names)
             dtype = next((x.dtype for x in written_tensors if x.is_floating_point()), None)
             if dtype is None:
@@ -149,11 +154,10 @@ def _enter_modes(narrow: set[str]) -> Any:
                 return func(*args, **(kwargs or {}))
             except RuntimeError:
                 tensors = torch_tensors((args, kwargs), structures=True)
+                dtypes = {x.dtype for x in tensors if x.is_floating_point()}
                 # Functions in Python check that types are equal, and one input is float64 already; what
                 # writes in place must not write into a copy.
-                if len({x.dtype for x in tensors if x.is_floating_point()}) < 2 or func.__name__.endswith(
-                    "_"
-                ):
+                if len(dtypes) < 2 or func.__name__.endswith("_"):
                     raise
                 with amanda.disabled():
                     wide_args = cast_floats(torch.float64, args)
@@ -166,12 +170,10 @@ def _enter_modes(narrow: set[str]) -> Any:
     return stack
 
 
-_MAX_OPS = 1 << 16
-"""Ops among which one is looked for."""
-
-
 class OpaqueTool(amanda.Tool):
     """Takes ops out of compiled code, in the order of analysis from `first` on: each calls the eager op."""
+
+    remarks = ()
 
     def __init__(self, first: int) -> None:
         super().__init__()
@@ -198,49 +200,41 @@ def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[R
     compiled alone.  Raises the error, which the program raised, where it is raised with no op compiled too.
     """
 
-    def try_from(first: int) -> Run | None:
-        """Return a run with the first ops compiled; None if it fails with an error of the same type."""
+    runs: dict[int, Run] = {}
+
+    def fails(compiled_ops: int) -> bool:
+        """Return True if the program fails with so many ops compiled, and with an error of the same type."""
         try:
-            return record((OpaqueTool, {"first": first}))
+            runs[compiled_ops] = record((OpaqueTool, {"first": compiled_ops}))
         except Exception as caught:
             if type(caught) is not type(error):
                 raise error from caught
-            return None
+            return True
+        return False
 
-    failing_run = try_from(0)
-    if failing_run is None:
+    if fails(0):
         raise error
-    # Each try runs the whole program: doubling and then halving takes twice the logarithm of the ops.
-    works, fails = 0, 1
-    while (run := try_from(fails)) is not None:
-        failing_run, works, fails = run, fails, 2 * fails
-        if fails > _MAX_OPS:
-            raise error
-    while fails - works > 1:
-        middle = (works + fails) // 2
-        run = try_from(middle)
-        if run is None:
-            fails = middle
-        else:
-            failing_run, works = run, middle
     # The tool counts analyses of forward ops, in the order in which a dump has these.
-    forward = [index for index, op in enumerate(failing_run.ops) if op.phase != "backward"]
-    return failing_run, forward[works]
+    op_count = len(_forward_ops(runs[0]))
+    # Each try runs the whole program, so the number of tries is the logarithm of the ops.
+    works = bisect_left(range(1, op_count + 1), True, key=fails)
+    if works == op_count:
+        raise error
+    return runs[works], _forward_ops(runs[works])[works]
+
+
+def _forward_ops(run: Run) -> list[int]:
+    return [index for index, op in enumerate(run.ops) if op.phase != "backward"]
 
 
 Place = tuple[str, str, str, str, int]
 """Phase, type, module and line of an op, and its number among those that are equal in these."""
 
 
-def place(ops: Sequence[Op], index: int) -> Place:
+def place_of(ops: Sequence[Op], index: int) -> Place:
     """Return the place of an op of a dump; a run of the same program has the same places."""
-    line_place = _place_of_line(ops[index])
-    return (*line_place, sum(_place_of_line(op) == line_place for op in ops[:index]))
-
-
-def _place_of_line(op: Op) -> tuple[str, str, str, str]:
-    """Return the place of an op without its number."""
-    return op.phase, op.type, op.module, op.source
+    lines = [(op.phase, op.type, op.module, op.source) for op in ops[: index + 1]]
+    return (*lines[index], lines.count(lines[index]) - 1)
 
 
 class ReplacedTool(amanda.Tool):
@@ -249,19 +243,18 @@ class ReplacedTool(amanda.Tool):
     source, op: folder of a dump with full tensors, and the index of an op in it.  target, target_op: folder
     of a dump of the program that is run now, and the index of the op in it whose values are replaced.
 
-    replaced: number of executions with replaced values.  reasons: why others have their own values.
+    reasons: why some executions have their own values.
     """
 
     def __init__(self, source: Path, op: int, target: Path, target_op: int) -> None:
         super().__init__()
-        self.replaced = 0
         self.reasons: set[str] = set()
         self._dump = Dump(source)
         self._values: dict[int, list[Entry]] = {}
         for entry in self._dump:
             if entry.op == op and entry.role in OUTPUT_ROLES:
                 self._values.setdefault(entry.execution, []).append(entry)
-        self._place = place(Dump(target).ops, target_op)
+        self._place = place_of(Dump(target).ops, target_op)
         self._places: dict[tuple[int, int | None], Place] = {}
         self._counts: Counter[tuple[str, str, str, str]] = Counter()
         self._executed = 0
@@ -269,13 +262,16 @@ class ReplacedTool(amanda.Tool):
         self.add_inst_for_op(self._replace_forward)
         self.add_inst_for_op(self._replace_backward, backward=True)
 
+    @property
+    def remarks(self) -> list[str]:
+        """Sentences on the executions whose values were not replaced."""
+        return [f"an op kept values of its own: {', '.join(sorted(self.reasons))}"] if self.reasons else []
+
     def _replace_forward(self, context: amanda.OpContext) -> None:
-        """Insert the routine after a forward op, if it is the target."""
         if self._is_target(context, context["phase"], context["type"]):
             context.insert_after_op(self._replace_outputs, dtype=context["dtype"])
 
     def _replace_backward(self, context: amanda.OpContext) -> None:
-        """Insert the routine after a backward op, if it is the target."""
         kind = context["backward_type"]
         if kind != "accumulate_grad" and self._is_target(context, "backward", kind):
             context.insert_after_backward_op(self._replace_outputs, dtype=context["dtype"])
@@ -304,7 +300,6 @@ class ReplacedTool(amanda.Tool):
             changed = list(values)
             for output, array in pairs:
                 changed[output.position] = _cast(array, output.tensor)
-            self.replaced += 1
             return changed
         return None
 

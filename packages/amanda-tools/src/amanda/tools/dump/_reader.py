@@ -17,7 +17,16 @@ from amanda.options import checked
 from amanda.tools.kit import Tensors
 from amanda.tools.libraries import numpy as np
 from amanda.tools.libraries import safetensors
-from amanda.tools.results import check_file, check_schema, in_words, made_of, parsing, read_json, read_npz
+from amanda.tools.results import (
+    check_file,
+    check_schema,
+    field_values,
+    in_words,
+    made_of,
+    parsing,
+    read_json,
+    read_npz,
+)
 from amanda.tools.stats import Statistics
 
 if TYPE_CHECKING:
@@ -120,8 +129,7 @@ class Summary:
         return cls(Statistics.from_dict(value["statistics"]), tuple(map(float, value["sample"])))
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One tensor at one execution of an op.
 
     op: index among the ops.  order: number of executions of ops before this one.  execution: of this op,
@@ -146,19 +154,13 @@ class Entry:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
-        return {
-            **{name: getattr(self, name) for name in self.__dataclass_fields__},
-            "shape": list(self.shape),
-            "summary": self.summary.to_dict(),
-        }
+        return {**self._asdict(), "shape": list(self.shape), "summary": self.summary.to_dict()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Entry:
         """Return the entry that `to_dict` described."""
         # Files of earlier versions have no batches; every other field is needed.
-        fields = {
-            name: value[name] for name in cls.__dataclass_fields__ if name in value or name != "batches"
-        }
+        fields = {name: value[name] for name in cls._fields if name in value or name != "batches"}
         fields.update(shape=tuple(value["shape"]), summary=Summary.from_dict(value["summary"]))
         # True would pass for an extent of 1.
         if not all(type(extent) is int for extent in fields["shape"]):
@@ -166,42 +168,33 @@ class Entry:
         return made_of(cls, fields)
 
 
+UNMEASURED = Summary(Statistics(), ())
+"""Stands for the summary of an entry whose summary is raw."""
+
+
 class RawEntry(NamedTuple):
-    """Fields of an `Entry` as measured: smaller and faster to create than the entry.
+    """An entry with its summary as measured, which is smaller and faster to create.
 
     numbers: the fields of `Statistics`.  sample: in the tensor's element type.
     """
 
-    op: int
-    order: int
-    execution: int
-    role: str
-    position: int
-    shape: tuple[int, ...]
-    dtype: str
+    entry: Entry
     numbers: Sequence[float]
     sample: NDArray[Any]
-    left_out: str | None = None
-    file: str | None = None
-    key: str | None = None
-    batches: int = 0
 
-    def entry(self) -> Entry:
-        """Return the entry of these fields."""
+    def measured(self) -> Entry:
+        """Return the entry with its summary."""
         sample = self.sample
         with np.errstate(invalid="ignore"):  # a signalling NaN
             real = np.abs(sample) if np.iscomplexobj(sample) else sample
             summary = Summary(Statistics.of_vector(self.numbers), tuple(real.astype(np.float64).tolist()))
-        return Entry(
-            self.op, self.order, self.execution, self.role, self.position, self.shape, self.dtype, summary,
-            self.file, self.key, self.left_out, self.batches,
-        )  # fmt: skip
+        return self.entry._replace(summary=summary)
 
 
 def op_to_dict(op: Op) -> dict[str, Any]:
     """Return plain values for JSON; ids as text, since 64 bits are more than some readers' numbers hold."""
-    fields = {name: getattr(op, name) for name in Op.__dataclass_fields__}
-    return {**fields, "id": f"{op.id:016x}", "of": None if op.of is None else f"{op.of:016x}"}
+    forward_id = None if op.of is None else f"{op.of:016x}"
+    return {**field_values(op), "id": f"{op.id:016x}", "of": forward_id}
 
 
 def op_from_dict(value: Mapping[str, Any]) -> Op:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import amanda
 from amanda.backend import State
 from amanda.options import NonNegativeInt, OutputFolder, PositiveInt, checked
-from amanda.tools.dump._reader import Entry, Format, Op, RawEntry
+from amanda.tools.dump._reader import UNMEASURED, Entry, Format, Op, RawEntry
 from amanda.tools.dump._writer import Writer, exact_array, summarize
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_inputs, tensors_of
 from amanda.tools.mapping import itemsize
@@ -23,11 +24,6 @@ from amanda.tools.select import SelectOptions, select
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Unpack
-
-
-def _named_axes(entry: Entry) -> list[int | str]:
-    """Return the extents of a tensor, those of the batches of a vmap by name: ["vmap 8", 3]."""
-    return [f"vmap {extent}" if i < entry.batches else extent for i, extent in enumerate(entry.shape)]
 
 
 def _shown_shape(axes: Sequence[int | str]) -> str:
@@ -65,13 +61,14 @@ class DumpResult(Result):
         """Return the row of a tensor; no moments without finite numbers."""
         stats = entry.summary.statistics
         moments = (stats.mean, stats.std, stats.least, stats.most) if stats.count else (None,) * 4
+        # The axes of batches of a vmap by name: ["vmap 8", 3].
+        axes = [f"vmap {extent}" if i < entry.batches else extent for i, extent in enumerate(entry.shape)]
         return (
             op.phase, op.type, op.module, op.source, f"{entry.role} {entry.position}", entry.execution,
-            entry.dtype, _named_axes(entry), *moments, stats.nan, stats.inf + stats.negative_inf, entry.file,
+            entry.dtype, axes, *moments, stats.nan, stats.inf + stats.negative_inf, entry.file,
         )  # fmt: skip
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return where the dump is, and how many bytes of tensors it has."""
         return {"folder": str(self.folder), "bytes": self._stored_bytes}
 
     def notes(self) -> Sequence[str]:
@@ -79,10 +76,7 @@ class DumpResult(Result):
         stored = sum(entry.file is not None for entry in self.entries)
         size = amount(self._stored_bytes, "B")
         notes = [f"{stored:,} of {len(self.entries):,} tensors, {size}, in {self.folder}."]
-        omitted: dict[str, int] = {}
-        for entry in self.entries:
-            if entry.left_out is not None:
-                omitted[entry.left_out] = omitted.get(entry.left_out, 0) + 1
+        omitted = Counter(entry.left_out for entry in self.entries if entry.left_out is not None)
         notes += [f"{count:,} more have summaries only because of {why}." for why, count in omitted.items()]
         if self.failure:
             notes.append(f"The folder lacks the last tensors: {self.failure}.")
@@ -91,8 +85,6 @@ class DumpResult(Result):
 
 Keep = Literal["no", "summary", "full"]
 
-# The first fields of `RawEntry`.
-_Facts = tuple[int, int, int, str, int, tuple[int, ...], str]
 # Bytes of a tensor that is fetched, and summarised on the host, faster than it is where it lies.
 _HOST_BYTES = 1 << 18
 
@@ -197,7 +189,6 @@ class DumpTool(TensorTool[_IndexedOp]):
         ))  # fmt: skip
 
     def _indexed_op(self, op: Op) -> _IndexedOp:
-        """Add an op to the index, and return it with its index."""
         return _IndexedOp(op.phase, op.type, op.module, op.source, self._writer.add_op(op))
 
     def _record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
@@ -215,21 +206,22 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
         """Add the tensors of executions of many ops."""
-        pending: list[tuple[Any, NDArray[Any] | None, str | None, _Facts, int]] = []
+        pending: list[tuple[Any, NDArray[Any] | None, Entry]] = []
         for record, tensors, execution in observed:
             for op_tensor in tensors:
                 keep = self._keeps[op_tensor.role.split()[-1]]
                 if keep != "no":
                     source, shape, stored, left_out = self._select_data(op_tensor, keep)
-                    tensor = op_tensor.role, op_tensor.position, shape, op_tensor.dtype
-                    facts = record.index, self._order, execution, *tensor
-                    pending.append((source, stored, left_out, facts, op_tensor.batches))
+                    entry = Entry(
+                        record.index, self._order, execution, op_tensor.role, op_tensor.position, shape,
+                        op_tensor.dtype, UNMEASURED, left_out=left_out, batches=op_tensor.batches,
+                    )  # fmt: skip
+                    pending.append((source, stored, entry))
             self._order += 1
         # All at once: an accumulator measures the tensors of many ops together.
         summaries = summarize([source for source, *_ in pending])
-        measured = zip(pending, summaries, strict=True)
-        for (_, stored, left_out, facts, batches), (numbers, sample) in measured:
-            self._writer.add(RawEntry(*facts, numbers, sample, left_out, batches=batches), stored)
+        for (_, stored, entry), (numbers, sample) in zip(pending, summaries, strict=True):
+            self._writer.add(RawEntry(entry, numbers, sample), stored)
 
     def _select_data(
         self, op_tensor: OpTensor, keep: Keep
@@ -242,7 +234,11 @@ class DumpTool(TensorTool[_IndexedOp]):
         shape = tensors.extents(op_tensor.tensor) if source is None else source.shape
         # A type without a known size counts as the widest.
         size = prod(shape) * (itemsize(op_tensor.dtype) or 8)
-        left_out = self._exceeded_limit(size) if keep == "full" else None
+        left_out = None
+        if keep == "full" and size > self._max_tensor_bytes:
+            left_out = "max_tensor_bytes"
+        elif keep == "full" and self._bytes + size > self._max_bytes:
+            left_out = "max_bytes"
         is_stored = keep == "full" and left_out is None
         # What is stored is copied to the host anyway, and then summarised there.
         on_host = is_stored or (source is None and size <= _HOST_BYTES)
@@ -255,12 +251,6 @@ class DumpTool(TensorTool[_IndexedOp]):
             stored = None
         self._bytes += 0 if stored is None else stored.nbytes
         return source, shape, stored, left_out
-
-    def _exceeded_limit(self, size: int) -> str | None:
-        """Return the option that excludes a tensor of this many bytes; None if the tensor fits."""
-        if size > self._max_tensor_bytes:
-            return "max_tensor_bytes"
-        return "max_bytes" if self._bytes + size > self._max_bytes else None
 
 
 def _parameters(context: amanda.OpContext) -> tuple[tuple[int, str], ...]:

@@ -63,18 +63,13 @@ def exact_array(tensor: Any) -> NDArray[Any] | None:
 
 def _sample(tensor: Any) -> NDArray[Any]:
     """Return numbers at even distances in the order of indexing."""
-    dense = tensor
-    if not isinstance(dense, np.ndarray):
-        tensors = tensors_of(tensor)
-        dense = tensors.shared(tensor)
-        if dense is None:
-            dense = tensors.dense(tensor)
+    tensors = tensors_of(tensor)
+    array = tensor if isinstance(tensor, np.ndarray) else tensors.shared(tensor)
+    if array is None:
+        dense = tensors.dense(tensor)
         size = 0 if dense is None else prod(tensors.extents(dense))
-        if not size:
-            return np.empty(0)
-        if not isinstance(dense, np.ndarray):
-            return tensors.exact(tensors.at(dense, _sample_positions(size).tolist()))
-    sample: NDArray[Any] = dense.reshape(-1)[_sample_positions(dense.size)]
+        return tensors.exact(tensors.at(dense, _sample_positions(size).tolist())) if size else np.empty(0)
+    sample: NDArray[Any] = array.reshape(-1)[_sample_positions(array.size)]
     return sample
 
 
@@ -158,19 +153,20 @@ class Writer:
         with _LOCK:
             # An entry names its file before that is written, so the name alone proves nothing.
             shard = self._shard_name() if self._waiting else ""
-            written = (_without_tensor(e) if e.file == shard else e for e in self._raw_entries)
-            return [entry.entry() for entry in written]
+            return [_without_tensor_in(shard, entry).measured() for entry in self._raw_entries]
 
-    def add(self, entry: RawEntry, array: NDArray[Any] | None = None) -> None:
+    def add(self, raw: RawEntry, array: NDArray[Any] | None = None) -> None:
         """Add an entry, with its tensor if that is stored."""
         with _LOCK:
-            self._raw_entries.append(entry if array is None else self._add_tensor(entry, array))
+            if array is not None:
+                raw = raw._replace(entry=self._add_tensor(raw.entry, array))
+            self._raw_entries.append(raw)
             self._changed = True
             is_due = self._bytes >= SHARD or monotonic() >= self._next_write
         if is_due:
             self.flush()
 
-    def _add_tensor(self, entry: RawEntry, array: NDArray[Any]) -> RawEntry:
+    def _add_tensor(self, entry: Entry, array: NDArray[Any]) -> Entry:
         """Keep a tensor for the next file; return the entry with the names of file and tensor."""
         op = self.ops[entry.op]
         name = f"{len(self._raw_entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
@@ -181,7 +177,6 @@ class Writer:
         return entry._replace(dtype=array.dtype.name, file=self._shard_name(), key=key)
 
     def _shard_name(self) -> str:
-        """Return the name of the next file with tensors."""
         return f"tensors-{self._shards:05d}.{self._form}"
 
     def flush(self) -> None:
@@ -206,7 +201,7 @@ class Writer:
         # Keeping more would fill the memory while the disk stays full.
         if self._bytes >= SHARD:
             shard = self._shard_name()
-            self._raw_entries = [_without_tensor(e) if e.file == shard else e for e in self._raw_entries]
+            self._raw_entries = [_without_tensor_in(shard, entry) for entry in self._raw_entries]
             self._waiting, self._bytes = {}, 0
         self._next_write = monotonic() + _SECONDS
 
@@ -221,7 +216,7 @@ class Writer:
             self._waiting, self._bytes = {}, 0
             self._shards += 1
         # Only new entries become text, or each write would take longer than the one before.
-        self._texts += [to_json(entry.entry().to_dict()) for entry in self._raw_entries[len(self._texts) :]]
+        self._texts += [to_json(raw.measured().to_dict()) for raw in self._raw_entries[len(self._texts) :]]
         index = to_json({
             "schema": f"amanda.{NAME}", "version": VERSION,
             "ops": [op_to_dict(op) for op in self.ops],
@@ -262,18 +257,17 @@ class Writer:
     def _remove_older_dump(self) -> None:
         """Remove an older dump: its index, and what else has a name that a dump gives to files."""
         names = [path.name for path in self.folder.iterdir()]
-        for name in (
-            INDEX,
-            INCOMPLETE,
-            *filter(is_tensor_file, names),
-            *(name for name in names if _is_leftover(name, part=True)),
-        ):
-            (self.folder / name).unlink(missing_ok=True)
+        # The index first, which must not name files that are gone.
+        for name in (INDEX, *names):
+            if name == INDEX or is_tensor_file(name) or _is_leftover(name, part=True):
+                (self.folder / name).unlink(missing_ok=True)
 
 
-def _without_tensor(entry: RawEntry) -> RawEntry:
-    """Return an entry whose tensor is not written."""
-    return entry._replace(file=None, key=None, left_out=FAILED)
+def _without_tensor_in(shard: str, raw: RawEntry) -> RawEntry:
+    """Return an entry whose tensor is not written if it is in a file; any other entry as it is."""
+    if raw.entry.file != shard:
+        return raw
+    return raw._replace(entry=raw.entry._replace(file=None, key=None, left_out=FAILED))
 
 
 def _is_leftover(name: str, part: bool = False) -> bool:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops._cost import OpCost, are_known, shape_of
+from amanda.tools.flops._cost import Extents, OpCost, are_known, shape_of
 from amanda.tools.flops._table import CONTRACTIONS
 from amanda.tools.flops._tangents import TANGENT, has_tangents, tangent_place
 from amanda.tools.kit import leaves
@@ -19,24 +18,6 @@ MAX_COSTS = 16 * MAX_SHAPES
 """Costs that are remembered, of all ops together."""
 RECOMPUTATION = "recomputation"
 """The phase of what a framework runs again in the backward pass, as a checkpoint does."""
-
-
-class Extents:
-    """A tensor of which the shape and the element type are known, and nothing else."""
-
-    __slots__ = ("dtype", "shape")
-
-    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape = shape
-        self.dtype = dtype
-
-    def dim(self) -> int:
-        """Return the rank."""
-        return len(self.shape)
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return prod(self.shape)
 
 
 class ShapedContext(dict[str, Any]):
@@ -107,15 +88,14 @@ class ShapeCounts(amanda.ShapeTally):
         # A backward op may have no gradient at its analysis; its tensors then have the element type of the
         # forward op.
         dtypes = [getattr(value, "dtype", None) for value in leaves(sides)]
-        self._dtype: Any = next(
-            (dtype for dtype in dtypes if dtype is not None), None if forward is None else forward._dtype
-        )
+        forward_dtype = None if forward is None else forward._dtype
+        self._dtype: Any = next((dtype for dtype in dtypes if dtype is not None), forward_dtype)
         # A gradient that this pass does not make another pass may.
         absent = None if forward is None else self._dtype
         builders = [[_stand_in_builder(value, absent) for value in side] for side in sides]
-        self._builders: list[list[Callable[[Any], Any]]]
         # A cost of gradients is decided by the shapes of the forward op as well, so a backward op counts all
         # four sides.
+        self._builders: list[list[Callable[[Any], Any]]]
         self._builders = builders if forward is None else [*forward._builders, *builders]
         names = (context.get_forward_op_type(), context["type"], context["in_place"])
         op_key = names if forward is None else forward.key
@@ -155,10 +135,6 @@ class ShapeCounts(amanda.ShapeTally):
         if self._recomputed is not None:
             self._recomputed.clear()
 
-    def settle(self) -> None:
-        """Add the costs of the executions to the result, and forget the executions."""
-        self._settle(self)
-
     def places(self) -> Iterator[OpCost]:
         """Yield where the executions are counted, those of equal shapes together."""
         yield from self._places(self)
@@ -171,24 +147,22 @@ class ShapeCounts(amanda.ShapeTally):
 
     def _places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
         """Yield a place for each set of shapes that was counted."""
-        scope, source = self._context.get_scope(), self._context.get_source()
         for shapes, calls in counted.items():
-            cost = self.cost(shapes)
-            yield OpCost(
-                cost.phase, cost.type, scope, source, calls, cost.macs, cost.flops, cost.parameters,
-                cost.bytes, cost.estimate,
-            )  # fmt: skip
+            yield self._place_of_op(self.cost(shapes), calls)
 
     def _tangent_places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
         """Yield a place for the tangents of each set of shapes that was counted and has tangents."""
         for shapes, calls in counted.items():
             if has_tangents(shapes):
                 place = tangent_place(self._shaped(shapes), self.cost(shapes), shapes)
-                scope, source = self._context.get_scope(), self._context.get_source()
-                yield replace(place, module=scope, source=source, calls=calls)
+                yield self._place_of_op(place, calls)
+
+    def _place_of_op(self, cost: OpCost, calls: int) -> OpCost:
+        # Ops with equal keys share their costs, so module and line may be those of another op.
+        module, source = self._context.get_scope(), self._context.get_source()
+        return replace(cost, module=module, source=source, calls=calls)
 
     def _shaped(self, shapes: tuple[Any, ...]) -> ShapedContext:
-        """Return the op's context with stand-ins of these shapes."""
         sides = zip(self._builders, shapes, strict=True)
         return ShapedContext(self._context, [_stand_ins(builders, side) for builders, side in sides])
 
@@ -214,10 +188,9 @@ class _RecomputationCounts(amanda.ShapeTally):
         self._counts = counts
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
-        """Count an execution with these shapes."""
         super().__call__(shapes=shapes)
         if len(self) > MAX_SHAPES:
-            self._counts.settle()
+            self._counts._settle(self._counts)
 
 
 class AnyShapeCount(amanda.Tally):
@@ -302,11 +275,8 @@ def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
 def _is_tensor(value: Any) -> bool:
     """Return True for a tensor or parameter of PyTorch's own classes."""
     # By name: PyTorch is not imported here, and the shape of a subclass may say less than its values.
-    tensor_class = type(value)
-    return (
-        tensor_class.__name__ in ("Tensor", "Parameter")
-        and tensor_class.__module__.partition(".")[0] == "torch"
-    )
+    kind = type(value)
+    return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"
 
 
 def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bool:

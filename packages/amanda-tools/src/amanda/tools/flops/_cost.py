@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,14 +12,13 @@ from math import isqrt, prod
 from typing import Any, ClassVar, NamedTuple, get_args
 
 from amanda.errors import AmandaError, did_you_mean
+from amanda.tools.mapping import TENSORFLOW_HANDLES
 from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount
 from amanda.tools.select import Phase
 
 Shape = tuple[int, ...]
 UNKNOWN = (None,)
 """The shape of a tensor whose rank is not known."""
-_HANDLES = ("resource", "variant")
-"""Types of TensorFlow's values that stand for something else, and have no elements."""
 
 
 class Cost(NamedTuple):
@@ -38,9 +37,8 @@ class Cost(NamedTuple):
 
     def with_complex(self, products: int) -> Cost:
         """Return the cost if each multiply-accumulate takes `products` of real numbers."""
-        # A complex multiply-accumulate is several real ones; other operations stay as they are counted.
-        extra_macs = (products - 1) * self.macs
-        return Cost(self.macs + extra_macs, self.flops + 2 * extra_macs)
+        # Operations that are no multiply-accumulates stay as they are counted.
+        return Cost(products * self.macs, self.flops + 2 * (products - 1) * self.macs)
 
     def part(self, share: float) -> Cost:
         """Return the part of the cost that one process pays of an op that several compute together."""
@@ -102,11 +100,6 @@ class Shapes:
     def are_known(self) -> bool:
         """True if every extent is known; in graphs some are known only at execution."""
         return are_known([*self.inputs, *self.outputs])
-
-    def by_component(self) -> Iterator[tuple[Shapes, int]]:
-        """Yield the op as it is on each component of its nested tensors, and on how many it is the same."""
-        for (inputs, outputs), count in components([self.inputs, self.outputs]):
-            yield replace(self, inputs=inputs, outputs=outputs), count
 
     @property
     def estimate(self) -> int:
@@ -201,8 +194,26 @@ def _extents(value: Any, shape: Callable[[Any], Any]) -> Any:
     if extents is None and hasattr(type(value), "shape"):
         # A handle has no elements of its own, so its size counts nothing; other tensors without rank are
         # unknown.
-        return None if getattr(getattr(value, "dtype", None), "name", "") in _HANDLES else UNKNOWN
+        return None if getattr(getattr(value, "dtype", None), "name", "") in TENSORFLOW_HANDLES else UNKNOWN
     return extents
+
+
+class Extents:
+    """A tensor of which the shape and the element type are known, and nothing else."""
+
+    __slots__ = ("dtype", "shape")
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        self.shape = shape
+        self.dtype = dtype
+
+    def dim(self) -> int:
+        """Return the rank."""
+        return len(self.shape)
+
+    def numel(self) -> int:
+        """Return the number of elements."""
+        return prod(self.shape)
 
 
 logger = logging.getLogger("amanda")
@@ -261,6 +272,7 @@ class FlopsResult(PlacesResult[OpCost]):
     _op_class = OpCost
     _summed = ("calls",)
     _order: ClassVar[str] = "FLOPs"
+    _leading = 1
     _counted: ClassVar[Sequence[Column]] = _COUNTS
 
     def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS, depth: int | None = None) -> None:
@@ -307,8 +319,11 @@ class FlopsResult(PlacesResult[OpCost]):
         phases = sorted({*get_args(Phase), *(place.phase for place in self.ops)})
         if phase is not None and phase not in phases:
             raise AmandaError(f"there is no phase {phase!r}; {did_you_mean(phase, phases)}")
-        if what in ("macs", "flops"):
-            self._warn_of_gaps()
+        # Once for each result: totals are read in loops.
+        if what in ("macs", "flops") and not self._is_warned:
+            self._is_warned = True
+            for sentence in self._gaps():
+                logger.warning("FLOPs: %s", sentence)
         return self._sum(what, phase)
 
     def _sum(self, quantity: str, phase: str | None = None) -> int:
@@ -334,11 +349,6 @@ class FlopsResult(PlacesResult[OpCost]):
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
 
-    @property
-    def _leading(self) -> int:
-        """The totals come first."""
-        return 1
-
     def _facts(self) -> Mapping[str, Any]:
         """Totals, what was not counted, and each op."""
         phases = dict.fromkeys(place.phase for place in self.ops)
@@ -354,19 +364,22 @@ class FlopsResult(PlacesResult[OpCost]):
             return [NOTHING]
         phases = dict.fromkeys(place.phase for place in self.ops)
         parts = ", ".join(f"{phase} {amount(self._sum('flops', phase))}" for phase in phases)
-        totals = ", ".join([f"{amount(self._sum('macs'))} MACs", f"{self._sum('calls'):,} calls"])
-        within = f" ({parts})" if len(phases) > 1 else ""
-        notes = [f"{amount(self._sum('flops'))} FLOPs{within}, {totals}."]
-        notes += ["A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs."]
-        return [*notes, *self._gaps()]
+        flops = f"{amount(self._sum('flops'))} FLOPs{f' ({parts})' if len(phases) > 1 else ''}"
+        return [
+            f"{flops}, {amount(self._sum('macs'))} MACs, {self._sum('calls'):,} calls.",
+            "A multiply-accumulate (MAC) of a convolution, matrix product or attention is two FLOPs.",
+            *self._gaps(),
+        ]
 
     def _gaps(self) -> Sequence[str]:
         """Return sentences on what is not counted, if anything is not."""
         sentences = []
         if unsupported := self.unsupported:
-            share = 100 * sum(unsupported.values()) / max(self._sum("calls"), 1)
-            detail = f"{share:.1f} % of the calls, which count as 0: {_listing(unsupported)}"
-            sentences.append(f"No formula, or no shapes, for {detail}.")
+            share = 100 * sum(unsupported.values()) / self._sum("calls")
+            sentences.append(
+                f"No formula, or no shapes, for {share:.1f} % of the calls, which count as 0: "
+                f"{_listing(unsupported)}."
+            )
         if unseen := self.unseen:
             total = sum(unseen.values())
             sentences.append(f"Executions of {total} ops cannot be seen, and count as 0: {_listing(unseen)}.")
@@ -377,14 +390,6 @@ class FlopsResult(PlacesResult[OpCost]):
                 f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
             )
         return sentences
-
-    def _warn_of_gaps(self) -> None:
-        """Log once what the totals leave out."""
-        if not self._is_warned:
-            # Once for each result: totals are read in loops.
-            self._is_warned = True
-            for sentence in self._gaps():
-                logger.warning("FLOPs: %s", sentence)
 
     @property
     def missing(self) -> Mapping[str, int]:

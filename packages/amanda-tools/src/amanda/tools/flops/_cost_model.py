@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import amanda
-from amanda.tools.flops._by_shape import Extents, ShapedContext
-from amanda.tools.flops._cost import Components, Cost, Formula, Shapes, are_known, components, size
+from amanda.tools.flops._by_shape import ShapedContext
+from amanda.tools.flops._cost import Components, Cost, Extents, Formula, Shapes, are_known, components, size
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, InnerCosts, costs_inside
 from amanda.tools.flops._table import (
@@ -20,11 +20,13 @@ from amanda.tools.flops._table import (
     ELEMENTWISE,
     FORMULAS,
     MOVES,
+    bytes_of,
+    factors_of_node,
     gradients_of_factors,
     traffic,
 )
 from amanda.tools.kit import leaves, torch_tensors
-from amanda.tools.mapping import MATRIX_PRODUCTS, itemsize, local, share, torch_shape, torch_word
+from amanda.tools.mapping import local, share, torch_shape
 
 
 def write_pytorch_facts(context: amanda.OpContext) -> None:
@@ -108,7 +110,6 @@ def _storage(tensor: Any) -> int | None:
         return None
 
 
-_PRODUCT = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
 _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
 """Convolutions of real numbers by which torch computes one of complex numbers."""
 
@@ -119,11 +120,10 @@ def _backward_macs(context: amanda.OpContext) -> int:
     entering_grad = next((grad for grad in entering if grad is not None), None)
     if entering_grad is None:
         return 0  # where no gradient enters none leaves
-    product = _PRODUCT.fullmatch(context.get_backward_op().__name__)
-    if product is None:
+    factors = factors_of_node(context.get_backward_op().__name__)
+    if factors is None:
         layer = _macs_of_recurrent_layer(context)
         return _macs_of_factors(context, _is_complex(entering_grad)) if layer is None else layer
-    factors = MATRIX_PRODUCTS[torch_word(product[1].lower())].factors
     first_grad, second = (grads[i] if i < len(grads) else None for i in factors)
     result_size, macs = prod(entering_grad.shape), 0
     if first_grad is not None:
@@ -155,7 +155,6 @@ def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
 
 
 def _is_complex(value: Any) -> bool:
-    """Return True for a tensor, or its extents, of a complex element type."""
     return "complex" in str(value.dtype)
 
 
@@ -198,7 +197,7 @@ def formula_of(names: tuple[str, str]) -> Formula | None:
 
 
 def is_free(context: amanda.OpContext, names: tuple[str, str]) -> bool:
-    """Return whether an op computes nothing and moves no bytes, whatever its shapes are.
+    """Return True for an op that computes nothing and moves no bytes, whatever its shapes are.
 
     Of an op that may copy, `is_always_or_never_view` has been checked.
     """
@@ -253,22 +252,6 @@ def gradient_bytes(context: ShapedContext | amanda.OpContext, grads: Sequence[An
     if _VIEW_OF_GRADIENT.fullmatch(context.get_backward_op().__name__):
         return 0
     return bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
-
-
-def bytes_of(context: ShapedContext | amanda.OpContext, values: Iterable[Any]) -> int:
-    """Return the bytes of tensors, also of those in lists."""
-    # Of a distributed tensor this process moves its own shard.
-    sizes = ((value, size(context["shape"](local(value)))) for value in leaves(values))
-    # Without a known element type float32 is assumed, as most tensors have it.
-    return sum(count * (itemsize(_type_name(context, value)) or 4) for value, count in sizes if count)
-
-
-def _type_name(context: ShapedContext | amanda.OpContext, value: Any) -> str | None:
-    """Return the name of a tensor's element type; that of extents alone is PyTorch's."""
-    if isinstance(value, Extents):
-        return str(value.dtype).removeprefix("torch.")
-    name: str | None = context["dtype"](value)
-    return name
 
 
 def write_default_facts(context: amanda.OpContext) -> None:
@@ -334,15 +317,16 @@ class OpCostModel:
         if formula is None or not has_shapes(names, shapes):
             return None
         try:
-            costs = [(formula(part), count) for part, count in shapes.by_component()]
+            costs = [
+                (formula(replace(shapes, inputs=inputs, outputs=outputs)), count)
+                for (inputs, outputs), count in components([shapes.inputs, shapes.outputs])
+            ]
         except Exception as error:  # an unusual call is not worth the user's program
             if custom is not None:
                 raise
             logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
             return None
-        # The usual case is a single component, whose cost needs no sum.
-        (first_cost, first_count), *more_costs = costs or [(Cost(), 0)]
-        total = first_cost if first_count == 1 and not more_costs else _total(costs)
+        total = _total(costs)
         # A formula of the program counts complex products as the program likes.
         return total if custom or products == 1 else total.with_complex(products)
 
@@ -415,9 +399,8 @@ class OpCostModel:
 
 
 def _total(costs: Sequence[tuple[Cost, int]]) -> Cost:
-    """Return the sum of costs, each times its count."""
-    macs = sum(cost.macs * count for cost, count in costs)
-    return Cost(macs, sum(cost.flops * count for cost, count in costs))
+    macs = sum(macs * count for (macs, _), count in costs)
+    return Cost(macs, sum(flops * count for (_, flops), count in costs))
 
 
 def _extents_of(shape: Any, dtype: Any) -> Any:

@@ -123,7 +123,7 @@ def recurrent(op: Shapes) -> Cost:
     steps = prod(op.inputs[0][:-1])
     lists = [shapes for shapes in op.inputs if isinstance(shapes, list) and len(shapes) > 1]
     if not lists and "hidden_size" in op.attributes:
-        return Cost.of_macs(steps * _packed_matrices(op))
+        return Cost.of_macs(steps * _recurrent_weight_count(op))
     parameters = lists[-1]  # the two states of an LSTM are a list too, before the parameters
     # Biases are vectors, and their additions are left out as in other counters.
     return Cost.of_macs(steps * sum(prod(shape) for shape in parameters if len(shape) == 2))
@@ -132,7 +132,7 @@ def recurrent(op: Shapes) -> Cost:
 _GATES = {"lstm": 4, "gru": 3}
 
 
-def _packed_matrices(op: Shapes) -> int:
+def _recurrent_weight_count(op: Shapes) -> int:
     """Return the number of weights of a recurrent network by its sizes, without biases."""
     hidden, width = op.attributes["hidden_size"], op.attributes["input_size"]
     projected = op.attributes.get("proj_size") or 0

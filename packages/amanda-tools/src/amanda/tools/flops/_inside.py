@@ -329,11 +329,10 @@ def _is_repeatable(node: Any) -> bool:
     if written_positions:  # a list, or a dict, which may be a module's
         inputs = list(node.inputs())
         return all(inputs[i].node().kind() in _CONTAINERS for i in written_positions)
-    reads_data = any("Tensor" in str(argument.type) for argument in schema.arguments)
-    makes_tensors = any("Tensor" in str(argument.type) for argument in schema.returns)
+    reads_data = any(map(_is_of_tensors, schema.arguments))
+    makes_tensors = any(map(_is_of_tensors, schema.returns))
     return bool(schema.returns) and (kind in _READERS_OF_METADATA or not (reads_data or makes_tensors))
 
 
 def _is_of_tensors(argument: Any) -> bool:
-    """Return True for an argument of a schema that is a tensor, or a list of them."""
     return "Tensor" in str(argument.type)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 from amanda.tools.flops import _formulas as of
-from amanda.tools.flops._cost import Formula, table
+from amanda.tools.flops._cost import Extents, Formula, size, table
 from amanda.tools.flops._formulas import no_cost, operations, product_at, products, visits
-from amanda.tools.mapping import CONVOLUTIONS, MATRIX_PRODUCTS, PRODUCTS, TRANSPOSED_CONVOLUTIONS
+from amanda.tools.kit import leaves
+from amanda.tools.mapping import (
+    CONVOLUTIONS,
+    MATRIX_PRODUCTS,
+    PRODUCTS,
+    TRANSPOSED_CONVOLUTIONS,
+    itemsize,
+    local,
+    torch_word,
+)
 
 COPIES = frozenset(
     """
@@ -74,6 +84,15 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Attention has gradients of another cost than its forward pass, and a formula of its own.
 CONTRACTIONS = frozenset([*PRODUCTS, *_RECURRENT]) - {"scaled_dot_product_attention"}
 """Words of ops each of whose gradients takes as many multiply-accumulates as the op itself."""
+
+
+_PRODUCT_NODE = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
+
+
+def factors_of_node(name: str) -> Sequence[int] | None:
+    """Return the positions of the two factors of a product by the name of PyTorch's node; else None."""
+    node = _PRODUCT_NODE.fullmatch(name)
+    return None if node is None else MATRIX_PRODUCTS[torch_word(node[1].lower())].factors
 
 
 def gradients_of_factors(word: str, gradients: Sequence[Any]) -> int:
@@ -274,3 +293,17 @@ def traffic(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int
     if in_place:
         return other_inputs + min(written, other_inputs or written)
     return written + min(first, written) + other_inputs
+
+
+def bytes_of(context: Any, values: Iterable[Any]) -> int:
+    """Return the bytes of tensors, also of those in lists.  context: of the op, maybe a `ShapedContext`."""
+    total = 0
+    for value in leaves(values):
+        # Of a distributed tensor this process moves its own shard.
+        if count := size(context["shape"](local(value))):
+            # The element type of extents alone is PyTorch's.
+            is_extents = isinstance(value, Extents)
+            name = str(value.dtype).removeprefix("torch.") if is_extents else context["dtype"](value)
+            # Without a known element type float32 is assumed, as most tensors have it.
+            total += count * (itemsize(name) or 4)
+    return total

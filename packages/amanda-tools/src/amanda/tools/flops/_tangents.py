@@ -15,9 +15,8 @@ from math import prod
 from typing import Any
 
 from amanda.tools.flops._cost import Cost, OpCost, shape_of, size
-from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, MOVES
-from amanda.tools.kit import leaves
-from amanda.tools.mapping import MATRIX_PRODUCTS, PRODUCTS, itemsize, torch_word
+from amanda.tools.flops._table import CONTRACTIONS, ELEMENTWISE, MOVES, bytes_of, factors_of_node
+from amanda.tools.mapping import PRODUCTS
 
 TANGENT = "tangent"
 """The phase of what forward-mode derivatives compute beside an op."""
@@ -29,7 +28,6 @@ Components = Mapping[Levels, Mapping[int, int]]
 _ATTENTION = "scaled_dot_product_attention"
 _LINEAR = re.compile(r"_?fft_.*")
 """Ops that are linear in their one tensor, so that a tangent takes what the op takes."""
-_PRODUCT_NODE = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
 
 
 def has_tangents(shapes: Any) -> bool:
@@ -49,21 +47,17 @@ def tangent_place(context: Any, place: OpCost, shapes: Sequence[Any]) -> OpCost:
     inputs = [_components(shape) for shape in shapes[0]]
     cost = _backward_cost(context, place, shapes) if is_backward else _cost(context, place, shapes[0])
     macs, flops = cost or (None, None)
-    values = [context.get_grad_outputs(), context.get_grad_inputs()] if is_backward else [
-        context.get_inputs(), context.get_outputs(),
-    ]  # fmt: skip
+    if is_backward:
+        values = [context.get_grad_outputs(), context.get_grad_inputs()]
+    else:
+        values = [context.get_inputs(), context.get_outputs()]
     sides = [_components(shape) for side in shapes[2:] for shape in side] if is_backward else inputs
     count = sum(_samples([batches]) for levels, batches in _closure(sides).items() if levels)
-    moved = sum(size(context["shape"](value)) * _itemsize(value) for value in leaves(values)) * count
     return replace(
-        place, phase=TANGENT, calls=0, macs=macs, flops=flops, bytes=place.bytes and moved,
+        place, phase=TANGENT, calls=0, macs=macs, flops=flops,
+        bytes=place.bytes and bytes_of(context, values) * count,
         estimate=place.estimate if cost is None else 0,
     )  # fmt: skip
-
-
-def _itemsize(value: Any) -> int:
-    """Return the bytes of an element; of one of an unknown type those of float32, as most tensors have it."""
-    return itemsize(str(getattr(value, "dtype", "")).removeprefix("torch.")) or 4
 
 
 def _cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
@@ -105,8 +99,7 @@ def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost |
     factors = PRODUCTS[word].factors if word in CONTRACTIONS and word in PRODUCTS else ()
     if len(factors) != 2 or context.get_backward_order() > 1:
         return None
-    node = _PRODUCT_NODE.fullmatch(context.get_backward_op().__name__)
-    positions = factors if node is None else MATRIX_PRODUCTS[torch_word(node[1].lower())].factors
+    positions = factors_of_node(context.get_backward_op().__name__) or factors
     gradient = _components(next(shape for shape in entering if shape is not None))
     # The gradient of a factor is the product of the entering gradient and the other factor.
     others = [
@@ -168,7 +161,6 @@ def _tangents(values: Sequence[Components]) -> list[int]:
 
 
 def _others(values: Sequence[Components], index: int) -> Iterator[Mapping[int, int]]:
-    """Yield the batches of all values but one."""
     return (value[frozenset()] for i, value in enumerate(values) if i != index and frozenset() in value)
 
 

@@ -140,7 +140,7 @@ class FlopsTool(amanda.Tool):
         op.clear()
 
     def _shared_counts(self, context: amanda.OpContext, op: _Counts) -> _Counts:
-        """Return the counts of ops with this id and key: those of an earlier analysis, else `op`."""
+        # Counts of an earlier analysis with this id and key go on.
         return self._ops.setdefault(context.get_op_id(), {}).setdefault(op.key, op)
 
     def refused(self, action: amanda.Action, reason: str) -> None:
@@ -156,14 +156,14 @@ class FlopsTool(amanda.Tool):
         # Analyses nest as calls do: if the number has grown when the op ends, ops within it were counted.
         context["computing"] = self._computing_ops
         if not are_known(shape_of(value, context["shape"]) for value in context.get_inputs()):
-            context.insert_before_op(self._record_input_shapes, shape=context["extents"])
+            context.insert_before_op(self._record_shapes, shape=context["extents"], key="inputs")
 
     def _note_unknown_gradients(self, context: amanda.OpContext) -> None:
         """Record the shapes of incoming gradients at each execution, if analysis does not know them."""
         context["computing"] = self._computing_ops
         if context.get("cost") is _COST_AT_EXECUTION:
-            key = context.get_backward_op_id()
-            context.insert_before_backward_op(self._record_gradient_shapes, shape=context["extents"], key=key)
+            key = f"entering {context.get_backward_op_id()}"
+            context.insert_before_backward_op(self._record_shapes, shape=context["extents"], key=key)
 
     def _analyze_forward(self, context: amanda.OpContext) -> None:
         """Compute the cost of an op, and insert the routine that counts its executions."""
@@ -260,7 +260,6 @@ class FlopsTool(amanda.Tool):
         context.insert_after_op(self._shared_counts(context, counted), outputs=[])
 
     def _place_at_shapes(self, context: ShapedContext, shapes: tuple[Any, ...]) -> OpCost:
-        """Return the place that counts executions with the shapes of a context."""
         op = shapes_of(context, context.get_inputs(), context.get_outputs())
         return self._place_with_cost(context, (context.get_forward_op_type(), context["type"]), op)
 
@@ -283,16 +282,15 @@ class FlopsTool(amanda.Tool):
 
     def _analyze_backward(self, context: amanda.OpContext) -> None:
         """Compute the cost of a backward op, and insert the routine that counts its executions."""
-        kind = context["backward_type"]
-        place = OpCost("backward", kind, context.get_scope(), context.get_source())
         # The forward op did not run: a framework drops ops of which the gradient alone is used.
         if "cost" not in context:
             context["cost"], context["estimate"] = self._cost_of_skipped_op(context), 0
+        kind = context["backward_type"]
         if context["cost"] is _COST_AT_EXECUTION:
-            place.macs = place.flops = None
-            key = context.get_backward_op_id()
-            count = self._count_gradient_shapes
-            context.insert_after_backward_op(count, place=place, context=context, key=key)
+            key = f"entering {context.get_backward_op_id()}"
+            context.insert_after_backward_op(
+                self._count_gradient_shapes, place=_place_without_cost(context), context=context, key=key
+            )
             return
         is_function = kind == f"{context['type']}_backward" and context["is_function"]
         name = f"{context.get_forward_op_type()}_backward"
@@ -308,14 +306,13 @@ class FlopsTool(amanda.Tool):
         self, context: ShapedContext | amanda.OpContext, shapes: tuple[Any, ...] = ()
     ) -> OpCost:
         """Return the place that counts executions of a backward op with the shapes of a context."""
-        kind = context["backward_type"]
-        place = OpCost("backward", kind, context.get_scope(), context.get_source())
+        place = _place_without_cost(context)
         # The cost of the forward op at these shapes, which gradients of products repeat.
         if shapes and "by_shape" in context:
             forward = context["by_shape"].cost(shapes[:2])
             context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
-        cost = self._model.cost_of_backward_op(context, kind, grads)
+        cost = self._model.cost_of_backward_op(context, place.type, grads)
         if context["is_composite"]:
             cost = Cost()
         place.macs, place.flops = cost or (None, None)
@@ -336,9 +333,9 @@ class FlopsTool(amanda.Tool):
             op = ShapeCounts(context, sides, self._gradient_place, self._costs, self._settle_counts, forward)
             context.insert_after_backward_op(self._shared_counts(context, op), grad_inputs=[])
             return
-        unknown = OpCost("backward", kind, place.module, place.source, macs=None, flops=None)
         # The cost came from a run of inner operators at the first shapes, and holds for no others.
-        counter = FirstShapeCount(place, self._shared_place(unknown), self._shared_place)
+        unknown = self._shared_place(_place_without_cost(context))
+        counter = FirstShapeCount(place, unknown, self._shared_place)
         context.insert_after_backward_op(counter.count, grad_inputs=[])
 
     def _is_decided_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:
@@ -355,15 +352,13 @@ class FlopsTool(amanda.Tool):
         shapes = shapes_of(context, context.get_inputs(), context.get_outputs() or [])
         names = (context.get_forward_op_type(), context["type"])
         products = context["complex_products"] = self._model.complex_products(context)
-        if not shapes.are_known:
-            return None
         return self._model.cost_of_op(names, shapes, context.get_source(), products)
 
     @staticmethod
     @amanda.observer
-    def _record_input_shapes(*inputs: Any, shape: Any, run: dict[str, Any], recomputed: bool) -> None:
-        """Record the shapes of an execution's inputs, for when it ends."""
-        run["shapes"] = [shape_of(value, shape) for value in inputs]
+    def _record_shapes(*values: Any, shape: Any, key: str, run: dict[str, Any], recomputed: bool) -> None:
+        """Record the shapes of inputs, or of gradients that enter, for when the execution ends."""
+        run[key] = [shape_of(value, shape) for value in values]
 
     @amanda.observer
     def _count_execution_shapes(
@@ -371,7 +366,7 @@ class FlopsTool(amanda.Tool):
         run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
         """Count an execution whose shapes are known only now."""
-        pairs = zip(run.pop("shapes", shapes.inputs), shapes.inputs, strict=True)
+        pairs = zip(run.pop("inputs", shapes.inputs), shapes.inputs, strict=True)
         inputs = [analysed if executed is None else executed for executed, analysed in pairs]
         output_shapes = [shape_of(value, context["extents"]) for value in outputs]
         key = str((inputs, output_shapes))
@@ -390,25 +385,17 @@ class FlopsTool(amanda.Tool):
         # For backward ops of this execution, which need the shapes of their forward op.
         run["op"] = names, op
 
-    @staticmethod
-    @amanda.observer
-    def _record_gradient_shapes(*grads: Any, shape: Any, key: int, run: dict[str, Any]) -> None:
-        """Record the shapes of the gradients that enter a backward op.  key: id of the op."""
-        run[f"entering {key}"] = [shape_of(grad, shape) for grad in grads]
-
     @amanda.observer
     def _count_gradient_shapes(
-        self, *grads: Any, place: OpCost, context: amanda.OpContext, key: int, run: dict[str, Any]
+        self, *grads: Any, place: OpCost, context: amanda.OpContext, key: str, run: dict[str, Any]
     ) -> None:
         """Count an execution of a backward op whose shapes are known only now."""
         leaving = [shape_of(grad, context["extents"]) for grad in grads]
         names, op = run.get("op", ((), None))
-        entering = run.pop(f"entering {key}", ())
+        entering = run.pop(key, ())
         place = self._shared_place(replace(place), str((op, entering, leaving)))
         if not place.calls:
-            cost = None
-            if op is not None:
-                cost = self._model.cost_of_gradients(context, names, op, entering, leaving)
+            cost = op and self._model.cost_of_gradients(context, names, op, entering, leaving)
             place.macs, place.flops = cost or (None, None)
             place.bytes = 4 * elements([*entering, *leaving])
         place.calls += 1
@@ -422,6 +409,12 @@ class FlopsTool(amanda.Tool):
         if not recomputed:
             return place
         return self._shared_place(replace(place, phase=RECOMPUTATION, calls=0), shapes)
+
+
+def _place_without_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
+    """Return the place of a backward op, of unknown cost so far."""
+    names = context["backward_type"], context.get_scope(), context.get_source()
+    return OpCost("backward", *names, macs=None, flops=None)
 
 
 def _add_counts(places: dict[Hashable, OpCost], op: _Counts) -> None:

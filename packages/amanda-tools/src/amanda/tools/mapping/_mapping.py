@@ -299,6 +299,15 @@ UNINITIALISED = frozenset(
 )  # fmt: skip
 """Types of ops whose outputs are what was in memory before."""
 
+CALLING_OPS = frozenset(
+    """
+    Case For If Loop MapDefun PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall
+    StatelessCase StatelessIf StatelessWhile SymbolicGradient While closed_call cond core_call
+    custom_jvp_call custom_vjp_call jit pjit remat scan shard_map while
+    """.split()
+)
+"""Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
+
 
 _SHARED = """
     add sub rsub mul div floor_divide remainder pow neg abs matmul addmm linear eq ne lt le gt ge bitwise_not

@@ -77,6 +77,9 @@ IN_PLACE = frozenset({
 READS = frozenset({"ReadVariableOp", "VariableV2", "Variable"})
 """Types that give what a variable holds."""
 
+HANDLES = ("resource", "variant")
+"""Element types of handles: of what variables, lists, iterators and optional values hold."""
+
 PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
 """Types that give all of their first input, in another form maybe."""
 

@@ -7,16 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, place_text
 
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
 
 
-def _op_text(kind: str, module: str, phase: str, source: str, step: int) -> str:
-    """Return the place of an op in words: "softmax in encoder.0 (forward), model.py:12, step 3"."""
-    op_text = f"{kind}{f' in {module}' if module else ''} ({phase})"
-    return ", ".join(filter(None, (op_text, source, f"step {step:,}")))
+FindingKey = tuple[Any, ...]
+"""Findings with equal keys are repeats of one."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +38,11 @@ class Finding:
 
     def __str__(self) -> str:
         return self.sentence
+
+    @property
+    def key(self) -> FindingKey:
+        """The place of the op, and True for NaN, False for Inf alone."""
+        return self.phase, self.type, self.module, self.source, self.makes_nan
 
     @property
     def makes_nan(self) -> bool:
@@ -66,12 +69,13 @@ class Finding:
     @property
     def sentence(self) -> str:
         """The op, its module, line and step, how much it gave of NaN or Inf, and what its inputs were."""
-        op_text = _op_text(self.type, self.module, self.phase, self.source, self.step)
+        place = place_text(self.type, self.module, self.phase, self.source)
         inputs = [f"input {i} was {summary}" for i, summary in self.inputs.items()]
         more = [f"{len(inputs) - _NAMED:,} more inputs"] if len(inputs) > _NAMED else []
         outputs = [summary for summary in self.outputs.values() if summary.nan or not self.makes_nan]
         return (
-            f"First {'NaN' if self.makes_nan else 'Inf'}: {op_text}: output has {outputs[0].counts_text}; "
+            f"First {'NaN' if self.makes_nan else 'Inf'}: {place}, step {self.step:,}: "
+            f"output has {outputs[0].counts_text}; "
             f"{'; '.join([*inputs[:_NAMED], *more]) or 'no input is a floating tensor'}"
         )
 
@@ -97,12 +101,17 @@ class Entered:
         return self.sentence
 
     @property
+    def key(self) -> FindingKey:
+        """The tensor, and the place of the op that read it."""
+        return self.what, self.module, self.source
+
+    @property
     def sentence(self) -> str:
         """The tensor, how much of it is NaN, and module, line and step of the op that read it first."""
-        place = _op_text("read", self.module, self.phase, self.source, self.step)
+        place = place_text("read", self.module, self.phase, self.source)
         return (
-            f"First NaN: {self.what} has {self.summary.counts_text}, {place}; no op gave NaN before; it is "
-            f"{self.summary}"
+            f"First NaN: {self.what} has {self.summary.counts_text}, {place}, step {self.step:,}; "
+            f"no op gave NaN before; it is {self.summary}"
         )
 
 
@@ -132,7 +141,8 @@ class NanResult(Result):
         skipped: int = 0,
         inf: bool = False,
     ) -> None:
-        self.findings = tuple(findings)
+        # In one order, so that `first` and the sentence name the same op, also of merged results.
+        self.findings = tuple(sorted(findings, key=lambda finding: finding.execution))
         self.executions = executions
         self.passed_on = passed_on
         self.entered = tuple(entered)
@@ -142,29 +152,34 @@ class NanResult(Result):
     def first(self) -> Finding | None:
         """Return the first op that produced NaN, else the first that produced Inf, which may be intended."""
         # NaN first: Inf is often meant, as in masks of attention.
-        return next(
-            (finding for finding in self.findings if finding.makes_nan), next(iter(self.findings), None)
-        )
+        of_nan = [finding for finding in self.findings if finding.makes_nan]
+        return next(iter([*of_nan, *self.findings]), None)
 
     @property
     def sentence(self) -> str:
         """The answer: where the first NaN, else the first Inf, comes from, or that there is none."""
         origins = [origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan]
         origin = next(iter(origins), self.first)
-        if origin is None:
-            unread = "; not every output was read" * bool(self.remarks)
-            ran = f"{self.executions:,} ops ran; none produced {self._sought}{unread}."
-            return ran if self.executions else NOTHING
-        return f"{origin.sentence}."
+        if origin is not None:
+            return f"{origin.sentence}."
+        if not self.executions:
+            return NOTHING
+        unread = "; not every output was read" * bool(self.remarks)
+        outcome = f"none produced {self._sought}"
+        if self._skipped:
+            outcome = (
+                f"gradients overflowed in {self._skipped_steps}; no op of other steps produced {self._sought}"
+            )
+        return f"{self.executions:,} ops ran; {outcome}{unread}."
 
     @property
     def _leading(self) -> int:
-        """The number of notes above the table: the answer, and what followed from it."""
+        # The answer, and what followed from it.
         return 1 + bool(self._consequences)
 
     @property
     def _shows_table(self) -> bool:
-        """True if there is more than the one op that the sentence names."""
+        # The sentence tells of one op all that the table would.
         return len(self._origins()) > 1
 
     @property
@@ -172,20 +187,20 @@ class NanResult(Result):
         return "NaN or Inf" if self._inf else "NaN"
 
     @property
+    def _skipped_steps(self) -> str:
+        return f"{self._skipped:,} step{'s' * (self._skipped > 1)} that a GradScaler skipped"
+
+    @property
     def _consequences(self) -> Sequence[Entered]:
         return [entry for entry in self.entered if entry.is_consequence]
 
     def _origins(self) -> list[Finding | Entered]:
         """Return the ops and tensors at which NaN or Inf begins, in the order of execution; each op once."""
-        origins: dict[tuple[str, ...], Finding | Entered] = {}
+        origins: dict[FindingKey, Finding | Entered] = {}
         beginnings: list[Finding | Entered] = [entry for entry in self.entered if not entry.is_consequence]
         beginnings += self.findings
         for origin in sorted(beginnings, key=lambda beginning: beginning.execution):
-            name = origin.what if isinstance(origin, Entered) else f"{origin.type} {origin.makes_nan}"
-            key = origin.phase, name, origin.module, origin.source
-            first = origins.setdefault(key, origin)
-            if first is not origin and isinstance(first, Finding) and isinstance(origin, Finding):
-                origins[key] = replace(first, times=first.times + origin.times)
+            fold(origins, origin)
         return list(origins.values())
 
     def __bool__(self) -> bool:
@@ -246,36 +261,39 @@ class NanResult(Result):
             first_step = min(entry.step for entry in later)
             notes.append(f"{noun} NaN after it, from step {first_step:,}: {', '.join(names[:_NAMED])}{more}.")
         if self:
-            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs" * bool(
-                self.passed_on
-            )
-            notes.append(f"{self.executions:,} ops ran{passed_on}.")
+            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs"
+            notes.append(f"{self.executions:,} ops ran{passed_on * bool(self.passed_on)}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
             notes.append("Some inputs were Inf. Use `nan:inf` to find where Inf starts.")
         if self._dropped:
             notes.append(f"{self._dropped:,} more ops produced {self._sought}; raise `limit` to see them.")
-        if self._skipped:
-            steps = f"{self._skipped:,} steps that a GradScaler skipped"
-            notes.append(f"Not counted: ops of {steps}, whose gradients overflowed.")
+        if self._skipped and self:
+            notes.append(f"Not counted: ops of {self._skipped_steps}, whose gradients overflowed.")
         return notes
 
 
+def fold(findings: dict[FindingKey, Any], finding: Finding | Entered) -> None:
+    """Add a finding, or add the times of a repeat to the first with its key."""
+    first = findings.setdefault(finding.key, finding)
+    if first is not finding and isinstance(finding, Finding):
+        findings[finding.key] = replace(first, times=first.times + finding.times)
+
+
 def _values_text(summaries: Mapping[int, Summary]) -> str:
-    """Return what tensors hold, in the order of their positions."""
     return "; ".join(summary.values_text for summary in summaries.values())
 
 
 class ScaledBackward:
     """Findings of a scaled backward pass, deferred until the scaler has checked the gradients.
 
-    pending: findings that a scale which is too large would explain.  skipped: number of steps with such
-    findings that the scaler skipped.
+    pending: findings that a scale which is too large would explain, repeats folded.  skipped: number of
+    steps with such findings that the scaler skipped.
     """
 
     def __init__(self) -> None:
         self.is_open = False
-        self.pending: list[Finding | Entered] = []
+        self.pending: dict[FindingKey, Finding | Entered] = {}
         self.skipped = 0
         self._skipped_step: int | None = None
 
@@ -300,12 +318,12 @@ class ScaledBackward:
             or any(summary.inf for summary in finding.inputs.values())
         )
         if overflow:
-            self.pending.append(finding)
+            fold(self.pending, finding)
         return overflow
 
     def end(self, is_skipped: bool, step: int) -> list[Finding | Entered]:
         """Return the findings that no overflow of a skipped step explains.  step: its number."""
-        pending, self.pending, self.is_open = self.pending, [], False
+        pending, self.pending, self.is_open = list(self.pending.values()), {}, False
         self._skipped_step = step if is_skipped else None
         if is_skipped and pending:
             self.skipped += 1

@@ -16,7 +16,14 @@ from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit import OpTensor, folded_unread, leaves, remarks_on_packed_inputs
 from amanda.tools.libraries import numpy as np
-from amanda.tools.mapping import UNINITIALISED, MappingTool, StandardMapping
+from amanda.tools.mapping import (
+    CALLING_OPS,
+    TENSORFLOW_HANDLES,
+    TENSORFLOW_READS,
+    UNINITIALISED,
+    MappingTool,
+    StandardMapping,
+)
 from amanda.tools.nan._floats import (
     NAN,
     Dtype,
@@ -28,7 +35,7 @@ from amanda.tools.nan._floats import (
     nonfinite_flags,
     write_torch_roles,
 )
-from amanda.tools.nan._result import Entered, Finding, NanResult, ScaledBackward
+from amanda.tools.nan._result import Entered, Finding, FindingKey, NanResult, ScaledBackward, fold
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.steps import Steps
 
@@ -47,26 +54,6 @@ _MOVING_OPS = frozenset(
 )
 
 
-# Types of TensorFlow's operations that give what a variable holds, without being given its handle.
-_READING_OPS = frozenset({"VariableV2", "Variable"})
-
-# Element types of TensorFlow's handles of what variables, lists, iterators and optional values hold.
-_HANDLES = ("resource", "variant")
-
-# Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen.
-_CALLING_OPS = frozenset(
-    """
-    Case For If Loop PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall StatelessCase
-    StatelessIf StatelessWhile SymbolicGradient While closed_call cond core_call custom_jvp_call
-    custom_vjp_call jit pjit remat scan shard_map while
-    """.split()
-)
-
-
-_Key = tuple[tuple[str, str, str, str], bool]
-"""Place of an op, and True for NaN, False for Inf alone: the executions with one key are one finding."""
-
-
 class NotFiniteError(AmandaError, ArithmeticError):
     """An op produced NaN or Inf; `finding` is the op, or the input or parameter that had it."""
 
@@ -75,13 +62,8 @@ class NotFiniteError(AmandaError, ArithmeticError):
         self.finding = finding
 
     def __reduce__(self) -> tuple[type[NotFiniteError], tuple[Finding | Entered]]:
-        """Return how to make it anew: from the finding, not from the sentence."""
+        # From the finding, not from the sentence, when it is unpickled.
         return type(self), (self.finding,)
-
-
-def _read_all(values: Sequence[Any]) -> Collection[int]:
-    """Return no position: an op reads all of its inputs, unless a mapping knows better."""
-    return ()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -91,7 +73,7 @@ class _CheckedOp:
     dtype: `dtype` of StandardMapping.  moves: True if it only copies or views inputs.  reads: True if it
     reads a handle.  calls: True if it only runs other ops.  are_finite: returns True only if all elements of
     some values are finite.
-    op_id: of the forward op.  saved: returns what the backward op under way has saved, or None.
+    op_id: of the forward op.  saved: returns what the backward op under way has saved; None if unknown.
     unread: returns the positions of inputs that an execution does not read.
     """
 
@@ -101,18 +83,17 @@ class _CheckedOp:
     source: str
     dtype: Dtype
     recorder: InputRecorder
-    are_finite: Callable[[Sequence[Any]], bool]
+    are_finite: Callable[[Sequence[Any]], bool] = lambda values: False
     parameters: Mapping[int, str] = field(default_factory=dict)
     moves: bool = False
     reads: bool = False
     calls: bool = False
     op_id: int = 0
-    saved: Callable[[], Sequence[Any] | None] | None = None
-    unread: Callable[[Sequence[Any]], Collection[int]] = _read_all
+    saved: Callable[[], Sequence[Any] | None] = lambda: None
+    unread: Callable[[Sequence[Any]], Collection[int]] = lambda values: ()
 
     @property
     def place(self) -> tuple[str, str, str, str]:
-        """Phase, type, module and source: the first fields of a Finding."""
         return self.phase, self.type, self.module, self.source
 
 
@@ -153,27 +134,31 @@ class NanTool(amanda.Tool):
     @property
     def result(self) -> NanResult:
         """Return the ops that produced NaN or Inf so far."""
-        pending = self._scaled.pending
         # Lists at once, since threads may add to what is kept meanwhile.
-        kept = list(self._findings.items())
-        findings = [replace(finding, times=self._times[key]) for key, finding in kept]
-        findings += [finding for finding in pending if isinstance(finding, Finding)]
+        folded = {
+            key: replace(finding, times=self._times[key]) for key, finding in list(self._findings.items())
+        }
+        entered = dict(self._entered)
+        for finding in list(self._scaled.pending.values()):
+            fold(entered if isinstance(finding, Entered) else folded, finding)
+        findings = list(folded.values())
         # Ops that run bodies give NaN because an op in the body does, which is the better finding.
-        if not findings and not self._entered:
+        if not findings and not entered:
             findings = self._findings_of_callers
         counts = self._executions, self._passed_on, len(self._dropped) + max(len(findings) - self._limit, 0)
-        entered = [*list(self._entered.values()), *(entry for entry in pending if isinstance(entry, Entered))]
-        result = NanResult(findings[: self._limit], *counts, entered, self._scaled.skipped, self._inf)
+        result = NanResult(
+            findings[: self._limit], *counts, list(entered.values()), self._scaled.skipped, self._inf
+        )
         result.remarks = folded_unread(list(self._packed))
         return result
 
     def clear(self) -> None:
         """Delete the findings; analysed ops stay analysed."""
-        self._findings: dict[_Key, Finding] = {}
-        self._times = Counter[_Key]()
-        self._dropped: set[_Key] = set()  # beyond the limit
+        self._findings: dict[FindingKey, Finding] = {}
+        self._times = Counter[FindingKey]()
+        self._dropped: set[FindingKey] = set()  # beyond the limit
         self._findings_of_callers: list[Finding] = []  # at ops that only run others
-        self._entered: dict[tuple[str, ...], Entered] = {}
+        self._entered: dict[FindingKey, Entered] = {}
         self._executions = self._passed_on = 0
         self._begun: int | None = None  # step in which an op gave NaN first, which later ops read
         self._is_told = self._is_updated = False  # NaN has been logged; an optimizer gave NaN
@@ -195,55 +180,59 @@ class NanTool(amanda.Tool):
             return
         if role == "scale":
             context.insert_after_op(self._begin_scaled, outputs=[])
-        kind, dtype, is_eager = context["type"], context["dtype"], context.is_eager()
+        kind = context["type"]
         self._packed.update(dict.fromkeys(remarks_on_packed_inputs(context)))
-        op = _CheckedOp(
-            context["phase"], type=kind, module=context.get_scope(), source=context.get_source(), dtype=dtype,
-            recorder=InputRecorder(dtype, self._inf, context["in_place"], is_eager),
-            are_finite=context.get("are_finite", _unknown), parameters=_parameter_paths(context),
-            moves=kind in _MOVING_OPS, reads=_reads_handle(context, context.get_inputs()),
-            calls=context.get_op_type() in _CALLING_OPS, op_id=context.get_op_id(),
-            unread=context.get("unread", _read_all),
+        self._insert_checks(
+            context, context["phase"], kind, in_place=context["in_place"],
+            parameters=_parameter_paths(context), moves=kind in _MOVING_OPS,
+            reads=_reads_handle(context, context.get_inputs()),
+            calls=context.get_op_type() in CALLING_OPS, **_facts_in(context, "unread"),
         )  # fmt: skip
-        if is_eager:
-            context.insert_before_op(self._begin, op=op)
-            context.insert_after_op(self._end, op=op)
-        else:
-            context.insert_before_op(self._begin_in_graph, op=op, begins=True)
-            context.insert_after_op(self._end_in_graph, op=op)
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
         """Insert the routines that check a backward op."""
-        kind, dtype, is_eager = context["backward_type"], context["dtype"], context.is_eager()
+        kind = context["backward_type"]
         if kind == "accumulate_grad":
             return
-        recorder = InputRecorder(dtype, self._inf, in_place=False, is_eager=is_eager)
-        are_finite = context.get("are_finite", _unknown)
-        op = _CheckedOp(
-            phase="backward", type=kind, module=context.get_scope(), source=context.get_source(), dtype=dtype,
-            recorder=recorder, are_finite=are_finite,
-            reads=not is_eager and _reads_handle(context, context.get_grad_outputs() or ()),
-            calls=not is_eager and context.get_backward_op().__name__ in _CALLING_OPS,
-            op_id=context.get_op_id(), saved=context.get("saved", _unsaved) if is_eager else _unsaved,
+        if context.is_eager():
+            self._insert_checks(context, "backward", kind, **_facts_in(context, "saved"))
+            return
+        self._insert_checks(
+            context, "backward", kind,
+            reads=_reads_handle(context, context.get_grad_outputs() or ()),
+            calls=context.get_backward_op().__name__ in CALLING_OPS,
         )  # fmt: skip
+
+    def _insert_checks(
+        self, context: amanda.OpContext, phase: str, kind: str, in_place: bool = False, **facts: Any
+    ) -> None:
+        """Insert the routines that check an op, forward or backward.  facts: fields of `_CheckedOp`."""
+        dtype, is_eager = context["dtype"], context.is_eager()
+        op = _CheckedOp(
+            phase, type=kind, module=context.get_scope(), source=context.get_source(), dtype=dtype,
+            recorder=InputRecorder(dtype, self._inf, in_place, is_eager),
+            op_id=context.get_op_id(), **_facts_in(context, "are_finite"), **facts,
+        )  # fmt: skip
+        insert_before: Any = context.insert_before_op
+        insert_after: Any = context.insert_after_op
+        if context.is_backward():
+            insert_before, insert_after = context.insert_before_backward_op, context.insert_after_backward_op
         if is_eager:
-            context.insert_before_backward_op(self._begin, op=op)
-            context.insert_after_backward_op(self._end, op=op)
+            insert_before(self._begin, op=op)
+            insert_after(self._end, op=op)
         else:
-            context.insert_before_backward_op(self._begin_in_graph, op=op, begins=True)
-            context.insert_after_backward_op(self._end_in_graph, op=op)
+            insert_before(self._begin_in_graph, op=op, begins=True)
+            insert_after(self._end_in_graph, op=op)
 
     @amanda.observer
     @all_samples
     def _begin(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
-        """Record the inputs of an eager op."""
         # An eager op ends on the thread it began on.
         self._running[get_ident(), op] = op.recorder.record(values, batches)
 
     @amanda.observer
     @all_samples
     def _end(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
-        """Check the outputs of an eager op."""
         self._check_outputs(values, self._running.pop((get_ident(), op), None), op, batches)
 
     @amanda.observer
@@ -253,43 +242,38 @@ class NanTool(amanda.Tool):
 
     @amanda.observer
     def _end_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any]) -> None:
-        """Check the outputs of an op of a graph."""
         self._check_outputs(values, run.pop(op, None), op)
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
     def _check_executions(self, executions: Executions) -> None:
         """Check a batch of executions at once; one by one if any of them is not finite."""
-        pairs = executions.prepared(_ExecutionPairs)
+        ends, begun = executions.prepared(_pair_ends)
         # Sums of squares may overflow, which only means that elements are looked at.
         with np.errstate(all="ignore"):
             if are_finite(executions.tensors):
-                self._executions += pairs.ends
+                self._executions += len(ends)
                 for execution in executions if self._flags_of_forward else ():
                     self._flags_of_forward.pop(execution.kwargs["op"].op_id, None)
                 # Their inputs, recorded in an earlier call, are not needed: the outputs are finite.
-                for i in pairs.ended:
-                    executions[i].run.pop(executions[i].kwargs["op"], None)
+                for end in (end for begin, end in ends if begin is None):
+                    executions[end].run.pop(executions[end].kwargs["op"], None)
             else:
-                self._check_each(executions)
-        for i in pairs.begun:
+                self._check_each(executions, ends)
+        for i in begun:
             op: _CheckedOp = executions[i].kwargs["op"]
             executions[i].run[op] = op.recorder.record(executions[i].values)
 
-    def _check_each(self, executions: Executions) -> None:
-        """Check the executions of a batch one by one."""
-        begun: dict[_CheckedOp, Observed] = {}
-        for execution in executions:
+    def _check_each(self, executions: Executions, ends: Sequence[tuple[int | None, int]]) -> None:
+        """Check the executions of a batch one by one.  ends: as of `_pair_ends`."""
+        for begin, end in ends:
+            execution = executions[end]
             op: _CheckedOp = execution.kwargs["op"]
-            if "begins" in execution.kwargs:
-                begun[op] = execution
-                continue
-            begin = begun.pop(op, None)
             inputs = execution.run.pop(op, None) if begin is None else None
             if are_finite(leaves(execution.values)):
                 self._executions += 1
                 self._flags_of_forward.pop(op.op_id, None)
             else:
-                inputs = inputs if begin is None else op.recorder.record(begin.values)
+                inputs = inputs if begin is None else op.recorder.record(executions[begin].values)
                 self._check_outputs(execution.values, inputs, op)
 
     def _check_outputs(
@@ -304,11 +288,10 @@ class NanTool(amanda.Tool):
         if recorded is not None:
             op.recorder.note_writes(recorded)
         if op.are_finite(values):
-            if self._flags_of_forward and op.saved is None:
+            if self._flags_of_forward and op.phase != "backward":
                 self._flags_of_forward.pop(op.op_id, None)
             return
-        leave = partial(self._note_unread, op)
-        floats = floating(values, op.dtype, leave)
+        floats = floating(values, op.dtype, partial(self._note_unread, op))
         if not any(nonfinite_flags(op_tensor.tensor, self._inf) for op_tensor in floats):
             return
         output_floats = Floats.of(values, op.dtype, self._inf, batches=batches)
@@ -317,7 +300,7 @@ class NanTool(amanda.Tool):
         if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads:
             input_floats = output_floats
         input_flags, output_flags = input_floats.flags, output_floats.flags
-        if op.saved is None:
+        if op.phase != "backward":
             self._flags_of_forward[op.op_id] = input_flags | output_flags
         # A backward op multiplies by what was saved, which is among its inputs too.
         elif output_flags & ~input_flags:
@@ -334,7 +317,7 @@ class NanTool(amanda.Tool):
 
     def _find(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
         """Add the finding of an execution; count one that repeats an earlier finding."""
-        key = op.place, bool(outputs.flags & NAN)
+        key = *op.place, bool(outputs.flags & NAN)
         if key in self._findings and not self._scaled.is_open and not self._stop:
             self._times[key] += 1
             return
@@ -349,7 +332,6 @@ class NanTool(amanda.Tool):
 
     def _saved_flags(self, op: _CheckedOp) -> int:
         """Return flags of a backward op's saved tensors, or of its forward op's last inputs and outputs."""
-        assert op.saved is not None
         saved = op.saved()
         if saved is None:
             return self._flags_of_forward.get(op.op_id, 0)
@@ -365,16 +347,14 @@ class NanTool(amanda.Tool):
         """Keep or defer a finding, and log the first; raise NotFiniteError if the tool stops."""
         if self._scaled.defer(finding, self._steps.number):
             return
+        key = finding.key
         if isinstance(finding, Entered):
-            self._entered[finding.what, finding.module, finding.source] = finding
+            self._entered.setdefault(key, finding)
+        elif key in self._findings or len(self._findings) < self._limit:
+            self._findings.setdefault(key, finding)
+            self._times[key] += finding.times
         else:
-            place = finding.phase, finding.type, finding.module, finding.source
-            key = place, finding.makes_nan
-            if key in self._findings or len(self._findings) < self._limit:
-                self._findings.setdefault(key, finding)
-                self._times[key] += 1
-            else:
-                self._dropped.add(key)
+            self._dropped.add(key)
         if self._stop:
             raise NotFiniteError(finding)
         # One line: what follows from the first NaN would fill the screen.
@@ -398,9 +378,10 @@ class NanTool(amanda.Tool):
             is_known = (name, op.module, op.source) in self._entered
             if not self._stop and (is_known or (not follows and len(self._entered) >= self._limit)):
                 continue
-            (summary,) = inputs.summaries([i]).values()
-            place = op.phase, op.module, op.source, execution
-            self._add_finding(Entered(name, *place, summary, step, follows))
+            summary = inputs.summaries([i])[i]
+            self._add_finding(
+                Entered(name, op.phase, op.module, op.source, execution, summary, step, follows)
+            )
 
     @amanda.observer
     def _begin_scaled(self) -> None:
@@ -424,50 +405,35 @@ class NanTool(amanda.Tool):
             self._begun = None
 
 
-class _ExecutionPairs:
-    """Beginnings and ends of ops among the executions of a gathered call.
+def _pair_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, int]], list[int]]:
+    """Return the ends of ops in a gathered call, each with its beginning, and the beginnings without an end.
 
-    ends: number of ends.  ended: indices of ends whose beginning is not in the call.  begun: the reverse.
+    The beginning is None where it was in an earlier call.
     """
-
-    def __init__(self, executions: Sequence[Observed]) -> None:
-        self.ends = 0
-        self.ended: list[int] = []
-        begun: dict[_CheckedOp, int] = {}
-        for i, execution in enumerate(executions):
-            if "begins" in execution.kwargs:
-                begun[execution.kwargs["op"]] = i
-                continue
-            self.ends += 1
-            if begun.pop(execution.kwargs["op"], None) is None:
-                self.ended.append(i)
-        self.begun = list(begun.values())
+    begun: dict[_CheckedOp, int] = {}
+    ends: list[tuple[int | None, int]] = []
+    for i, execution in enumerate(executions):
+        op: _CheckedOp = execution.kwargs["op"]
+        if "begins" in execution.kwargs:
+            begun[op] = i
+        else:
+            ends.append((begun.pop(op, None), i))
+    return ends, list(begun.values())
 
 
-def _unknown(values: Sequence[Any]) -> bool:
-    """Return False: without a quick test nothing is proved finite."""
-    return False
+def _facts_in(context: amanda.OpContext, name: str) -> dict[str, Any]:
+    """Return a fact by its name, if a mapping has written it."""
+    return {name: context[name]} if name in context else {}
 
 
 def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
     """Return True for an op that gives what a handle among its inputs holds, or a variable of a graph."""
-    dtype = context["dtype"]
-    return context.get_forward_op_type() in _READING_OPS or any(
-        dtype(value) in _HANDLES for value in leaves(values)
-    )
-
-
-def _unsaved() -> None:
-    """Return None: the tensors that a backward op saved are not known."""
-    return None
+    reads_variable = context.get_forward_op_type() in TENSORFLOW_READS
+    return reads_variable or any(context["dtype"](x) in TENSORFLOW_HANDLES for x in leaves(values))
 
 
 def _parameter_paths(context: amanda.OpContext) -> dict[int, str]:
     """Return the paths of the parameters among an op's inputs, by position."""
-    paths = {}
-    for i in range(len(context.get_inputs())):
-        variable = context.get_variable(i)
-        path = None if variable is None else context.get_variable_path(variable)
-        if path is not None:
-            paths[i] = path
-    return paths
+    variables = ((i, context.get_variable(i)) for i in range(len(context.get_inputs())))
+    paths = {i: context.get_variable_path(value) for i, value in variables if value is not None}
+    return {i: path for i, path in paths.items() if path is not None}

@@ -123,7 +123,7 @@ class KernelProfiler:
 
         enabled = torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
         # A second profile would end the program's own.
-        if enabled and not self.obstacle:  # a second profile would end the first
+        if enabled and not self.obstacle:
             self.obstacle = "another profile was running already"
         if self.obstacle:
             return False

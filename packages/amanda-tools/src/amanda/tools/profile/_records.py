@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from amanda.tools.results import amount
+from amanda.tools.results import amount, place_text
 
 KEYS = ("phase", "type", "module", "source")
 _SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
@@ -117,18 +117,16 @@ class Peak:
 
     def __str__(self) -> str:
         parts = [
-            f"{amount(size, 'B')} {place.type}{f' in {place.module}' if place.module else ''}"
-            + ("" if place.phase == "given" else f" ({place.phase})")
-            for place, size in self.owners[:3]
+            f"{amount(size, 'B')} {place_text(op.type, op.module, op.phase if op.phase != 'given' else '')}"
+            for op, size in self.owners[:3]
         ]
         if rest := sum(size for _, size in self.owners[3:]):
             parts.append(f"{amount(rest, 'B')} other ops")
         return f"peak of {amount(self.size, 'B')} on {self.device}: {'; '.join(parts)}"
 
 
-def _profile_of_older_tensors() -> OpProfile:
-    """Return the profile that owns the bytes which no recorded op allocated."""
-    return OpProfile(phase="given", type="parameters, inputs, older tensors", module="", source="")
+_profile_of_older_tensors = partial(OpProfile, "given", "parameters, inputs, older tensors", "", "")
+"""Returns the profile that owns the bytes which no recorded op allocated."""
 
 
 @dataclass(eq=False, slots=True)
@@ -272,9 +270,8 @@ class StorageTracker:
 
 
 def _note_death(dead: deque[tuple[int, int]], key: int, _: Any) -> None:
-    dead.append(
-        (key, perf_counter_ns())
-    )  # runs at any time, on any thread, also within this module: no more than this
+    # Runs at any time, on any thread, also within this module: no more than this.
+    dead.append((key, perf_counter_ns()))
 
 
 GRAPH = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -64,16 +65,13 @@ class KernelResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each kernel of each op, most time first."""
-        counts_by_key: dict[tuple[str, ...], list[list[int]]] = {}
+        calls, nanoseconds = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
         for place in self.ops:
-            for kernel, counts in place.kernels.items():
-                counts_by_key.setdefault((*place.names.values(), *kernel), []).append(counts)
-        sums = (
-            (key, [sum(column) for column in zip(*counts, strict=True)])
-            for key, counts in counts_by_key.items()
-        )
-        rows = [(*key, calls, MS * nanoseconds) for key, (calls, nanoseconds) in sums]
-        return sorted(rows, key=lambda row: -row[-1])
+            for kernel, (kernel_calls, kernel_nanoseconds) in place.kernels.items():
+                key = (*place.names.values(), *kernel)
+                calls[key] += kernel_calls
+                nanoseconds[key] += kernel_nanoseconds
+        return [(*key, calls[key], MS * time) for key, time in nanoseconds.most_common()]
 
     def notes(self) -> Sequence[str]:
         """Return a sentence on the times, or the reason why there are none."""
@@ -175,7 +173,7 @@ class ProfileResult(KeyedResult):
 
     def total(self, phase: str | None = None) -> float:
         """Return milliseconds in ops of one phase, or of all; ops within ops count once."""
-        return MS * sum(place.own for place in self.ops if phase in (None, place.phase))
+        return MS * _self_time(self.ops, phase)
 
     @property
     def wall(self) -> float:
@@ -184,7 +182,7 @@ class ProfileResult(KeyedResult):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, most self time first."""
-        total_ns = sum(place.own for place in self.ops)
+        total_ns = _self_time(self.ops)
         rows = [(*key, *_row(summed(places), total_ns)) for key, places in self._grouped(self.ops).items()]
         self_column = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[self_column] or 0))
@@ -235,14 +233,10 @@ class ProfileResult(KeyedResult):
     def from_dict(cls, content: Mapping[str, Any]) -> ProfileResult:
         """Return the result of a dict from `to_dict`, without timeline; raise ValueError for other dicts."""
         check_schema(content, cls.name, cls.version)
-        peaks = [
-            Peak(
-                peak["device"],
-                peak["bytes"],
-                [(_op_from_dict(owner), owner["bytes"]) for owner in peak["owners"]],
-            )
-            for peak in content["peaks"]
-        ]
+        peaks = []
+        for peak in content["peaks"]:
+            owners = [(_op_from_dict(owner), owner["bytes"]) for owner in peak["owners"]]
+            peaks.append(Peak(peak["device"], peak["bytes"], owners))
         return cls(
             list(map(_op_from_dict, content["places"])), peaks, recorded_steps=content["recorded_steps"],
             wall_ns=content["wall_ns"], schedule=content["schedule"], row_keys=content["by"],
@@ -250,7 +244,6 @@ class ProfileResult(KeyedResult):
 
     @property
     def _leading(self) -> int:
-        """The times and the peaks come first."""
         return 1 + len(self.peaks)
 
     def notes(self) -> Sequence[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools.kit import RequiredNames, leaves, tensors_of, torch_tensors
-from amanda.tools.mapping import MappingTool, StandardMapping, itemsize
+from amanda.tools.mapping import CALLING_OPS, MappingTool, StandardMapping, itemsize
 from amanda.tools.profile._recorder import DeviceClock, KernelProfiler, Probe, Recorder, Schedule
 from amanda.tools.profile._records import OpProfile, name_of
 from amanda.tools.profile._result import ProfileResult
@@ -179,7 +179,6 @@ def _saved_values(node: Any) -> Iterator[Any]:
 
 @cache
 def _saved_attributes(kind: Any) -> Sequence[str]:
-    """Return the attributes of a class of nodes that hold saved values."""
     # PyTorch's generated nodes have their saved values under this prefix.
     return [name for name in vars(kind) if name.startswith("_saved_")]
 
@@ -189,12 +188,6 @@ _SHARED = frozenset(
      "ReadVariableOp", "Reshape", "Snapshot", "Squeeze", "StopGradient"}
 )  # fmt: skip
 """Types of TensorFlow's operations whose outputs share the memory of their inputs."""
-
-_CALLS = frozenset(
-    {"Case", "If", "MapDefun", "PartitionedCall", "RemoteCall", "StatefulPartitionedCall", "StatelessCase",
-     "StatelessIf", "StatelessWhile", "SymbolicGradient", "While"}
-)  # fmt: skip
-"""Types of operations that run other operations, which have times of their own."""
 
 _FLOW = frozenset(
     {"ControlTrigger", "Enter", "Exit", "LoopCond", "Merge", "NextIteration", "RefEnter", "RefExit",
@@ -218,7 +211,7 @@ def _tensorflow_facts(context: amanda.OpContext) -> None:
         # Operations of a graph run beside each other on a pool of threads.
         passes=kind in _FLOW,
         parallel=not context.is_eager(),
-        runs_others=kind in _CALLS,
+        runs_others=kind in CALLING_OPS,
         nbytes=nbytes,
     )
 

@@ -81,7 +81,6 @@ def tensorboard_file(folder: Path) -> Path:
 def _complete_event(
     category: str, name: str, track: int, begin: int, took: int, args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return an event with begin and duration, in microseconds."""
     return {"ph": "X", "cat": category, "name": name, "tid": track, "ts": begin / 1000, "dur": took / 1000,
             "args": args}  # fmt: skip
 

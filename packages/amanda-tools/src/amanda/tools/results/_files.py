@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
+from dataclasses import fields
 from functools import cache
 from io import BytesIO
 from itertools import chain
@@ -163,6 +164,11 @@ def _types(kind: Any) -> dict[str, tuple[type, ...]]:
         if all(part in _PLAIN for part in alternatives):
             types[name] = tuple(chain.from_iterable(_PLAIN[part] for part in alternatives))
     return types
+
+
+def field_values(record: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name; values are not copied, as asdict would."""
+    return {field.name: getattr(record, field.name) for field in fields(record)}
 
 
 _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from amanda.errors import AmandaError
-from amanda.tools.results._files import check_schema, made_of
+from amanda.tools.results._files import check_schema, field_values, made_of
 from amanda.tools.results._layout import ROWS_SHOWN, ranges
 from amanda.tools.results._result import Column, Result
 
@@ -210,7 +210,7 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
         for place in (place for result in (self, *results) for place in result.ops):
             empty = replace(place, **zeros)
             # An empty place is a copy, so that merging changes none of the results.
-            total = sums.setdefault(tuple(_field_values(empty).values()), empty)
+            total = sums.setdefault(tuple(field_values(empty).values()), empty)
             for name in self._summed:
                 setattr(total, name, getattr(total, name) + getattr(place, name))
         merged = copy(self)
@@ -228,12 +228,7 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
 
     def _facts(self) -> Mapping[str, Any]:
         """Return what files contain besides rows: the keys, and all places."""
-        return {"by": self._by, "places": [_field_values(place) for place in self.ops]}
+        return {"by": self._by, "places": [field_values(place) for place in self.ops]}
 
 
 PlacesT = TypeVar("PlacesT", bound="PlacesResult[Any]")
-
-
-def _field_values(place: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass by name; values are not copied, as asdict would."""
-    return {field.name: getattr(place, field.name) for field in fields(place)}

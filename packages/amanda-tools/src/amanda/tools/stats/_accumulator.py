@@ -52,7 +52,7 @@ class NumpyMoments:
         finite = block if np.isfinite(block.sum()) else block[np.isfinite(block)]
         self._sums = self._sums.merged(_block_statistics(block, finite))
         if self._bins is not None:
-            counts = np.bincount(_bin_indices(finite, self._bins), minlength=self._bins.total)
+            counts = _count_bins(block, np.isfinite(block), self._bins)[: self._bins.total]
             self._counts = counts if self._counts is None else self._counts + counts
 
     def merge(self, moments: NumpyMoments) -> None:
@@ -79,17 +79,6 @@ def _block_statistics(block: Array, finite: Array) -> Statistics:
         absolute=float(np.abs(finite).sum()), least=float(finite.min()), most=float(finite.max()), nan=nan,
         inf=inf, negative_inf=negative_inf, zeros=zeros,
     )  # fmt: skip
-
-
-def _bin_indices(block: Array, bins: Bins) -> Array:
-    """Return the bin of each element of a block of float64."""
-    # Bits of a float64 are ordered as its magnitude: exponent and leading bits of the mantissa number the
-    # bins.
-    position = (np.abs(block).view(np.int64) >> (52 - bins.bits)) - (((1023 + LOWEST) << bins.bits) - 1)
-    # Zero has the middle bin; those too small or too large go to the bins at the ends.
-    position = np.where(block == 0, 0, np.clip(position, 0, bins.side - 1) + 1)
-    indices: Array = bins.side + np.where(np.signbit(block), -position, position)
-    return indices
 
 
 MAX_VECTORS = 64
@@ -163,21 +152,14 @@ class Accumulator:
         """Compute the statistics of a block on its device, and its counts of bins."""
         finite = do("isfinite", block)
         device = str(getattr(block, "device", "cpu"))
-        self._add_vector(_block_vector(block, finite), device)
-        if self._bins is not None:
-            self._add_counts(_count_bins(block, finite, self._bins), device)
-
-    def _add_vector(self, vector: Any, device: str) -> None:
-        """Add the statistics of a block to those of its device, and merge them now and then."""
         vectors = self._vectors.setdefault(device, [])
-        vectors.append(vector)
+        vectors.append(_block_vector(block, finite))
         if len(vectors) >= MAX_VECTORS:
             # Merged on the device, so that neither memory grows nor the host waits.
             self._vectors[device] = [_merge_rows(do("stack", vectors))]
-
-    def _add_counts(self, counts: Any, device: str) -> None:
-        """Add the counts of a block's bins to those of its device."""
-        self._counts[device] = self._counts[device] + counts if device in self._counts else counts
+        if self._bins is not None:
+            counts = _count_bins(block, finite, self._bins)
+            self._counts[device] = self._counts[device] + counts if device in self._counts else counts
 
     @staticmethod
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:

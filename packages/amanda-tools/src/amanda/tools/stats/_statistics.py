@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from amanda.errors import AmandaError
-from amanda.tools.results import made_of
+from amanda.tools.results import field_values, made_of
 
 
 @dataclass(frozen=True)
@@ -91,18 +92,15 @@ class Statistics:
     def to_dict(self) -> dict[str, Any]:
         """Return the fields; None for an infinity, which JSON lacks."""
         # JSON has no infinity, which an empty set has as its extremes.
-        values = {name: getattr(self, name) for name in self.__dataclass_fields__}
-        return {name: value if math.isfinite(value) else None for name, value in values.items()}
+        return {name: x if math.isfinite(x) else None for name, x in field_values(self).items()}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Statistics:
         """Return the statistics that `to_dict` described."""
         fields = {name: value[name] for name in cls.__dataclass_fields__ if value[name] is not None}
         statistics = made_of(cls, fields)
-        if (
-            min(getattr(statistics, name) for name in ("count", "nan", "inf", "negative_inf", "zeros", "m2"))
-            < 0
-        ):
+        s = statistics
+        if min(s.count, s.nan, s.inf, s.negative_inf, s.zeros, s.m2) < 0:
             raise ValueError(f"its statistics are {dict(value)}")
         return statistics
 
@@ -186,10 +184,9 @@ class Sketch:
     def merged(self, other: Sketch) -> Sketch:
         """Return the counts of both sketches together, in the wider bins of the two."""
         bins = min(self.bins, other.bins, key=lambda bins: bins.bits)
-        counts: dict[int, int] = {}
-        for sketch in (self, other):
-            for index, count in sketch._coarser(bins):
-                counts[index] = counts.get(index, 0) + count
+        counts = Counter[int]()
+        for index, count in (*self._coarser(bins), *other._coarser(bins)):
+            counts[index] += count
         return Sketch(bins, dict(sorted(counts.items())))
 
     def _coarser(self, bins: Bins) -> Iterator[tuple[int, int]]:

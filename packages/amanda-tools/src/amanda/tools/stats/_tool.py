@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +14,7 @@ import amanda
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
 from amanda.tools.mapping import is_partial
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, place_text, read_json
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
@@ -40,6 +42,11 @@ class Measured:
     executions: int
     statistics: Statistics
     sketch: Sketch | None
+
+    @property
+    def is_integer(self) -> bool:
+        """True for a tensor of integers or truth values, such as indices and masks."""
+        return not self.dtype.startswith(("float", "bfloat", "complex", "half"))
 
     def quantile(self, q: float) -> float | None:
         """Return the q-quantile of the finite numbers; None without numbers or bins."""
@@ -79,14 +86,12 @@ class StatsResult(Result):
 
     name: ClassVar[str] = "stats"
     title = "Statistics of tensors"
+    _leading = 1
 
     def __init__(self, measured: Iterable[Measured], quantiles: Sequence[float] = ()) -> None:
         self.measured = tuple(measured)
         self.quantiles = tuple(quantiles)
         self.columns = _columns(self.quantiles)  # type: ignore[misc]
-
-    def __iter__(self) -> Any:
-        return iter(self.measured)
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each tensor."""
@@ -98,11 +103,6 @@ class StatsResult(Result):
             for entry in self.measured
         ]  # fmt: skip
 
-    @property
-    def _leading(self) -> int:
-        """The extremes come first."""
-        return 1
-
     def _extremes(self) -> str:
         """Return a sentence: the number of tensors, of NaN and Inf, and the largest magnitude with its place.
 
@@ -110,20 +110,26 @@ class StatsResult(Result):
         """
         if not self.measured:
             return "No tensor was read." if self.remarks else NOTHING
-        statistics = [entry.statistics for entry in self.measured]
-        nan_count = sum(each.nan for each in statistics)
-        inf_count = sum(each.inf + each.negative_inf for each in statistics)
-        counts_text = f"{len(statistics):,} tensors: {nan_count:,} NaN, {inf_count:,} Inf"
-        magnitudes = [
-            (max(abs(entry.statistics.least), abs(entry.statistics.most)), entry)
-            for entry in self.measured
-            if entry.statistics.count
-        ]
-        if not magnitudes:
+        nan_count = sum(entry.statistics.nan for entry in self.measured)
+        inf_count = sum(entry.statistics.inf + entry.statistics.negative_inf for entry in self.measured)
+        counts_text = f"{len(self.measured):,} tensors: {nan_count:,} NaN, {inf_count:,} Inf"
+        candidates = [entry for entry in self.measured if entry.statistics.count]
+        # The largest index says nothing, beside numbers that were computed.
+        candidates = [entry for entry in candidates if not entry.is_integer] or candidates
+        if not candidates:
             return f"{counts_text}."
-        largest, entry = max(magnitudes, key=lambda pair: pair[0])
-        place = f"{entry.tensor} of {entry.type}" + f" in {entry.module}" * bool(entry.module)
-        return f"{counts_text}; the largest magnitude is {largest:.3g}, {place} ({entry.phase})."
+        entry = max(candidates, key=lambda entry: entry.statistics.largest)
+        place = f"{entry.tensor} of {place_text(entry.type, entry.module, entry.phase)}"
+        return f"{counts_text}; the largest magnitude is {entry.statistics.largest:.3g}, {place}."
+
+    def _printed(self, view: Any) -> Result:
+        """Return the result with floating tensors first: integers are mostly indices."""
+        ordered = tuple(sorted(self.measured, key=lambda entry: entry.is_integer))
+        if ordered == self.measured:
+            return self
+        printed = copy(self)
+        printed.measured = ordered
+        return printed
 
     def notes(self) -> Sequence[str]:
         """Return the extremes, what the numbers count, and the largest error of quantiles."""
@@ -189,11 +195,11 @@ def _shown_numbers(entry: Measured) -> tuple[float | None, ...]:
 
 def _number_keys(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...], Measured]]:
     """Yield each entry with its keys, and with the number of earlier ones with the same keys."""
-    counts: dict[tuple[str, ...], int] = {}
+    counts = Counter[tuple[str, ...]]()
     for entry in measured:
         key = tuple(getattr(entry, name) for name in KEYS)
-        counts[key] = counts.get(key, -1) + 1
         yield (*key, counts[key]), entry
+        counts[key] += 1
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from threading import get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.tools.kit import leaves
-from amanda.tools.results import check_schema, made_of
+from amanda.tools.results import check_schema, field_values, made_of
 
 if TYPE_CHECKING:
     import networkx
@@ -161,22 +161,22 @@ class Graph:
             frameworks=self.frameworks, executions=self.executions, dropped=self.dropped
         )
         for op in self.ops:
-            graph.add_node(op.index, **_fields(op))
+            graph.add_node(op.index, **field_values(op))
         for tensor in self.tensors:
             # Tensors from outside have no node to begin an edge.
             for consumer in tensor.consumers if tensor.producer is not None else ():
                 if consumer != tensor.producer:
-                    graph.add_edge(tensor.producer, consumer, key=tensor.index, **_fields(tensor))
+                    graph.add_edge(tensor.producer, consumer, key=tensor.index, **field_values(tensor))
         return graph
 
     def to_dict(self) -> dict[str, Any]:
         """Return the graph in the schema `amanda.trace`."""
         return {
-            **_fields(self),
+            **field_values(self),
             "frameworks": list(self.frameworks),
             # Ids have 64 bits, and JSON's readers often hold numbers as floats.
-            "ops": [{**_fields(op), "id": f"{op.id:016x}"} for op in self.ops],
-            "tensors": [_fields(tensor) for tensor in self.tensors],
+            "ops": [{**field_values(op), "id": f"{op.id:016x}"} for op in self.ops],
+            "tensors": [field_values(tensor) for tensor in self.tensors],
         }
 
     @classmethod
@@ -209,11 +209,6 @@ def _check_indices(owner: str, indices: Iterable[Any], count: int) -> None:
             raise ValueError(f"{owner} refers to {index!r}, and there are {count}")
 
 
-def _fields(item: Op | Tensor | Graph) -> dict[str, Any]:
-    """Return the fields by name; values are not copied, as asdict would."""
-    return {field.name: getattr(item, field.name) for field in fields(item)}
-
-
 def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
     """Return an op or tensor from JSON: lists become tuples, unknown keys are dropped."""
     # Files of earlier versions lack these; every other key is needed.
@@ -224,7 +219,6 @@ def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
 
 
 def _tuples(value: Any) -> Any:
-    """Return nested lists as tuples; any other value as it is."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 

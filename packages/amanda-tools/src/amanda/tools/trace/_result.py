@@ -36,6 +36,7 @@ class TraceResult(Result):
     name: ClassVar[str] = "trace"
     version: ClassVar[int] = VERSION
     title = "Graph"
+    _leading = 1
     columns: ClassVar[Sequence[Column]] = (
         *map(Column, ("phase", "type", "module", "source")),
         Column("inputs", show=_short_dtypes, priority=2), Column("outputs", show=_short_dtypes, priority=3),
@@ -64,13 +65,7 @@ class TraceResult(Result):
         )
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the graph."""
         return self.graph.to_dict()
-
-    @property
-    def _leading(self) -> int:
-        """The numbers of ops and tensors come first."""
-        return 1
 
     def notes(self) -> Sequence[str]:
         """Return the numbers of ops and tensors, and of ops beyond `limit`."""
@@ -89,16 +84,43 @@ class TraceResult(Result):
         return self.graph.to_networkx()
 
     def to_dot(self) -> str:
-        """Return a graph for Graphviz."""
-        return to_dot(self.graph)
+        """Return Graphviz: ops in boxes, a cluster for each module of the forward pass, tensors as edges."""
+        by_module: dict[str, list[Op]] = {}
+        for op in self.graph.ops:
+            # Backward ops lie in no cluster: their edges would cross all of them.
+            by_module.setdefault(op.module if op.phase != "backward" else "", []).append(op)
+        lines = ["digraph trace {", "  node [shape=box];"]
+        for number, (module, ops) in enumerate(by_module.items()):
+            nodes = [f"    {_dot_node(op)}" for op in ops]
+            box = [f"  subgraph cluster_{number} {{", f"    label={_quoted(module)};", *nodes, "  }"]
+            lines += box if module else nodes
+        return "\n".join([*lines, *_dot_edges(self.graph), "}"])
 
     def to_text(self) -> str:
-        """Return a listing with a line for each op, as ONNX prints graphs."""
-        return to_listing(self.graph)
+        """Return a listing as ONNX prints graphs: a line for each tensor from outside, then for each op."""
+        graph = self.graph
+        outside = (tensor for tensor in graph.tensors if tensor.producer is None)
+        lines = [
+            f"graph ({', '.join(graph.frameworks)}) {{",
+            *(f"  {tensor.kind} {_tensor_name(tensor)}: {tensor}" for tensor in outside),
+            *(f"  {_op_line(graph, op)}" for op in graph.ops),
+            "}",
+        ]
+        return "\n".join(lines + [f"# {graph.dropped} more ops were not recorded"] * (graph.dropped > 0))
 
     def to_model_explorer(self) -> str:
-        """Return JSON for Model Explorer."""
-        return json.dumps(to_model_explorer(self.graph), indent=1)
+        """Return JSON for Model Explorer, with modules as boxes, and a box for all backward ops.
+
+        Source: github.com/google-ai-edge/model-explorer, `GraphCollection`.
+        """
+        graph = self.graph
+        # Reversed, so that the first reader is the one that stays.
+        readers = {index: op for op in reversed(graph.ops) for index in op.reads}
+        outside = (tensor for tensor in graph.tensors if tensor.producer is None and tensor.index in readers)
+        nodes = [_tensor_node(tensor, readers[tensor.index]) for tensor in outside]
+        nodes += [_explorer_node(graph, op) for op in graph.ops]
+        content = {"label": "amanda", "graphs": [{"id": "amanda", "nodes": nodes}]}
+        return json.dumps(content, indent=1)
 
     def _forms(self) -> dict[str, Callable[[], str]]:
         forms = {".txt": self.to_text, ".dot": self.to_dot, ".model-explorer.json": self.to_model_explorer}
@@ -112,18 +134,6 @@ def load(path: str | Path) -> Graph:
     Raises AmandaError for a file that is not a graph, or of a newer version.
     """
     return read_json(path, "file of a graph", Graph.from_dict)
-
-
-def to_listing(graph: Graph) -> str:
-    """Return a line for each tensor from outside, then for each op in the order of execution."""
-    outside = (tensor for tensor in graph.tensors if tensor.producer is None)
-    lines = [
-        f"graph ({', '.join(graph.frameworks)}) {{",
-        *(f"  {tensor.kind} {_tensor_name(tensor)}: {tensor}" for tensor in outside),
-        *(f"  {_op_line(graph, op)}" for op in graph.ops),
-        "}",
-    ]
-    return "\n".join(lines + [f"# {graph.dropped} more ops were not recorded"] * (graph.dropped > 0))
 
 
 def _tensor_name(tensor: Tensor) -> str:
@@ -159,20 +169,6 @@ def _argument_text(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
-def to_dot(graph: Graph) -> str:
-    """Return Graphviz: ops in boxes, a cluster for each module of the forward pass, tensors as edges."""
-    lines = ["digraph trace {", "  node [shape=box];"]
-    by_module: dict[str, list[Op]] = {}
-    for op in graph.ops:
-        # Backward ops lie in no cluster: their edges would cross all of them.
-        by_module.setdefault(op.module if op.phase != "backward" else "", []).append(op)
-    for number, (module, ops) in enumerate(by_module.items()):
-        nodes = [f"    {_dot_node(op)}" for op in ops]
-        box = [f"  subgraph cluster_{number} {{", f"    label={_quoted(module)};", *nodes, "  }"]
-        lines += box if module else nodes
-    return "\n".join([*lines, *_dot_edges(graph), "}"])
-
-
 def _dot_node(op: Op) -> str:
     """Return the node of an op; that of a backward op is dashed."""
     style = "" if op.phase != "backward" else ", style=dashed"
@@ -198,19 +194,6 @@ def _quoted(text: str) -> str:
     """Return a string of DOT, in which only quotes, backslashes and line ends have a meaning."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
-
-
-def to_model_explorer(graph: Graph, label: str = "amanda") -> dict[str, Any]:
-    """Return a graph for Model Explorer, with modules as boxes, and a box for all backward ops.
-
-    Source: github.com/google-ai-edge/model-explorer, `GraphCollection`.
-    """
-    # Reversed, so that the first reader is the one that stays.
-    readers = {index: op for op in reversed(graph.ops) for index in op.reads}
-    outside = (tensor for tensor in graph.tensors if tensor.producer is None and tensor.index in readers)
-    nodes = [_tensor_node(tensor, readers[tensor.index]) for tensor in outside]
-    nodes += [_explorer_node(graph, op) for op in graph.ops]
-    return {"label": label, "graphs": [{"id": label, "nodes": nodes}]}
 
 
 def _tensor_node(tensor: Tensor, reader: Op) -> dict[str, Any]:

@@ -76,7 +76,6 @@ class TraceTool(amanda.Tool):
         self._places: dict[Hashable, ProgramOp] = {}
 
     def _add_graph(self, context: amanda.OpContext) -> None:
-        """Write the graph so far into a context."""
         context["graph"] = GraphSoFar(self)
 
     def _instrument_before(self, context: amanda.OpContext) -> None:
@@ -110,7 +109,6 @@ class TraceTool(amanda.Tool):
 
     @amanda.observer
     def _count_execution(self, place: ProgramOp) -> None:
-        """Count an execution at the last recorded op of a place."""
         # None is recorded after the limit.
         for index in place.ops[-1:]:
             self.recorder.count(index)

@@ -14,7 +14,7 @@ import amanda
 from amanda import interceptor
 from amanda.backend import TensorMap
 from amanda.tools.kit import RequiredNames, leaves, tensors_of
-from amanda.tools.mapping import itemsize
+from amanda.tools.mapping import TENSORFLOW_HANDLES, itemsize
 from amanda.tools.trace._graph import UNRECORDED, Tensor, TraceFacts
 
 TensorQuery = Callable[[Any], Any]
@@ -255,7 +255,6 @@ class PytorchValues(FrameworkValues):
 _WRITING_TYPES = re.compile(
     r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign"
 )
-_HANDLES = ("resource", "variant")
 _OUTPUT_KINDS = {"ReadVariableOp": "", "Const": "constant"}
 _OUTPUT_KINDS.update(dict.fromkeys(("VarHandleOp", "VariableV2", "Variable"), "parameter"))
 """Kinds of outputs, by type of operation."""
@@ -279,7 +278,7 @@ class TensorflowValues(FrameworkValues):
 
     def is_handle(self, tensor: Any) -> bool:
         """Return True for a reference to a variable, an iterator or a dataset."""
-        return self._dtype(tensor) in _HANDLES
+        return self._dtype(tensor) in TENSORFLOW_HANDLES
 
     def name(self, tensor: Any) -> str | None:
         """Return a symbol's name; eager tensors have none."""
