@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.flops import Cost, FlopsTool, Shapes
+from amanda.tools import results
+from amanda.tools.flops import Cost, FlopsResult, FlopsTool, Shapes
 
 
 def counted(program: Callable[[], Any], tool: FlopsTool | None = None) -> FlopsTool:
@@ -249,3 +251,41 @@ def test_gradients_of_views_move_no_bytes() -> None:
     assert {kind for kind, count in moved.items() if not count} >= views & moved.keys()
     assert moved["mul_backward"] > 0
     assert len(views & moved.keys()) >= 3
+
+
+class Tied(nn.Module):
+    """An embedding whose weight is that of the head, and attention whose two products are on one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+        self.head.weight = self.embedding.weight
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        out: torch.Tensor = self.head(self.attention(x, x, x)[0])
+        return out
+
+
+def test_each_parameter_counts_once_in_whatever_ops_read_it() -> None:
+    model, flops = Tied(), FlopsTool()
+    with amanda.apply(flops):
+        for length in (3, 5):
+            model(torch.zeros(2, length, dtype=torch.long)).sum().backward()
+    result = flops.result
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert result.tree().rows()[0][2] == elements
+    (of_attention,) = {row[-3] for row in result.by("module").rows() if row[0] == "attention"}
+    assert of_attention == sum(parameter.numel() for parameter in model.attention.parameters())
+    assert [row.parameters for row in result.merged(result).by("phase")] == [elements, elements]
+
+
+def test_parameters_stay_apart_in_a_file(tmp_path: Path) -> None:
+    flops = FlopsTool()
+    with amanda.apply(flops):
+        Tied()(torch.zeros(2, 3, dtype=torch.long))
+    flops.result.save(tmp_path / "flops.json")
+    loaded = results.load(tmp_path / "flops.json")
+    assert isinstance(loaded, FlopsResult)
+    assert loaded.tree().rows() == flops.result.tree().rows()

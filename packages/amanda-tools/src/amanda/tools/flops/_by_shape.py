@@ -106,7 +106,7 @@ class ShapeCounts(amanda.ShapeTally):
         # the key.
         self.key: tuple[Hashable, ...] = (
             op_key, context["phase"], measure.__name__, node, view_or_type, context.get_backward_order(),
-            context["parameters"], context["complex_products"], key, *dtypes,
+            context["complex_products"], key, *dtypes,
         )  # fmt: skip
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
@@ -158,9 +158,10 @@ class ShapeCounts(amanda.ShapeTally):
                 yield self._place_of_op(place, calls)
 
     def _place_of_op(self, cost: OpCost, calls: int) -> OpCost:
-        # Ops with equal keys share their costs, so module and line may be those of another op.
+        # Ops with equal keys share their costs, so these may be those of another op.
         module, source = self._context.get_scope(), self._context.get_source()
-        return replace(cost, module=module, source=source, calls=calls)
+        parameters = self._context["parameters"]
+        return replace(cost, module=module, source=source, parameters=parameters, calls=calls)
 
     def _shaped(self, shapes: tuple[Any, ...]) -> ShapedContext:
         sides = zip(self._builders, shapes, strict=True)

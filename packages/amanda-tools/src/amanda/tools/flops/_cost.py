@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from math import isqrt, prod
 from typing import Any, ClassVar, NamedTuple, get_args
 
 from amanda.errors import AmandaError, did_you_mean
 from amanda.tools.mapping import TENSORFLOW_HANDLES
-from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount
+from amanda.tools.results import NOTHING, Column, PlacesResult, Result, amount, check_schema
 from amanda.tools.select import Phase
 
 Shape = tuple[int, ...]
@@ -227,7 +228,8 @@ class OpCost:
 
     calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
     no formula knows, or shapes are not known even as it runs.
-    parameters: elements of the parameters that it reads.  bytes: of the tensors that it reads and writes.
+    parameters: number and elements of each parameter that it reads; a number is of one parameter in the whole
+    result.  bytes: of the tensors that it reads and writes.
     estimate: where no formula knows, the MACs of one execution if the op is a product of its largest inputs.
     """
 
@@ -238,7 +240,7 @@ class OpCost:
     calls: int = 0
     macs: int | None = 0
     flops: int | None = 0
-    parameters: int = 0
+    parameters: tuple[tuple[Hashable, int], ...] = ()
     bytes: int = 0
     estimate: int = 0
 
@@ -268,6 +270,7 @@ class FlopsResult(PlacesResult[OpCost]):
     """
 
     name: ClassVar[str] = "flops"
+    version: ClassVar[int] = 2
     keys: ClassVar[Sequence[str]] = KEYS
     _op_class = OpCost
     _summed = ("calls",)
@@ -281,6 +284,19 @@ class FlopsResult(PlacesResult[OpCost]):
         self._is_warned = False
         self._depth = depth
         self._set_keys(by, "FLOPs")
+
+    @classmethod
+    def from_dict(cls, content: Mapping[str, Any]) -> FlopsResult:
+        """Return the result that `to_dict` described.
+
+        Raises ValueError for another schema, and for version 1, which does not tell parameters apart.
+        """
+        check_schema(content, cls.name, cls.version, oldest=2)
+        places = [
+            {**place, "parameters": tuple((int(number), int(size)) for number, size in place["parameters"])}
+            for place in content["places"]
+        ]
+        return super().from_dict({**content, "places": places})
 
     def tree(self, depth: int | None = None) -> Result:
         """Return a row for each module, with the sums of all modules within, and the share of the FLOPs.
@@ -432,7 +448,7 @@ def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
     macs = sum((place.macs or 0) * place.calls for place in costed) if costed else None
     flops = sum((place.flops or 0) * place.calls for place in costed) if costed else None
     bytes_moved = sum(place.bytes * place.calls for place in places)
-    # The same op has a place for each set of shapes, and reads the same parameters at all of them.
-    parameters = {(place.module, place.source, place.type): place.parameters for place in places}
+    # Several ops may read one parameter, and one op has a place for each set of shapes.
+    parameters = dict(chain.from_iterable(place.parameters for place in places))
     intensity = flops / bytes_moved if flops is not None and bytes_moved else None
     return sum(place.calls for place in places), macs, flops, sum(parameters.values()), bytes_moved, intensity

@@ -10,6 +10,7 @@ from math import prod
 from typing import Any
 
 import amanda
+from amanda import interceptor
 from amanda.tools.flops._by_shape import ShapedContext
 from amanda.tools.flops._cost import Components, Cost, Extents, Formula, Shapes, are_known, components, size
 from amanda.tools.flops._formulas import attention_backward, no_cost
@@ -44,7 +45,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     is_forward = context["phase"] == "forward"
     # An optimizer reads parameters to update them, which are not parameters of a layer.
     owned = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
-    context["parameters"] = sum(local(value).numel() for value in owned)
+    context["parameters"] = tuple((interceptor.ordinal(value), local(value).numel()) for value in owned)
     context["backward_macs"] = _backward_macs
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
@@ -259,7 +260,10 @@ def write_default_facts(context: amanda.OpContext) -> None:
     # Backward ops share the context of their forward op: what is there already was written at that op.
     if "parameters" not in context:
         weight = context["weight_index"]
-        context["parameters"] = 0 if weight is None else size(context["shape"](context.get_inputs()[weight]))
+        context["parameters"] = ()
+        if weight is not None:
+            elements = size(context["shape"](context.get_inputs()[weight]))
+            context["parameters"] = ((("op", context.get_op_id()), elements),)
         context["backward_macs"] = _macs_of_each_gradient
         context["extents"] = context["shape"]
         context["inside"] = None

@@ -117,6 +117,12 @@ class FlopsTool(amanda.Tool):
                 _add_counts(places, op)
         executed = [place for place in places.values() if place.calls]
         executed.sort(key=lambda place: self._modules.get(place.module, len(self._modules)))
+        numbers: dict[Hashable, int] = {}  # in the order of modules, which is that of other ranks too
+        for place in executed:
+            place.parameters = tuple(
+                (numbers.setdefault(parameter, len(numbers)), elements)
+                for parameter, elements in place.parameters
+            )
         return FlopsResult([*executed, *self._uncounted.values()], self._by, self._depth)
 
     def clear(self) -> None:
