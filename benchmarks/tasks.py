@@ -25,7 +25,7 @@ ROUNDS = 5
 
 
 def lines_added(program: Path) -> int:
-    """Return how many lines a program adds to the bare one of its task, or changes beyond their indentation."""
+    """Return how many lines a program adds to the bare one or changes beyond their indentation."""
     bare, full = (
         [line.strip() for line in path.read_text().splitlines() if line.strip()]
         for path in (program.with_name("bare.py"), program)

@@ -304,7 +304,10 @@ def test_the_command_line_comes_before_the_configuration() -> None:
 
 def test_flops_of_ranks_add_up() -> None:
     def result(calls: int, module: str) -> FlopsResult:
-        places = [OpCost("forward", "linear", one, "a.py:1", calls, 10, 20, ((0, 5),), 40) for one in ("", module)]
+        places = [
+            OpCost("forward", "linear", scope, "a.py:1", calls, 10, 20, ((0, 5),), 40)
+            for scope in ("", module)
+        ]
         return FlopsResult(places)
 
     one, two = result(2, "a"), result(3, "b")
