@@ -28,9 +28,11 @@ LEFT = frozenset(
     tf.init_scope tf.inside_function tf.load_library tf.load_op_library tf.no_gradient tf.py_function
     tf.numpy_function tf.print tf.recompute_grad tf.register_tensor_conversion_function tf.timestamp
     tf.random.set_seed tf.random.set_global_generator tf.random.get_global_generator tf.is_symbolic_tensor
+    keras.ops.irfft
     """.split()
 )
-"""Functions that compute no tensor, change what is global, or take the time."""
+"""Functions that compute no tensor, change what is global, or take the time; Keras' irfft ends the process where
+a length is 0, without any tool too."""
 SAMPLES = 2
 """Calls of each function, of those that it takes."""
 
