@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from amanda.backend import Operation, TensorMap, UnwrittenTensors, lacking
-from amanda.errors import RoutineError
+from amanda.backend import Operation, TensorMap, UnwrittenTensors, check_private_names, lacking
+from amanda.errors import DriverError, RoutineError
 from amanda.testing import fake
 
 
@@ -30,6 +30,19 @@ def test_an_operation_equals_another_of_its_class_name_and_key() -> None:
 def test_names_that_are_not_there_are_lacking() -> None:
     absent = ["json:dumped", "json:JSONDecoder.encoded", "no_module_of_this_name:dumps"]
     assert lacking(["json:dumps", absent[0], "json:JSONDecoder.decode", *absent[1:]]) == absent
+
+
+@pytest.mark.parametrize(
+    ("newest_tested", "fix"),
+    [
+        ("1.2", r'up to 1\.2: pip install "json==1\.2\.\*", or a newer driver'),
+        ("", "an earlier release, or a newer driver"),
+    ],
+)
+def test_the_error_of_a_driver_names_what_its_framework_lacks(newest_tested: str, fix: str) -> None:
+    check_private_names(["json:dumps"], "graph mode", "json", newest_tested)
+    with pytest.raises(DriverError, match=rf"json .* lacks json\.dumped, .*graph mode cannot .*{fix}"):
+        check_private_names(["json:dumps", "json:dumped"], "graph mode", "json", newest_tested)
 
 
 def test_a_map_of_tensors_keeps_none_of_them() -> None:

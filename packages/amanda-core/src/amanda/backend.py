@@ -27,7 +27,7 @@ from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import failed, matched, picked_by
 from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
-from amanda.scope.driver import DRIVER_API, Driver, Exercise
+from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.state import State
 
@@ -65,6 +65,7 @@ __all__ = [
     "Trace",
     "UnwrittenTensors",
     "Value",
+    "check_private_names",
     "digest",
     "failed",
     "lacking",

@@ -52,7 +52,7 @@ from ._modules import (
     variable_of,
 )
 from ._primitives import ORIGINALS
-from ._requirements import ESSENTIAL, NEWEST_TESTED, check_requirements
+from ._requirements import NEWEST_TESTED, PRIVATE_NAMES
 from ._stacks import record_scans
 from ._tensors import Arrays
 from ._traces import INSERTION, TAP, add_note, is_staged, is_tangent, is_within_jit
@@ -82,6 +82,7 @@ class JaxDriver(Arrays, EagerDriver):
     packages = ("jaxlib", "flax", "equinox", "optax")
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES
     has_symbols = True
 
     def __init__(self) -> None:
@@ -100,7 +101,6 @@ class JaxDriver(Arrays, EagerDriver):
 
     def attach(self) -> None:
         """Intercept every bind, trace functions anew for tools, and run routines in backward passes."""
-        check_requirements()
         # Every op of JAX, eager or traced, comes through `bind`.
         self.attributes.set(core.Primitive, "bind", self._intercept_binds(core.Primitive.bind))
         instrument_jit(self.attributes)
@@ -117,10 +117,6 @@ class JaxDriver(Arrays, EagerDriver):
     def exercise(self) -> Exercise:
         """Return a program of one op and its transpose."""
         return Exercise(_run_product, "mul", "mul")
-
-    def looked_up(self) -> int:
-        """Return the number of JAX's undocumented names that are needed."""
-        return sum(len(names.split()) for names in ESSENTIAL.values())
 
     def switched(self) -> None:
         """Trace on this thread for the tools that are in force now."""

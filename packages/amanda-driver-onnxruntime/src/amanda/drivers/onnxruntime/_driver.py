@@ -23,7 +23,7 @@ from onnxruntime.capi.onnxruntime_inference_collection import Session
 
 from ._copies import ModelCopy, model_of
 from ._model import Model
-from ._requirements import NEWEST_TESTED, check, run_tanh
+from ._requirements import NEWEST_TESTED, PRIVATE_NAMES, run_tanh
 from ._rewrite import ModelRewriting
 from ._tensors import NumpyReads, OnnxTensorOps
 from ._values import as_array, as_ort_value
@@ -36,6 +36,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
     framework = "onnxruntime"
     modes = ("graph",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES
     tensors = OnnxTensorOps()
     reads = NumpyReads
 
@@ -47,7 +48,6 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
-        check()
         self._boundary.attach(self.attributes)
 
     def exercise(self) -> Exercise:

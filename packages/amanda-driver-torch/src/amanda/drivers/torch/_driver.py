@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Exercise, Namespace, OpFacts, State, digest
+from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, digest
 from amanda.interceptor import (
     IMPLEMENTATION,
     ONE_PLACE,
@@ -44,7 +44,7 @@ from ._overrides import (
 )
 from ._patches import TorchPatches, forget_torch_callables
 from ._reader import make_reader
-from ._requirements import NEWEST_TESTED, check_requirements, count_private_names
+from ._requirements import ESSENTIAL, NEWEST_TESTED, count_private_names, warn_of_absent_names
 from ._schema import binding
 from ._straight_through import plain_straight_through
 from ._targets import NAMESPACES, Target, targets
@@ -60,6 +60,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     framework = "torch"
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
+    tag = "pytorch"
+    private_names = tuple(f"torch:{path}" for path in ESSENTIAL)
     identity_types = (torch.nn.Parameter,)
     slot_of = staticmethod(slot_of)
 
@@ -68,11 +70,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self._patches = TorchPatches(self)
         self._detours: dict[type, Detour] = {}
         self.views = TorchViews()
-
-    @cached_property
-    def namespace(self) -> Namespace:
-        """Return the namespace of the ops, `pytorch/<version>/eager`."""
-        return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
     def introduce(self) -> None:
         """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
@@ -84,7 +81,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def attach(self) -> None:
         """Intercept every target, enclose module calls, and patch torch where it leaves the thread."""
-        check_requirements()
+        warn_of_absent_names()
         if interceptor.NATIVE:
             for site in self._native_sites:
                 site.place()

@@ -11,7 +11,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
 from .._layers import ModuleCalls, module_path, named_paths
-from .._requirements import NEWEST_TESTED, REQUIRED, check, eager_exercise
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, eager_exercise
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
 from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
 from ._interception import Interception, call_execute
@@ -29,6 +29,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     packages = ("keras", "tf_keras")
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES["eager"]
     identity_types = (Variable,)
 
     def __init__(self) -> None:
@@ -46,8 +47,6 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
 
     def attach(self) -> None:
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
-        # Before any patch: without one of the private names the mode stays off as a whole.
-        check("eager")
         self._attached = True
         self._interception.patch(self.attributes)
         self._tape.patch(self.attributes)
@@ -67,10 +66,6 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     def exercise(self) -> Exercise | None:
         """Return a program of one op and its gradient; None where eager mode has been switched off."""
         return eager_exercise()
-
-    def looked_up(self) -> int:
-        """Return the number of TensorFlow's undocumented names that the mode needs."""
-        return len(REQUIRED["eager"])
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in the order of the op's schema."""

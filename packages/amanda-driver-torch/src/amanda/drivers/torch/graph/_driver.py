@@ -6,13 +6,12 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from functools import cached_property
 from types import FrameType, ModuleType
 from typing import Any, ClassVar
 
 import torch
 from amanda import interceptor
-from amanda.backend import Driver, Namespace
+from amanda.backend import Driver
 
 from .._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from .._control_flow import is_control_flow
@@ -29,11 +28,7 @@ class GraphDriver(Driver):
     api = 1
     framework = "torch"
     modes: ClassVar = ("graph",)
-
-    @cached_property
-    def namespace(self) -> Namespace:
-        """Return the namespace of the ops, `pytorch/<version>/graph`."""
-        return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/graph")
+    tag = "pytorch"
 
     def attach(self) -> None:
         """Patch the place where dynamo chooses its callback, and the places where compiled code runs."""
