@@ -11,6 +11,7 @@ from amanda.action import Action
 from amanda.eager.backward import BackwardStep
 from amanda.eager.call import Call, Trace
 from amanda.eager.driver import EagerDriver
+from amanda.eager.paths import path_of_call, place_by_path, type_as_path
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
 from amanda.graph.driver import CannotInstrument, GraphDriver
@@ -26,10 +27,18 @@ from amanda.plan.facts import Operation, OpFacts
 from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import failed, matched, picked_by
-from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
+from amanda.plan.tensors import (
+    TensorMap,
+    TensorOps,
+    UnwrittenTensors,
+    complex_error,
+    dtype_error,
+    shape_error,
+)
 from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.state import State
+from amanda.scope.unseen import report_unseen, without_tools
 
 __all__ = [
     "DRIVER_API",
@@ -66,12 +75,20 @@ __all__ = [
     "UnwrittenTensors",
     "Value",
     "check_private_names",
+    "complex_error",
     "digest",
+    "dtype_error",
     "failed",
     "lacking",
     "matched",
+    "path_of_call",
     "picked_by",
+    "place_by_path",
     "recomputed",
     "replayed",
+    "report_unseen",
+    "shape_error",
+    "type_as_path",
     "when_imported",
+    "without_tools",
 ]

@@ -213,12 +213,6 @@ class JaxDriver(Arrays, EagerDriver):
         """Return the call of a primitive."""
         return PrimitiveCall(site, self._primitives[site], args, kwargs)
 
-    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return outputs as a list, and a function that puts a list back into their form."""
-        if isinstance(outputs, (list, tuple)):
-            return list(outputs), list
-        return [outputs], lambda values: values[0]
-
     def run_later(
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
         shapes: Hashable,

@@ -15,7 +15,7 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, State, TensorMap, digest
+from amanda.backend import Attributes, State, TensorMap, digest, type_as_path
 from amanda.interceptor import Enclosure
 from amanda.plan import spread
 from jax._src import core
@@ -63,7 +63,7 @@ class ModulePlaces:
         """Return the place of a module in the module whose call encloses its call."""
         if outer is None:
             return self._of_model(module)
-        name = _name_within(outer.module, module) or f"({type(module).__name__})"
+        name = _name_within(outer.module, module) or type_as_path(module)
         places = self._inner.setdefault(outer, {})
         return places.setdefault(name, ModulePlace(name))
 

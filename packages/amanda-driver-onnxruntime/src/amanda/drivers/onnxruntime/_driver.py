@@ -18,6 +18,7 @@ from amanda.backend import (
     GraphDriver,
     State,
     digest,
+    report_unseen,
 )
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
@@ -170,12 +171,10 @@ class Boundary:
 
 def _run_uninstrumented(run: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand-in for runs on memory that is bound natively: runs the session, and reports that."""
-    activation = interceptor.active()
-    if activation:
-        activation.state.report(
-            f"{type(session).__name__}.{run.__name__}",
-            "what it reads and writes is bound in native memory; call run or run_with_ort_values",
-        )
+    report_unseen(
+        f"{type(session).__name__}.{run.__name__}",
+        "what it reads and writes is bound in native memory; call run or run_with_ort_values",
+    )
     return run(session, *args, **kwargs)
 
 

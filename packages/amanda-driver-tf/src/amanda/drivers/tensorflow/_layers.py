@@ -4,12 +4,11 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import tensorflow as tf
-from amanda.backend import Attributes, digest
+from amanda.backend import Attributes, path_of_call, place_by_path, type_as_path
 from amanda.interceptor import Enclosure
 
 LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
@@ -51,8 +50,7 @@ def path_suffixes(names: Sequence[str]) -> tuple[str, ...]:
 
 def module_path(subjects: Sequence[Any]) -> str:
     """Return the path from the first object to the last: "layer1.conv"."""
-    parts = [attribute_path(outer, inner) for outer, inner in pairwise(subjects) if inner is not outer]
-    return ".".join(part for part in parts if part)
+    return path_of_call(subjects, attribute_path)
 
 
 def attribute_path(outer: Any, inner: Any) -> str:
@@ -91,7 +89,7 @@ def _search_attribute_path(outer: Any, inner: Any) -> str:
         return str(inner.name)
     private_names = (name for name, value in getattr(outer, "__dict__", {}).items() if value is inner)
     # Keras' attention layers hold their projections in private attributes.
-    return next(private_names, f"({type(inner).__name__})")
+    return next(private_names, type_as_path(inner))
 
 
 def _submodules(holder: Any) -> Iterator[tuple[str, Any]]:
@@ -112,6 +110,7 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, (tf.Module, *layer_classes()))
 
 
+_PLACE = place_by_path(attribute_path)
 _attribute_paths: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 """By an outer object, the paths of the objects in it."""
 
@@ -149,7 +148,7 @@ class ModuleCalls:
         """Make calls of the layers of a version of Keras a region, unless they are one already."""
         kind = getattr(sys.modules[module], name, None)
         if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
-            self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], hash_attribute_path))
+            self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], _PLACE))
 
 
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,22 +162,13 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
         converts = context.status.name == "ENABLED"
         return (autograph.tf_convert(call, context) if converts else call)(*args, **kwargs)
 
-    enclosure = Enclosure(converted, hash_attribute_path)
+    enclosure = Enclosure(converted, _PLACE)
 
     @wraps(call)
     def enclosed(*args: Any, **kwargs: Any) -> Any:
         return enclosure(*args, **kwargs)
 
     return enclosed
-
-
-def hash_attribute_path(outer: Any, inner: Any) -> tuple[int, bool]:
-    """Return the hash of `inner`'s path in `outer`, and whether attributes lead there.
-
-    An object made for this call is on no attribute: its path is its type.
-    """
-    name = attribute_path(outer, inner)
-    return digest(name), not name.startswith("(")
 
 
 def _callable_modules(root: type) -> Iterator[type]:

@@ -92,14 +92,6 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         """Return the variables among a call's arguments."""
         return list(call.identities) if isinstance(call, EagerCall) else []
 
-    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a result as a list, and a function that gives such a list the result's form."""
-        if isinstance(outputs, list):
-            return list(outputs), list
-        if outputs is None:
-            return [], lambda values: None
-        return [outputs], lambda values: values[0]
-
     def results(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:

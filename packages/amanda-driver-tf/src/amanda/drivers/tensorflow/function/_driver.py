@@ -124,7 +124,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
-            rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
+            rewriting.report_restarted(name)
         return registered
 
     def _find_copy(

@@ -13,7 +13,7 @@ import numpy as np
 from google.protobuf.json_format import MessageToDict
 
 import tensorflow as tf
-from amanda.backend import Namespace, OpFacts, Reads, TensorOps
+from amanda.backend import Namespace, OpFacts, Reads, TensorOps, dtype_error
 from amanda.errors import RoutineError
 from tensorflow.python.framework import dtypes, tensor_util
 
@@ -221,9 +221,7 @@ class GraphTensorOps(EagerTensorOps, TensorOps):
         value, kind = cast_like(original, value), original.dtype
         # Nodes that read the tensor were created for its dtype. `cast_like` casts floating types alone.
         if value.dtype != kind:
-            raise RoutineError(
-                f"a routine returned {value.dtype.name} where {kind.name} was given; return that type"
-            )
+            raise dtype_error(value.dtype.name, kind.name, "return that type")
         return value
 
     def write(self, target: Any, value: Any, isolated: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from amanda import interceptor
-from amanda.backend import Driver
+from amanda.backend import Driver, without_tools
 
 from .._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from .._control_flow import is_control_flow
@@ -71,7 +71,8 @@ class GraphDriver(Driver):
         ):
             original = getattr(holder, name, None)
             if original is not None:
-                self.attributes.set(holder, name, _without_tools(original))
+                # The ops of torch's compiler are not the user's.
+                self.attributes.set(holder, name, without_tools(original))
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
@@ -142,17 +143,6 @@ def _callback_by_stance(
     except ImportError:
         return frame_callback
     return CallbackForUserFrames(frame_callback)
-
-
-def _without_tools(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of torch's compiler, whose ops are not the user's, to run without tools."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with interceptor.Suspension():
-            return function(*args, **kwargs)
-
-    return run
 
 
 _RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
