@@ -20,7 +20,7 @@ from amanda.graph.reads import Reads
 from amanda.graph.rewriter import NotTraceable, Rewriter, Value
 from amanda.graph.rewriting import GraphAnalysis, Rewriting, Side
 from amanda.interceptor.attributes import Attributes
-from amanda.interceptor.imports import lacking, when_imported
+from amanda.interceptor.imports import lacking, late_names, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
 from amanda.plan.facts import Operation, OpFacts
@@ -80,6 +80,7 @@ __all__ = [
     "dtype_error",
     "failed",
     "lacking",
+    "late_names",
     "matched",
     "path_of_call",
     "picked_by",

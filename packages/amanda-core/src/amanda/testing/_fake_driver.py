@@ -307,12 +307,6 @@ class FakeDriver(FakeTensors, EagerDriver):
         facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
         return facts
 
-    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An operator's result as a list, and how to put it back into its form."""
-        if isinstance(outputs, fake.Halves):
-            return list(outputs), lambda values: fake.Halves(*values)
-        return [outputs], lambda values: values[0]
-
     def tracing(self) -> NodeRange:
         """Context that brackets the nodes made by an operator."""
         return NodeRange()

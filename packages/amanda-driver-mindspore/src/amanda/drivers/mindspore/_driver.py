@@ -58,8 +58,7 @@ class MindSporeDriver(MindSporeAutograd):
     def attach(self) -> None:
         """Place all sites, and patch the calls of cells, backward passes and recomputation."""
         if interceptor.NATIVE:
-            for site in self._sites:
-                site.place()
+            self.attributes.place(self._sites)
         else:
             for site, target in self._sites.items():
                 self.attributes.set(*_place_of(target), Detour(site))
@@ -84,9 +83,6 @@ class MindSporeDriver(MindSporeAutograd):
             self._recorded_later = False
         super().detach()
         self._memories.clear()
-        if interceptor.NATIVE:
-            for site in self._sites:
-                site.remove()
 
     @cached_property
     def _sites(self) -> dict[Site, NativeTarget]:

@@ -83,8 +83,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Intercept every target, enclose module calls, and patch torch where it leaves the thread."""
         warn_of_absent_names()
         if interceptor.NATIVE:
-            for site in self._native_sites:
-                site.place()
+            self.attributes.place(self._native_sites)
         else:
             self._set_detours_as_attributes()
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
@@ -97,10 +96,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Undo all changes of torch."""
         remove_abandoned_hooks()  # of passes that an interrupt ended: they would outlive the scope
         super().detach()
-        if interceptor.NATIVE:
-            for site in self._native_sites:
-                site.remove()
-        else:
+        if not interceptor.NATIVE:
             # dynamo may have listed the stand-ins, and would not recognise torch's functions again.
             forget_torch_callables()
 
