@@ -100,7 +100,7 @@ class JaxDriver(Arrays, EagerDriver):
         self.skip(*(f"{Path(core.__file__).parent}/{path}" for path in _TRACING_CODE))
 
     def attach(self) -> None:
-        """Intercept every bind, trace functions anew for tools, and run routines in backward passes."""
+        """Intercept binds of primitives, trace functions anew for tools, and instrument backward passes."""
         # Every op of JAX, eager or traced, comes through `bind`.
         self.attributes.set(core.Primitive, "bind", self._intercept_binds(core.Primitive.bind))
         instrument_jit(self.attributes)

@@ -56,7 +56,7 @@ class MindSporeDriver(MindSporeAutograd):
         self._memories: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:
-        """Place all sites, and patch the calls of cells, backward passes and recomputation."""
+        """Intercept native operators, and patch the calls of cells, backward passes and recomputation."""
         if interceptor.NATIVE:
             self.attributes.place(self._sites)
         else:

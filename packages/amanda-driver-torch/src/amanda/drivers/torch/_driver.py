@@ -80,7 +80,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
 
     def attach(self) -> None:
-        """Intercept every target, enclose module calls, and patch torch where it leaves the thread."""
+        """Intercept native operators, enclose module calls, and patch torch where it leaves the thread."""
         warn_of_absent_names()
         if interceptor.NATIVE:
             self.attributes.place(self._native_sites)
