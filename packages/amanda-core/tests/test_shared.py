@@ -144,6 +144,23 @@ def test_stubs_are_removed_with_the_attributes() -> None:
     assert calls == ["place", "place", "remove", "remove"]
 
 
+@pytest.mark.parametrize("has_hook", [True, False])
+def test_subclasses_that_a_program_makes_are_followed_until_the_end(has_hook: bool) -> None:
+    class Base:
+        """A class of modules, with or without a hook of its own."""
+
+    hooked: list[str] = []
+    if has_hook:
+        Base.__init_subclass__ = classmethod(lambda kind: hooked.append(kind.__name__))  # type: ignore
+    attributes, changed = Attributes(), []
+    attributes.follow_subclasses(Base, lambda kind: changed.append(kind.__name__))
+    type("Inner", (type("Outer", (Base,), {}),), {})
+    attributes.restore()
+    type("Later", (Base,), {})
+    assert changed == ["Outer", "Inner"]
+    assert hooked == (["Outer", "Inner", "Later"] if has_hook else [])
+
+
 def test_a_map_of_tensors_keeps_none_of_them() -> None:
     tensor_map: TensorMap[str] = TensorMap()
     first, second = (fake.tensor([1.0]) for _ in range(2))

@@ -95,6 +95,22 @@ class Attributes:
         call = vars(kind)["__call__"]
         self.set(kind, "__call__", Enclosure(call) if place is None else Enclosure(call, place))
 
+    def follow_subclasses(self, base: Any, change: Callable[[type], object]) -> None:
+        """Call `change` with each subclass, at any depth, that a program makes of a class until `restore`."""
+        hook: Any = vars(base).get("__init_subclass__")
+
+        def init_subclass(kind: Any, /, **kwargs: Any) -> None:
+            """Call the hook of the class, or the next one of its bases; then `change`."""
+            if hook is None:
+                # The stand-in is not a method of a class, so it names the class after which the search for a
+                # method begins.
+                super(base, kind).__init_subclass__(**kwargs)
+            else:
+                hook.__get__(None, kind)(**kwargs)
+            change(kind)
+
+        self.set(base, "__init_subclass__", classmethod(init_subclass))
+
     def when_imported(self, module: str, callback: Callable[[], object]) -> None:
         """Call `callback` once the module has been imported, unless `restore` comes first."""
         self._steps.append(when_imported(module, callback))

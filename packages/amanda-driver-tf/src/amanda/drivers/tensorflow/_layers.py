@@ -115,40 +115,26 @@ _attribute_paths: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyD
 """By an outer object, the paths of the objects in it."""
 
 
-class ModuleCalls:
-    """Makes calls of modules and layers regions, in whose ids their path is, while the driver is attached."""
+def enclose_modules(attributes: Attributes) -> None:
+    """Make each call of a module or layer a region; the path of the module enters the ids of its ops."""
 
-    def __init__(self) -> None:
-        self._attributes = Attributes()
-
-    def patch(self) -> None:
-        """Make each call of a module or layer a region."""
-        for module, name in LAYERS:
-            self._attributes.when_imported(module, partial(self._enclose_layer, module, name))
-        # tf.Module has no `__call__`, so each subclass that defines one is patched, now or when it is
-        # created.
-        for kind in _callable_modules(tf.Module):
-            self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
-
-        def init_subclass(kind: Any, /, **kwargs: Any) -> None:
-            """Stand-in for `tf.Module.__init_subclass__`: makes calls of the new subclass a region."""
-            # The stand-in is not a method of a class, so it names the class after which the search for a
-            # method begins.
-            super(tf.Module, kind).__init_subclass__(**kwargs)
-            if isinstance(vars(kind).get("__call__"), types.FunctionType):
-                self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
-
-        self._attributes.set(tf.Module, "__init_subclass__", classmethod(init_subclass))
-
-    def restore(self) -> None:
-        """Restore the `__call__` of the classes."""
-        self._attributes.restore()
-
-    def _enclose_layer(self, module: str, name: str) -> None:
-        """Make calls of the layers of a version of Keras a region, unless they are one already."""
+    def enclose_layers(module: str, name: str) -> None:
+        """Enclose the calls of the layers of a version of Keras, unless they are enclosed already."""
         kind = getattr(sys.modules[module], name, None)
         if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
-            self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], _PLACE))
+            attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], _PLACE))
+
+    def enclose(kind: type) -> None:
+        """Enclose the calls of a subclass of `tf.Module` that defines `__call__`."""
+        if isinstance(vars(kind).get("__call__"), types.FunctionType):
+            attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
+
+    for module, name in LAYERS:
+        attributes.when_imported(module, partial(enclose_layers, module, name))
+    # tf.Module has no `__call__`, so each subclass that defines one is patched, now or when it is created.
+    for kind in _modules_without_keras():
+        enclose(kind)
+    attributes.follow_subclasses(tf.Module, enclose)
 
 
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -171,9 +157,9 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
     return enclosed
 
 
-def _callable_modules(root: type) -> Iterator[type]:
-    """Yield the subclasses that define `__call__`, without those of Keras, whose base class is enclosed."""
-    bases: list[type] = [root]
+def _modules_without_keras() -> Iterator[type]:
+    """Yield the subclasses of `tf.Module`, without those of Keras, whose base class is enclosed."""
+    bases: list[type] = [tf.Module]
     subclass: type
     while bases:
         for subclass in type.__subclasses__(bases.pop()):
@@ -184,8 +170,7 @@ def _callable_modules(root: type) -> Iterator[type]:
                 _keras_classes.add(subclass)
                 continue
             bases.append(subclass)
-            if isinstance(vars(subclass).get("__call__"), types.FunctionType):
-                yield subclass
+            yield subclass
 
 
 _keras_classes: WeakSet[type] = WeakSet()

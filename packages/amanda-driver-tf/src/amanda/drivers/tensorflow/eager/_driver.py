@@ -10,7 +10,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
-from .._layers import ModuleCalls, module_path, named_paths
+from .._layers import enclose_modules, module_path, named_paths
 from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, eager_exercise
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
 from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
@@ -34,7 +34,6 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
 
     def __init__(self) -> None:
         self._datasets = Datasets()
-        self._modules = ModuleCalls()
         self._attached = False
 
     @cached_property
@@ -52,11 +51,10 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         self._tape.patch(self.attributes)
         allow_tapes_in_routines(self.attributes)
         self._datasets.patch(self.attributes)
-        self._modules.patch()
+        enclose_modules(self.attributes)
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
-        self._modules.restore()
         super().detach()
         if self._attached:
             # Native code still holds the stand-ins until TensorFlow's functions are registered again.
