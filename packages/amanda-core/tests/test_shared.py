@@ -20,6 +20,7 @@ from amanda.backend import (
     complex_error,
     digest,
     dtype_error,
+    hide_ops,
     lacking,
     late_names,
     path_of_call,
@@ -27,7 +28,6 @@ from amanda.backend import (
     report_unseen,
     shape_error,
     type_as_path,
-    without_tools,
 )
 from amanda.errors import DriverError, RoutineError
 from amanda.testing import attached, fake
@@ -114,8 +114,8 @@ def test_what_tools_do_not_see_is_reported_to_the_scopes_in_force() -> None:
 
     entry = "inside of a program", "it is compiled"
     with attached(FakeDriver), amanda.apply(tool) as scope:
-        assert without_tools(program, lambda x: entry)(x).numbers == [1.0]
-        assert without_tools(program)(x).numbers == [1.0]
+        assert hide_ops(program, lambda x: entry)(x).numbers == [1.0]
+        assert hide_ops(program)(x).numbers == [1.0]
         report_unseen("a program", "it is opaque", "model.py:3")
         assert names == []
         program(x)

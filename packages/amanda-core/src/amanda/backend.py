@@ -38,7 +38,7 @@ from amanda.plan.tensors import (
 from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.state import State
-from amanda.scope.unseen import report_unseen, without_tools
+from amanda.scope.unseen import hide_ops, report_unseen
 
 __all__ = [
     "DRIVER_API",
@@ -79,6 +79,7 @@ __all__ = [
     "digest",
     "dtype_error",
     "failed",
+    "hide_ops",
     "lacking",
     "late_names",
     "matched",
@@ -91,5 +92,4 @@ __all__ = [
     "shape_error",
     "type_as_path",
     "when_imported",
-    "without_tools",
 ]

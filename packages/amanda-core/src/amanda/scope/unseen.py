@@ -22,10 +22,10 @@ def report_unseen(subject: str, reason: str, where: str = "") -> None:
         activation.state.report(subject, reason, where)
 
 
-def without_tools(
+def hide_ops(
     function: Callable[P, T], entry_of: Callable[..., tuple[Any, ...] | None] | None = None
 ) -> Callable[P, T]:
-    """Return a stand-in for a function that runs it without tools.
+    """Return a stand-in that runs a function without tools, which see no op inside.
 
     entry_of: returns the report's entry for a call with these arguments; None for no entry.
     """

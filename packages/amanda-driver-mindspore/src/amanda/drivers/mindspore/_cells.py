@@ -7,12 +7,12 @@ from typing import Any
 
 from amanda.backend import (
     Attributes,
+    hide_ops,
     path_of_call,
     place_by_path,
     recomputed,
     replayed,
     type_as_path,
-    without_tools,
 )
 from mindspore import nn
 from mindspore.graph import api
@@ -50,8 +50,8 @@ def report_compiled(attributes: Attributes) -> None:
     def entry_of_cell(cell: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
         return f"inside of the compiled {type(cell).__qualname__}", REASON
 
-    attributes.set(api._JitExecutor, "__call__", without_tools(api._JitExecutor.__call__, entry_of_function))
-    attributes.set(nn.Cell, "compile_and_run", without_tools(nn.Cell.compile_and_run, entry_of_cell))
+    attributes.set(api._JitExecutor, "__call__", hide_ops(api._JitExecutor.__call__, entry_of_function))
+    attributes.set(nn.Cell, "compile_and_run", hide_ops(nn.Cell.compile_and_run, entry_of_cell))
 
 
 recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place

@@ -25,6 +25,7 @@ from ._calls import (
     OverloadCall,
 )
 from ._cells import cell_path, enclose_cells, patch_recomputation, report_compiled
+from ._requirements import NEWEST_TESTED, PRIVATE_NAMES
 from ._targets import NativeTarget, PrimitiveInterception, targets
 from ._tensors import memory_of
 from ._views import MindSporeViews
@@ -44,7 +45,8 @@ class MindSporeDriver(MindSporeAutograd):
     api = 1
     framework = "mindspore"
     modes = ("eager",)
-    newest_tested = "2.10"
+    newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES
     identity_types = (Parameter,)
 
     def __init__(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Attributes, Recomputation, recomputed, replayed, report_unseen, without_tools
+from amanda.backend import Attributes, Recomputation, hide_ops, recomputed, replayed, report_unseen
 from amanda.scope import in_force
 
 from ._autograd import activation_of_pass_caller
@@ -256,7 +256,7 @@ def _patch_to_run_uninstrumented(attributes: Attributes, module: str, name: str)
     if function is None:
         return
     entry = INTERNAL_FUNCTIONS[module, name]
-    attributes.set(holder, method, without_tools(function, lambda *args, **kwargs: entry))
+    attributes.set(holder, method, hide_ops(function, lambda *args, **kwargs: entry))
 
 
 def _patch_loader_to_report_workers(attributes: Attributes) -> None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from amanda import interceptor
-from amanda.backend import Driver, without_tools
+from amanda.backend import Driver, hide_ops
 
 from .._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from .._control_flow import is_control_flow
@@ -72,7 +72,7 @@ class GraphDriver(Driver):
             original = getattr(holder, name, None)
             if original is not None:
                 # The ops of torch's compiler are not the user's.
-                self.attributes.set(holder, name, without_tools(original))
+                self.attributes.set(holder, name, hide_ops(original))
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
