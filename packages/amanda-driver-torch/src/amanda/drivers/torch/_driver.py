@@ -83,7 +83,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Intercept native operators, enclose module calls, and patch torch where it leaves the thread."""
         warn_of_absent_names()
         if interceptor.NATIVE:
-            self.attributes.place(self._native_sites)
+            self.attributes.place(self._targets_by_site)
         else:
             self._set_detours_as_attributes()
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
@@ -99,10 +99,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if not interceptor.NATIVE:
             # dynamo may have listed the stand-ins, and would not recognise torch's functions again.
             forget_torch_callables()
-
-    @cached_property
-    def _native_sites(self) -> list[Site]:
-        return list(self._targets_by_site)
 
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
@@ -165,7 +161,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
         native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
         holders = [torch, torch.functional, torch.nn.functional, *special, *native]
-        detours = {site.target: Detour(site) for site in self._native_sites}
+        detours = {site.target: Detour(site) for site in self._targets_by_site}
         self.attributes.replace(
             detours, [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_PROCESS_GROUPS]
         )
