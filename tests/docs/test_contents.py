@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from amanda.backend import EagerDriver
+from amanda.drivers.torch import TorchDriver
+from amanda_docs import differences
 from amanda_docs.contents import MARKER, ROOT, contents, modules
 
 DISTRIBUTIONS = sorted((ROOT / "packages").iterdir())
@@ -43,3 +46,27 @@ def test_the_page_has_the_table() -> None:
     assert MARKER in (ROOT / "docs/how-it-works.md").read_text()
     table = contents()
     assert "| [plan/analysis.py](../packages/amanda-core/src/amanda/plan/analysis.py) |" in table
+
+
+def test_the_page_has_a_column_for_each_driver() -> None:
+    assert differences.MARKER in (ROOT / "docs/how-it-works.md").read_text()
+    head, _, *rows = differences.differences().splitlines()
+    assert [cell.strip() for cell in head.split("|")[2:-1]] == list(differences.DRIVERS)
+    assert set(differences.DRIVERS.values()) == {
+        path.name for path in DISTRIBUTIONS if path.name.startswith("amanda-driver-")
+    }
+    assert [row.split("|")[1].strip() for row in rows] == list(differences.QUESTIONS)
+    for row in rows:
+        cells = [cell.strip() for cell in row.split("|")[1:-1]]
+        assert len(cells) == len(differences.DRIVERS) + 1
+        assert all(cells), row
+
+
+def test_the_columns_say_what_the_classes_say() -> None:
+    eager, graph = differences.modes("PyTorch")
+    assert (eager.modes, graph.modes) == (*TorchDriver.modes, "graph")
+    assert issubclass(TorchDriver, EagerDriver)
+    assert eager.base == "EagerDriver"
+    (text,) = (TorchDriver.attach.__doc__ or "").splitlines()
+    assert f"| eager: {text}<br>" in differences.differences()
+    assert [mode.modes for mode in differences.modes("TensorFlow")] == ["eager", "function", "graph"]

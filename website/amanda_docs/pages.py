@@ -8,7 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
-from amanda_docs import contents, gaps
+from amanda_docs import contents, differences, gaps
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -36,6 +36,13 @@ TOOLS = "tools/all.md"
 REPOSITORY = "AMANDA_REPOSITORY"
 """Environment variable with the address of the repository, which mkdocs.yml reads too."""
 GENERATED = (*ELSEWHERE.values(), TOOLS)
+TABLES = {
+    module.MARKER: table
+    for module, table in (
+        (gaps, gaps.gaps_table), (contents, contents.contents), (differences, differences.differences),
+    )
+}  # fmt: skip
+"""Tables that take the place of a marker in a page."""
 LANGUAGES = {".py": "python", ".toml": "toml", ".json": "json"}
 
 
@@ -48,7 +55,7 @@ def write_pages() -> None:
     for page in list(PAGES.rglob("*.md")):
         at = DOCS / page.relative_to(PAGES)
         text = page.read_text()
-        for marker, table in ((gaps.MARKER, gaps.gaps_table), (contents.MARKER, contents.contents)):
+        for marker, table in TABLES.items():
             if marker in text:
                 text = text.replace(marker, table())
         page.write_text(relinked(_addressed(text) + _api_of(at), at, page))

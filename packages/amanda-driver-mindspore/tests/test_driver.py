@@ -13,8 +13,9 @@ import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.graph.api import _pynative_executor as executor
 
+import amanda
 from amanda.drivers.mindspore import MindSporeDriver
-from amanda.testing import DriverTests, Sample, ViewSample, ViewTests
+from amanda.testing import DriverTests, Sample, ViewSample, ViewTests, attached
 
 FIRST = [[0.5, 0.25, -1.0], [1.5, -0.75, 2.0], [0.125, 1.0, -0.5]]
 SECOND = [[1.0, -0.25, 0.5], [-1.5, 0.625, 1.0], [2.0, -1.0, 0.375]]
@@ -162,6 +163,16 @@ class MindSporeViewSample(MindSporeSample, ViewSample):
 def _add_into(x: Any, number: float) -> None:
     for i, value in enumerate((x.asnumpy() + number).tolist()):
         x[i] = value  # `x[:] = y` gives x other memory
+
+
+def test_an_absent_private_name_is_reported_and_the_driver_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (*MindSporeDriver.private_names, "mindspore.graph.api:gone")
+    monkeypatch.setattr(MindSporeDriver, "private_names", names)
+    ms.runtime.launch_blocking()  # before the first op, or later tests run without it
+    with attached(MindSporeDriver), amanda.apply(amanda.Tool()) as scope:
+        assert ops.relu(Tensor([-1.0])).asnumpy().tolist() == [0.0]
+    (entry,) = scope.report
+    assert f"mindspore {ms.__version__} lacks mindspore.graph.api.gone, " in entry.reason
 
 
 class TestMindSporeDriver(DriverTests):

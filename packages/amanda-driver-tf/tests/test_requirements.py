@@ -10,7 +10,8 @@ import tensorflow as tf
 from acting import inserting
 
 import amanda
-from amanda.drivers.tensorflow import _requirements
+from amanda.backend import Driver
+from amanda.drivers.tensorflow import FunctionDriver, GraphDriver, TensorFlowEagerDriver
 
 tf1 = tf.compat.v1
 
@@ -33,25 +34,26 @@ RUNS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+DRIVERS: dict[str, type[Driver]] = {
+    driver.modes[0]: driver for driver in (GraphDriver, FunctionDriver, TensorFlowEagerDriver)
+}
+
+
 @pytest.mark.parametrize("mode", RUNS)
 def test_one_mode_is_off_and_says_what_is_missing(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {**_requirements.REQUIRED, mode: (*_requirements.REQUIRED[mode], "framework.ops:gone")}
-    monkeypatch.setattr(_requirements, "REQUIRED", table)
-    _requirements.missing.cache_clear()
+    names = (*DRIVERS[mode].private_names, "tensorflow.python.framework.ops:gone")
+    monkeypatch.setattr(DRIVERS[mode], "private_names", names)
     modes: list[str] = []
-    try:
-        for name, run in RUNS.items():
-            tool = inserting("insert_before_op", "Relu", lambda _, name=name: modes.append(name))
-            with amanda.apply(tool) as scope:
-                assert run() == [1.0]
-    finally:
-        _requirements.missing.cache_clear()
+    for name, run in RUNS.items():
+        tool = inserting("insert_before_op", "Relu", lambda _, name=name: modes.append(name))
+        with amanda.apply(tool) as scope:
+            assert run() == [1.0]
     assert modes == [name for name in RUNS if name != mode]
     (entry,) = scope.report
-    assert f"tensorflow {tf.__version__} lacks framework.ops:gone" in entry.reason
+    assert f"tensorflow {tf.__version__} lacks tensorflow.python.framework.ops.gone" in entry.reason
     assert f"{mode} mode" in entry.reason
 
 
 @pytest.mark.parametrize("mode", RUNS)
 def test_nothing_is_missing_here(mode: str) -> None:
-    assert _requirements.missing(mode) == ()
+    DRIVERS[mode]().check_private_names()

@@ -15,7 +15,7 @@ from amanda.scope.attachment import attachment
 def state() -> list[Any]:
     """Every pointer and attribute that the driver changes."""
     driver: Any = attachment.driver(TorchDriver)
-    addresses = [site.address for site in driver._native_sites] if interceptor.NATIVE else []
+    addresses = [site.address for site in driver._targets_by_site] if interceptor.NATIVE else []
     return [
         *addresses,
         vars(torch.nn.Module)["__call__"],

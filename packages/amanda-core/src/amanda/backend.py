@@ -11,6 +11,7 @@ from amanda.action import Action
 from amanda.eager.backward import BackwardStep
 from amanda.eager.call import Call, Trace
 from amanda.eager.driver import EagerDriver
+from amanda.eager.paths import path_of_call, place_by_path, type_as_path
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
 from amanda.graph.driver import CannotInstrument, GraphDriver
@@ -19,17 +20,25 @@ from amanda.graph.reads import Reads
 from amanda.graph.rewriter import NotTraceable, Rewriter, Value
 from amanda.graph.rewriting import GraphAnalysis, Rewriting, Side
 from amanda.interceptor.attributes import Attributes
-from amanda.interceptor.imports import lacking, when_imported
+from amanda.interceptor.imports import lacking, late_names, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
 from amanda.plan.facts import Operation, OpFacts
 from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import failed, matched, picked_by
-from amanda.plan.tensors import TensorMap, TensorOps, UnwrittenTensors
-from amanda.scope.driver import DRIVER_API, Driver, Exercise
+from amanda.plan.tensors import (
+    TensorMap,
+    TensorOps,
+    UnwrittenTensors,
+    complex_error,
+    dtype_error,
+    shape_error,
+)
+from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.state import State
+from amanda.scope.unseen import hide_ops, report_unseen
 
 __all__ = [
     "DRIVER_API",
@@ -65,12 +74,22 @@ __all__ = [
     "Trace",
     "UnwrittenTensors",
     "Value",
+    "check_private_names",
+    "complex_error",
     "digest",
+    "dtype_error",
     "failed",
+    "hide_ops",
     "lacking",
+    "late_names",
     "matched",
+    "path_of_call",
     "picked_by",
+    "place_by_path",
     "recomputed",
     "replayed",
+    "report_unseen",
+    "shape_error",
+    "type_as_path",
     "when_imported",
 ]

@@ -12,7 +12,6 @@ from tensorflow.python.eager import backprop, execute, forwardprop, imperative_g
 from tensorflow.python.ops import custom_gradient
 
 import amanda
-from amanda.drivers.tensorflow import _requirements
 from amanda.drivers.tensorflow.eager import TensorFlowEagerDriver
 from amanda.errors import DriverError
 
@@ -105,14 +104,10 @@ def test_a_tape_from_a_scope_is_walked_after_it() -> None:
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = {**_requirements.REQUIRED, "eager": ("eager.execute:quick_execute", "eager.execute:gone")}
-    monkeypatch.setattr(_requirements, "REQUIRED", table)
-    _requirements.missing.cache_clear()
-    try:
-        with pytest.raises(DriverError, match=r"lacks eager\.execute:gone.*eager mode"):
-            TensorFlowEagerDriver().attach()
-    finally:
-        _requirements.missing.cache_clear()
+    module = "tensorflow.python.eager.execute"
+    monkeypatch.setattr(TensorFlowEagerDriver, "private_names", (f"{module}:quick_execute", f"{module}:gone"))
+    with pytest.raises(DriverError, match=r"lacks tensorflow\.python\.eager\.execute\.gone.*eager mode"):
+        TensorFlowEagerDriver().check_private_names()
 
 
 @pytest.mark.slow

@@ -134,6 +134,14 @@ class Call(ABC):
         return str(getattr(self.op, "__name__", self.op))
 
 
+def _single_value(values: list[Any]) -> Any:
+    return values[0]
+
+
+def _no_value(values: list[Any]) -> None:
+    return None
+
+
 class Saved:
     """Tensors that the backward ops of an op save, which may share memory with tensors written later."""
 
@@ -169,9 +177,18 @@ class EagerOps(TensorOps):
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in schema order."""
 
-    @abstractmethod
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return an op's result as a list, and a function that puts such a list back into its form."""
+        """Return an op's result as a list, and a function that puts such a list back into its form.
+
+        The base knows lists, tuples, also named ones, a single value, and None for no value.
+        """
+        if isinstance(outputs, (list, tuple)):
+            kind = type(outputs)
+            # A named tuple takes fields as separate arguments; its `_make` takes a list.
+            return list(outputs), getattr(kind, "_make", kind)
+        if outputs is None:
+            return [], _no_value
+        return [outputs], _single_value
 
     def invoke(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call as the program does."""

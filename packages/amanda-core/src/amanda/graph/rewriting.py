@@ -165,6 +165,10 @@ class Rewriting:
         # A dict as an ordered set: a graph may give one reason at hundreds of nodes.
         self.reports.setdefault((subject, reason))
 
+    def report_restarted(self, name: str) -> None:
+        """Report a node whose kernel holds a state, such as a generator's, that a copy does not share."""
+        self.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
+
     def refuse(self, actions: Sequence[Action], facts: OpFacts, why: str) -> None:
         """Record that routines do not run at all, and notify their tools."""
         for action in actions:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from amanda.interceptor import Enclosure, codes
+from amanda.interceptor import Enclosure, Site, codes
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.interceptor.opid import BOUNDARY
@@ -33,6 +33,7 @@ class Attributes:
     def __init__(self) -> None:
         self._replaced: list[_ReplacedAttribute] = []
         self._steps: list[Callable[[], object]] = []
+        self._placed: list[Iterable[Site]] = []
 
     def set(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class until `restore`.
@@ -65,6 +66,13 @@ class Attributes:
                 if id(value) in by_target:
                     self.set(holder, name, by_target[id(value)])
 
+    def place(self, sites: Iterable[Site]) -> None:
+        """Place the native stubs of sites until `restore`.  sites: the same at each iteration."""
+        # Recorded first, since an interrupt may come between placing and recording.
+        self._placed.append(sites)
+        for site in sites:
+            site.place()
+
     def enclose(
         self,
         kind: type,
@@ -87,6 +95,22 @@ class Attributes:
         call = vars(kind)["__call__"]
         self.set(kind, "__call__", Enclosure(call) if place is None else Enclosure(call, place))
 
+    def follow_subclasses(self, base: Any, change: Callable[[type], object]) -> None:
+        """Call `change` with each subclass, at any depth, that a program makes of a class until `restore`."""
+        hook: Any = vars(base).get("__init_subclass__")
+
+        def init_subclass(kind: Any, /, **kwargs: Any) -> None:
+            """Call the hook of the class, or the next one of its bases; then `change`."""
+            if hook is None:
+                # The stand-in is not a method of a class, so it names the class after which the search for a
+                # method begins.
+                super(base, kind).__init_subclass__(**kwargs)
+            else:
+                hook.__get__(None, kind)(**kwargs)
+            change(kind)
+
+        self.set(base, "__init_subclass__", classmethod(init_subclass))
+
     def when_imported(self, module: str, callback: Callable[[], object]) -> None:
         """Call `callback` once the module has been imported, unless `restore` comes first."""
         self._steps.append(when_imported(module, callback))
@@ -101,7 +125,7 @@ class Attributes:
         return _wraps(_outlived.get((holder, name)), vars(holder).get(name))
 
     def restore(self) -> None:
-        """Undo every step, then every `set`, last first.
+        """Undo every step, then every `set`, last first; then remove the stubs of sites.
 
         An attribute that the program has set meanwhile is the program's.
         """
@@ -121,6 +145,10 @@ class Attributes:
             elif type(stored) is types.FunctionType:
                 _outlived[holder, name] = stored
             self._replaced.pop()
+        while self._placed:
+            for site in self._placed[-1]:
+                site.remove()
+            self._placed.pop()
 
 
 _outlived: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()

@@ -6,11 +6,12 @@ import importlib
 import logging
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
+from typing import Any
 
 logger = logging.getLogger("amanda")
 
@@ -28,6 +29,21 @@ def lacking(names: Iterable[str]) -> list[str]:
     names: module and path of attributes: "package.module:Class.method".
     """
     return [name for name in names if not _exists(name)]
+
+
+def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a `__getattr__` for a package, which imports a name from its module at the first use.
+
+    package: its `__name__`.  homes: the module of each name, below the package.
+    """
+
+    def import_name(name: str) -> Any:
+        """Return a name of the package; raise AttributeError if it has none of that name."""
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+
+    return import_name
 
 
 def when_imported(name: str, callback: Callback) -> Callable[[], object]:

@@ -124,6 +124,25 @@ class TensorOps(ABC):
         """Return a differentiable copy of a tensor."""
 
 
+def shape_error(shape: Any, original: Any) -> RoutineError:
+    """Return the error for a routine's value of another shape than the original's."""
+    return RoutineError(
+        f"a routine returned shape {shape} where shape {original} was given; mark it "
+        "@amanda.differentiable if it is meant to change shapes"
+    )
+
+
+def dtype_error(dtype: Any, original: Any, remedy: str = "return a floating type") -> RoutineError:
+    """Return the error for a routine's value of a type that cannot stand for the original's."""
+    return RoutineError(f"a routine returned {dtype} where {original} was given; {remedy}")
+
+
+def complex_error(dtype: Any, original: Any) -> RoutineError:
+    """Return the error for a complex value in the place of a real one, or the reverse."""
+    # A cast from complex would drop the imaginary part without notice.
+    return dtype_error(dtype, original, "it may not turn real into complex or back")
+
+
 class UnwrittenTensors(TensorOps):
     """Primitives of immutable tensors that belong to no graph of autodiff."""
 

@@ -154,6 +154,8 @@ class Attachment:
                     return
                 # Before `attach`, so that an exception in the middle of it finds what there is to detach.
                 self._attached.append(driver)
+                # Before any patch: a driver whose framework lacks a name patches nothing.
+                driver.check_private_names()
                 driver.attach()
                 # Switches of tools are frequent, and most drivers have nothing to follow.
                 if kind.switched is not Driver.switched:

@@ -6,13 +6,15 @@ import importlib.util
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from types import CodeType
 from typing import ClassVar, NamedTuple
 
+from amanda.errors import DriverError
 from amanda.interceptor import codes
 from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.imports import lacking
 from amanda.interceptor.opid import FRAMEWORK
 from amanda.namespace import Namespace
 from amanda.scope.report import Report
@@ -43,6 +45,9 @@ class Driver(ABC):
     packages: import names of other packages whose code is the framework's too.
     modes: what the driver serves, e.g. ("eager",).
     newest_tested: newest release of the framework that the driver's tests ran on, e.g. "2.15"; "" if unknown.
+    tag: name of the framework in namespaces; "" for the last part of its import name.
+    private_names: undocumented names of the framework without which nothing is instrumented, as
+    "package.module:Class.method"; looked up before `attach`.
     """
 
     api: ClassVar[int]
@@ -50,13 +55,15 @@ class Driver(ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     modes: ClassVar[tuple[str, ...]]
     newest_tested: ClassVar[str] = ""
+    tag: ClassVar[str] = ""
+    private_names: ClassVar[Sequence[str]] = ()
 
     @cached_property
     def namespace(self) -> Namespace:
         """Return the tags of the ops that this driver brings: framework, its version, and the first mode."""
         version = str(getattr(sys.modules[self.framework], "__version__", "0"))
         # Without a suffix such as "+cu128": a rule for a version holds for all its builds.
-        return Namespace(f"{self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}")
+        return Namespace(f"{self.tag or self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}")
 
     @cached_property
     def attributes(self) -> Attributes:
@@ -82,6 +89,10 @@ class Driver(ABC):
         """Leave code out of the places of ops: a file, a folder with a slash at its end, or a code object."""
         for place in code:
             codes.skip(place)
+
+    def check_private_names(self) -> None:
+        """Raise DriverError, with the release to install, if the framework lacks one of `private_names`."""
+        check_private_names(self.private_names, f"{self.modes[0]} mode", self.framework, self.newest_tested)
 
     @abstractmethod
     def attach(self) -> None:
@@ -115,13 +126,33 @@ class Driver(ABC):
         return None
 
     def looked_up(self) -> int:
-        """Return the number of undocumented names of the framework that `attach` has found; 0 if unknown."""
-        return 0
+        """Return the number of undocumented names of the framework that the driver has found."""
+        return len(self.private_names)
 
     @property
     def _short_name(self) -> str:
         # The last part of the import name, as in "amanda.testing.fake".
         return self.framework.rpartition(".")[2]
+
+
+def check_private_names(names: Iterable[str], subject: str, framework: str, newest_tested: str) -> None:
+    """Raise DriverError where a framework lacks a name.
+
+    names: as in `Driver.private_names`.  subject: what needs them, in a few words.
+    """
+    absent = ", ".join(name.replace(":", ".") for name in lacking(names))
+    if not absent:
+        return
+    fix = "install an earlier release, or a newer driver"
+    if newest_tested:
+        fix = (
+            f"the driver was tested with {framework} up to {newest_tested}: "
+            f'pip install "{framework}=={newest_tested}.*", or a newer driver'
+        )
+    version = getattr(sys.modules[framework], "__version__", "")
+    raise DriverError(
+        f"{framework} {version} lacks {absent}, without which {subject} cannot be instrumented; {fix}"
+    )
 
 
 def _roots(name: str) -> Iterator[str]:

@@ -22,9 +22,10 @@ from amanda.backend import (
     State,
     TensorOps,
     Trace,
+    complex_error,
     recomputed,
+    shape_error,
 )
-from amanda.errors import RoutineError
 from amanda.interceptor import Detour, Site, Suspension
 from amanda.testing import fake
 from amanda.testing.fake import Node, Tensor, _autograd, _operators
@@ -101,12 +102,9 @@ def _each(value: Any, read: Callable[[Tensor], Any]) -> Any:
 def _fitting(original: Tensor, value: Tensor) -> Tensor:
     """A copy of a value in the type of an original."""
     if value.shape != original.shape:
-        raise RoutineError(
-            f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
-            "@amanda.differentiable if it is meant to change shapes"
-        )
+        raise shape_error(value.shape, original.shape)
     if (value.dtype == "complex128") != (original.dtype == "complex128"):
-        raise RoutineError(f"a routine returned {value.dtype} where {original.dtype} was given")
+        raise complex_error(value.dtype, original.dtype)
     return value.astype(original.dtype)
 
 
@@ -308,12 +306,6 @@ class FakeDriver(FakeTensors, EagerDriver):
         facts.scope = _module_path(subjects)
         facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
         return facts
-
-    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """An operator's result as a list, and how to put it back into its form."""
-        if isinstance(outputs, fake.Halves):
-            return list(outputs), lambda values: fake.Halves(*values)
-        return [outputs], lambda values: values[0]
 
     def tracing(self) -> NodeRange:
         """Context that brackets the nodes made by an operator."""

@@ -52,7 +52,7 @@ from ._modules import (
     variable_of,
 )
 from ._primitives import ORIGINALS
-from ._requirements import ESSENTIAL, NEWEST_TESTED, check_requirements
+from ._requirements import NEWEST_TESTED, PRIVATE_NAMES
 from ._stacks import record_scans
 from ._tensors import Arrays
 from ._traces import INSERTION, TAP, add_note, is_staged, is_tangent, is_within_jit
@@ -82,6 +82,7 @@ class JaxDriver(Arrays, EagerDriver):
     packages = ("jaxlib", "flax", "equinox", "optax")
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES
     has_symbols = True
 
     def __init__(self) -> None:
@@ -99,8 +100,7 @@ class JaxDriver(Arrays, EagerDriver):
         self.skip(*(f"{Path(core.__file__).parent}/{path}" for path in _TRACING_CODE))
 
     def attach(self) -> None:
-        """Intercept every bind, trace functions anew for tools, and run routines in backward passes."""
-        check_requirements()
+        """Intercept binds of primitives, trace functions anew for tools, and instrument backward passes."""
         # Every op of JAX, eager or traced, comes through `bind`.
         self.attributes.set(core.Primitive, "bind", self._intercept_binds(core.Primitive.bind))
         instrument_jit(self.attributes)
@@ -117,10 +117,6 @@ class JaxDriver(Arrays, EagerDriver):
     def exercise(self) -> Exercise:
         """Return a program of one op and its transpose."""
         return Exercise(_run_product, "mul", "mul")
-
-    def looked_up(self) -> int:
-        """Return the number of JAX's undocumented names that are needed."""
-        return sum(len(names.split()) for names in ESSENTIAL.values())
 
     def switched(self) -> None:
         """Trace on this thread for the tools that are in force now."""
@@ -216,12 +212,6 @@ class JaxDriver(Arrays, EagerDriver):
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call of a primitive."""
         return PrimitiveCall(site, self._primitives[site], args, kwargs)
-
-    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return outputs as a list, and a function that puts a list back into their form."""
-        if isinstance(outputs, (list, tuple)):
-            return list(outputs), list
-        return [outputs], lambda values: values[0]
 
     def run_later(
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,

@@ -6,7 +6,7 @@ A weight is a slot of a model, or an argument of a jitted function: arrays come 
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial, wraps
 from itertools import count
 from typing import Any
@@ -15,7 +15,7 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, State, TensorMap, digest
+from amanda.backend import Attributes, State, TensorMap, digest, type_as_path
 from amanda.interceptor import Enclosure
 from amanda.plan import spread
 from jax._src import core
@@ -63,7 +63,7 @@ class ModulePlaces:
         """Return the place of a module in the module whose call encloses its call."""
         if outer is None:
             return self._of_model(module)
-        name = _name_within(outer.module, module) or f"({type(module).__name__})"
+        name = _name_within(outer.module, module) or type_as_path(module)
         places = self._inner.setdefault(outer, {})
         return places.setdefault(name, ModulePlace(name))
 
@@ -179,7 +179,7 @@ def enclose_modules(attributes: Attributes, places: ModulePlaces) -> None:
         base = getattr(sys.modules[module], name)
         for kind in (base, *_all_subclasses(base)):
             enclose(kind)
-        attributes.set(base, "__init_subclass__", _subclass_hook(base, enclose))
+        attributes.follow_subclasses(base, enclose)
 
     for module, name in BASES:
         attributes.when_imported(module, partial(enclose_base, module, name))
@@ -188,21 +188,6 @@ def enclose_modules(attributes: Attributes, places: ModulePlaces) -> None:
 def _is_keras_on_jax() -> bool:
     name: str = sys.modules["keras.src.backend.config"].backend()
     return name == "jax"
-
-
-def _subclass_hook(base: Any, enclose: Callable[[type], None]) -> Any:
-    """Return an `__init_subclass__` for a base that also encloses the calls of new subclasses."""
-    own_hook: Any = vars(base).get("__init_subclass__")
-
-    def init_subclass(cls: Any, /, **kwargs: Any) -> None:
-        """Call the base's own hook, or the next one of its bases; then enclose the new class's calls."""
-        if own_hook is None:
-            super(base, cls).__init_subclass__(**kwargs)
-        else:
-            own_hook.__get__(None, cls)(**kwargs)
-        enclose(cls)
-
-    return classmethod(init_subclass)
 
 
 def _enclose_method(original: Any, places: ModulePlaces, call: Any) -> Any:

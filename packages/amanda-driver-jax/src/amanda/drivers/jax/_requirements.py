@@ -8,15 +8,14 @@ from typing import Any
 
 import jax
 from amanda.backend import Attributes, lacking
-from amanda.errors import DriverError
 
 Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
 NEWEST_TESTED = "0.10"
 
-# Private names, which any release of JAX may change. All are looked up before the first is patched.
-ESSENTIAL = {
+# JAX keeps these names below `jax._src`, and changes them between minor versions without notice.
+_ESSENTIAL = {
     "ad_checkpoint": "remat_p.bind",
     "callback": "_callback_op_sharding emit_python_callback",
     "config": "config_ext.unset jax_jit_cpp_cache_obj._obj.set_local jax_jit_cpp_cache_obj._obj.swap_local",
@@ -41,6 +40,9 @@ ESSENTIAL = {
     "util": "weakref_cache_key_types",
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
+PRIVATE_NAMES = tuple(
+    f"jax._src.{module}:{name}" for module, names in _ESSENTIAL.items() for name in names.split()
+)
 
 FUNCTIONS_OF_OPS = {
     "lax.lax:_reduction_jaxpr": "functions of scatter, reduce_window and select_and_scatter",
@@ -56,18 +58,6 @@ OPTIONAL = {
     "stages:Compiled.__call__": "executables that were compiled ahead of time are not reported",
 }
 """Consequences of the absence of optional names, which the log states."""
-
-
-def check_requirements() -> None:
-    """Raise DriverError that names what the running JAX lacks."""
-    # JAX keeps these names below `jax._src`, and changes them between minor versions without notice.
-    essential = ((module, name) for module, names in ESSENTIAL.items() for name in names.split())
-    absent = lacking(f"jax._src.{module}:{name}" for module, name in essential)
-    if absent:
-        raise DriverError(
-            f"JAX {jax.__version__} lacks {', '.join(absent).replace(':', '.')}, on which amanda-driver-jax "
-            f"leans; it was tested with JAX up to {NEWEST_TESTED}: install that, or a newer amanda-driver-jax"
-        )
 
 
 def wrap_optional(attributes: Attributes, name: str, wrapped: Wrapped) -> None:

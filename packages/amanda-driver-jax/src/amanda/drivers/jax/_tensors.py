@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 
 import jax
-from amanda.backend import UnwrittenTensors
-from amanda.errors import RoutineError
+from amanda.backend import UnwrittenTensors, complex_error, shape_error
 from jax._src import core
 
 from ._primitives import ORIGINALS, straight_through
@@ -98,15 +97,11 @@ def cast_to_fit(original: Any, value: Any) -> Any:
     Raises RoutineError for another shape, and for a complex value in the place of a real one or the reverse.
     """
     if tuple(value.shape) != tuple(original.shape):
-        raise RoutineError(
-            f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was given; "
-            "mark it @amanda.differentiable if it is meant to change shapes"
-        )
+        raise shape_error(tuple(value.shape), tuple(original.shape))
     if value.dtype == original.dtype:
         return value
-    # A cast from complex would drop the imaginary part without notice.
     if np.issubdtype(value.dtype, np.complexfloating) != np.issubdtype(original.dtype, np.complexfloating):
-        raise RoutineError(f"a routine returned {value.dtype} where {original.dtype} was given")
+        raise complex_error(value.dtype, original.dtype)
     return value.astype(original.dtype)
 
 

@@ -3,11 +3,17 @@
 from collections.abc import Callable, Sequence
 from functools import wraps
 from importlib import import_module
-from itertools import pairwise
 from typing import Any
 
-from amanda import interceptor
-from amanda.backend import Attributes, digest, recomputed, replayed
+from amanda.backend import (
+    Attributes,
+    hide_ops,
+    path_of_call,
+    place_by_path,
+    recomputed,
+    replayed,
+    type_as_path,
+)
 from mindspore import nn
 from mindspore.graph import api
 
@@ -16,13 +22,12 @@ _METHODS = ("__call__", "_complex_call", "_run_construct")
 
 def enclose_cells(attributes: Attributes) -> None:
     """Make each call of a cell a region, to which the ops in it belong."""
-    attributes.enclose(nn.Cell, _hash_path, _METHODS)
+    attributes.enclose(nn.Cell, place_by_path(_path_within), _METHODS)
 
 
 def cell_path(subjects: Sequence[Any]) -> str:
     """Return the path from the first cell to the last, as in `cells_and_names`: "layer1.0.conv1"."""
-    parts = [_path_within(outer, inner) for outer, inner in pairwise(subjects) if inner is not outer]
-    return ".".join(part for part in parts if part)
+    return path_of_call(subjects, _path_within)
 
 
 def _path_within(outer: nn.Cell, inner: nn.Cell) -> str:
@@ -30,13 +35,7 @@ def _path_within(outer: nn.Cell, inner: nn.Cell) -> str:
     for name, cell in outer.cells_and_names():
         if cell is inner:
             return str(name)
-    return f"({type(inner).__name__})"
-
-
-def _hash_path(outer: Any, inner: Any) -> tuple[int, bool]:
-    """Return the hash of a cell's path in the calling cell, and False for a cell that is not in it."""
-    name = _path_within(outer, inner)
-    return digest(name), not name.startswith("(")
+    return type_as_path(inner)
 
 
 REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it op by op"
@@ -44,27 +43,15 @@ REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it o
 
 def report_compiled(attributes: Attributes) -> None:
     """Report each compiled function that is called, and each cell in graph mode, to the open scopes."""
-    call_function = _stand_in_for_compiled(
-        api._JitExecutor.__call__, lambda executor: executor.fn.__qualname__
-    )
-    attributes.set(api._JitExecutor, "__call__", call_function)
-    run_cell = _stand_in_for_compiled(nn.Cell.compile_and_run, lambda cell: type(cell).__qualname__)
-    attributes.set(nn.Cell, "compile_and_run", run_cell)
 
+    def entry_of_function(executor: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+        return f"inside of the compiled {executor.fn.__qualname__}", REASON
 
-def _stand_in_for_compiled(original: Callable[..., Any], name: Callable[[Any], str]) -> Callable[..., Any]:
-    """Stand-in for a method that runs compiled code: reports it, and runs it uninstrumented."""
+    def entry_of_cell(cell: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+        return f"inside of the compiled {type(cell).__qualname__}", REASON
 
-    @wraps(original)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        activation = interceptor.active()
-        if activation is None:
-            return original(self, *args, **kwargs)
-        activation.state.report(f"inside of the compiled {name(self)}", REASON)
-        with interceptor.Suspension():
-            return original(self, *args, **kwargs)
-
-    return call
+    attributes.set(api._JitExecutor, "__call__", hide_ops(api._JitExecutor.__call__, entry_of_function))
+    attributes.set(nn.Cell, "compile_and_run", hide_ops(nn.Cell.compile_and_run, entry_of_cell))
 
 
 recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place

@@ -25,6 +25,7 @@ from ._calls import (
     OverloadCall,
 )
 from ._cells import cell_path, enclose_cells, patch_recomputation, report_compiled
+from ._requirements import NEWEST_TESTED, PRIVATE_NAMES
 from ._targets import NativeTarget, PrimitiveInterception, targets
 from ._tensors import memory_of
 from ._views import MindSporeViews
@@ -44,7 +45,8 @@ class MindSporeDriver(MindSporeAutograd):
     api = 1
     framework = "mindspore"
     modes = ("eager",)
-    newest_tested = "2.10"
+    newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES
     identity_types = (Parameter,)
 
     def __init__(self) -> None:
@@ -56,10 +58,9 @@ class MindSporeDriver(MindSporeAutograd):
         self._memories: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:
-        """Place all sites, and patch the calls of cells, backward passes and recomputation."""
+        """Intercept native operators, and patch the calls of cells, backward passes and recomputation."""
         if interceptor.NATIVE:
-            for site in self._sites:
-                site.place()
+            self.attributes.place(self._sites)
         else:
             for site, target in self._sites.items():
                 self.attributes.set(*_place_of(target), Detour(site))
@@ -84,9 +85,6 @@ class MindSporeDriver(MindSporeAutograd):
             self._recorded_later = False
         super().detach()
         self._memories.clear()
-        if interceptor.NATIVE:
-            for site in self._sites:
-                site.remove()
 
     @cached_property
     def _sites(self) -> dict[Site, NativeTarget]:

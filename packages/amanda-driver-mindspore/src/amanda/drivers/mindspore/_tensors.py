@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import mindspore
-from amanda.backend import when_imported
+from amanda.backend import complex_error, dtype_error, shape_error, when_imported
 from amanda.errors import RoutineError
 from mindspore import Parameter, Tensor, ops
 from mindspore.common import dtype as mstype
@@ -136,17 +136,6 @@ class MindSporeTensorOps:
         # A power of two has the leading 1 alone: no tensor needs a gradient.
         return None if bits & (bits - 1) == 0 else bits
 
-    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a result as a list of outputs, and a function that gives such a list the result's form."""
-        if isinstance(outputs, (list, tuple)):
-            kind = type(outputs)
-            # A namedtuple takes fields as separate arguments; its `_make` takes a list.
-            make = getattr(kind, "_make", kind)
-            return list(outputs), make
-        if outputs is None:
-            return [], _nothing
-        return [outputs], _single
-
 
 def tensors_of(values: Any) -> list[Any]:
     """Return the tensors among values, also in lists."""
@@ -172,14 +161,6 @@ def copy_into(target: Any, value: Any) -> None:
         target.copy_(value)
     else:
         target.expand_dims(0)[0] = value
-
-
-def _single(values: list[Any]) -> Any:
-    return values[0]
-
-
-def _nothing(values: list[Any]) -> None:
-    return None
 
 
 def _signature(value: Any) -> Hashable:
@@ -208,10 +189,7 @@ def _detach(value: Any) -> Any:
 def _same_shape(original: Any, value: Any) -> Any:
     """Return `value`; raise RoutineError if its shape is not that of `original`."""
     if tuple(original.shape) != tuple(value.shape):
-        raise RoutineError(
-            f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was given; "
-            "mark it @amanda.differentiable if it is meant to change shapes"
-        )
+        raise shape_error(tuple(value.shape), tuple(original.shape))
     return value
 
 
@@ -224,15 +202,10 @@ def _cast_like(original: Any, value: Any) -> Any:
     _same_shape(original, value)
     original_dtype, value_dtype = original.dtype, value.dtype
     if (original_dtype in _COMPLEX) != (value_dtype in _COMPLEX):
-        raise RoutineError(
-            f"a routine returned {value_dtype} where {original_dtype} was given; it may not turn real into "
-            "complex or back"
-        )
+        raise complex_error(value_dtype, original_dtype)
     if original_dtype != value_dtype and original_dtype in _FLOATING:
         if value_dtype not in _FLOATING:
-            raise RoutineError(
-                f"a routine returned {value_dtype} where {original_dtype} was given; return a floating type"
-            )
+            raise dtype_error(value_dtype, original_dtype)
         return value.astype(original_dtype)
     return value
 

@@ -1,6 +1,8 @@
 """Amanda's driver for ONNX Runtime, and routines written into ONNX models."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from amanda.backend import late_names
 
 if TYPE_CHECKING:
     from amanda.drivers.onnxruntime._driver import OnnxRuntimeDriver
@@ -9,16 +11,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxRuntimeDriver", "instrument", "session_options"]
 
-_HOMES = {
-    "OnnxRuntimeDriver": "_driver",
-    "instrument": "_file",
-    "session_options": "_model",
-}
-
-
-def __getattr__(name: str) -> Any:
-    from importlib import import_module
-
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+__getattr__ = late_names(
+    __name__, {"OnnxRuntimeDriver": "_driver", "instrument": "_file", "session_options": "_model"}
+)

@@ -38,8 +38,7 @@ class ModelCopy:
         # The generator of a random op is in the kernel of the user's session, out of reach of the copy.
         for node in nodes_within(model.proto.graph.node):
             if node.op_type in _RANDOM_OPS:
-                state = f"the state of {node.name or node.op_type}"
-                rewriting.report(state, "its kernel holds it, and a copy's begins anew")
+                rewriting.report_restarted(node.name or node.op_type)
         constants = {**model.constants, **rewriting.constants}
         sparse = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
         # A run may override a default, so no session may hold it as a constant.

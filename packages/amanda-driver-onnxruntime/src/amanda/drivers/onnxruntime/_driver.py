@@ -18,12 +18,13 @@ from amanda.backend import (
     GraphDriver,
     State,
     digest,
+    report_unseen,
 )
 from onnxruntime.capi.onnxruntime_inference_collection import Session
 
 from ._copies import ModelCopy, model_of
 from ._model import Model
-from ._requirements import NEWEST_TESTED, check, run_tanh
+from ._requirements import NEWEST_TESTED, PRIVATE_NAMES, run_tanh
 from ._rewrite import ModelRewriting
 from ._tensors import NumpyReads, OnnxTensorOps
 from ._values import as_array, as_ort_value
@@ -36,6 +37,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
     framework = "onnxruntime"
     modes = ("graph",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES
     tensors = OnnxTensorOps()
     reads = NumpyReads
 
@@ -47,7 +49,6 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, ModelCopy]):
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
-        check()
         self._boundary.attach(self.attributes)
 
     def exercise(self) -> Exercise:
@@ -170,12 +171,10 @@ class Boundary:
 
 def _run_uninstrumented(run: Any, session: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand-in for runs on memory that is bound natively: runs the session, and reports that."""
-    activation = interceptor.active()
-    if activation:
-        activation.state.report(
-            f"{type(session).__name__}.{run.__name__}",
-            "what it reads and writes is bound in native memory; call run or run_with_ort_values",
-        )
+    report_unseen(
+        f"{type(session).__name__}.{run.__name__}",
+        "what it reads and writes is bound in native memory; call run or run_with_ort_values",
+    )
     return run(session, *args, **kwargs)
 
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from amanda.backend import Reads, UnwrittenTensors
-from amanda.errors import MutationError, RoutineError
+from amanda.backend import Reads, UnwrittenTensors, complex_error, dtype_error, shape_error
+from amanda.errors import MutationError
 
 from ._tracing import TracedArray
 from ._values import OnnxSymbol
@@ -47,26 +47,17 @@ class OnnxTensorOps(UnwrittenTensors):
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` in the type of `original`.  Raises RoutineError for another shape or kind."""
         if not _shapes_agree(original.shape, value.shape):
-            raise RoutineError(
-                f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
-                "@amanda.differentiable if it is meant to change shapes"
-            )
+            raise shape_error(value.shape, original.shape)
         if isinstance(value, np.generic):  # NumPy's functions return scalars for arrays without axes
             value = np.asarray(value)
         original_dtype, value_dtype = original.dtype, value.dtype
         if original_dtype == value_dtype:
             return value
-        # A cast from complex would drop the imaginary part without notice.
         if (original_dtype.kind == "c") != (value_dtype.kind == "c"):
-            raise RoutineError(
-                f"a routine returned {value_dtype.name} where {original_dtype.name} was given; it may not "
-                "turn real into complex or back"
-            )
+            raise complex_error(value_dtype.name, original_dtype.name)
         if not (is_floating(original_dtype) and is_floating(value_dtype)):
-            raise RoutineError(
-                f"a routine returned {value_dtype.name} where {original_dtype.name} was given; return "
-                f"{'a floating type' if is_floating(original_dtype) else 'that type'}"
-            )
+            remedy = f"return {'a floating type' if is_floating(original_dtype) else 'that type'}"
+            raise dtype_error(value_dtype.name, original_dtype.name, remedy)
         return value.astype(original_dtype)
 
 

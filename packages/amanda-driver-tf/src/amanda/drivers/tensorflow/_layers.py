@@ -4,12 +4,11 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial, wraps
-from itertools import pairwise
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import tensorflow as tf
-from amanda.backend import Attributes, digest
+from amanda.backend import Attributes, path_of_call, place_by_path, type_as_path
 from amanda.interceptor import Enclosure
 
 LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
@@ -51,8 +50,7 @@ def path_suffixes(names: Sequence[str]) -> tuple[str, ...]:
 
 def module_path(subjects: Sequence[Any]) -> str:
     """Return the path from the first object to the last: "layer1.conv"."""
-    parts = [attribute_path(outer, inner) for outer, inner in pairwise(subjects) if inner is not outer]
-    return ".".join(part for part in parts if part)
+    return path_of_call(subjects, attribute_path)
 
 
 def attribute_path(outer: Any, inner: Any) -> str:
@@ -91,7 +89,7 @@ def _search_attribute_path(outer: Any, inner: Any) -> str:
         return str(inner.name)
     private_names = (name for name, value in getattr(outer, "__dict__", {}).items() if value is inner)
     # Keras' attention layers hold their projections in private attributes.
-    return next(private_names, f"({type(inner).__name__})")
+    return next(private_names, type_as_path(inner))
 
 
 def _submodules(holder: Any) -> Iterator[tuple[str, Any]]:
@@ -112,44 +110,31 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, (tf.Module, *layer_classes()))
 
 
+_PLACE = place_by_path(attribute_path)
 _attribute_paths: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 """By an outer object, the paths of the objects in it."""
 
 
-class ModuleCalls:
-    """Makes calls of modules and layers regions, in whose ids their path is, while the driver is attached."""
+def enclose_modules(attributes: Attributes) -> None:
+    """Make each call of a module or layer a region; the path of the module enters the ids of its ops."""
 
-    def __init__(self) -> None:
-        self._attributes = Attributes()
-
-    def patch(self) -> None:
-        """Make each call of a module or layer a region."""
-        for module, name in LAYERS:
-            self._attributes.when_imported(module, partial(self._enclose_layer, module, name))
-        # tf.Module has no `__call__`, so each subclass that defines one is patched, now or when it is
-        # created.
-        for kind in _callable_modules(tf.Module):
-            self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
-
-        def init_subclass(kind: Any, /, **kwargs: Any) -> None:
-            """Stand-in for `tf.Module.__init_subclass__`: makes calls of the new subclass a region."""
-            # The stand-in is not a method of a class, so it names the class after which the search for a
-            # method begins.
-            super(tf.Module, kind).__init_subclass__(**kwargs)
-            if isinstance(vars(kind).get("__call__"), types.FunctionType):
-                self._attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
-
-        self._attributes.set(tf.Module, "__init_subclass__", classmethod(init_subclass))
-
-    def restore(self) -> None:
-        """Restore the `__call__` of the classes."""
-        self._attributes.restore()
-
-    def _enclose_layer(self, module: str, name: str) -> None:
-        """Make calls of the layers of a version of Keras a region, unless they are one already."""
+    def enclose_layers(module: str, name: str) -> None:
+        """Enclose the calls of the layers of a version of Keras, unless they are enclosed already."""
         kind = getattr(sys.modules[module], name, None)
         if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
-            self._attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], hash_attribute_path))
+            attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], _PLACE))
+
+    def enclose(kind: type) -> None:
+        """Enclose the calls of a subclass of `tf.Module` that defines `__call__`."""
+        if isinstance(vars(kind).get("__call__"), types.FunctionType):
+            attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
+
+    for module, name in LAYERS:
+        attributes.when_imported(module, partial(enclose_layers, module, name))
+    # tf.Module has no `__call__`, so each subclass that defines one is patched, now or when it is created.
+    for kind in _modules_without_keras():
+        enclose(kind)
+    attributes.follow_subclasses(tf.Module, enclose)
 
 
 def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,7 +148,7 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
         converts = context.status.name == "ENABLED"
         return (autograph.tf_convert(call, context) if converts else call)(*args, **kwargs)
 
-    enclosure = Enclosure(converted, hash_attribute_path)
+    enclosure = Enclosure(converted, _PLACE)
 
     @wraps(call)
     def enclosed(*args: Any, **kwargs: Any) -> Any:
@@ -172,18 +157,9 @@ def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
     return enclosed
 
 
-def hash_attribute_path(outer: Any, inner: Any) -> tuple[int, bool]:
-    """Return the hash of `inner`'s path in `outer`, and whether attributes lead there.
-
-    An object made for this call is on no attribute: its path is its type.
-    """
-    name = attribute_path(outer, inner)
-    return digest(name), not name.startswith("(")
-
-
-def _callable_modules(root: type) -> Iterator[type]:
-    """Yield the subclasses that define `__call__`, without those of Keras, whose base class is enclosed."""
-    bases: list[type] = [root]
+def _modules_without_keras() -> Iterator[type]:
+    """Yield the subclasses of `tf.Module`, without those of Keras, whose base class is enclosed."""
+    bases: list[type] = [tf.Module]
     subclass: type
     while bases:
         for subclass in type.__subclasses__(bases.pop()):
@@ -194,8 +170,7 @@ def _callable_modules(root: type) -> Iterator[type]:
                 _keras_classes.add(subclass)
                 continue
             bases.append(subclass)
-            if isinstance(vars(subclass).get("__call__"), types.FunctionType):
-                yield subclass
+            yield subclass
 
 
 _keras_classes: WeakSet[type] = WeakSet()

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib.metadata import version
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Exercise, lacking
-from amanda.errors import DriverError
+from amanda.backend import Exercise
 from tensorflow.python.eager import context
 
 NEWEST_TESTED = "2.21"
 
-# Private names of TensorFlow. A mode looks all of its names up before it patches anything, so that a version
-# without one of them leaves the mode off as a whole, and the other modes on.
+# Private names of TensorFlow. A version without one of them leaves the mode off as a whole, and the other
+# modes on.
 _ENGINE = (
     "eager.context:Context.add_function_def",
     "eager.context:Context.get_function_def",
@@ -46,7 +43,7 @@ _IMPORT = (
     "OperationName",
     "Output",
 )
-REQUIRED: dict[str, tuple[str, ...]] = {
+_BY_MODE: dict[str, tuple[str, ...]] = {
     "graph": (
         *_ENGINE,
         *(f"client.session:BaseSession.{name}" for name in _SESSION),
@@ -114,24 +111,9 @@ REQUIRED: dict[str, tuple[str, ...]] = {
     ),
 }
 """By mode, the private names below `tensorflow.python` that it needs, as "module:attribute"."""
-
-
-@cache
-def missing(mode: str) -> tuple[str, ...]:
-    """Return the names of a mode's table that this version of TensorFlow lacks."""
-    root = "tensorflow.python."
-    return tuple(name.removeprefix(root) for name in lacking(f"{root}{name}" for name in REQUIRED[mode]))
-
-
-def check(mode: str) -> None:
-    """Raise DriverError, which names what is missing, if a mode cannot be instrumented."""
-    absent = missing(mode)
-    if absent:
-        raise DriverError(
-            f"tensorflow {tf.__version__} lacks {', '.join(absent)}, without which {mode} mode cannot be "
-            f"instrumented; amanda-driver-tf {version('amanda-driver-tf')} was tested with tensorflow up to "
-            f'{NEWEST_TESTED}: pip install "tensorflow=={NEWEST_TESTED}.*", or a newer driver'
-        )
+PRIVATE_NAMES = {
+    mode: tuple(f"tensorflow.python.{name}" for name in names) for mode, names in _BY_MODE.items()
+}
 
 
 _VALUES = (0.5, -0.25)

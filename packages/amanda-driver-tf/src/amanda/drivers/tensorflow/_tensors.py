@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Attributes
+from amanda.backend import Attributes, complex_error, dtype_error, shape_error
 from amanda.errors import RoutineError
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop
@@ -117,22 +117,13 @@ def cast_like(original: Any, value: Any) -> Any:
     """
     value = tf.convert_to_tensor(value)
     if not original.shape.is_compatible_with(value.shape):
-        raise RoutineError(
-            f"a routine returned shape {value.shape} where shape {original.shape} was given; mark it "
-            "@amanda.differentiable if it is meant to change shapes"
-        )
+        raise shape_error(value.shape, original.shape)
     original_dtype, value_dtype = original.dtype, value.dtype
     if original_dtype.is_complex != value_dtype.is_complex:
-        raise RoutineError(
-            f"a routine returned {value_dtype.name} where {original_dtype.name} was given; it may not turn "
-            "real into complex or back"
-        )
+        raise complex_error(value_dtype.name, original_dtype.name)
     if original_dtype != value_dtype and (original_dtype.is_floating or original_dtype.is_complex):
         if not (value_dtype.is_floating or value_dtype.is_complex):
-            raise RoutineError(
-                f"a routine returned {value_dtype.name} where {original_dtype.name} was given; return a "
-                "floating type"
-            )
+            raise dtype_error(value_dtype.name, original_dtype.name)
         return tf.cast(value, original_dtype)
     return value
 

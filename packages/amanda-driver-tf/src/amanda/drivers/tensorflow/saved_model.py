@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Artefact, Inlining, Namespace, digest
+from amanda.backend import Artefact, Inlining, Namespace, check_private_names, digest
 from amanda.errors import ArtefactError
 from amanda.files import file_beside
 from tensorflow.core.framework import function_pb2, graph_pb2
@@ -18,7 +18,7 @@ from tensorflow.python.checkpoint import checkpoint_options
 from tensorflow.python.framework import function_def_to_graph, ops
 from tensorflow.python.saved_model import fingerprinting_utils, load, load_options, loader_impl
 
-from ._requirements import check
+from ._requirements import NEWEST_TESTED, PRIVATE_NAMES
 from .graph import (
     GraphTensorOps,
     RuntimeFunction,
@@ -43,7 +43,7 @@ class SavedModelFolder(Artefact):
     kind = "SavedModel"
 
     def __init__(self, path: Path) -> None:
-        check("saved_model")
+        check_private_names(PRIVATE_NAMES["saved_model"], "a SavedModel", "tensorflow", NEWEST_TESTED)
         _check_files(path)
         self._path = path
         self._file = _read(path)

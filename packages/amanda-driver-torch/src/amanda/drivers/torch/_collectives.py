@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from amanda import interceptor
-from amanda.backend import Attributes
+from amanda.backend import Attributes, report_unseen
 from amanda.interceptor import Suspension
 
 _GATHER = "Any group, Tensor(a!)[][] output_tensors, Tensor[] input_tensors, Any? opts=None"
@@ -94,11 +93,10 @@ def patch_reducers_to_report(attributes: Attributes) -> None:
     @functools.wraps(original)
     def pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         """Report the reducer if it will reduce gradients of this pass, then run torch's function."""
-        activation = interceptor.active()
         # Under `no_sync` the reducer does nothing; a comm hook is Python, whose collectives tools see.
         synchronises = torch.is_grad_enabled() and self.require_backward_grad_sync
-        if activation is not None and synchronises and not getattr(self, "_comm_hooks", ()):
-            activation.state.report(*REDUCER_ENTRY)
+        if synchronises and not getattr(self, "_comm_hooks", ()):
+            report_unseen(*REDUCER_ENTRY)
         return original(self, *inputs, **kwargs)
 
     attributes.set(parallel_class, "_pre_forward", pre_forward)

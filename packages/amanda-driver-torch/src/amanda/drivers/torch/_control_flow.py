@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from amanda import interceptor
-from amanda.backend import Attributes, State
+from amanda.backend import Attributes, State, report_unseen
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -275,9 +275,7 @@ def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Te
             with _ReadTensors() as read, fakes:
                 branch(*arguments)
     except Exception:  # of a branch that has no values without data
-        activation = interceptor.active()
-        if activation is not None:
-            activation.state.report("cond", UNREAD)
+        report_unseen("cond", UNREAD)
         return []
     tensors = [stand_ins.get(id(tensor), tensor) for tensor in read.tensors.values()]
     return [tensor for tensor in tensors if not hasattr(tensor, "fake_mode")]  # results have one
@@ -285,9 +283,8 @@ def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Te
 
 def _report_rounding(name: str, results: Sequence[Any]) -> None:
     """Report that numbers may be rounded otherwise, if there will be gradients."""
-    activation = interceptor.active()
-    if activation is not None and any(map(_needs_gradient, results)):
-        activation.state.report(name, ROUNDED_OTHERWISE)
+    if any(map(_needs_gradient, results)):
+        report_unseen(name, ROUNDED_OTHERWISE)
 
 
 _PACKAGE = "torch._higher_order_ops"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Exercise, Namespace, OpFacts, State, digest
+from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, digest
 from amanda.interceptor import (
     IMPLEMENTATION,
     ONE_PLACE,
@@ -44,7 +44,7 @@ from ._overrides import (
 )
 from ._patches import TorchPatches, forget_torch_callables
 from ._reader import make_reader
-from ._requirements import NEWEST_TESTED, check_requirements, count_private_names
+from ._requirements import ESSENTIAL, NEWEST_TESTED, count_private_names, warn_of_absent_names
 from ._schema import binding
 from ._straight_through import plain_straight_through
 from ._targets import NAMESPACES, Target, targets
@@ -60,6 +60,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     framework = "torch"
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
+    tag = "pytorch"
+    private_names = tuple(f"torch:{path}" for path in ESSENTIAL)
     identity_types = (torch.nn.Parameter,)
     slot_of = staticmethod(slot_of)
 
@@ -68,11 +70,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self._patches = TorchPatches(self)
         self._detours: dict[type, Detour] = {}
         self.views = TorchViews()
-
-    @cached_property
-    def namespace(self) -> Namespace:
-        """Return the namespace of the ops, `pytorch/<version>/eager`."""
-        return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/eager")
 
     def introduce(self) -> None:
         """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
@@ -83,11 +80,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
 
     def attach(self) -> None:
-        """Intercept every target, enclose module calls, and patch torch where it leaves the thread."""
-        check_requirements()
+        """Intercept native operators, enclose module calls, and patch torch where it leaves the thread."""
+        warn_of_absent_names()
         if interceptor.NATIVE:
-            for site in self._native_sites:
-                site.place()
+            self.attributes.place(self._targets_by_site)
         else:
             self._set_detours_as_attributes()
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
@@ -100,16 +96,9 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Undo all changes of torch."""
         remove_abandoned_hooks()  # of passes that an interrupt ended: they would outlive the scope
         super().detach()
-        if interceptor.NATIVE:
-            for site in self._native_sites:
-                site.remove()
-        else:
+        if not interceptor.NATIVE:
             # dynamo may have listed the stand-ins, and would not recognise torch's functions again.
             forget_torch_callables()
-
-    @cached_property
-    def _native_sites(self) -> list[Site]:
-        return list(self._targets_by_site)
 
     @cached_property
     def reader(self) -> Reader | None:  # type: ignore[override]
@@ -172,7 +161,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
         native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
         holders = [torch, torch.functional, torch.nn.functional, *special, *native]
-        detours = {site.target: Detour(site) for site in self._native_sites}
+        detours = {site.target: Detour(site) for site in self._targets_by_site}
         self.attributes.replace(
             detours, [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_PROCESS_GROUPS]
         )

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
-from amanda.backend import Attributes, ParameterSlot, digest
+from amanda.backend import Attributes, ParameterSlot, path_of_call, place_by_path, type_as_path
 from amanda.drivers.torch._levels import innermost, is_wrapped
 from amanda.drivers.torch._overrides import WithoutTorchFunction
 from amanda.interceptor import Enclosure
@@ -38,7 +38,7 @@ WRAPPERS = {
 
 def enclose_modules(attributes: Attributes) -> None:
     """Make each call of a module a region: the ops in it belong to that module."""
-    attributes.enclose(torch.nn.Module, _hash_of_path, _METHODS)
+    attributes.enclose(torch.nn.Module, place_by_path(_path_within), _METHODS)
 
 
 @contextmanager
@@ -75,15 +75,9 @@ def module_path(subjects: Sequence[Any]) -> str:
 
     Wrappers that libraries put around a model, such as DDP, are not part of the path.
     """
-    parts: list[str] = []
-    outer = None
-    for inner in subjects:
-        if not isinstance(inner, torch.nn.Module):  # a module of another framework encloses these
-            continue
-        if outer is not None and inner is not outer:
-            parts.append(without_wrappers(outer, _path_within(outer, inner)))
-        outer = inner
-    return ".".join(filter(None, parts))
+    # A module of another framework may enclose these.
+    modules = [subject for subject in subjects if isinstance(subject, torch.nn.Module)]
+    return path_of_call(modules, lambda outer, inner: without_wrappers(outer, _path_within(outer, inner)))
 
 
 class HandedInParameter(ParameterSlot):
@@ -256,13 +250,13 @@ def _path_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     name = None if paths is None else paths.get(id(inner))
     if name is None or not _holds_at(outer, name, inner):
         if not isinstance(outer, torch.nn.Module):  # of another framework
-            return f"({type(inner).__name__})"
+            return type_as_path(inner)
         # Reversed, so that of a module in several places the first path stays.
         paths = _submodule_paths[outer] = {
             id(module): path for path, module in reversed([*outer.named_modules()])
         }
         name = paths.get(id(inner))
-    return f"({type(inner).__name__})" if name is None else name
+    return type_as_path(inner) if name is None else name
 
 
 _submodule_paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
@@ -274,12 +268,6 @@ def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool
     for name in path.split(".") if path else ():
         module = None if module is None else module._modules.get(name)
     return module is inner
-
-
-def _hash_of_path(outer: Any, inner: Any) -> tuple[int, bool]:
-    """Return the hash of a module's path in its caller, and False for a module made for this call alone."""
-    name = _path_within(outer, inner)
-    return digest(name), not name.startswith("(")
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Attributes, Recomputation, recomputed, replayed
+from amanda.backend import Attributes, Recomputation, hide_ops, recomputed, replayed, report_unseen
 from amanda.scope import in_force
 
 from ._autograd import activation_of_pass_caller
@@ -255,18 +255,8 @@ def _patch_to_run_uninstrumented(attributes: Attributes, module: str, name: str)
     function = getattr(holder, method, None)
     if function is None:
         return
-    report_entry = INTERNAL_FUNCTIONS[module, name]
-
-    @functools.wraps(function)
-    def run_without_tools(*args: Any, **kwargs: Any) -> Any:
-        """Report the function if it has a report's entry, and run it without tools."""
-        activation = interceptor.active()
-        if activation is not None and report_entry is not None:
-            activation.state.report(*report_entry)
-        with interceptor.Suspension():
-            return function(*args, **kwargs)
-
-    attributes.set(holder, method, run_without_tools)
+    entry = INTERNAL_FUNCTIONS[module, name]
+    attributes.set(holder, method, hide_ops(function, lambda *args, **kwargs: entry))
 
 
 def _patch_loader_to_report_workers(attributes: Attributes) -> None:
@@ -277,9 +267,7 @@ def _patch_loader_to_report_workers(attributes: Attributes) -> None:
 
     @functools.wraps(reset)
     def report_and_reset(iterator: Any, *args: Any, **kwargs: Any) -> Any:
-        activation = interceptor.active()
-        if activation is not None:
-            activation.state.report("worker processes of a DataLoader", UNSEEN_IN_WORKERS)
+        report_unseen("worker processes of a DataLoader", UNSEEN_IN_WORKERS)
         return reset(iterator, *args, **kwargs)
 
     owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
@@ -295,15 +283,14 @@ def _patch_linearize_to_report_tangents(attributes: Attributes) -> None:
     @functools.wraps(original)
     def make_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        activation = interceptor.active()
-        if activation is not None and _is_called_by("linearize"):
+        if interceptor.active() is not None and _is_called_by("linearize"):
             counts = Counter(
                 node.target.overloadpacket.__name__
                 for node in self.graph.nodes
                 if isinstance(node.target, torch._ops.OpOverload)
             )
             names = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
-            activation.state.report("torch.func.linearize", f"{RECORDED_TANGENTS}: {names}")
+            report_unseen("torch.func.linearize", f"{RECORDED_TANGENTS}: {names}")
 
     attributes.set(module_class, "__init__", make_and_report)
 

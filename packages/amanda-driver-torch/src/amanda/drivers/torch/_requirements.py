@@ -8,7 +8,6 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from amanda.errors import DriverError
 
 from ._targets import missing_parts
 
@@ -148,15 +147,9 @@ def missing_for_graphs() -> tuple[str, ...]:
     return tuple(path for path in FOR_GRAPHS if torch_attribute(path) is None)
 
 
-def check_requirements() -> None:
-    """Warn of names that this torch lacks; raise DriverError if an essential name is absent."""
+def warn_of_absent_names() -> None:
+    """Log a warning for each optional name, and each part of torch's API, that this torch lacks."""
     tested = f"amanda-driver-torch was tested with torch up to {NEWEST_TESTED}"
-    lacking = [path for path in ESSENTIAL if torch_attribute(path) is None]
-    if lacking:
-        raise DriverError(
-            f"torch {torch.__version__} lacks {', '.join(lacking)}, without which no op can be "
-            f'instrumented; {tested}: pip install "torch=={NEWEST_TESTED}.*", or a newer driver'
-        )
     # Parts of torch's API differ between builds as well as versions: warn, and serve the rest.
     absent = dict.fromkeys(missing_parts(), "its calls are not seen")
     absent |= {path: consequence for path, consequence in OPTIONAL.items() if torch_attribute(path) is None}

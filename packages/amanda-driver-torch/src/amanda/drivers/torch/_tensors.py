@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from amanda.backend import complex_error, dtype_error, shape_error
 from amanda.eager import Saved
 from amanda.errors import RoutineError
 from amanda.plan import spread
@@ -296,10 +297,7 @@ def _has_node(value: torch.Tensor) -> bool:
 def _check_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value`; raise RoutineError if its shape is not that of `original`."""
     if not (original.is_nested or value.is_nested) and original.shape != value.shape:
-        raise RoutineError(
-            f"a routine returned shape {tuple(value.shape)} where shape {tuple(original.shape)} was "
-            "given; mark it @amanda.differentiable if it is meant to change shapes"
-        )
+        raise shape_error(tuple(value.shape), tuple(original.shape))
     return value
 
 
@@ -359,17 +357,12 @@ def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """
     _check_shape(original, value)
     if original.is_complex() != value.is_complex():
-        raise RoutineError(
-            f"a routine returned {value.dtype} where {original.dtype} was given; it may not turn real "
-            "into complex or back"
-        )
+        raise complex_error(value.dtype, original.dtype)
     if value.dtype == original.dtype or original.is_quantized or value.is_quantized:
         return value
     floating = original.dtype.is_floating_point | original.is_complex()
     if floating and not (value.dtype.is_floating_point or value.is_complex()):
-        raise RoutineError(
-            f"a routine returned {value.dtype} where {original.dtype} was given; return a floating type"
-        )
+        raise dtype_error(value.dtype, original.dtype)
     cast = value.to(original.dtype)
     if not floating and not value.is_meta and not bool((cast == value).all()):
         raise RoutineError(

@@ -10,8 +10,8 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
-from .._layers import ModuleCalls, module_path, named_paths
-from .._requirements import NEWEST_TESTED, REQUIRED, check, eager_exercise
+from .._layers import enclose_modules, module_path, named_paths
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, eager_exercise
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
 from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
 from ._interception import Interception, call_execute
@@ -29,11 +29,11 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     packages = ("keras", "tf_keras")
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES["eager"]
     identity_types = (Variable,)
 
     def __init__(self) -> None:
         self._datasets = Datasets()
-        self._modules = ModuleCalls()
         self._attached = False
 
     @cached_property
@@ -46,18 +46,15 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
 
     def attach(self) -> None:
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
-        # Before any patch: without one of the private names the mode stays off as a whole.
-        check("eager")
         self._attached = True
         self._interception.patch(self.attributes)
         self._tape.patch(self.attributes)
         allow_tapes_in_routines(self.attributes)
         self._datasets.patch(self.attributes)
-        self._modules.patch()
+        enclose_modules(self.attributes)
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
-        self._modules.restore()
         super().detach()
         if self._attached:
             # Native code still holds the stand-ins until TensorFlow's functions are registered again.
@@ -67,10 +64,6 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     def exercise(self) -> Exercise | None:
         """Return a program of one op and its gradient; None where eager mode has been switched off."""
         return eager_exercise()
-
-    def looked_up(self) -> int:
-        """Return the number of TensorFlow's undocumented names that the mode needs."""
-        return len(REQUIRED["eager"])
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in the order of the op's schema."""
@@ -96,14 +89,6 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     def identities(self, call: Call) -> list[Any]:
         """Return the variables among a call's arguments."""
         return list(call.identities) if isinstance(call, EagerCall) else []
-
-    def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a result as a list, and a function that gives such a list the result's form."""
-        if isinstance(outputs, list):
-            return list(outputs), list
-        if outputs is None:
-            return [], lambda values: None
-        return [outputs], lambda values: values[0]
 
     def results(
         self, call: Call, outputs: Any, inputs: Sequence[Any]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
+from amanda.backend import report_unseen
 from tensorflow.python.data.ops import iterator_ops
 from tensorflow.python.eager import backprop
 from tensorflow.python.framework import ops
@@ -73,15 +74,9 @@ class EarlierTapes:
 
         type: of the op.
         """
-        activation, backward_pass = interceptor.active(), local.backward_pass
-        if (
-            activation is None
-            or backward_pass is None
-            or not backward_pass.may_be_earlier
-            or type in _SUMS_AND_ZEROS
-        ):
-            return
-        activation.state.report("the backward ops of a custom gradient", _RECORDED_BEFORE)
+        backward_pass = local.backward_pass
+        if backward_pass is not None and backward_pass.may_be_earlier and type not in _SUMS_AND_ZEROS:
+            report_unseen("the backward ops of a custom gradient", _RECORDED_BEFORE)
 
     def _is_earlier(self, saved_tensors: Sequence[Any]) -> bool:
         """Return True if an op was recorded before the scope; without tensors, if the tape may have been."""

@@ -14,7 +14,7 @@ from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 
 from .._layers import handles_of, layer_classes
-from .._requirements import NEWEST_TESTED, REQUIRED, check, function_exercise
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, function_exercise
 from .._tensors import allow_tapes_in_routines
 from ..graph import (
     DEFAULT_BUDGET,
@@ -49,6 +49,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     framework = "tensorflow"
     modes = ("function",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES["function"]
     tensors = GraphTensorOps()
     reads = TensorFlowReads
     observer_bytes: ClassVar[int] = DEFAULT_BUDGET
@@ -60,7 +61,6 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
 
     def attach(self) -> None:
         """Patch the calls of functions, and the creation of gradients."""
-        check("function")
         self._boundary.patch(self.attributes)
         record_gradients(self.attributes)
         allow_tapes_in_routines(self.attributes)
@@ -73,10 +73,6 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     def exercise(self) -> Exercise | None:
         """Return a program of a function with one op, and its gradient; None where eager mode is off."""
         return function_exercise()
-
-    def looked_up(self) -> int:
-        """Return the number of TensorFlow's undocumented names that the mode needs."""
-        return len(REQUIRED["function"])
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
@@ -128,7 +124,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
-            rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
+            rewriting.report_restarted(name)
         return registered
 
     def _find_copy(

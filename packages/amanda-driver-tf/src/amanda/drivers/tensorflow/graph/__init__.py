@@ -17,7 +17,7 @@ pass-through operation: one without gradient operations, since the gradient of i
 from ._body import DEFAULT_BUDGET, Body, RewrittenBody, TensorFlowRewriting
 from ._control_flow import loop_entries
 from ._definitions import NUMBER, edited_definition, numbered_copy
-from ._facts import facts_of, grouped_outputs
+from ._facts import GraphTensorOps, TensorFlowReads, facts_of, variable_of
 from ._forward_map import forget_gradient_function, record_gradients
 from ._function_body import function_body
 from ._functions import (
@@ -33,8 +33,8 @@ from ._functions import (
 from ._locations import Location, Locations
 from ._nodes import Edge, GraphSyntax, constant, control_trigger, new_node, placeholder
 from ._rewrite import rewrite
+from ._sides import grouped_outputs
 from ._slots import py_func, running
-from ._values import GraphTensorOps, TensorFlowReads, variable_of
 
 __all__ = [
     "DEFAULT_BUDGET",

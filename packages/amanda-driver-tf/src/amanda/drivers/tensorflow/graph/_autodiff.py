@@ -16,7 +16,7 @@ from tensorflow.python.eager import imperative_grad
 from tensorflow.python.eager import tape as tapes
 
 from ._gradients import is_differentiable, tensor_key
-from ._values import dtype_enum
+from ._sides import dtype_enum
 
 if TYPE_CHECKING:
     from ._body import AutodiffPlace
@@ -208,13 +208,13 @@ class Pullbacks:
             key = forward, tensor_key(tensor)
             # Several backward operations may read the gradient: the pullbacks are inserted at the first.
             if key not in self._refs_behind_pullbacks:
-                gradient = Gradient(tensor, self._rewriter.input_ref(op, i))
+                gradient = Gradient(tensor, self._rewriter.refs.of_input(op, i))
                 ref = self._insert_after(op, forward_id, gradient, position)
                 self._refs_behind_pullbacks[key] = ref
             ref = self._refs_behind_pullbacks[key]
             output_gradients[position] = Gradient(tensor, ref)
-            if ref != self._rewriter.input_ref(op, i):
-                self._rewriter.redirect_input(op, i, ref)
+            if ref != self._rewriter.refs.of_input(op, i):
+                self._rewriter.refs.redirect(op, i, ref)
 
     def _insert_after(self, op: tf.Operation, forward_id: int, gradient: Gradient, position: int) -> str:
         """Insert pullbacks of the routines after a forward operation; return the ref of an output's gradient.
@@ -239,7 +239,9 @@ class Pullbacks:
         """
         places = self._rewriting.autodiff_places.get(forward_id, [])
         tensors = self._gradient_edges.input_gradients(forward) if self._rewriting.autodiff_places else {}
-        gradients = {i: Gradient(tensor, self._rewriter.tensor_ref(tensor)) for i, tensor in tensors.items()}
+        gradients = {
+            i: Gradient(tensor, self._rewriter.refs.of_tensor(tensor)) for i, tensor in tensors.items()
+        }
         output_gradients = self._output_gradients.get(forward, {})
         # No operation computes the gradient of such an input: the gradient of the output is it.
         if pass_through and 0 in output_gradients:

@@ -14,8 +14,8 @@ from amanda.graph import History
 from tensorflow.python.framework import tensor_util
 
 from ._autodiff import Readers, SavedTensor
+from ._facts import TensorFlowReads
 from ._locations import LayerIndex, Location
-from ._values import TensorFlowReads
 
 if TYPE_CHECKING:
     from amanda.backend import OpFacts

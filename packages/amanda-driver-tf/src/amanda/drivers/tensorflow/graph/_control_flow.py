@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from ._sides import dtype_enum, is_plain, op_side
 from ._slots import RoutineNode
-from ._values import dtype_enum, is_plain, op_side
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -75,10 +75,12 @@ def _insert_before_merge(
     entries = loop_entries(merge)
     # If the Merge of a loop read the node with routines, it would run even where its loop does not. So the
     # node is put ahead of the Enter.
-    refs = [rewriter.input_ref(entries[i], 0) if i in entries else ref for i, ref in enumerate(inputs.refs)]
+    refs = [
+        rewriter.refs.of_input(entries[i], 0) if i in entries else ref for i, ref in enumerate(inputs.refs)
+    ]
     for i, ref in _insert_by_tensor(rewriter, merge, actions, inputs, facts, refs, positions).items():
         if i in entries:
-            rewriter.redirect_input(entries[i], 0, ref)
+            rewriter.refs.redirect(entries[i], 0, ref)
         else:
             inputs.refs[i] = ref
     selected = inputs.flat(inputs.selected([action.select for action in actions]))

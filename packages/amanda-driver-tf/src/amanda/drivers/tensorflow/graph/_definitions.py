@@ -134,7 +134,7 @@ def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number: str) -> tu
 
     is_reverse = _runs_in_reverse(op, body.captured)
     if is_reverse:
-        count_ref = rewriter.input_ref(op, _ROUND_COUNT)
+        count_ref = rewriter.refs.of_input(op, _ROUND_COUNT)
         # The rounds of the forward loop are counted from 0, so the last one has the number of rounds less 1.
         round_count = add(new_node(f"{name}/times", "Cast", [count_ref], SrcT=_INT32, DstT=INT64), "y")
         minus_one = add_constant("one", np.array([-1], np.int64))

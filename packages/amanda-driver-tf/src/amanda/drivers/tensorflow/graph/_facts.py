@@ -1,4 +1,4 @@
-"""Facts of an operation of a graph for tools, and its eager computation for replacements."""
+"""What tools see of an operation of a graph: its facts, variables and tensors, and its eager computation."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import numpy as np
 from google.protobuf.json_format import MessageToDict
 
 import tensorflow as tf
-from amanda.backend import Namespace, OpFacts
+from amanda.backend import Namespace, OpFacts, Reads, TensorOps, dtype_error
 from amanda.errors import RoutineError
 from tensorflow.python.framework import dtypes, tensor_util
 
 from .._operation import TensorFlowOperation
+from .._tensors import EagerTensorOps, cast_like
 from ._locations import Location
-from ._nodes import input_sizes, op_def, output_sizes
-from ._values import VALUE_FORWARDING, VARIABLES
+from ._nodes import input_sizes
+from ._sides import group_tensors, inputs_of
 
 _SITE_PACKAGES = Path(tf.__file__).parent.parent
 _FRAMEWORK = (
@@ -62,6 +64,27 @@ def facts_of(
     )  # fmt: skip
 
 
+# Keras' attention casts, reshapes or transposes a weight ahead of its product: the weight is found behind
+# these operations, too.
+VALUE_FORWARDING = frozenset(
+    {"Identity", "ReadVariableOp", "Cast", "Enter", "RefEnter", "Switch", "Reshape", "Transpose"}
+)
+"""Operations whose result is the value of their first input, cast or rearranged."""
+VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
+
+
+def variable_of(tensor: Any, argument: Callable[[Any], Any] = lambda placeholder: None) -> Any:
+    """Return the handle or tensor of the variable that a symbol was read from; None for others.
+
+    argument: returns the variable that a placeholder stands for.
+    """
+    while tensor.op.type in VALUE_FORWARDING:
+        tensor = tensor.op.inputs[0]
+    if tensor.op.type in VARIABLES:
+        return tensor
+    return argument(tensor) if tensor.op.type == "Placeholder" else None
+
+
 def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable:
     """Return the variables that an operation reads: ids of their handles, or their names in a graph.
 
@@ -76,34 +99,6 @@ def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable
         elif tensor.dtype == tf.resource:
             variables.append(getattr(read_value(tensor), "_id", None))
     return tuple(variables)
-
-
-def inputs_of(op: tf.Operation, node: Any) -> list[Any]:
-    """Return the symbolic inputs that a NodeDef of an operation has."""
-    return list(op.inputs)[: sum(not text.startswith("^") for text in node.input)]
-
-
-def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
-    """Return the symbolic outputs that a NodeDef of an operation has."""
-    total = sum(1 if size is None else size for _, size in output_sizes(node))
-    return list(op.outputs)[:total] if op_def(node.op) is not None else list(op.outputs)
-
-
-def grouped_outputs(op: tf.Operation, node: Any) -> list[Any]:
-    """Return the symbolic outputs that a NodeDef of an operation has, each a tensor or a list."""
-    return group_tensors(outputs_of(op, node), output_sizes(node))
-
-
-def group_tensors(flat: Sequence[Any], layout: Sequence[tuple[str, int | None]]) -> list[Any]:
-    """Return flat tensors as values, each a tensor or a list.
-
-    layout: name and length of each value; None as the length of a single tensor.  The tensors are returned
-    as they are if their number is another, as for a function that is called by its name.
-    """
-    if sum(1 if size is None else size for _, size in layout) != len(flat):
-        return list(flat)
-    tensors = iter(flat)
-    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for _, size in layout]
 
 
 def source_line(op: tf.Operation) -> str:
@@ -208,3 +203,51 @@ def _python_names(function: Callable[..., Any], names: Sequence[str]) -> dict[st
     renamed = [name for name in names if name not in parameters]
     python_only = [name for name in parameters if name not in names]
     return dict(zip(renamed, python_only, strict=False))
+
+
+class GraphTensorOps(EagerTensorOps, TensorOps):
+    """Tensor primitives for graphs, where routines run outside of every tape."""
+
+    def is_tensor(self, value: Any) -> bool:
+        """Return True if a value is a tensor, symbolic or not."""
+        return isinstance(value, tf.Tensor)
+
+    def signature(self, inputs: Sequence[Any]) -> Hashable:
+        """Return dtype and rank of each tensor, including tensors in lists."""
+        return tuple([_signature(value) for value in inputs])
+
+    def straight_through(self, original: Any, value: Any) -> Any:
+        """Return `value` in the dtype of `original`, whose shape it must have."""
+        value, kind = cast_like(original, value), original.dtype
+        # Nodes that read the tensor were created for its dtype. `cast_like` casts floating types alone.
+        if value.dtype != kind:
+            raise dtype_error(value.dtype.name, kind.name, "return that type")
+        return value
+
+    def write(self, target: Any, value: Any, isolated: bool) -> None:
+        """Raise RoutineError: no operation of TensorFlow writes into tensors."""
+        raise RoutineError("a TensorFlow tensor cannot be written")
+
+    def copied(self, value: Any) -> Any:
+        """Return the value itself, since tensors are immutable."""
+        return value
+
+
+def _signature(value: Any) -> Hashable:
+    """Return dtype and rank of a tensor, those of each tensor of a list, None for another value."""
+    if isinstance(value, tf.Tensor):
+        return (value.dtype.as_datatype_enum, value.shape.rank)
+    return tuple([_signature(element) for element in value]) if isinstance(value, list) else None
+
+
+class TensorFlowReads(Reads):
+    """Reads with the plain values of TensorFlow and NumPy, and with the layers of Keras."""
+
+    plain: ClassVar = (*Reads.plain, tf.DType, tf.TensorShape, np.dtype, np.generic)
+    opaque: ClassVar = Reads.opaque | {"tensorflow", "keras", "tf_keras"}
+    # A layer's `__call__` is code of Keras, which is opaque; it calls the user's `call`.
+    called: ClassVar = (*Reads.called, "call")
+
+    def look_into(self, value: Any) -> bool:
+        """Return True if routines read a value's attributes; of a framework's objects, those of layers."""
+        return super().look_into(value) or hasattr(type(value), "call")

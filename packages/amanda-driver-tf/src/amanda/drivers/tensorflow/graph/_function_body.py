@@ -10,12 +10,11 @@ from tensorflow.python.framework import ops, tensor_util
 
 from ._body import Body, TensorFlowRewriting
 from ._definitions import LOOPS, NUMBER, captured_by
-from ._facts import eager_computation
+from ._facts import eager_computation, variable_of
 from ._forward_map import ForwardMap
 from ._functions import RuntimeFunction, executed_nodes, function_named
 from ._locations import Locations
 from ._nodes import FunctionSyntax
-from ._values import variable_of
 
 _BRANCH_OPS = ("If", "StatelessIf", "Case", "StatelessCase")
 

@@ -286,9 +286,9 @@ class PassThroughOps:
         for reader, i in self._gradient_edges.readers(gradient):
             forward = self._rewriter.forward_ops.get(reader)
             if forward is producer or (is_last and (forward is None or reader.type == "AddN")):
-                self._rewriter.redirect_input(reader, i, ref)
+                self._rewriter.refs.redirect(reader, i, ref)
         if is_last:
-            self._rewriter.returned_refs[self._rewriter.edge_of(gradient)] = ref
+            self._rewriter.refs.returned[self._rewriter.refs.edge_of(gradient)] = ref
 
     def report_missed(self, backward: bool) -> None:
         """Report routines at pass-through operations whose gradients no backward operation carries.

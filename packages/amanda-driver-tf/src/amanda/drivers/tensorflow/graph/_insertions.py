@@ -11,8 +11,8 @@ import tensorflow as tf
 from ._autodiff import SavedTensor
 from ._body import Body, TensorFlowRewriting
 from ._nodes import INT64, control_trigger, new_node, opaque_identity
+from ._sides import dtype_enum, estimated_nbytes
 from ._slots import RESOURCE, LentHandle, PackedObservers, RoutineNode, py_func
-from ._values import dtype_enum, estimated_nbytes
 
 if TYPE_CHECKING:
     from ._routines import TracedRoutine

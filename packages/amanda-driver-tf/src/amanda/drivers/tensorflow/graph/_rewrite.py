@@ -14,12 +14,12 @@ from ._autodiff import Pullbacks, RecalledTensor, SavedTensor
 from ._body import Body, RewrittenBody, TensorFlowRewriting, op_id
 from ._calls import rewrite_calls
 from ._control_flow import CONTROL_FLOW_OPS, behind_control_flow, insert_at_control_flow
-from ._facts import facts_of, grouped_outputs, inputs_of, outputs_of
+from ._facts import facts_of
 from ._gradients import GradientEdges, PassThroughOps, tensor_key
-from ._nodes import Edge, input_sizes, output_sizes, references
+from ._nodes import Edge
 from ._routines import ForeignInput, RoutineRewriter
+from ._sides import OpSide, PresentRefs, dtype_enum, grouped_outputs, inputs_of, op_side, outputs_of
 from ._slots import on_several_devices
-from ._values import OpSide, dtype_enum, op_side
 
 _PUSHES = ("StackPushV2", "TensorListPushBack", "OptionalFromValue")
 """Ops that store a tensor of a loop's round or of a branch for the gradients of all its readers."""
@@ -34,21 +34,13 @@ def rewrite(body: Body, rewriting: TensorFlowRewriting) -> RewrittenBody:
 class BodyRewriter(RoutineRewriter):
     """Edits the nodes of a body.
 
-    input_refs: refs of redirected inputs, by node and flat position.
+    refs: the refs that nodes read at present.
     forward_ops: by a gradient operation, its forward operation.
-    gradient_reads: by an operation and a tensor that it reads or computes, the ref that its gradient
-    operations read instead.
-    gradient_reads_by_input: likewise by position, for a tensor that is several inputs of the operation.
-    returned_refs: refs that the body returns instead of a tensor, where its other readers do not change.
     call_numbers: by the name of an operation whose functions were edited, the ref of its number, if any.
     """
 
     def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
         super().__init__(body, rewriting)
-        self.input_refs: dict[tuple[str, int], str] = {}
-        self.gradient_reads: dict[tuple[str, Edge], str] = {}
-        self.gradient_reads_by_input: dict[tuple[str, Edge], dict[int, str]] = {}
-        self.returned_refs: dict[Edge, str] = {}
         self.call_numbers: dict[str, str] = {}
         self.forward_ops = {op: forward for op in body.ops if (forward := body.forward_of(op)) is not None}
         # A file has no backward pass that could read saved values.
@@ -62,24 +54,23 @@ class BodyRewriter(RoutineRewriter):
         self._conditional_ops = behind_control_flow(body.ops)
         self._wants_backward = any(stack.wants_backward for stack in rewriting.analysis.stack.chain)
         self._recalled_refs: dict[tuple[SavedTensor, str], str] = {}
-        self._vanilla_inputs_by_node: dict[str, list[Edge]] = {}
         self._op_by_id: dict[int, tf.Operation] = {}
-        self._gradient_op_by_name = {body.node_name(op): op for op in self.forward_ops}
         # A push stores a tensor for all its readers, so it must not read what a routine changed for one of
         # them.
-        self._forward_names = {
+        forward_names = {
             body.node_name(op): body.node_name(forward)
             for op, forward in self.forward_ops.items()
             if forward.graph is op.graph and op.type not in _PUSHES
         }
         for op, forward in self.forward_ops.items():
             name = body.node_name(op)
-            forward_name = self._forward_names.get(name, "")
+            forward_name = forward_names.get(name, "")
             # Without frames, an op behind control flow of version 1 may not have run, so nothing waits for
             # its routines.
             has_run = body.frames is not None or self._conditional_ops.isdisjoint((op, forward))
             if forward_name in body.nodes and has_run:
                 self.insertions.forward_names[name] = forward_name
+        self.refs = PresentRefs(body, self.current, forward_names, self.gradient_edges)
         self.insertions.dependencies.conditional_names = {body.node_name(op) for op in self._conditional_ops}
 
     def rewrite(self) -> RewrittenBody:
@@ -99,7 +90,7 @@ class BodyRewriter(RoutineRewriter):
         numbers = self.insertions.dependencies.numbers
         return RewrittenBody(
             nodes=[*remaining_nodes, *inserted_nodes],
-            outputs=[self.returned_refs.get(edge) or self._edge_ref(edge) for edge in self.body.outputs],
+            outputs=[self.refs.of_result(edge) for edge in self.body.outputs],
             inserted=self.insertions.inserted, removed=self.removed, changed=changed,
             called_nodes=[name for name, number in self.call_numbers.items() if number],
             backward=self._has_backward,
@@ -147,7 +138,7 @@ class BodyRewriter(RoutineRewriter):
         name = self.body.node_name(op)
         if op in self._conditional_ops:
             near_names = {
-                self._forward_names.get(name),
+                self.refs.forward_names.get(name),
                 *(self.body.node_name(tensor.op) for tensor in op.inputs),
             }
             calls_before = [
@@ -169,17 +160,7 @@ class BodyRewriter(RoutineRewriter):
 
     def sides(self, op: tf.Operation) -> tuple[OpSide, OpSide]:
         """Return the inputs and outputs of an operation with their present refs."""
-        node = self._node(op)
-        outputs = outputs_of(op, node)
-        refs = [self.body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
-        by_reference = references(node, outputs=True)
-        return self._inputs_of(op), OpSide(op, False, refs, outputs, output_sizes(node), by_reference)
-
-    def _inputs_of(self, op: tf.Operation) -> OpSide:
-        """Return the inputs of an operation with their present refs."""
-        node = self._node(op)
-        refs = [self._node_input_ref(node.name, i, edge) for i, edge in enumerate(self._vanilla_inputs(node))]
-        return OpSide(op, True, refs, inputs_of(op, node), input_sizes(node), references(node))
+        return self.refs.sides(op)
 
     def facts(self, op: tf.Operation, inputs: Side | None = None) -> OpFacts:
         """Return the facts of an operation, for tools."""
@@ -215,9 +196,9 @@ class BodyRewriter(RoutineRewriter):
         name = self.body.node_name(op)
         changed = inputs.changed()
         # Inputs are parsed only where a routine has changed one: most operations have no actions.
-        edges = self._vanilla_inputs(self.body.nodes[name]) if changed else []
+        edges = self.refs.vanilla_inputs(self.body.nodes[name]) if changed else []
         for i in changed:
-            self.input_refs[name, i] = inputs.refs[i]
+            self.refs.redirect(op, i, inputs.refs[i])
             self._redirect_gradients(op, facts.op_id, edges[i], inputs.symbols[i], inputs.refs[i])
             if edges.count(edges[i]) > 1:
                 self._separate_repeated_reads(op, facts.op_id, edges, inputs, edges[i])
@@ -263,7 +244,7 @@ class BodyRewriter(RoutineRewriter):
                     f"{action} of {type(action.tool).__name__} is to read input {position} of op "
                     f"{identity:#018x}; no op that was analysed before {facts.name} in this graph has that id"
                 )
-            side = inputs if op is inputs.op else self._inputs_of(op)
+            side = inputs if op is inputs.op else self.refs.inputs(op)
             for i in side.flat([position]):
                 foreign_inputs.append(ForeignInput(Value(side.refs[i], side.symbols[i]), identity, i))
         return foreign_inputs
@@ -274,7 +255,9 @@ class BodyRewriter(RoutineRewriter):
         """Record what gradient operations read for a tensor that is several inputs, by position."""
         positions = [i for i, read_edge in enumerate(edges) if read_edge == edge]
         changed = inputs.changed()
-        self.gradient_reads_by_input[self.body.node_name(op), edge] = {i: inputs.refs[i] for i in positions}
+        self.refs.gradient_reads_by_input[self.body.node_name(op), edge] = {
+            i: inputs.refs[i] for i in positions
+        }
         tensor = inputs.symbols[positions[0]]
         self.rewriting.saved_values_by_input[identity, tensor.op.name, tensor.value_index] = {
             i: self.insertions.saved_tensor(inputs.refs[i]) if i in changed else None for i in positions
@@ -285,7 +268,7 @@ class BodyRewriter(RoutineRewriter):
 
         The same holds for what is saved of the tensor for gradients.
         """
-        self.gradient_reads.setdefault((self.body.node_name(op), edge), ref)
+        self.refs.gradient_reads.setdefault((self.body.node_name(op), edge), ref)
         saved = self.insertions.saved_tensor(ref)
         if saved is None:
             return
@@ -328,17 +311,13 @@ class BodyRewriter(RoutineRewriter):
         pass_through = self.pass_through_ops.positions(forward)
         pulled = self.pullbacks.insert_at_inputs(op, forward, forward_id, pass_through)
         for i, (tensor, ref) in pulled.items():
-            unchanged_ref = self.tensor_ref(tensor)
+            unchanged_ref = self.refs.of_tensor(tensor)
             # The gradient of a pass-through input is the tensor of other gradients, too, so only some of its
             # readers are redirected, one by one. Of another gradient all are, here.
             if i not in pass_through and ref != unchanged_ref:
-                self.current[self.body.syntax.write(self.edge_of(tensor))] = ref
+                self.current[self.body.syntax.write(self.refs.edge_of(tensor))] = ref
                 unchanged_ref = ref
             self.pass_through_ops.redirect_gradient(op, forward.inputs[i], tensor, ref, unchanged_ref)
-
-    def redirect_input(self, op: tf.Operation, index: int, ref: str) -> None:
-        """Make an input of an operation, by its position, read `ref`."""
-        self.input_refs[self.body.node_name(op), index] = ref
 
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
         """Analyse a backward operation, and put the recorded actions at it."""
@@ -351,12 +330,12 @@ class BodyRewriter(RoutineRewriter):
         plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in output_positions])
         if not plan:
             return
-        before = OpSide(op, True, [self.input_ref(op, i) for i in input_positions], facts.grad_outputs)
+        before = OpSide(op, True, [self.refs.of_input(op, i) for i in input_positions], facts.grad_outputs)
         refs = [self.body.syntax.write(Edge(node.name, i)) for i in output_positions]
         after = OpSide(op, False, refs, [outputs[i] for i in output_positions])
         self.act(op, plan, before, after, facts)
         for i in before.changed():
-            self.input_refs[node.name, input_positions[i]] = before.refs[i]
+            self.refs.redirect(op, input_positions[i], before.refs[i])
 
     def _facts_of_absent(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Return id and facts of a forward operation that does not run, while its gradients do.
@@ -390,7 +369,7 @@ class BodyRewriter(RoutineRewriter):
                 position = self.gradient_edges.forward_input_read(op, i, list(saved_by_input))
                 saved = saved_by_input[position]
             if saved is not None:
-                self.input_refs[node.name, i] = self._recalled_ref(op, saved, dtype_enum(tensor))
+                self.refs.redirect(op, i, self._recalled_ref(op, saved, dtype_enum(tensor)))
 
     def _recalled_ref(self, op: tf.Operation, saved: SavedTensor, kind: int) -> str:
         """Return the ref of a saved tensor; add a node ahead of an operation that recalls it, if needed."""
@@ -403,56 +382,15 @@ class BodyRewriter(RoutineRewriter):
             self._recalled_refs[recall_key] = self.insertions.output_of(name, 0)
         return self._recalled_refs[recall_key]
 
-    def _vanilla_inputs(self, node: Any) -> list[Edge]:
-        """Return the tensors that a node's inputs named before any edit."""
-        edges = self._vanilla_inputs_by_node.get(node.name)
-        if edges is None:
-            parse = self.body.syntax.parse
-            edges = [parse(text) for text in node.input if not text.startswith("^")]
-            self._vanilla_inputs_by_node[node.name] = edges
-        return edges
-
     def _node(self, op: tf.Operation) -> Any:
         return self.body.nodes[self.body.node_name(op)]
-
-    def edge_of(self, tensor: Any) -> Edge:
-        """Return the node that computes a tensor, and the index of the tensor among its outputs."""
-        return Edge(self.body.node_name(tensor.op), tensor.value_index)
-
-    def _node_input_ref(self, name: str, index: int, edge: Edge) -> str:
-        """Return the present ref of an input of a node."""
-        redirected = self.input_refs.get((name, index))
-        if redirected is not None:
-            return redirected
-        forward = self._forward_names.get(name)
-        if forward is None or (forward, edge) not in self.gradient_reads:
-            return self._edge_ref(edge)
-        refs_by_input = self.gradient_reads_by_input.get((forward, edge))
-        if refs_by_input is None:
-            return self.gradient_reads[forward, edge]
-        gradient_op = self._gradient_op_by_name[name]
-        return refs_by_input[self.gradient_edges.forward_input_read(gradient_op, index, list(refs_by_input))]
-
-    def input_ref(self, op: tf.Operation, index: int) -> str:
-        """Return the present ref of an input of an operation, by its position."""
-        node = self._node(op)
-        return self._node_input_ref(node.name, index, self._vanilla_inputs(node)[index])
-
-    def _edge_ref(self, edge: Edge) -> str:
-        """Return the present ref of a tensor by its node and index."""
-        ref = self.body.syntax.write(edge)
-        return str(self.current.get(ref, ref))
-
-    def tensor_ref(self, tensor: Any) -> str:
-        """Return the present ref of a tensor."""
-        return self._edge_ref(self.edge_of(tensor))
 
     def _write_inputs(self) -> None:
         """Write the present refs into all nodes, with control inputs for the nodes ahead of them."""
         for name, node in self.body.nodes.items():
             if name in self.removed:
                 continue
-            refs = [self._node_input_ref(name, i, edge) for i, edge in enumerate(self._vanilla_inputs(node))]
+            refs = self.refs.of_node(node)
             # The number is the last argument of the functions that an edited call calls.
             if self.call_numbers.get(name):
                 refs.append(self.call_numbers[name])

@@ -15,10 +15,11 @@ from tensorflow.python.framework import func_graph, ops
 
 from ._autodiff import SavedTensor
 from ._body import AutodiffPlace, Body, TensorFlowRewriting
+from ._facts import GraphTensorOps
 from ._insertions import Insertions, may_end_loop
 from ._nodes import constant, new_node
+from ._sides import OpSide, dtype_enum, is_plain, op_side
 from ._slots import RoutineNode
-from ._values import GraphTensorOps, OpSide, dtype_enum, is_plain, op_side
 
 
 class ForeignInput(NamedTuple):

@@ -166,7 +166,7 @@ def _keep_generators(
         else:
             restarted.append(f"{node.name} ({node.op})")
     for name in restarted:
-        rewriting.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
+        rewriting.report_restarted(name)
     return [stand_ins.get(node.name, node) for node in parts.copied]
 
 

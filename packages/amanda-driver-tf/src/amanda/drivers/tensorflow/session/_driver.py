@@ -11,7 +11,7 @@ from amanda import backend
 from amanda.backend import Execution, Exercise, GraphAnalysis, State
 from tensorflow.python.eager import context
 
-from .._requirements import NEWEST_TESTED, REQUIRED, check, session_exercise
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, session_exercise
 from ..graph import GraphTensorOps, TensorFlowReads
 from ._boundary import SessionBoundary
 from ._copies import Route, SessionRewriting, SessionRun, add_copy, rewrite_run
@@ -26,6 +26,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     framework = "tensorflow"
     modes = ("graph",)
     newest_tested = NEWEST_TESTED
+    private_names = PRIVATE_NAMES["graph"]
     tensors = GraphTensorOps()
     reads = TensorFlowReads
 
@@ -35,16 +36,11 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
-        check("graph")
         self._boundary.attach(self.attributes)
 
     def exercise(self) -> Exercise:
         """Return a program of a session with one op, and its gradient."""
         return session_exercise()
-
-    def looked_up(self) -> int:
-        """Return the number of TensorFlow's undocumented names that the mode needs."""
-        return len(REQUIRED["graph"])
 
     def rewriting(self) -> AbstractContextManager[Any]:
         """Return a context of eager mode, so that traced routines do not enter the user's graph."""

@@ -5,8 +5,9 @@ torch.compile instrument its graphs in scopes with `compiled="instrument"`.  `co
 tells whether the numbers of an observed step are those of the same step without tools.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from amanda.backend import late_names
 
 from ._driver import GraphDriver
 
@@ -16,11 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Control", "GraphDriver", "control", "instrument"]
 
-_LATE = {"Control": "_control", "control": "_control", "instrument": "_instrument"}
-"""Names that are slow to import, by module; `__getattr__` imports them."""
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_LATE[name]}"), name)
+# These are slow to import.
+__getattr__ = late_names(
+    __name__, {"Control": "_control", "control": "_control", "instrument": "_instrument"}
+)

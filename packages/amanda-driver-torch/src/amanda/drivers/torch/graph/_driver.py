@@ -6,13 +6,12 @@ import functools
 import importlib
 import sys
 from collections.abc import Callable
-from functools import cached_property
 from types import FrameType, ModuleType
 from typing import Any, ClassVar
 
 import torch
 from amanda import interceptor
-from amanda.backend import Driver, Namespace
+from amanda.backend import Driver, hide_ops
 
 from .._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from .._control_flow import is_control_flow
@@ -29,11 +28,7 @@ class GraphDriver(Driver):
     api = 1
     framework = "torch"
     modes: ClassVar = ("graph",)
-
-    @cached_property
-    def namespace(self) -> Namespace:
-        """Return the namespace of the ops, `pytorch/<version>/graph`."""
-        return Namespace(f"pytorch/{torch.__version__.split('+')[0]}/graph")
+    tag = "pytorch"
 
     def attach(self) -> None:
         """Patch the place where dynamo chooses its callback, and the places where compiled code runs."""
@@ -76,7 +71,8 @@ class GraphDriver(Driver):
         ):
             original = getattr(holder, name, None)
             if original is not None:
-                self.attributes.set(holder, name, _without_tools(original))
+                # The ops of torch's compiler are not the user's.
+                self.attributes.set(holder, name, hide_ops(original))
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
@@ -147,17 +143,6 @@ def _callback_by_stance(
     except ImportError:
         return frame_callback
     return CallbackForUserFrames(frame_callback)
-
-
-def _without_tools(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of torch's compiler, whose ops are not the user's, to run without tools."""
-
-    @functools.wraps(function)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with interceptor.Suspension():
-            return function(*args, **kwargs)
-
-    return run
 
 
 _RUNTIME = "torch._functorch._aot_autograd.runtime_wrappers"
