@@ -21,7 +21,7 @@ from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import Region, followed
 from amanda.drivers.autograd._boxes import each, plain
 from amanda.drivers.autograd._slots import SLOTS, Module, Slot
-from amanda.errors import DriverError
+from amanda.errors import DriverError, MutationError
 from amanda.interceptor import Detour, Site, Suspension, active
 
 _WRITTEN = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
@@ -38,14 +38,23 @@ class _Argument(NamedTuple):
     place: int | str | slice
 
 
+def _position(argument: tuple[Any, Any]) -> int:
+    """Return the position of an argument: its index, or that of the first in the rest."""
+    index: int = argument[0].start if isinstance(argument[0], slice) else argument[0]
+    return index
+
+
 class PrimitiveCall(Call):
     """A call bound to the primitive's signature; trailing defaults are left out."""
 
     def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._site, self._call = site, (args, kwargs)
-        self._slots = tuple(value for value in args if type(value) is Slot)
+        self.slots = tuple(value for value in args if type(value) is Slot)
         self._dispatched = {name: kwargs[name] for name in kwargs if name == "called_by_autograd_dispatcher"}
-        arguments = list(_arguments(site.op.fun, args[len(self._slots) :], kwargs))
+        arguments = list(_arguments(site.op.fun, args[len(self.slots) :], kwargs))
+        if site.op.fun.__module__ == "autograd.numpy.numpy_wrapper":
+            # `concatenate_args(axis, *arrays)` is `concatenate(arrays, axis)` to programs.
+            arguments.sort(key=lambda argument: not isinstance(argument.place, slice))
         self.op = site.op
         self.names = [argument.name for argument in arguments]
         self.inputs = [argument.value for argument in arguments]
@@ -64,12 +73,11 @@ class PrimitiveCall(Call):
             return self._site.invoke(*self._call)
         args: list[Any] = []
         kwargs = dict(self._dispatched)
-        for place, value in zip(self._places, inputs, strict=True):
-            if isinstance(place, str):
-                kwargs[place] = value
-            else:
-                args += value if isinstance(place, slice) else [value]
-        return self._site.invoke((*self._slots, *args), kwargs)
+        placed = list(zip(self._places, inputs, strict=True))
+        kwargs.update((place, value) for place, value in placed if isinstance(place, str))
+        for place, value in sorted((pair for pair in placed if not isinstance(pair[0], str)), key=_position):
+            args += value if isinstance(place, slice) else [value]
+        return self._site.invoke((*self.slots, *args), kwargs)
 
     def attributes(self) -> dict[str, Any]:
         """Return the arguments that are not tensors, by name."""
@@ -151,12 +159,18 @@ def _differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+_recomputed: set[Callable[..., Any]] = set()
+"""Functions of checkpoints that run; their arguments are activations."""
+
+
 def _noting(trace: Callable[..., Any]) -> Callable[..., Any]:
     """Return `trace`, which runs what is differentiated, with the arrays of its argument as parameters."""
 
     @functools.wraps(trace)
     def traced(start_node: Any, fun: Callable[..., Any], x: Any) -> Any:
-        SLOTS.add(x, _differentiated(fun))
+        function = _differentiated(fun)
+        if function not in _recomputed:
+            SLOTS.add(x, function)
         return trace(start_node, fun, x)
 
     return traced
@@ -210,14 +224,21 @@ class AutogradDriver(EagerDriver):
             return
         original = FunctionType(self._original, primitive.__globals__, primitive.__name__, None, primitive.__closure__)
         original.__kwdefaults__ = primitive.__kwdefaults__
-        if self._is_checkpoint(primitive):
-            primitive._stand_in = _recomputing(primitive.fun, original)
-        elif _is_operator(primitive):
-            primitive._stand_in = self._operator(primitive, original)
-        else:
-            return
+
+        def first_call(*args: Any, **kwargs: Any) -> Any:
+            # A checkpoint gets its gradient after `primitive` has made it.
+            primitive._stand_in = self._stand_in(primitive, original)
+            return primitive._stand_in(*args, **kwargs)
+
+        primitive._stand_in = first_call
         self._changed.append(primitive)
         primitive.__code__ = _STUB
+
+    def _stand_in(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that is called instead of a primitive."""
+        if self._is_checkpoint(primitive):
+            return original if primitive.fun in _recomputed else _recomputing(primitive.fun, original)
+        return self._operator(primitive, original) if _is_operator(primitive) else original
 
     def _give_back(self) -> None:
         """Give primitives their own code."""
@@ -266,6 +287,10 @@ class AutogradDriver(EagerDriver):
         """The call with its inputs in the order of the primitive's signature."""
         return PrimitiveCall(site, args, kwargs)
 
+    def identities(self, call: Call) -> list[Any]:
+        """Return the parameters that tell the call's op from others at its place."""
+        return list(call.slots) if isinstance(call, PrimitiveCall) else []
+
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """A primitive's result as a list, and how to put it back into its form."""
         with Suspension():
@@ -295,12 +320,12 @@ class AutogradDriver(EagerDriver):
 
     def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Any) -> Any:
         """Call a routine with arrays; return the values themselves for arrays that it hands back."""
-        arrays = [plain(value) for value in values]
-        return _handed_back(func(*arrays, **kwargs), arrays, values)
+        arrays = [_guarded(plain(value)) for value in values]
+        return _handed_back(_call_guarded(func, arrays, kwargs), arrays, values)
 
     def call_observer(self, func: Any, values: Sequence[Any], kwargs: Any) -> Any:
         """Call a routine that changes no value, with arrays."""
-        return func(*map(plain, values), **kwargs)
+        return _call_guarded(func, [_guarded(plain(value)) for value in values], kwargs)
 
     def version(self, value: Any) -> Any:
         """Return None: NumPy counts no writes."""
@@ -361,6 +386,27 @@ class AutogradDriver(EagerDriver):
         return Exercise(_run_tanh, "tanh", "tanh")
 
 
+def _guarded(value: Any) -> Any:
+    """Return a view of an array, or views of those in a list, into which nothing can be written."""
+    if type(value) in (list, tuple):
+        return type(value)(map(_guarded, value))
+    if not isinstance(value, np.ndarray):
+        return value
+    view = value.view()
+    view.flags.writeable = False
+    return view
+
+
+def _call_guarded(func: Any, arrays: Sequence[Any], kwargs: Any) -> Any:
+    """Call a routine with arrays into which nothing can be written."""
+    try:
+        return func(*arrays, **kwargs)
+    except ValueError as error:
+        if "read-only" not in str(error):
+            raise
+        raise MutationError(f"{func} wrote into an array that it was given; return a new value") from error
+
+
 def _handed_back(result: Any, arrays: Sequence[Any], values: Sequence[Any]) -> Any:
     """Return a routine's result with the values whose arrays it hands back, also within lists."""
     for array, value in zip(arrays, values, strict=True):
@@ -384,9 +430,11 @@ def _recomputing(function: Callable[..., Any], original: Callable[..., Any]) -> 
         if run is function:
             return original(*args, **kwargs)
         again = differential_operators.checkpoint(run)
+        _recomputed.add(run)
         try:
             return again(*args, **kwargs)
         finally:
+            _recomputed.discard(run)
             # Each call has a primitive of its own, in tables that would keep it.
             tracer.trace_primitives_map.pop(run, None)
             core.primitive_vjps.pop(again, None)
