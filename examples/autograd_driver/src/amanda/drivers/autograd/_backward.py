@@ -55,10 +55,15 @@ class Pass(threading.local):
     """The backward pass that runs on a thread, with the state at its start; None outside of scopes."""
 
     state: State | None = None
-    traces: dict[int, Trace]
+    traces: dict[int, Trace] | None = None
 
 
 _running = Pass()
+
+
+def is_running() -> bool:
+    """Return True while a backward pass runs on this thread."""
+    return _running.traces is not None
 
 
 class BackwardOp:
@@ -73,15 +78,15 @@ class BackwardOp:
         self._positions = positions if is_aligned else list(range(len(positions)))
 
     def __call__(self, gradient: Any) -> Any:
-        state = _running.state
-        if state is None:
+        state, traces = _running.state, _running.traces
+        if state is None or traces is None:
             return self._vjp(gradient)
         trace = self._trace
         kind = Operation(f"{trace.facts.op.__name__}_vjp")
         step = BackwardStep(self._driver, trace, kind, self._place, state)
         if not step.has_work:
             return self._vjp(gradient)
-        _running.traces[id(trace)] = trace
+        traces[id(trace)] = trace
         grad_outputs, rebuild = elements(dense(gradient))
         entering = step.before(grad_outputs)
         grads = [dense(grad) for grad in self._vjp(rebuild(entering))]
@@ -99,14 +104,14 @@ def followed(driver: EagerDriver, original: Callable[..., Any]) -> Callable[...,
     @functools.wraps(original)
     def backward_pass(gradient: Any, end_node: Any) -> Any:
         activation = interceptor.active()
-        outer = _running.state, getattr(_running, "traces", {})
-        _running.state, _running.traces = None if activation is None else activation.state, {}
+        outer = _running.state, _running.traces
+        traces: dict[int, Trace] = {}
+        _running.state, _running.traces = None if activation is None else activation.state, traces
         try:
             # What computes gradients are no ops of the program, with or without routines.
             with Suspension():
                 return original(gradient, end_node)
         finally:
-            traces = _running.traces
             _running.state, _running.traces = outer
             if activation is not None:
                 # A new step begins after a backward pass, so ids at the top level count anew.

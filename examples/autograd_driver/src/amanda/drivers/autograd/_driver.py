@@ -5,20 +5,21 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import metadata
 from itertools import pairwise
-from types import CodeType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any, NamedTuple
 
 import autograd.numpy as anp
 import numpy as np
 from autograd import core, differential_operators, tracer
 
-from amanda.backend import Call, EagerDriver, Exercise, OpFacts, Trace, recomputed
+from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, Trace, recomputed
 from amanda.drivers.autograd import _boxes
-from amanda.drivers.autograd._backward import Region, followed
+from amanda.drivers.autograd._backward import Region, followed, is_running
 from amanda.drivers.autograd._boxes import each, plain
 from amanda.drivers.autograd._slots import SLOTS, Module, Slot
 from amanda.errors import DriverError, MutationError
@@ -137,10 +138,42 @@ def _version() -> str:
     return metadata.version("autograd")
 
 
+def _home(function: Any) -> str:
+    """Return the package of a function; "None" if unknown."""
+    return str(getattr(function, "__module__", None)).partition(".")[0]
+
+
+class _Opened(threading.local):
+    """The primitive of the program whose function runs on a thread: what it calls is part of one op."""
+
+    name = ""
+
+    def within(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function of the program that a primitive runs."""
+
+        @functools.wraps(function)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            outer, self.name = self.name, function.__name__
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.name = outer
+
+        return run
+
+    def report(self, primitive: Any) -> None:
+        """Report a primitive that is called within one of the program."""
+        if self.name and not is_running():
+            State.current().report(f"{primitive.__name__} in {self.name}", "a primitive runs as one op")
+
+
+_opened = _Opened()
+
+
 def _is_operator(primitive: Any) -> bool:
     """Return True for a primitive that reads or writes elements of tensors that it is given."""
     function, name = primitive.fun, primitive.__name__
-    home = str(getattr(function, "__module__", None)).partition(".")[0]
+    home = _home(function)
     if home == "autograd" and function.__module__ in ("autograd.core", "autograd.builtins"):
         return False  # the framework's own: sums of gradients, and elements of lists and dicts
     if home in ("numpy", "None") or name in _QUERIES:
@@ -222,7 +255,11 @@ class AutogradDriver(EagerDriver):
         """Bring the calls of a primitive to the tools."""
         if getattr(primitive, "__code__", None) is not self._original:
             return
-        original = FunctionType(self._original, primitive.__globals__, primitive.__name__, None, primitive.__closure__)
+        function, *others = primitive.__closure__
+        if isinstance(primitive.fun, FunctionType) and _home(primitive.fun) not in ("autograd", "numpy", "scipy"):
+            function = CellType(_opened.within(primitive.fun))
+        closure = (function, *others)
+        original = FunctionType(self._original, primitive.__globals__, primitive.__name__, None, closure)
         original.__kwdefaults__ = primitive.__kwdefaults__
 
         def first_call(*args: Any, **kwargs: Any) -> Any:
@@ -256,12 +293,16 @@ class AutogradDriver(EagerDriver):
             with Suspension():
                 return original(*(value for value in args if type(value) is not Slot), **kwargs)
 
-        key = f"{getattr(primitive.fun, '__module__', None)}.{getattr(primitive.fun, '__qualname__', primitive.__name__)}"
-        detour = Detour(self.site(invoke, primitive, key))
+        function = primitive.fun
+        qualname = getattr(function, "__qualname__", primitive.__name__)
+        detour = Detour(self.site(invoke, primitive, f"{getattr(function, '__module__', None)}.{qualname}"))
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
+            if active() is None:
+                _opened.report(primitive)
+                return detour(*args, **kwargs)
             # Parameters enter the id of an op. They lie in boxes, where the interceptor does not see them.
-            return detour(*(SLOTS.of(args) if active() else ()), *args, **kwargs)
+            return detour(*SLOTS.of(args), *args, **kwargs)
 
         return stand_in
 
