@@ -170,7 +170,7 @@ class AutogradSample(Sample):
         return tensor.astype(dtype)
 
     def overwrite(self, tensor: Any) -> None:
-        getval(tensor)[...] = getval(tensor).copy()
+        getval(tensor)[...] += 1
 
     def backward(self, tensor: Any) -> None:
         if isbox(tensor):
