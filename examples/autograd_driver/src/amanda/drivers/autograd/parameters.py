@@ -1,38 +1,43 @@
-"""Autograd's parameters, which `finalize` of a tool writes."""
+"""autograd's parameters, which `finalize` of a tool writes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter
+import numpy as np
 
-from amanda.drivers.autograd.tensors import AutogradTensors
+from amanda.drivers.autograd._slots import leaves, mark_parameters, slot_of
+from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter
 
 
 class AutogradParameters(ParameterStore):
-    """Parameters of Autograd's models, which ops read as a whole."""
+    """Arrays in nested dicts, lists, tuples and modules, which ops read as a whole."""
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the identity of a parameter, and the part that an op reads: None for all of it."""
         return self.identity(parameter), None
 
     def read(self, parameter: Any, part: Any) -> Any:
-        """Return the present values of a parameter, as a tensor."""
-        raise NotImplementedError("parameter.detach() or what Autograd has for it")
+        return parameter.array()
 
     def parameters(self, model: Any) -> Iterator[StoredParameter]:
-        """Yield the parameters of a model; raise ParameterError for what is no model."""
-        raise NotImplementedError("yield AutogradParameter(self.identity(parameter), parameter) of each")
+        arrays = dict(leaves(mark_parameters(model)))
+        if not arrays:
+            raise ParameterError(f"{type(model).__name__} is no model of autograd: it has no arrays")
+        for array in arrays.values():
+            yield AutogradParameter(self.identity(slot_of(array)), array)
 
 
 class AutogradParameter(StoredParameter):
-    """One parameter of Autograd."""
+    """An array of a model."""
 
     def read(self) -> Any:
-        """Return the present values, as an array of NumPy."""
-        return AutogradTensors().to_numpy(self._parameter)
+        return self._parameter.copy()
 
     def change(self, changed: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
-        """Write `changed` of the present values; append to `undo` a function that writes the old ones."""
-        raise NotImplementedError("old = a copy; write(changed(old)); undo.append(partial(write, old)) unless None")
+        old = self._parameter.copy()
+        new = changed(old)
+        if undo is not None:
+            undo.append(partial(np.copyto, self._parameter, old))
+        np.copyto(self._parameter, new)
