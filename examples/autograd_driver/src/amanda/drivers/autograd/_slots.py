@@ -20,6 +20,8 @@ from amanda.backend import TensorMap
 class Slot:
     """A parameter, which is one array after another."""
 
+    framework = "autograd"  # where tools find how it is read and written
+
     def __init__(self, path: str) -> None:
         self.path = path
         self.array: Callable[[], Any] = lambda: None
@@ -36,9 +38,17 @@ def slot_of(value: Any) -> Slot | None:
 
 
 def mark_parameters(tree: Any, function: Callable[..., Any] | None = None) -> Any:
-    """Make parameters of the arrays in a tree, before a program differentiates a function of it; return the tree."""
-    places = {} if function is None else _by_function.setdefault(function, {})
-    for path, array in leaves(tree):
+    """Make parameters of the arrays in a tree, as if a program differentiated a function of it; return the tree.
+
+    Without a function, the arrays are parameters in the same places of the one tree that has these places.
+    """
+    arrays = dict(leaves(tree))
+    if function is None:
+        trees = [places for places in _by_function.values() if places.keys() == arrays.keys()]
+        places = trees[0] if len(trees) == 1 else {}
+    else:
+        places = _by_function.setdefault(getattr(function, "__func__", function), {})
+    for path, array in arrays.items():
         slot = _by_array.get(array)
         if slot is None:
             slot = _by_array[array] = places.get(path, Slot(path))
