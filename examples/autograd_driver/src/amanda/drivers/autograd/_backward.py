@@ -6,13 +6,14 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from autograd.core import VJPNode
 
 from amanda import interceptor
 from amanda.backend import BackwardStep, EagerDriver, Operation, State, Trace
-from amanda.drivers.autograd._boxes import ElementGradient, dense, elements, nodes
+from amanda.drivers.autograd._boxes import dense, elements, nodes
 
 
 class Region(AbstractContextManager["Region"]):
@@ -28,14 +29,15 @@ class Region(AbstractContextManager["Region"]):
     def mark(self, driver: EagerDriver, trace: Trace, values: Sequence[Any]) -> None:
         """Leave a trace with the op's nodes, except those that have one already."""
         visited = {node for input_nodes in self.inputs for node in input_nodes}
-        waiting = [node for value in values for node in nodes(value)]
-        # The loop follows the list as it grows.
-        for place, node in enumerate(waiting):
-            if node in visited or not isinstance(node, VJPNode) or isinstance(node.vjp, BackwardOp):
-                continue
-            visited.add(node)
-            waiting += node.parents
-            if not isinstance(node.vjp, ElementGradient):
+        # The nodes of one trace after those of another: in a derivative of a derivative each has a pass of its own.
+        for traced in zip_longest(*map(nodes, values)):
+            waiting = [node for node in traced if node is not None]
+            # The loop follows the list as it grows.
+            for place, node in enumerate(waiting):
+                if node in visited or not isinstance(node, VJPNode) or isinstance(node.vjp, BackwardOp):
+                    continue
+                visited.add(node)
+                waiting += node.parents
                 node.vjp = BackwardOp(driver, trace, place, node.vjp, self._positions(node))
 
     def _positions(self, node: VJPNode) -> Sequence[int]:
@@ -87,8 +89,10 @@ def followed(driver: EagerDriver, original: Callable[..., Any]) -> Callable[...,
     @functools.wraps(original)
     def backward_pass(gradient: Any, end_node: Any) -> Any:
         activation = interceptor.active()
+        if activation is None:  # no scope is open, or this is part of a pass, as that of a checkpoint
+            return original(gradient, end_node)
         outer = _running.state, _running.traces
-        _running.state, _running.traces = activation and activation.state, {}
+        _running.state, _running.traces = activation.state, {}
         try:
             # Primitives that compute gradients are no ops of the program.
             with interceptor.Suspension():
@@ -96,9 +100,8 @@ def followed(driver: EagerDriver, original: Callable[..., Any]) -> Callable[...,
         finally:
             traces = _running.traces.values()
             _running.state, _running.traces = outer
-            if activation is not None:
-                # A new step begins after a backward pass, so ids at the top level count anew.
-                interceptor.reset_root()
+            # A new step begins after a backward pass, so ids at the top level count anew.
+            interceptor.reset_root()
             for trace in traces:
                 if not trace.pending:
                     driver.finish(trace)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from autograd.builtins import SequenceBox, container_untake
+from autograd.builtins import SequenceBox
 from autograd.core import sparse_add, sparse_object_types
-from autograd.extend import defjvp, defvjp, defvjp_argnums, primitive, vspace
+from autograd.extend import defjvp, defvjp, primitive, vspace
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Node, getval, isbox
 
@@ -64,32 +64,12 @@ defvjp(straight_through, lambda ans, original, value: lambda g: g, None)
 defjvp(straight_through, lambda g, ans, original, value: g, None)
 
 
-@primitive
-def element(sequence: Any, index: int) -> Any:
-    """Return an element of an op's sequence of results."""
-    return sequence[index]
-
-
-class ElementGradient:
-    """The gradient of `element`, which is no backward op of the program's."""
-
-    def __init__(self, argnums: Any, answer: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        self.arguments = args[1], vspace(args[0])
-
-    def __call__(self, gradient: Any) -> Any:
-        return (container_untake(gradient, *self.arguments),)
-
-
-defvjp_argnums(element, ElementGradient)
-defjvp(element, "same")
-
-
 def elements(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return an op's result as a list, and a function that puts such a list back into its form."""
     if not isinstance(outputs, (SequenceBox, list, tuple)):
         return [outputs], lambda changed: changed[0]
     kind = type(getval(outputs))
-    values = [element(outputs, index) for index in range(len(outputs))]
+    values = [outputs[index] for index in range(len(outputs))]
 
     def rebuild(changed: list[Any]) -> Any:
         if all(new is old for new, old in zip(changed, values, strict=True)):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -41,19 +40,7 @@ def _is_operator(primitive: Any) -> bool:
     return home not in ("autograd.core", "autograd.builtins", _boxes.__name__)
 
 
-@functools.lru_cache(4096)
-def _signature(function: Any) -> inspect.Signature:
-    """Return the signature of a primitive's function; older versions of NumPy have none for ufuncs."""
-    kind = inspect.Parameter
-    rest = [kind("args", kind.VAR_POSITIONAL), kind("options", kind.VAR_KEYWORD)]
-    if isinstance(function, np.ufunc):
-        names = ["x"] if function.nin == 1 else [f"x{i + 1}" for i in range(function.nin)]
-        operands = [kind(name, kind.POSITIONAL_ONLY) for name in names]
-        return inspect.Signature([*operands, kind("out", kind.POSITIONAL_OR_KEYWORD, default=None), rest[1]])
-    try:
-        return inspect.signature(function)
-    except ValueError:
-        return inspect.Signature(rest)
+_signature = functools.lru_cache(4096)(inspect.signature)
 
 
 class PrimitiveCall(Call):
@@ -66,7 +53,7 @@ class PrimitiveCall(Call):
         named = {name: value for name, value in kwargs.items() if name != "called_by_autograd_dispatcher"}
         arguments = self._signature.bind(*args[len(self.slots) :], **named).arguments
         # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
-        self.names = sorted(arguments, key=lambda name: name != "args")
+        self.names = list(arguments)[:: -1 if site.op.__name__ == "concatenate_args" else 1]
         self.inputs = [arguments[name] for name in self.names]
         self.targets = [i for i, name in enumerate(self.names) if name == "out" and self.inputs[i] is not None]
         self.mutable = [0] if site.op.__name__ in _WRITTEN else self.targets
@@ -110,6 +97,8 @@ def _code_within(function: Any, name: str) -> Any:
 
 
 _STUB = _stub(None, None, None)
+_DECORATOR_STUB = (lambda f_raw: primitive.stand_in(f_raw)).__code__  # type: ignore[name-defined] # noqa: F821
+"""Code of a stand-in of the decorator `primitive`, in whose module the name is defined."""
 _PRIMITIVE = _code_within(tracer.primitive, "f_wrapped")
 _CHECKPOINT = _code_within(differential_operators.checkpoint, "wrapped_grad")
 _recomputing: set[Callable[..., Any]] = set()
@@ -174,28 +163,34 @@ class AutogradDriver(EagerDriver):
         """
         if _PRIMITIVE is None or _PRIMITIVE.co_freevars != _STUB.co_freevars:
             raise DriverError("the primitives of this version of autograd have code that the driver does not know")
-        self._primitives: list[Any] = []
+        self._rerouted: list[tuple[Any, CodeType]] = []
         self.attributes.on_restore(self._restore)
         for primitive in {*tracer.trace_primitives_map.values(), *core.primitive_vjps}:
             self._intercept(primitive)
-        stand_ins = {
-            core.backward_pass: followed(self, core.backward_pass),
-            core.trace: _noted(core.trace),
-            tracer.primitive: functools.wraps(tracer.primitive)(lambda function: self._intercept(made(function))),
-        }
-        made = tracer.primitive
-        modules = [module for name, module in list(sys.modules.items()) if name.startswith("autograd.")]
-        self.attributes.replace(stand_ins, modules)
+        self._reroute(tracer.primitive, _DECORATOR_STUB, lambda made: lambda function: self._intercept(made(function)))
+        passes = {core.backward_pass: followed(self, core.backward_pass), core.trace: _noted(core.trace)}
+        self.attributes.replace(passes, [core])
         self.attributes.enclose(Module)
+
+    def _reroute(self, function: Any, stub: CodeType, stand_in_of: Callable[[Any], Any]) -> None:
+        """Give a function the code of a stub, until `_restore`; stand_in_of: is given one with the original code."""
+        original = FunctionType(function.__code__, tracer.__dict__, None, None, function.__closure__)
+        original.__kwdefaults__ = function.__kwdefaults__
+        function.stand_in = stand_in_of(original)
+        self._rerouted.append((function, function.__code__))
+        function.__code__ = stub
+
+    def _restore(self) -> None:
+        """Give functions their own code."""
+        while self._rerouted:
+            function, function.__code__ = self._rerouted[-1]
+            vars(function).pop("stand_in", None)
+            self._rerouted.pop()
 
     def _intercept(self, primitive: Any) -> Any:
         """Bring the calls of a primitive to the tools; return the primitive."""
         if getattr(primitive, "__code__", None) is _PRIMITIVE:
-            original = FunctionType(_PRIMITIVE, tracer.__dict__, None, None, primitive.__closure__)
-            original.__kwdefaults__ = primitive.__kwdefaults__
-            primitive.stand_in = functools.partial(self._first_call, primitive, original)
-            primitive.__code__ = _STUB
-            self._primitives.append(primitive)
+            self._reroute(primitive, _STUB, lambda original: functools.partial(self._first_call, primitive, original))
         return primitive
 
     def _first_call(self, primitive: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -206,12 +201,6 @@ class AutogradDriver(EagerDriver):
         elif primitive.fun not in _recomputing:
             primitive.stand_in = _checkpointed(primitive.fun, original)
         return primitive.stand_in(*args, **kwargs)
-
-    def _restore(self) -> None:
-        """Give primitives their own code."""
-        while self._primitives:
-            self._primitives[-1].__code__ = _PRIMITIVE
-            vars(self._primitives.pop()).pop("stand_in", None)
 
     def _operator(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls a primitive as an operator, with its parameters before the arguments.
@@ -247,7 +236,8 @@ class AutogradDriver(EagerDriver):
         """Return the facts of a call's op; report a primitive of the program that calls others."""
         facts = super().describe(call, subjects)
         function = call.op.fun
-        if isinstance(function, FunctionType) and anp in map(function.__globals__.get, function.__code__.co_names):
+        names = function.__code__.co_names if isinstance(function, FunctionType) else ()
+        if any(function.__globals__.get(name) is anp for name in names):
             State.current().report(call.op.__name__, "the primitives that it calls are part of it")
         pairs = pairwise(subjects)
         paths = (path for outer, inner in pairs for path, part in leaves(outer, Module) if part is inner)

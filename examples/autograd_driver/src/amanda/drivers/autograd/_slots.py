@@ -45,7 +45,8 @@ def mark_parameters(tree: Any, function: Callable[..., Any] | None = None) -> An
     arrays = dict(leaves(tree))
     if function is None:
         trees = [places for places in _by_function.values() if places.keys() == arrays.keys()]
-        places = trees[0] if len(trees) == 1 else {}
+        # A single array is in no place of a tree.
+        places = trees[0] if len(trees) == 1 and "" not in arrays else {}
     else:
         places = _by_function.setdefault(getattr(function, "__func__", function), {})
     for path, array in arrays.items():
