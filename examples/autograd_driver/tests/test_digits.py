@@ -1,7 +1,8 @@
-"""Tools on a program as autograd's users write it: functions of a list of arrays, trained by gradient descent."""
+"""Tools on a program as autograd's users write it: functions of a list of arrays, and gradient descent."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import autograd.numpy as anp
@@ -24,7 +25,7 @@ BATCH = 100
 def initial() -> Parameters:
     """Return weights and biases of the layers."""
     random = np.random.RandomState(0)
-    return [(random.randn(i, o) * 0.1, np.zeros(o)) for i, o in zip(SIZES[:-1], SIZES[1:], strict=True)]
+    return [(random.randn(i, o) * 0.1, np.zeros(o)) for i, o in pairwise(SIZES)]
 
 
 def logits(parameters: Parameters, x: Any) -> Any:
@@ -100,18 +101,17 @@ def test_the_nan_of_a_loss_is_found_at_its_op_and_line(digits: tuple[Any, Any]) 
     nan = NanTool()
     x, targets = digits
     with amanda.apply(nan):
-        value = overconfident_loss([(100 * weight, bias) for weight, bias in initial()], x, targets)
-    assert np.isnan(value)
-    first = nan.result.rows()[0]
-    print(nan.result)
-    assert first
+        gradient = grad(overconfident_loss)([(100 * weight, bias) for weight, bias in initial()], x, targets)
+    assert np.isnan(gradient[0][0]).any()
+    line = overconfident_loss.__code__.co_firstlineno + 3
+    assert str(nan.result).startswith(f"First NaN: div (forward), {__file__}:{line},"), nan.result
 
 
 def test_a_network_is_pruned_in_training_and_finalized(digits: tuple[Any, Any]) -> None:
     prune = PruneTool(sparsity=0.5)
     with amanda.apply(prune):
         parameters = train(initial(), *digits, steps=150)
-        masked = logits(mark_parameters(parameters), digits[0])
+        masked = logits(mark_parameters(parameters, loss), digits[0])
     assert accuracy(parameters, digits) > 0.8
     prune.finalize(parameters)
     assert [np.mean(weight == 0) for weight, _ in parameters] == [0.5, 0.5]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
 import autograd
@@ -212,9 +212,13 @@ class TestAutogradDriver(DriverTests):
         "weak_references": "boxes and numbers cannot be referenced weakly",
     }
     gaps: ClassVar = {
-        "test_a_value_handed_back_unchanged_adds_nothing": never("the program has in a box what a routine is given"),
+        "test_a_value_handed_back_unchanged_adds_nothing": never(
+            "the program has in a box what a routine is given"
+        ),
         "test_add_takes_its_arguments_by_name": never("NumPy's ufuncs take operands by position alone"),
-        "test_keyword_arguments_are_put_in_their_place": never("NumPy's ufuncs take operands by position alone"),
+        "test_keyword_arguments_are_put_in_their_place": never(
+            "NumPy's ufuncs take operands by position alone"
+        ),
     }
 
     @pytest.fixture

@@ -65,7 +65,7 @@ def test_arguments_are_those_of_the_signature() -> None:
     with amanda.apply(tool):
         total = anp.sum(keepdims=True, axis=0, a=X)
     assert total.tolist() == [[6.0, 8.0]]
-    (inputs, attributes), = contexts
+    ((inputs, attributes),) = contexts
     assert inputs[1:] == [0, True]
     assert attributes == {"axis": 0, "keepdims": True}
 
@@ -73,9 +73,11 @@ def test_arguments_are_those_of_the_signature() -> None:
 def test_several_results_have_gradients() -> None:
     tool = amanda.Tool()
     tool.add_inst_for_op(
-        lambda context: context.insert_after_op(lambda values: 2 * values, outputs=[0])
-        if context.get_op().__name__ == "eigh"
-        else None
+        lambda context: (
+            context.insert_after_op(lambda values: 2 * values, outputs=[0])
+            if context.get_op().__name__ == "eigh"
+            else None
+        )
     )
 
     def function(x: Any) -> Any:
@@ -89,7 +91,9 @@ def test_several_results_have_gradients() -> None:
     np.testing.assert_allclose(changed - grad(function)(X), of_values)
 
 
-@pytest.mark.parametrize("tool", [Names(), Fresh(lambda value: np.copy(value) if hasattr(value, "shape") else value)])
+@pytest.mark.parametrize(
+    "tool", [Names(), Fresh(lambda value: np.copy(value) if hasattr(value, "shape") else value)]
+)
 def test_derivatives_of_derivatives_are_the_same_under_tools(tool: amanda.Tool) -> None:
     def function(x: Any) -> Any:
         return anp.sum(anp.tanh(anp.dot(x, x)) * x[0, 1])
@@ -166,8 +170,11 @@ def test_a_gradient_by_index_is_dense_for_routines(size: int) -> None:
     gradients: list[Any] = []
     tool = amanda.Tool()
     tool.add_inst_for_op(
-        lambda context: context.insert_after_backward_op(lambda *found: gradients.extend(found)), backward=True
+        lambda context: context.insert_after_backward_op(lambda *found: gradients.extend(found)),
+        backward=True,
     )
     with amanda.apply(tool):
         grad(lambda x: anp.sum(x[:size]))(np.ones(3))
-    assert [gradient.tolist() for gradient in gradients if gradient is not None][-1] == [1.0] * size + [0.0] * (3 - size)
+    assert [gradient.tolist() for gradient in gradients if gradient is not None][-1] == [1.0] * size + [
+        0.0
+    ] * (3 - size)

@@ -32,7 +32,9 @@ def test_the_mapping_finds_the_weights_of_the_model(sample: AutogradSample) -> N
     with amanda.apply(tool):
         sample.model()(sample.input())
     weights = [index for _, index in words if index is not None]
-    assert weights == [sample.weight_index] * 2, f"`standard` of mapping.py gave (type, weight_index): {words}"
+    assert weights == [sample.weight_index] * 2, (
+        f"`standard` of mapping.py gave (type, weight_index): {words}"
+    )
 
 
 def test_tensors_go_to_numpy_and_back(sample: AutogradSample) -> None:
@@ -48,7 +50,7 @@ def test_flops_of_the_model_are_counted(sample: AutogradSample) -> None:
     flops = FlopsTool()
     with amanda.apply(flops):
         sample.model()(sample.input())
-    # Two layers of 3 x 3 on a batch of 2, with a multiplication and an addition for each element of the weight.
+    # Two layers of 3 x 3 on a batch of 2: a multiplication and an addition for each element of a weight.
     macs = flops.result.total("macs")
     assert macs == 2 * 2 * 3 * 3, f"{macs} multiply-accumulates\n{flops.result}"
 

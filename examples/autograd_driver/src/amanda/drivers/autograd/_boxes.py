@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+
+from amanda.errors import RoutineError
 from autograd.builtins import SequenceBox
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import defjvp, defvjp, primitive, vspace
 from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Node, getval, isbox
-
-from amanda.errors import RoutineError
 
 
 def is_tensor(value: Any) -> bool:
@@ -46,7 +46,7 @@ def each(value: Any, read: Callable[[Any], Any]) -> Any:
     return None
 
 
-@primitive
+@primitive  # type: ignore[untyped-decorator]
 def straight_through(original: Any, value: Any) -> Any:
     """Return a copy of a value in the element type of a tensor, to which its gradient goes unchanged."""
     dtype, shape, copy = np.result_type(original), np.shape(original), np.array(value)

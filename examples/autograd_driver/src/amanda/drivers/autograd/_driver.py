@@ -10,11 +10,9 @@ from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
-import autograd.numpy as anp
 import numpy as np
-from autograd import core, differential_operators, tracer
-from autograd.tracer import getval
 
+import autograd.numpy as anp
 from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, Trace, recomputed
 from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import Region, followed
@@ -22,6 +20,8 @@ from amanda.drivers.autograd._boxes import each, plain
 from amanda.drivers.autograd._slots import Module, Slot, leaves, mark_parameters, slot_of
 from amanda.errors import DriverError
 from amanda.interceptor import Detour, Site, Suspension, active
+from autograd import core, differential_operators, tracer
+from autograd.tracer import getval
 
 _WRITTEN = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
 """NumPy's functions that write into their first argument and return None."""
@@ -55,7 +55,7 @@ class PrimitiveCall(Call):
         # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
         self.names = list(arguments)[:: -1 if site.op.__name__ == "concatenate_args" else 1]
         self.inputs = [arguments[name] for name in self.names]
-        self.targets = [i for i, name in enumerate(self.names) if name == "out" and self.inputs[i] is not None]
+        self.targets = [self.names.index("out")] if arguments.get("out") is not None else []
         self.mutable = [0] if site.op.__name__ in _WRITTEN else self.targets
 
     def unreturned(self, outputs: Any) -> Sequence[int]:
@@ -64,7 +64,8 @@ class PrimitiveCall(Call):
     def invoke(self, inputs: list[Any]) -> Any:
         if inputs is self.inputs:
             return self._site.invoke(*self._call)
-        values, args, kwargs = dict(zip(self.names, inputs, strict=True)), list(self.slots), dict(self._call[1])
+        args, kwargs = list(self.slots), dict(self._call[1])
+        values = dict(zip(self.names, inputs, strict=True))
         for name, parameter in self._signature.parameters.items():
             # autograd differentiates positional arguments alone: each stays in its form.
             if parameter.kind is parameter.VAR_POSITIONAL:
@@ -158,22 +159,28 @@ class AutogradDriver(EagerDriver):
     def attach(self) -> None:
         """Give every primitive other code; follow new primitives, traces and backward passes.
 
-        Programs import primitives by name, and tables of derivatives have them as keys. So a primitive stays the
-        object that it is, and its code is changed.
+        Programs import primitives by name, and tables of derivatives have them as keys. So a primitive stays
+        the object that it is, and its code is changed.
         """
         if _PRIMITIVE is None or _PRIMITIVE.co_freevars != _STUB.co_freevars:
-            raise DriverError("the primitives of this version of autograd have code that the driver does not know")
+            raise DriverError("this version of autograd has primitives whose code the driver does not know")
         self._rerouted: list[tuple[Any, CodeType]] = []
         self.attributes.on_restore(self._restore)
         for primitive in {*tracer.trace_primitives_map.values(), *core.primitive_vjps}:
             self._intercept(primitive)
-        self._reroute(tracer.primitive, _DECORATOR_STUB, lambda made: lambda function: self._intercept(made(function)))
+        self._reroute(tracer.primitive, _DECORATOR_STUB, self._followed)
         passes = {core.backward_pass: followed(self, core.backward_pass), core.trace: _noted(core.trace)}
         self.attributes.replace(passes, [core])
         self.attributes.enclose(Module)
 
+    def _followed(self, decorator: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda function: self._intercept(decorator(function))
+
     def _reroute(self, function: Any, stub: CodeType, stand_in_of: Callable[[Any], Any]) -> None:
-        """Give a function the code of a stub, until `_restore`; stand_in_of: is given one with the original code."""
+        """Give a function the code of a stub, which calls the stand-in, until `_restore`.
+
+        stand_in_of: returns the stand-in, for a function with the original code.
+        """
         original = FunctionType(function.__code__, tracer.__dict__, None, None, function.__closure__)
         original.__kwdefaults__ = function.__kwdefaults__
         function.stand_in = stand_in_of(original)
@@ -183,24 +190,26 @@ class AutogradDriver(EagerDriver):
     def _restore(self) -> None:
         """Give functions their own code."""
         while self._rerouted:
-            function, function.__code__ = self._rerouted[-1]
+            function, code = self._rerouted[-1]
+            function.__code__ = code
             vars(function).pop("stand_in", None)
             self._rerouted.pop()
 
     def _intercept(self, primitive: Any) -> Any:
         """Bring the calls of a primitive to the tools; return the primitive."""
         if getattr(primitive, "__code__", None) is _PRIMITIVE:
-            self._reroute(primitive, _STUB, lambda original: functools.partial(self._first_call, primitive, original))
+            self._reroute(primitive, _STUB, functools.partial(functools.partial, self._first_call, primitive))
         return primitive
 
     def _first_call(self, primitive: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Choose what is called instead of a primitive, now that it has its derivative; call it."""
-        primitive.stand_in = original
+        stand_in = original
         if not _is_checkpoint(primitive):
-            primitive.stand_in = self._operator(primitive, original) if _is_operator(primitive) else original
+            stand_in = self._operator(primitive, original) if _is_operator(primitive) else original
         elif primitive.fun not in _recomputing:
-            primitive.stand_in = _checkpointed(primitive.fun, original)
-        return primitive.stand_in(*args, **kwargs)
+            stand_in = _checkpointed(primitive.fun, original)
+        primitive.stand_in = stand_in
+        return stand_in(*args, **kwargs)
 
     def _operator(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls a primitive as an operator, with its parameters before the arguments.
@@ -213,8 +222,8 @@ class AutogradDriver(EagerDriver):
             with Suspension():
                 return original(*(value for value in args if type(value) is not Slot), **kwargs)
 
-        names = getattr(primitive.fun, "__module__", None), getattr(primitive.fun, "__qualname__", primitive.__name__)
-        detour = Detour(self.site(invoke, primitive, f"{names[0]}.{names[1]}"))
+        key = f"{getattr(primitive.fun, '__module__', '')}.{primitive.__name__}"
+        detour = Detour(self.site(invoke, primitive, key))
 
         def stand_in(*args: Any, **kwargs: Any) -> Any:
             slots = [slot for value in args if (slot := slot_of(value))] if active() else ()

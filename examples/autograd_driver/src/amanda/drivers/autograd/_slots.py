@@ -1,8 +1,8 @@
 """Parameters and modules.
 
-Parameters are the arrays that a program differentiates. A step of training makes new arrays. What stays is the place of
-an array in the tree, such as `layers.0.weight`, and the function that is differentiated: an array in the same place is
-the same parameter to tools.
+Parameters are the arrays that a program differentiates. A step of training makes new arrays. What stays is
+the place of an array in the tree, such as `layers.0.weight`, and the function that is differentiated: an array
+in the same place is the same parameter to tools.
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from autograd.tracer import getval
 
 from amanda.backend import TensorMap
+from amanda.errors import AmandaError
+from autograd.tracer import getval
 
 
 class Slot:
@@ -38,19 +39,21 @@ def slot_of(value: Any) -> Slot | None:
 
 
 def mark_parameters(tree: Any, function: Callable[..., Any] | None = None) -> Any:
-    """Make parameters of the arrays in a tree, as if a program differentiated a function of it; return the tree.
+    """Make parameters of the arrays in a tree, as if the program differentiated a function; return the tree.
 
-    Without a function, the arrays are parameters in the same places of the one tree that has these places.
+    Without a function, new arrays are those of the function whose tree has the same places.
     """
     arrays = dict(leaves(tree))
-    if function is None:
-        trees = [places for places in _by_function.values() if places.keys() == arrays.keys()]
-        # A single array is in no place of a tree.
-        places = trees[0] if len(trees) == 1 and "" not in arrays else {}
-    else:
+    if function is not None:
         places = _by_function.setdefault(getattr(function, "__func__", function), {})
+    elif "" in arrays or all(map(slot_of, arrays.values())):
+        places = {}  # a single array is in no place of a tree
+    else:
+        places, *others = [known for known in _by_function.values() if known.keys() == arrays.keys()] or [{}]
+        if others:
+            raise AmandaError("several functions have such parameters; use mark_parameters(tree, function)")
     for path, array in arrays.items():
-        slot = _by_array.get(array)
+        slot = slot_of(array)
         if slot is None:
             slot = _by_array[array] = places.get(path, Slot(path))
             slot.array = weakref.ref(array)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from amanda import OpContext
 
-_WORDS = {"dot": "matmul", "concatenate_args": "cat", "__getitem__": "getitem", "subtract": "sub", "multiply": "mul"}
-_WORDS |= {"divide": "div", "true_divide": "div", "power": "pow", "negative": "neg", "absolute": "abs"}
+_WORDS = {"dot": "matmul", "concatenate_args": "cat", "__getitem__": "getitem", "subtract": "sub"}
+_WORDS |= {"multiply": "mul", "divide": "div", "true_divide": "div", "power": "pow", "negative": "neg"}
+_WORDS |= {"absolute": "abs"}
 
 
 def standard(context: OpContext) -> None:

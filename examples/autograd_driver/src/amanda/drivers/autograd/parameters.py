@@ -32,11 +32,8 @@ class AutogradParameters(ParameterStore):
 class AutogradParameter(StoredParameter):
     """An array of a model."""
 
-    def read(self) -> Any:
-        return self._parameter.copy()
-
     def change(self, changed: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
-        old = self._parameter.copy()
+        old = self.read()
         new = changed(old)
         if undo is not None:
             undo.append(partial(np.copyto, self._parameter, old))
