@@ -1,8 +1,8 @@
 """Parameters and modules.
 
 Parameters are the arrays that a program differentiates. A step of training makes new arrays. What stays is
-the place of an array in the tree, such as `layers.0.weight`, and the function that is differentiated: an array
-in the same place is the same parameter to tools.
+the place in the tree, such as `layers.0.weight`, and the function that is differentiated: an array in the
+same place is the same parameter to tools.
 """
 
 from __future__ import annotations
