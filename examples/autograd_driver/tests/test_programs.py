@@ -8,6 +8,7 @@ import autograd.numpy as anp
 import numpy as np
 import pytest
 from autograd import checkpoint, grad, hessian, jacobian, tracer
+from autograd.core import primitive_vjps
 from autograd.extend import defvjp, primitive
 from autograd.misc.optimizers import adam
 from autograd.numpy import sin as imported_sin
@@ -117,6 +118,29 @@ def test_a_checkpoint_that_was_made_before_the_scope_runs_op_by_op() -> None:
     assert names.forward == ["exp", "sin", "exp", "sin", "sum"]
     assert names.backward == ["sum_vjp", "sin_vjp", "exp_vjp"]
     assert [len(ids) for ids in names.ids.values()] == [1, 1, 1]
+
+
+def test_a_checkpoint_leaves_nothing_in_the_tables_of_autograd() -> None:
+    function = checkpoint(anp.sin)
+    with amanda.apply(Names()):
+        sizes = []
+        for _ in range(3):
+            grad(lambda x: anp.sum(function(x)))(X)
+            sizes.append((len(tracer.trace_primitives_map), len(primitive_vjps)))
+    assert len(set(sizes)) == 1
+
+
+def test_an_object_without_a_hash_is_differentiated() -> None:
+    class Loss:
+        __hash__ = None  # type: ignore[assignment]
+
+        def __call__(self, x: Any) -> Any:
+            return anp.sum(anp.exp(x))
+
+    names = Names()
+    with amanda.apply(names):
+        grad(Loss())(X)
+    assert names.forward == ["exp", "sum"]
 
 
 def test_a_primitive_that_is_made_in_a_scope_is_seen() -> None:

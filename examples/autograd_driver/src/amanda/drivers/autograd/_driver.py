@@ -140,7 +140,8 @@ def _noted(trace: Callable[..., Any]) -> Callable[..., Any]:
         while (code := getattr(function, "__code__", None)) and code.co_name == "unary_f":
             # `grad` and others make functions of one argument.
             function = function.__closure__[code.co_freevars.index("fun")].cell_contents
-        if function not in _recomputing:
+        # Arguments of a checkpoint are activations.
+        if all(function is not run for run in _recomputing):
             mark_parameters(x, function)
         return trace(start_node, fun, x)
 
@@ -174,7 +175,9 @@ class AutogradDriver(EagerDriver):
         self.attributes.enclose(Module)
 
     def _followed(self, decorator: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda function: self._intercept(decorator(function))
+        return lambda function: (
+            decorator(function) if function in _recomputing else self._intercept(decorator(function))
+        )
 
     def _reroute(self, function: Any, stub: CodeType, stand_in_of: Callable[[Any], Any]) -> None:
         """Give a function the code of a stub, which calls the stand-in, until `_restore`.
@@ -203,13 +206,11 @@ class AutogradDriver(EagerDriver):
 
     def _first_call(self, primitive: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Choose what is called instead of a primitive, now that it has its derivative; call it."""
-        stand_in = original
-        if not _is_checkpoint(primitive):
-            stand_in = self._operator(primitive, original) if _is_operator(primitive) else original
-        elif primitive.fun not in _recomputing:
-            stand_in = _checkpointed(primitive.fun, original)
-        primitive.stand_in = stand_in
-        return stand_in(*args, **kwargs)
+        if _is_checkpoint(primitive):
+            primitive.stand_in = _checkpointed(primitive.fun, original)
+        else:
+            primitive.stand_in = self._operator(primitive, original) if _is_operator(primitive) else original
+        return primitive.stand_in(*args, **kwargs)
 
     def _operator(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls a primitive as an operator, with its parameters before the arguments.

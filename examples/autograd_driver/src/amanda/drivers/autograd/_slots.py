@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -44,11 +45,11 @@ def mark_parameters(tree: Any, function: Callable[..., Any] | None = None) -> An
     Without a function, new arrays are those of the function whose tree has the same places.
     """
     arrays = dict(leaves(tree))
+    places: dict[str, Slot] = {}
     if function is not None:
-        places = _by_function.setdefault(getattr(function, "__func__", function), {})
-    elif "" in arrays or all(map(slot_of, arrays.values())):
-        places = {}  # a single array is in no place of a tree
-    else:
+        with suppress(TypeError):  # an object that has no hash, or no weak reference
+            places = _by_function.setdefault(getattr(function, "__func__", function), places)
+    elif "" not in arrays and not all(map(slot_of, arrays.values())):  # "": no tree, but one array
         places, *others = [known for known in _by_function.values() if known.keys() == arrays.keys()] or [{}]
         if others:
             raise AmandaError("several functions have such parameters; use mark_parameters(tree, function)")
