@@ -14,7 +14,10 @@ from autograd.misc.optimizers import adam
 from autograd.numpy import sin as imported_sin
 
 import amanda
+from amanda.drivers.autograd import mark_parameters
+from amanda.errors import AmandaError
 from amanda.testing import Fresh
+from amanda.tools.prune import PruneTool
 
 X = np.array([[2.0, 1.0], [1.0, 3.0]])
 
@@ -187,6 +190,34 @@ def test_parameters_are_the_same_ones_in_each_step_of_an_optimizer() -> None:
     assert len(names.ids["dot"]) == 2
     assert paths == {"layers.0.weight", "layers.1.weight"}
     assert trained["layers"][0]["weight"].tobytes() != initial["layers"][0]["weight"].tobytes()
+
+
+def test_new_arrays_in_the_places_of_parameters_are_finalized() -> None:
+    x, prune = X.copy(), PruneTool(sparsity=0.5)
+
+    def loss(tree: Any, step: int) -> Any:
+        return anp.sum(anp.dot(x, tree["only"]))
+
+    with amanda.apply(prune):
+        parameters = adam(grad(loss), {"only": X.copy()}, num_iters=2)
+    prune.finalize(parameters)
+    assert np.count_nonzero(parameters["only"]) == 2
+
+
+def test_several_functions_of_the_same_places_need_a_name() -> None:
+    def first(tree: Any) -> Any:
+        return anp.sum(tree["shared"])
+
+    def second(tree: Any) -> Any:
+        return anp.sum(tree["shared"])
+
+    with amanda.apply(Names()):
+        grad(first)({"shared": X.copy()})
+        grad(second)({"shared": X.copy()})
+    tree = {"shared": X.copy()}
+    with pytest.raises(AmandaError, match="several functions"):
+        mark_parameters(tree)
+    assert mark_parameters(tree, second) is tree
 
 
 @pytest.mark.parametrize("size", [1, 3])
