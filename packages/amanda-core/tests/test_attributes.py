@@ -7,10 +7,20 @@ import pytest
 from amanda.backend import Attributes
 
 
-class Callable:
-    """A class whose calls are those of its metaclass."""
+class Base:
+    """A class with calls."""
+
+    def __call__(self) -> None:
+        """Return None."""
 
 
-def test_a_class_without_calls_in_python_is_not_enclosed() -> None:
-    with pytest.raises(TypeError, match="Callable has no method __call__ written in Python"):
-        Attributes().enclose(Callable)
+class Derived(Base):
+    """A class with the calls of its base."""
+
+
+@pytest.mark.parametrize("kind", [object, Derived])
+def test_a_class_without_a_call_of_its_own_is_not_enclosed(kind: type) -> None:
+    with pytest.raises(
+        TypeError, match=f"{kind.__name__} cannot be enclosed: it has no __call__ of its own in Python"
+    ):
+        Attributes().enclose(kind)

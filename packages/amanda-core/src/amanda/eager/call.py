@@ -290,7 +290,7 @@ class Trace:
     plan: the op's plan in the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
     uncached: whether backward ops are analysed in each pass, as without the cache.
-    facts: facts for contexts of backward ops.
+    facts: facts for contexts of backward ops; None until `keep`, which comes before `attach_trace`.
     pending: ids of backward ops whose analysis is incomplete.
     """
 

@@ -76,12 +76,12 @@ class Attributes:
         kind: a class with a `__call__` of its own, written in Python.
         place: the second argument of an `Enclosure`, for objects that are told apart by where they lie.
         through: names of the methods by which such a call reaches code of the user.
-        Raises TypeError if one of these methods is not written in Python.
+        Raises TypeError for another class.
         """
         for name in through:
             code = getattr(getattr(kind, name, None), "__code__", None)
-            if code is None:
-                raise TypeError(f"{kind.__name__} has no method {name} written in Python, to be enclosed")
+            if code is None or "__call__" not in vars(kind):
+                raise TypeError(f"{kind.__name__} cannot be enclosed: it has no {name} of its own in Python")
             for region_code in (
                 code,
                 *(inner for inner in code.co_consts if isinstance(inner, types.CodeType)),
