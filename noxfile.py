@@ -50,6 +50,7 @@ CORE, TORCH, TF, ONNXRUNTIME, MINDSPORE, JAX, TOOLS, COMPRESS, LABS = DISTRIBUTI
 ALL_TOOLS = (TOOLS, COMPRESS, LABS)
 MIXES = {"wheels": DISTRIBUTIONS, "editable": [], "core-editable": DISTRIBUTIONS[1:], "core-wheel": [CORE]}
 EXAMPLE = ROOT / "examples" / "low_rank"
+EXAMPLE_DRIVER = ROOT / "examples" / "autograd_driver"
 FAKE_ARRAYS = ROOT / "tests" / "plugins" / "fake-arrays"
 WHEELS = ROOT / "build" / "wheels"
 BIN = "Scripts" if os.name == "nt" else "bin"
@@ -540,17 +541,20 @@ def templates(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False, requires=["dist"])
 def third_party(session: nox.Session) -> None:
-    """Install wheels of Amanda and of tools of others, and run the tests of these tools there."""
+    """Install wheels of Amanda, and tools and a driver of others, and run the tests of these there."""
     share(session)
     install(session, "--no-deps", *map(str, WHEELS.glob("*.whl")))
-    install(session, "copier")
+    install(session, "copier", "autograd")
     with TemporaryDirectory() as folder, session.chdir(folder):
         answers = ("--data", "tool=magnitude", "--data", "kind=weights", str(ROOT / "templates" / "tool"))
         session.run("copier", "copy", "--quiet", "--defaults", *answers, "magnitude")
-        install(session, "--no-deps", "--no-build-isolation", "./magnitude", str(FAKE_ARRAYS))
-        shutil.rmtree("magnitude/src")
+        shutil.copytree(EXAMPLE_DRIVER, "driver")
+        projects = ("./magnitude", "./driver", str(FAKE_ARRAYS))
+        install(session, "--no-deps", "--no-build-isolation", *projects)
+        for project in projects[:2]:
+            shutil.rmtree(f"{project}/src")
         shutil.copytree(EXAMPLE / "tests", "tests")
-        for place in ("tests", "magnitude/tests"):
+        for place in ("tests", "magnitude/tests", "driver/tests"):
             session.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", place, *session.posargs)
 
 

@@ -21,7 +21,7 @@ from amanda.backend import (
     State,
     Trace,
 )
-from amanda.testing._ladder import member_summary
+from amanda.testing._ladder import CAPABILITIES, member_summary
 from amanda.testing._suite import RUNGS
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-a-driver.md"
@@ -70,6 +70,12 @@ def ladder() -> str:
         names = ", ".join(f"`{name}`" for name in rung.implement)
         rows.append(_row(f"{number}. {rung.title}", " ".join((inspect.getdoc(rung) or "").split()), names))
     return "\n".join(rows)
+
+
+def capabilities() -> str:
+    """Return a table of the capabilities that a suite may lack."""
+    rows = ["| capability | what the framework can do |", "|---|---|"]
+    return "\n".join([*rows, *(_row(f"`{name}`", about) for name, about in CAPABILITIES.items())])
 
 
 def public_names(kind: type) -> list[str]:
@@ -159,6 +165,7 @@ def written(page: str) -> str:
 
 PARTS = {
     ("<!-- the ladder -->", "<!-- end of the ladder -->"): ladder,
+    ("<!-- capabilities -->", "<!-- end of the capabilities -->"): capabilities,
     ("<!-- names of a driver -->", "<!-- end of the names -->"): tables,
 }
 """Generated parts of the page, between two comments each."""

@@ -178,3 +178,10 @@ def test_a_broken_parameter_store_is_an_error_that_names_its_distribution(
 
 def test_a_framework_without_a_parameter_store_has_the_general_one() -> None:
     assert type(parameter_store(fake.tensor([1.0]))) is ParameterStore
+
+
+def test_the_framework_of_a_holder_decides_among_those_that_share_a_class_of_arrays(path: Path) -> None:
+    register(path, "[amanda.parameters]\namanda = fake_arrays:FakeParameters\n")
+    array = np.ones(2)
+    assert type(parameter_store(array, Handle())).__name__ == "FakeParameters"
+    assert type(parameter_store(array)).__name__ == "Initializers"

@@ -419,12 +419,14 @@ def test_a_driver_that_cannot_attach_is_reported_and_stops_no_other(
             raise error
 
     count = Count()
-    with attached(Failing), caplog.at_level(logging.WARNING, "amanda"):
+    with attached(Failing), caplog.at_level(logging.DEBUG, "amanda"):
         for _ in range(2):
             with amanda.apply(count) as scope, amanda.apply(Count()) as inner:
                 relu()
             assert str(error) in scope.report[0].reason
             assert scope.report == inner.report
+    # With the traceback, for the driver's author.
+    assert error in [record.exc_info[1] for record in caplog.records if record.exc_info]
     assert Failing.events == ["detach", "detach"]
     assert count.relus == 2
 

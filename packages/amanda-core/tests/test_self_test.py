@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+import types
+from importlib import metadata
 
 import pytest
 
@@ -10,6 +13,7 @@ import amanda
 from amanda.backend import Exercise
 from amanda.plugins.entries import ImportFailure, imported
 from amanda.scope.attachment import attachment
+from amanda.scope.driver import framework_version
 from amanda.testing import FakeDriver, attached, fake
 
 
@@ -70,6 +74,15 @@ def test_a_version_that_was_tested_is_not_mentioned() -> None:
     with attached(FakeDriver), amanda.apply(amanda.Tool()) as scope:
         pass
     assert scope.report == []
+
+
+def test_a_framework_without_a_version_has_that_of_its_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(fake, "__version__")
+    assert framework_version(fake.__name__) == ""
+    assert str(FakeDriver().namespace).split("/")[1] == "0"
+    module = types.ModuleType("amanda-core")
+    monkeypatch.setitem(sys.modules, "amanda-core", module)
+    assert framework_version("amanda-core") == metadata.version("amanda-core")
 
 
 def test_a_driver_without_a_program_is_attached_and_the_version_is_said() -> None:

@@ -263,7 +263,10 @@ class EagerOps(TensorOps):
 
     @abstractmethod
     def tracing(self) -> AbstractContextManager[Any]:
-        """Return a context around the op that finds its backward ops; created before the routines run."""
+        """Return a context around the op that finds its backward ops; created before the routines run.
+
+        `attach_trace` receives what the context returns as it is entered.
+        """
 
     def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
         """Record the inputs of the op, or of its replacement, before the context `nodes` is entered.
@@ -275,6 +278,7 @@ class EagerOps(TensorOps):
     def attach_trace(self, trace: Trace, nodes: Any, values: list[Any]) -> None:
         """Attach the trace to the backward ops that the context `nodes` has found.
 
+        nodes: what the context `tracing` has returned as it was entered.
         values: the op's outputs, and the inputs that it wrote.
         """
 
@@ -303,7 +307,7 @@ class Trace:
     plan: the op's plan in the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
     uncached: whether backward ops are analysed in each pass, as without the cache.
-    facts: facts for contexts of backward ops.
+    facts: facts for contexts of backward ops; None until `keep`, which comes before `attach_trace`.
     pending: ids of backward ops whose analysis is incomplete.
     """
 

@@ -388,7 +388,10 @@ class EagerDriver(EagerOps, Driver):
         return call.invoke(inputs)
 
     def identities(self, call: Call) -> list[Any]:
-        """Return the values that distinguish the call's op; its plan is dropped when any of these dies."""
+        """Return the values that distinguish the call's op; its plan is dropped when any of these dies.
+
+        They are those of `identity_types` among the inputs, unless a driver overrides it.
+        """
         return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
 
     def _store_call_cache(self, stack: ToolStack, op_id: int, plan: Plan) -> None:

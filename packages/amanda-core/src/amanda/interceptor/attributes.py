@@ -81,11 +81,15 @@ class Attributes:
     ) -> None:
         """Make each call of an object a region of the program: the ops in the call belong to the object.
 
+        kind: a class with a `__call__` of its own, written in Python.
         place: the second argument of an `Enclosure`, for objects that are told apart by where they lie.
         through: names of the methods by which such a call reaches code of the user.
+        Raises TypeError for another class.
         """
         for name in through:
-            code = getattr(kind, name).__code__
+            code = getattr(getattr(kind, name, None), "__code__", None)
+            if code is None or "__call__" not in vars(kind):
+                raise TypeError(f"{kind.__name__} cannot be enclosed: it has no {name} of its own in Python")
             for region_code in (
                 code,
                 *(inner for inner in code.co_consts if isinstance(inner, types.CodeType)),

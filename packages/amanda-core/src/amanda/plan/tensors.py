@@ -71,7 +71,7 @@ class TensorOps(ABC):
 
     @abstractmethod
     def version(self, value: Any) -> Any:
-        """Return a counter that changes with each write into a value; None where there is no counter."""
+        """Return a counter or checksum that a write into a value changes; None where there is neither."""
 
     # A method of its own, which a driver may answer in one call for all values.
     def versions(self, values: Sequence[Any]) -> list[Any]:

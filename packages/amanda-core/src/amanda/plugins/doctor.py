@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import sys
 from collections.abc import Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution, distributions
 from typing import Literal, NamedTuple
@@ -16,6 +15,7 @@ from amanda.plugins.entries import COMMANDS, Plugin, PluginEntry, registry, riva
 from amanda.plugins.requirements import Unfit, unfit_requirements
 from amanda.plugins.self_test import self_test
 from amanda.scope.attachment import attachment
+from amanda.scope.driver import framework_version
 from amanda.tool import Tool, apply
 
 Verdict = Literal["ok", "note", "wrong"]
@@ -105,7 +105,7 @@ def _check_drivers() -> Iterator[Diagnosis]:
 
 
 def _framework_version(name: str) -> str:
-    return f"{name} {getattr(sys.modules[name], '__version__', 'of unknown version')}"
+    return f"{name} {framework_version(name) or 'of unknown version'}"
 
 
 def _check_attachment() -> Iterator[Diagnosis]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from contextvars import Context
 from typing import Any, NamedTuple
 
 from amanda.errors import DriverError
 from amanda.plan.context import OpContext
 from amanda.plugins.requirements import release_numbers
-from amanda.scope.driver import Driver, Exercise
+from amanda.scope.driver import Driver, Exercise, framework_version
 from amanda.tool import Tool, apply
 
 _FORWARD = ("its op", "a routine before it", "a routine after it")
@@ -28,10 +27,12 @@ def version_note(driver: Driver) -> str:
 
     Raises DriverError if the driver fails its self-test there.
     """
-    tested = release_numbers(driver.newest_tested)
-    if not tested or release_numbers(_version(driver))[: len(tested)] <= tested:
+    if not driver.newest_tested:
         return ""
-    newer = f"{_version(driver)} is newer than the last that was tested ({driver.newest_tested})"
+    tested, version = release_numbers(driver.newest_tested), framework_version(driver.framework)
+    if release_numbers(version)[: len(tested)] <= tested:
+        return ""
+    newer = f"{version} is newer than the last that was tested ({driver.newest_tested})"
     verdict = self_test(driver)
     if verdict.failure:
         raise DriverError(f"{driver.framework} {newer}; its driver fails the self-test: {verdict.failure}")
@@ -104,7 +105,3 @@ class _Witness(Tool):
     def before_backward(self, *gradients: Any) -> None:
         """Record that the backward op is about to run."""
         self.events.add(_BACKWARD[1])
-
-
-def _version(driver: Driver) -> str:
-    return str(getattr(sys.modules[driver.framework], "__version__", ""))

@@ -13,6 +13,7 @@ from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.plan.tools import hooks
 from amanda.scope.driver import Driver
+from amanda.scope.report import logger
 from amanda.scope.state import when_switched
 from amanda.scope.threads import Threads
 
@@ -169,6 +170,8 @@ class Attachment:
                 if not isinstance(error, Exception):
                     raise
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
+                # For the driver's author; the report is for the user.
+                logger.debug("%s cannot be attached", kind.__name__, exc_info=error)
                 self._broken_reasons[kind.__name__] = reason
                 for scope in self._intercepting:
                     scope.report.add(kind.__name__, reason)

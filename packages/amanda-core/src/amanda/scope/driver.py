@@ -7,6 +7,7 @@ import re
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from types import CodeType
 from typing import ClassVar, NamedTuple
@@ -23,6 +24,17 @@ DRIVER_API = 1
 """Number of the driver interface; it grows when a driver written for the last one would break."""
 
 _DRIVERS = "amanda.drivers."
+
+
+def framework_version(name: str) -> str:
+    """Return the version of an imported framework, else of the distribution of its name; "" if unknown."""
+    version = getattr(sys.modules[name], "__version__", None)
+    if version is None:
+        from importlib import metadata  # slow to import, and few frameworks need it
+
+        with suppress(metadata.PackageNotFoundError):
+            version = metadata.version(name)
+    return str(version or "")
 
 
 class Exercise(NamedTuple):
@@ -61,7 +73,7 @@ class Driver(ABC):
     @cached_property
     def namespace(self) -> Namespace:
         """Return the tags of the ops that this driver brings: framework, its version, and the first mode."""
-        version = str(getattr(sys.modules[self.framework], "__version__", "0"))
+        version = framework_version(self.framework) or "0"
         # Without a suffix such as "+cu128": a rule for a version holds for all its builds.
         return Namespace(f"{self.tag or self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}")
 

@@ -83,7 +83,7 @@ class Sample(ABC):
         """A tensor in another of `dtypes`."""
 
     def overwrite(self, tensor: Any) -> None:
-        """Write into a tensor's memory."""
+        """Write other values into a tensor's memory."""
         self._raise_missing("overwrite", "mutable_tensors")
 
     def dtype(self, tensor: Any) -> Any:

@@ -306,14 +306,17 @@ class Initializers(ParameterStore):
         )
 
 
-def parameter_store(of: Any) -> ParameterStore:
+def parameter_store(of: Any, holder: Any = None) -> ParameterStore:
     """Return the store of the parameters of a framework.
 
     of: a tensor, a parameter or a handle of one that names its `framework`; or the name of its library.
+    holder: the parameter that a tensor is; its `framework` comes first, as several have NumPy's arrays.
     A distribution brings the store of a further library by an entry point of the group `amanda.parameters`.
     Raises ParameterError for a library whose entry point is broken.
     """
-    return _store(of if isinstance(of, str) else getattr(of, "framework", None) or backend_of(of))
+    if isinstance(of, str):
+        return _store(of)
+    return _store(getattr(holder, "framework", None) or getattr(of, "framework", None) or backend_of(of))
 
 
 _INSTALLED = InstalledEntries("amanda.parameters", "parameter store", ParameterError)

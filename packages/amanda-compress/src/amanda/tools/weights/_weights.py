@@ -284,7 +284,7 @@ class Weights(Generic[W]):
             if unread is not None and self._tool.selection(context):
                 self.skip(context, unread)
             return None
-        store = parameter_store(value)
+        store = parameter_store(value, holder)
         location = None if holder is None else store.locate(holder, value)
         # A computed weight has no identity that lasts: the place of its op stands for it.
         key: Hashable = self._tool.place(context) if location is None else location

@@ -18,7 +18,7 @@ class BackwardTests(
     Rung,
     title="backward ops",
     implement=(
-        "gradients", "tracing", "attach_trace", "storable", "finish", "BackwardStep.has_work",
+        "gradients", "tracing", "begin", "attach_trace", "storable", "finish", "BackwardStep.has_work",
         "BackwardStep.before", "BackwardStep.after",
     ),
 ):  # fmt: skip

@@ -18,7 +18,7 @@ class BeforeTests(
     Rung,
     title="before an op",
     implement=(
-        "is_tensor", "isolated", "version", "straight_through", "Call.mutable", "write",
+        "is_tensor", "isolated", "call_isolated", "version", "straight_through", "Call.mutable", "write",
     ),
 ):  # fmt: skip
     """Routines before an op see its inputs, and change them."""

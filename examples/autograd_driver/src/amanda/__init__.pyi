@@ -1,0 +1,1 @@
+from amanda._api import *

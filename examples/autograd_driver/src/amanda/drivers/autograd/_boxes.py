@@ -1,0 +1,85 @@
+"""Boxes, in which autograd's traces hold arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from amanda.errors import RoutineError
+from autograd.builtins import SequenceBox
+from autograd.core import sparse_add, sparse_object_types
+from autograd.extend import defjvp, defvjp, primitive, vspace
+from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.tracer import Node, getval, isbox
+
+
+def is_tensor(value: Any) -> bool:
+    """Return True for an array, a NumPy scalar, and for either in a box."""
+    return isinstance(value, (np.ndarray, np.generic, ArrayBox))
+
+
+def plain(value: Any) -> Any:
+    """Return a value without boxes, or the values of a list."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return getval(value)
+
+
+def nodes(value: Any) -> Iterator[Node]:
+    """Yield the node of a value in each trace that has it in a box; those of each element of a list."""
+    if type(value) in (list, tuple):
+        for element in value:
+            yield from nodes(element)
+    while isbox(value):
+        yield value._node
+        value = value._value
+
+
+def each(value: Any, read: Callable[[Any], Any]) -> Any:
+    """Read something of a tensor's array, or of each tensor of a list; None for other values."""
+    if is_tensor(value):
+        return read(getval(value))
+    if type(value) in (list, tuple):
+        return tuple(read(getval(tensor)) for tensor in value if is_tensor(tensor)) or None
+    return None
+
+
+@primitive  # type: ignore[untyped-decorator]
+def straight_through(original: Any, value: Any) -> Any:
+    """Return a copy of a value in the element type of a tensor, to which its gradient goes unchanged."""
+    dtype, shape, copy = np.result_type(original), np.shape(original), np.array(value)
+    if copy.shape != shape:
+        raise RoutineError(
+            f"a routine returned shape {copy.shape} where shape {shape} was given; mark it "
+            "@amanda.differentiable if it is meant to change shapes"
+        )
+    if np.iscomplexobj(copy) != np.iscomplexobj(original):
+        raise RoutineError(f"a routine returned {copy.dtype} where {dtype} was given")
+    return copy.astype(dtype) if isinstance(original, np.ndarray) else copy.astype(dtype)[()]
+
+
+defvjp(straight_through, lambda ans, original, value: lambda g: g, None)
+defjvp(straight_through, lambda g, ans, original, value: g, None)
+
+
+def elements(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return an op's result as a list, and a function that puts such a list back into its form."""
+    if not isinstance(outputs, (SequenceBox, list, tuple)):
+        return [outputs], lambda changed: changed[0]
+    kind = type(getval(outputs))
+    values = [outputs[index] for index in range(len(outputs))]
+
+    def rebuild(changed: list[Any]) -> Any:
+        if all(new is old for new, old in zip(changed, values, strict=True)):
+            return outputs
+        return kind(*changed) if hasattr(kind, "_fields") else kind(changed)
+
+    return list(values), rebuild
+
+
+def dense(gradient: Any) -> Any:
+    """Return a gradient that stores each of its elements."""
+    is_sparse = type(gradient) in sparse_object_types
+    return sparse_add(vspace(gradient), None, gradient) if is_sparse else gradient
