@@ -270,7 +270,6 @@ class RunComparison:
         )  # fmt: skip
 
     def _differing_reads(self, match: OpMatch) -> list[tuple[Pair, float]]:
-        """Return what an op reads that differs, with relative errors."""
         read = [(pair, self.agreement(pair)) for pair in self.matching.reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
@@ -318,7 +317,7 @@ class RunComparison:
                 continue
             # Else one module may have an activation at its end and the other not: the closest ends are meant.
             types = {run.ops[entry.op].type for run, entry in zip(self._runs, pairs[-1], strict=True)}
-            if len(types) == 1 and _is_as_large(pairs[-1]):
+            if len(types) == 1 and _have_equal_sizes(pairs[-1]):
                 pairs = pairs[-1:]
             judged = [(pair, *self._measure(pair)) for pair in pairs]
             read = [
@@ -327,7 +326,7 @@ class RunComparison:
             ]  # fmt: skip
             pair, closest, limit = min(judged, key=lambda item: item[1].relative)
             # As many numbers in an unknown order of axes cannot be compared, and are reported instead.
-            if closest.relative == math.inf and pair[0].shape != pair[1].shape and _is_as_large(pair):
+            if closest.relative == math.inf and pair[0].shape != pair[1].shape and _have_equal_sizes(pair):
                 self.shaped.append(name)
                 continue
             yield pair, self._comparison(pair, closest, limit, read)
@@ -348,7 +347,6 @@ class RunComparison:
         return tolerance(pair[0].dtype, pair[1].dtype, self._rtol) if expected is None else MARGIN * expected
 
     def _expected_error(self, pair: Pair, read_error: float) -> float | None:
-        """Return the relative error that is expected of two tensors; None where none is known."""
         return None if self._expected is None else self._expected.error(pair[0], read_error)
 
     def agreement(self, pair: Pair) -> Read:
@@ -390,8 +388,7 @@ class RunComparison:
         )  # fmt: skip
 
 
-def _is_as_large(pair: Pair) -> bool:
-    """Return True for two tensors with the same number of elements."""
+def _have_equal_sizes(pair: Pair) -> bool:
     return math.prod(pair[0].shape) == math.prod(pair[1].shape)
 
 

@@ -162,7 +162,6 @@ def _notes_on_compiled(run: Run, other_run: Run) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are besides."""
     suffix = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
     return f"{', '.join(names[:_MAX_NAMES])}{suffix}"
 

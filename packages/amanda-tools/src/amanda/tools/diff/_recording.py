@@ -44,11 +44,6 @@ class FunctionProgram:
     max_bytes: int
     returned: list[NDArray[Any]] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return routine_name(self.call)
-
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run under a `DumpTool` that keeps all tensors but inputs.
 
@@ -67,12 +62,13 @@ class FunctionProgram:
         if self.compiled == "instrument":
             tool.add_returned(returned)
         result = tool.result
+        name = routine_name(self.call)
         if not result.entries:
-            raise AmandaError(f"{self.name} executed no op that could be compared")
+            raise AmandaError(f"{name} executed no op that could be compared")
         if result.failure:
-            raise AmandaError(f"what {self.name} computed cannot be kept: {result.failure}")
+            raise AmandaError(f"what {name} computed cannot be kept: {result.failure}")
         remarks = [remark for extra_tool in extra_tools for remark in extra_tool.remarks]
-        run = replace(run_of(_complete_dump(result.folder, self.name)), name=self.name, remarks=remarks)
+        run = replace(run_of(_complete_dump(result.folder, name)), name=name, remarks=remarks)
         self.returned = _arrays(returned) if run.in_graph else []
         return run
 
@@ -90,11 +86,6 @@ class Command:
     compiled: Compiled = "instrument"
     max_bytes: NonNegativeInt = MAX_BYTES
     python: Name = sys.executable
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return self.line
 
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run the program under a `DumpTool`; its output goes to standard error.
@@ -179,7 +170,6 @@ def _text(value: Any) -> str:
 
 
 def _arrays(value: Any) -> list[NDArray[Any]]:
-    """Return the tensors in what a function gave."""
     tensors = [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
     dense = [(tensors_of(tensor), tensors_of(tensor).dense(tensor)) for tensor in tensors]
     return [library.exact(tensor) for library, tensor in dense if tensor is not None]

@@ -228,7 +228,6 @@ class DiffResult(Result):
         return "\n".join([*head, *self._growth_lines(), str(table).lstrip("\n"), *self.notes()])
 
     def _table_alone(self) -> Table:
-        """Return the rows as a table without title and notes."""
         return Table(self.name, self.version, self.columns, self.rows(), "")
 
     def notes(self) -> Sequence[str]:

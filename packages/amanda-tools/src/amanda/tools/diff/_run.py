@@ -19,7 +19,7 @@ from amanda.files import replacing
 from amanda.options import shown
 from amanda.tools.dump import Dump, Entry, Op, Summary
 from amanda.tools.results import check_size, parsing, to_json
-from amanda.tools.stats import Measured, StatsResult
+from amanda.tools.stats import StatsResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -155,10 +155,8 @@ def open_run(source: Source, option: str) -> Run:
         raise AmandaError(
             f"{option}: {path} does not exist; give the folder of a dump or a file of statistics"
         )
-    if path.is_dir():
-        return run_of(Dump(path))
-    if path.name == "index.json":
-        return run_of(Dump(path.parent))
+    if path.is_dir() or path.name == "index.json":
+        return run_of(Dump(path if path.is_dir() else path.parent))
     return _statistics_run(StatsResult.load(path), str(path))
 
 
@@ -175,25 +173,18 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
     entries: list[Entry] = []
     for tensor in result.measured:
         op = Op(tensor.phase, tensor.type, tensor.module, tensor.source, namespace="", id=0)
-        role, position = _role(tensor)
+        # "output 0" has a position, "weight" has none.
+        role, _, number = tensor.tensor.rpartition(" ")
+        role, position = (role, int(number)) if number.isdigit() else (tensor.tensor, 0)
         repeated = any(e.op == len(ops) - 1 and (e.role, e.position) == (role, position) for e in entries)
         # Statistics have no ids of ops: a tensor that comes again belongs to the next op of the same names.
         if not ops or ops[-1] != op or repeated:
             ops.append(op)
-        summary = Summary(tensor.statistics, ())
-        shape = (tensor.statistics.elements,)
-        entry = Entry(
-            op=len(ops) - 1, order=len(entries), execution=0, role=role, position=position, shape=shape,
-            dtype=tensor.dtype, summary=summary,
-        )  # fmt: skip
-        entries.append(entry)
+        entries.append(Entry(
+            op=len(ops) - 1, order=len(entries), execution=0, role=role, position=position,
+            shape=(tensor.statistics.elements,), dtype=tensor.dtype, summary=Summary(tensor.statistics, ()),
+        ))  # fmt: skip
     return Run(name, ops, entries)
-
-
-def _role(tensor: Measured) -> tuple[str, int]:
-    """Return role and position of a tensor: ("output", 0) for "output 0"; position 0 without a number."""
-    role, _, position = tensor.tensor.rpartition(" ")
-    return (role, int(position)) if position.isdigit() else (tensor.tensor, 0)
 
 
 def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:

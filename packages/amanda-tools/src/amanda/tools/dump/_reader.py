@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -119,9 +118,8 @@ class Summary:
     sample: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; NaN and Inf become strings, which JSON has no numbers for."""
-        sample = [number if math.isfinite(number) else str(number) for number in self.sample]
-        return {"statistics": self.statistics.to_dict(), "sample": sample}
+        """Return plain values; `to_json` writes NaN and Inf as strings."""
+        return {"statistics": self.statistics.to_dict(), "sample": list(self.sample)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Summary:

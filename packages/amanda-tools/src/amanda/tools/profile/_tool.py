@@ -10,6 +10,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.errors import OptionError
 from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools.kit import RequiredNames, leaves, tensors_of, torch_tensors
 from amanda.tools.mapping import CALLING_OPS, MappingTool, StandardMapping, itemsize
@@ -63,7 +64,6 @@ class MeasuringFacts:
 
 
 def _default_facts(context: amanda.OpContext) -> None:
-    """Write facts of an op of any framework, unless the op has some."""
     context.setdefault("profile", MeasuringFacts())
 
 
@@ -269,12 +269,12 @@ class ProfileTool(amanda.Tool):
         **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
-        schedule = Schedule(wait, warmup, active, repeat)
-        schedule.check()
+        if repeat and not active:
+            raise OptionError(f"repeat={repeat} needs active, the number of steps to record in each cycle")
         self._follows_memory, self._tells_kernels = memory, kernels
         # It starts with the first op of a recorded step, on the thread of that op.
         self._kernels = KernelProfiler()
-        self._recorder = Recorder(schedule, limit, self._read_kernels)
+        self._recorder = Recorder(Schedule(wait, warmup, active, repeat), limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
         self._untimed: dict[str, set[tuple[int, int | None]]] = {}
         self._batched: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}

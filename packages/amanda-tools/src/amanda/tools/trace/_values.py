@@ -151,7 +151,6 @@ class PytorchValues(FrameworkValues):
         self._sent: dict[int, dict[Hashable, list[int]]] = {}
 
     def is_tensor(self, value: Any) -> bool:
-        """Return True for a tensor."""
         return isinstance(value, self._torch.Tensor)
 
     def version(self, tensor: Any) -> int | None:
@@ -218,7 +217,6 @@ class PytorchValues(FrameworkValues):
         return self._names[root]
 
     def next_node_number(self) -> int | None:
-        """Return the number that autograd gives this thread's next node."""
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return number
 
@@ -272,12 +270,10 @@ class TensorflowValues(FrameworkValues):
         self._arguments: dict[str, Sequence[int]] = {}
 
     def is_tensor(self, value: Any) -> bool:
-        """Return True for a tensor, also for one of unknown rank."""
         # NumPy arrays and numbers have an element type too, and are not tensors here.
         return hasattr(value, "_id") and self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
-        """Return True for a reference to a variable, an iterator or a dataset."""
         return self._dtype(tensor) in TENSORFLOW_HANDLES
 
     def name(self, tensor: Any) -> str | None:
@@ -383,7 +379,6 @@ class OnnxruntimeValues(FrameworkValues):
     """Values of ONNX graphs, which have one symbol each."""
 
     def name(self, tensor: Any) -> str | None:
-        """Return the value's name in the graph."""
         return str(tensor.name)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
