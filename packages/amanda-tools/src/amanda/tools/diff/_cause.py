@@ -55,7 +55,10 @@ def _unmatched_cause(
 ) -> Cause | None:
     """Return the ops that produced a tensor if one of them, or both, have no counterpart."""
     maker_a, maker_b = makers
-    are_unmatched = [maker is not None and not partners.of(maker, side) for side, maker in enumerate(makers)]
+    are_unmatched = [
+        maker is not None and (maker.op, maker.execution) not in partners[side]
+        for side, maker in enumerate(makers)
+    ]
     if all(are_unmatched):
         return Cause(maker_a, maker_b, error, "")
     if are_unmatched[0]:
@@ -93,7 +96,7 @@ def _overwriting_cause(
         maker = makers[1 - side]
         if maker is None:
             continue
-        counterparts = set(partners.of(maker, 1 - side))
+        counterparts = set(partners[1 - side].get((maker.op, maker.execution), ()))
         writer = makers[side]
         if not counterparts or (writer is not None and (writer.op, writer.execution) in counterparts):
             continue

@@ -25,8 +25,8 @@ from amanda.tools.diff._matching import (
     ExecutionMatcher,
     OpMatch,
     OpMatches,
-    Partners,
     has_same_precision,
+    partners_of,
 )
 from amanda.tools.diff._result import reading_text
 from amanda.tools.diff._run import DataFlow, Execution, Run, visits
@@ -207,7 +207,7 @@ class RunComparison:
         if index is None or rows[index][1].only:
             return
         pair, effect = rows[index]
-        match, partners = self._match_of(pair), Partners([*self.matches.values()])
+        match, partners = self._match_of(pair), partners_of([*self.matches.values()])
         cause = find_cause(self._runs, self.flows, partners, self._differing_reads(match))
         if cause is None and effect.phase == "backward" and match.is_whole:
             executions = [side[0] for side in match.executions]

@@ -6,8 +6,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import click
 
@@ -78,8 +79,9 @@ def diff(
             _check_module(runs.a, name)
             _check_module(runs.b, other_name)
         # The control is compared first: it runs a again, before b's value is replaced.
-        criteria = _Criteria(mapping, rtol, by, runs.expected(control))
-        result, pairs = _compare_runs(runs.a, runs.b, criteria)
+        expected = runs.expected(control)
+        compare = partial(_compare_runs, runs.a, mapping=mapping, rtol=rtol, by=by, expected=expected)
+        result, pairs = compare(runs.b)
         result.told += tuple(runs.remarks)
         if runs.failure is not None:
             result.fail([entry.op for _, entry in pairs], *runs.failure)
@@ -90,25 +92,21 @@ def diff(
             if rerun is None:
                 result.told += ("What remains of the difference is not known: no op can give a's value in b",)
             else:
-                result.remaining, _ = _compare_runs(runs.a, rerun, criteria)
+                result.remaining, _ = compare(rerun)
                 result.told += tuple(rerun.remarks)
         if bundle is not None:
             write_bundle(Path(bundle), runs.recorded, result)
         return result
 
 
-class _Criteria(NamedTuple):
-    """How runs are compared: see `diff`."""
+def _compare_runs(
+    run: Run, other_run: Run, mapping: Mapping[str, str] | None, rtol: float | None, by: By | None,
+    expected: Expected | None,
+) -> tuple[DiffResult, list[Pair]]:  # fmt: skip
+    """Compare two runs, op by op or module by module; return also the tensors of each comparison.
 
-    mapping: Mapping[str, str] | None
-    rtol: float | None
-    by: By | None
-    expected: Expected | None
-
-
-def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffResult, list[Pair]]:
-    """Compare two runs, op by op or module by module; return also the tensors of each comparison."""
-    mapping, rtol, by, expected = criteria
+    mapping, rtol, by: as of `diff`.
+    """
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.is_like(other_run)):

@@ -380,19 +380,16 @@ def _last_result(run: Run, flow: DataFlow) -> int | None:
     return None
 
 
-class Partners:
-    """Executions of ops of both runs that were compared with each other."""
+Partners = Sequence[Mapping[Execution, Sequence[Execution]]]
+"""By run, the executions of the other run that an execution was compared with."""
 
-    def __init__(self, matches: Sequence[OpMatch]) -> None:
-        self._partners: tuple[dict[Execution, list[Execution]], dict[Execution, list[Execution]]] = ({}, {})
-        for match in matches:
-            for side in (0, 1):
-                for execution in match.executions[side]:
-                    self._partners[side].setdefault(execution, []).extend(match.executions[1 - side])
 
-    def of(self, entry: Entry, side: int) -> list[Execution]:
-        """Return the executions that the op of a tensor of run a (side 0) or run b was compared with."""
-        return self._partners[side].get((entry.op, entry.execution), [])
+def partners_of(matches: Sequence[OpMatch]) -> Partners:
+    """Return the executions of ops of both runs that were compared with each other."""
+    return [
+        {execution: match.executions[1 - side] for match in matches for execution in match.executions[side]}
+        for side in (0, 1)
+    ]
 
 
 def has_same_precision(runs: tuple[Run, Run], matches: Sequence[OpMatch]) -> bool:

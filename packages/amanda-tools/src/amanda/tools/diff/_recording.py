@@ -72,10 +72,6 @@ class FunctionProgram:
         self.returned = _arrays(returned) if run.in_graph else []
         return run
 
-    def unobserved(self) -> list[NDArray[Any]]:
-        """Return what the function gives without any tool."""
-        return _arrays(self.call(*self.inputs))
-
 
 @checked
 @dataclass
@@ -254,7 +250,8 @@ class RecordedRuns:
         if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _REPEATED:
             self._begin(program)
             try:
-                self.remarks += _tool_effects(label, program.returned, program.unobserved())
+                without_tool = _arrays(program.call(*program.inputs))
+                self.remarks += _tool_effects(label, program.returned, without_tool)
             except Exception as error:
                 self.remarks.append(
                     f"{label} raised {type(error).__name__} without a tool, and nothing with one"

@@ -14,7 +14,7 @@ from amanda.errors import AmandaError
 from amanda.tools.diff._errors import TOLERANCES, Comparison
 from amanda.tools.dump import Entry, Op
 from amanda.tools.kit import shape_text
-from amanda.tools.results import Column, Result, Table
+from amanda.tools.results import Column, Result, Table, folded
 from amanda.tools.select import Phase
 
 _STEP = 2.0
@@ -224,8 +224,9 @@ class DiffResult(Result):
 
     def __str__(self) -> str:
         head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{text}." for text in self.told)]
-        table = self.around(before=5, after=10)._table_alone()
-        return "\n".join([*head, *self._growth_lines(), str(table).lstrip("\n"), *self.notes()])
+        above, below = ("\n".join(lines) for lines in ([*head, *self._growth_lines()], self.notes()))
+        table = str(self.around(before=5, after=10)._table_alone()).lstrip("\n")
+        return "\n".join([folded(above), table, folded(below)])
 
     def _table_alone(self) -> Table:
         return Table(self.name, self.version, self.columns, self.rows(), "")

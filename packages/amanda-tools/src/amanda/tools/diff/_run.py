@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from zipfile import ZipFile
@@ -71,7 +72,6 @@ class Run:
         return entry
 
     def is_derived(self, entry: Entry) -> bool:
-        """Return True for what `derived` returned."""
         return id(entry) in self._derived
 
     def array(self, entry: Entry) -> NDArray[Any] | None:
@@ -189,15 +189,9 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
 
 def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
     """Yield the forward ops within a module, those that follow one another together."""
-    visit: list[int] = []
-    for index in run.indices("forward"):
-        if inside(run.ops[index].module):
-            visit.append(index)
-        elif visit:
-            yield visit
-            visit = []
-    if visit:
-        yield visit
+    for is_inside, indices in groupby(run.indices("forward"), lambda i: inside(run.ops[i].module)):
+        if is_inside:
+            yield list(indices)
 
 
 _FOREACH, _FUSED = "_foreach_", "_fused_"

@@ -263,7 +263,6 @@ class ReplacedTool(amanda.Tool):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on the executions whose values were not replaced."""
         return [f"an op kept values of its own: {', '.join(sorted(self.reasons))}"] if self.reasons else []
 
     def _replace_forward(self, context: amanda.OpContext) -> None:

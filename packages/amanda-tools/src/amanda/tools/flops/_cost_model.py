@@ -216,12 +216,6 @@ def shapes_of(
     )  # fmt: skip
 
 
-def element_type(context: amanda.OpContext) -> Any:
-    """Return the framework's element type of the first tensor among the inputs; None without one."""
-    kinds = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
-    return next((kind for kind in kinds if kind is not None), None)
-
-
 def has_shapes(names: tuple[str, str], shapes: Shapes) -> bool:
     """Return True if a formula has all that it reads."""
     return names[0] in OF_NESTED or shapes.are_known

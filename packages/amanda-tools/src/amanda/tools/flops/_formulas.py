@@ -45,11 +45,6 @@ def matrix_product(op: Shapes, first: int = 0) -> Cost:
     return Cost.of_macs(prod(op.out) * depth)
 
 
-def matrix_product_and_sum(op: Shapes) -> Cost:
-    """Count input + (..., n, k) by (..., k, m)."""
-    return Cost.of_macs(matrix_product(op, 1).macs, prod(op.out))
-
-
 def product_at(left: int, right: int) -> Formula:
     """Count (..., n, k) by (..., k, m) at these positions; a sparse factor counts as a dense one."""
 
@@ -292,7 +287,6 @@ def cached_attention(past: int) -> Formula:
     """
 
     def cost(op: Shapes) -> Cost:
-        """Count queries by keys, and the scores by values, for any of the three forms of queries."""
         query, key = op.inputs[0], op.inputs[1]
         if len(query) == 5:
             _, length, heads, _, width = query
@@ -377,7 +371,6 @@ def of_system(each: float, matrix: int = 0, once: float = 0) -> Formula:
     """Count for each matrix (..., n, n) `once` n^3 operations, and `each` n^2 for each right-hand side."""
 
     def flops(op: Shapes) -> Any:
-        """Return the operations of all systems of a batch."""
         n = op.inputs[matrix][-1]
         sides = prod(op.out) // n if n else 0  # of all systems
         systems = max(prod(op.inputs[matrix][:-2]), 1)
@@ -405,7 +398,6 @@ def fourier(steps: float, last: int = 0) -> Formula:
     """
 
     def flops(op: Shapes) -> Any:
-        """Return `steps` for each element times the binary logarithm of the transformed extent."""
         # A real transform has half of the numbers at one side: the larger side is transformed.
         shape = max(op.inputs[0], op.out, key=prod)
         axes = range(-last, 0) if last else op.attributes.get("dim") or range(len(shape))

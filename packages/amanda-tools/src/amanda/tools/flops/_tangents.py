@@ -117,9 +117,8 @@ def _attention_cost(context: Any, macs: int, components: Sequence[Components]) -
     depth, width = query[-1], value[-1]
     score_macs = macs * depth // (depth + width)
     weights = _closure(components[:2])
-    products = score_macs * _products(components[:2]) + (macs - score_macs) * _products(
-        [weights, components[2]]
-    )
+    products = score_macs * _products(components[:2])
+    products += (macs - score_macs) * _products([weights, components[2]])
     return Cost.of_macs(products, score_macs // depth * sum(_tangents([weights])))
 
 

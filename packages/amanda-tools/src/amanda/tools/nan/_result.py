@@ -298,7 +298,6 @@ class ScaledBackward:
         self._skipped_step: int | None = None
 
     def begin(self) -> None:
-        """Begin a scaled backward pass."""
         self.is_open, self._skipped_step = True, None
 
     def defer(self, finding: Finding | Entered, step: int) -> bool:

@@ -14,7 +14,7 @@ import amanda
 from amanda.action import Executions, Observed, all_samples
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
-from amanda.tools.kit import OpTensor, folded_unread, leaves, remarks_on_packed_inputs
+from amanda.tools.kit import Dtype, OpTensor, folded_unread, leaves, parameter_paths, remarks_on_packed_inputs
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import (
     CALLING_OPS,
@@ -26,7 +26,6 @@ from amanda.tools.mapping import (
 )
 from amanda.tools.nan._floats import (
     NAN,
-    Dtype,
     Floats,
     InputRecorder,
     RecordedInputs,
@@ -184,7 +183,7 @@ class NanTool(amanda.Tool):
         self._packed.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         self._insert_checks(
             context, context["phase"], kind, in_place=context["in_place"],
-            parameters=_parameter_paths(context), moves=kind in _MOVING_OPS,
+            parameters=parameter_paths(context), moves=kind in _MOVING_OPS,
             reads=_reads_handle(context, context.get_inputs()),
             calls=context.get_op_type() in CALLING_OPS, **_facts_in(context, "unread"),
         )  # fmt: skip
@@ -430,10 +429,3 @@ def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
     """Return True for an op that gives what a handle among its inputs holds, or a variable of a graph."""
     reads_variable = context.get_forward_op_type() in TENSORFLOW_READS
     return reads_variable or any(context["dtype"](x) in TENSORFLOW_HANDLES for x in leaves(values))
-
-
-def _parameter_paths(context: amanda.OpContext) -> dict[int, str]:
-    """Return the paths of the parameters among an op's inputs, by position."""
-    variables = ((i, context.get_variable(i)) for i in range(len(context.get_inputs())))
-    paths = {i: context.get_variable_path(value) for i, value in variables if value is not None}
-    return {i: path for i, path in paths.items() if path is not None}

@@ -58,7 +58,6 @@ class DeviceClock:
             self._read_oldest()
 
     def clear(self) -> None:
-        """Forget the events."""
         self._pending.clear()
 
     def _read_oldest(self) -> None:

@@ -125,10 +125,6 @@ class Peak:
         return f"peak of {amount(self.size, 'B')} on {self.device}: {'; '.join(parts)}"
 
 
-_profile_of_older_tensors = partial(OpProfile, "given", "parameters, inputs, older tensors", "", "")
-"""Returns the profile that owns the bytes which no recorded op allocated."""
-
-
 @dataclass(eq=False, slots=True)
 class DeviceMemory:
     """Bytes of one device.
@@ -144,7 +140,9 @@ class DeviceMemory:
     limit: int
     recording: bool
     peak: int | None
-    older_tensors: OpProfile = field(default_factory=_profile_of_older_tensors)
+    older_tensors: OpProfile = field(
+        default_factory=partial(OpProfile, "given", "parameters, inputs, older tensors", "", "")
+    )
     alive: int = 0
     older_bytes: int = 0
     owned: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))

@@ -66,15 +66,8 @@ class FrameworkValues:
         # None for what has no elements, such as a handle.
         width = itemsize(dtype)
         size = None if shape is None or None in shape or width is None else prod(shape) * width
-        device = getattr(tensor, "device", None)
-        return Tensor(
-            index=UNRECORDED,
-            shape=shape,
-            dtype=dtype,
-            device=str(device) if device else None,
-            bytes=size,
-            **fields,
-        )
+        device = str(getattr(tensor, "device", None) or "") or None
+        return Tensor(index=UNRECORDED, shape=shape, dtype=dtype, device=device, bytes=size, **fields)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and name of a tensor that no recorded op made."""
@@ -277,7 +270,6 @@ class TensorflowValues(FrameworkValues):
         return self._dtype(tensor) in TENSORFLOW_HANDLES
 
     def name(self, tensor: Any) -> str | None:
-        """Return a symbol's name; eager tensors have none."""
         return str(tensor.name) if hasattr(tensor, "op") else None
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
