@@ -9,7 +9,7 @@ from amanda.tools.diff._errors import Pair
 from amanda.tools.diff._matching import Partners
 from amanda.tools.diff._run import DataFlow, Execution, Run
 from amanda.tools.dump import Entry, Op
-from amanda.tools.results import place_text
+from amanda.tools.kit import place_text
 
 
 @dataclass(frozen=True)

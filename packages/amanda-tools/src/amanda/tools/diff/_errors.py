@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
+from amanda.tools.kit import place_text
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import place_text
 from amanda.tools.stats import Statistics
 
 if TYPE_CHECKING:

@@ -207,7 +207,6 @@ class DiffResult(Result):
         return next((comparison for comparison in candidates if comparison.diverges), None)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each comparison."""
         return [
             (row.phase, row.type, row.module, row.source, _in_b(row), row.execution, row.relative,
              row.cosine, row.largest, row.tolerance, row.verdict)
@@ -279,11 +278,10 @@ class DiffResult(Result):
 
     def _positions(self) -> dict[str, int | None]:
         """Return the row of the first divergence of each phase."""
-        rows: dict[str, int | None] = dict.fromkeys(get_args(Phase))
-        for row, comparison in reversed(list(enumerate(self.comparisons))):
-            if comparison.diverges:
-                rows[comparison.phase] = row
-        return rows
+        firsts = {phase: self._first(phase) for phase in get_args(Phase)}
+        return {
+            phase: None if first is None else self.comparisons.index(first) for phase, first in firsts.items()
+        }
 
     def _repr_html_(self) -> str:
         """Return the sentences, the plot of errors, and the table."""

@@ -54,7 +54,6 @@ class DumpResult(Result):
         self._stored_bytes, self.failure = stored_bytes, failure
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each tensor."""
         return [self._row(self.ops[entry.op], entry) for entry in self.entries]
 
     def _row(self, op: Op, entry: Entry) -> tuple[Any, ...]:

@@ -285,7 +285,6 @@ class FlopsResult(PlacesResult[OpCost]):
         all_flops = self._sum("flops")
 
         def numbers(node: Any) -> Sequence[Any]:
-            """Return the numbers of a module with all modules within."""
             calls, macs, flops, parameters, *_ = _totals(list(node.all_ops()))
             return calls, parameters, macs, flops, (flops or 0) / all_flops if all_flops else 0.0
 

@@ -120,10 +120,11 @@ def _backward_macs(context: amanda.OpContext) -> int:
     entering_grad = next((grad for grad in entering if grad is not None), None)
     if entering_grad is None:
         return 0  # where no gradient enters none leaves
+    is_complex = "complex" in str(entering_grad.dtype)  # of a tensor, or of extents
     factors = factors_of_node(context.get_backward_op().__name__)
     if factors is None:
         layer = _macs_of_recurrent_layer(context)
-        return _macs_of_factors(context, _is_complex(entering_grad)) if layer is None else layer
+        return _macs_of_factors(context, is_complex) if layer is None else layer
     first_grad, second = (grads[i] if i < len(grads) else None for i in factors)
     result_size, macs = prod(entering_grad.shape), 0
     if first_grad is not None:
@@ -132,7 +133,7 @@ def _backward_macs(context: amanda.OpContext) -> int:
         # The gradient of a factor (k, m) is a product over the n rows of the result: n k m again.
         width = second.shape[-2] if second.dim() > 1 else second.shape[-1] if second.dim() else 1
         macs += round(result_size * width * share([second]))
-    return macs * (context.get("complex_products", 1) if _is_complex(entering_grad) else 1)
+    return macs * (context.get("complex_products", 1) if is_complex else 1)
 
 
 def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
@@ -152,10 +153,6 @@ def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
         is_present = [grad is not None for grad in grads[:3]]
         return int(entering * is_present[0] + sum(is_present[1:])) * macs
     return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), grads)
-
-
-def _is_complex(value: Any) -> bool:
-    return "complex" in str(value.dtype)
 
 
 def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:

@@ -305,13 +305,9 @@ def cached_attention(past: int) -> Formula:
 
 
 def onnx_attention(op: Shapes) -> Cost:
-    """Count ONNX' Attention, or ONNX Runtime's op of that name, which projects queries, keys and values."""
-    is_onnx = op.type == "scaled_dot_product_attention"
-    return (cached_attention(4) if is_onnx else attention_with_weights)(op)
-
-
-def attention_with_weights(op: Shapes) -> Cost:
-    """Count x (batch, length, in) by weights (in, 3 width), then attention, as ONNX' layer does."""
+    """Count ONNX' Attention, before which ONNX Runtime's takes x (batch, length, in) by (in, 3 width)."""
+    if op.type == "scaled_dot_product_attention":
+        return cached_attention(4)(op)
     (batch, length, _), (depth, projected) = op.inputs[:2]
     return Cost.of_macs(batch * length * (depth * projected + 2 * length * op.out[-1]))
 

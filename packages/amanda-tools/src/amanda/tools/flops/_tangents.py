@@ -153,22 +153,16 @@ def _products(factors: Sequence[Components]) -> int:
 
 def _tangents(values: Sequence[Components]) -> list[int]:
     """Return how many tangents each value has, each times its samples."""
-    return [
-        sum(_samples([batches, *_others(values, i)]) for levels, batches in value.items() if levels)
-        for i, value in enumerate(values)
-    ]
-
-
-def _others(values: Sequence[Components], index: int) -> Iterator[Mapping[int, int]]:
-    return (value[frozenset()] for i, value in enumerate(values) if i != index and frozenset() in value)
+    counts = []
+    for i, value in enumerate(values):
+        others = [values[j].get(frozenset(), {}) for j in range(len(values)) if j != i]
+        counts.append(sum(_samples([batches, *others]) for levels, batches in value.items() if levels))
+    return counts
 
 
 def _samples(batches: Iterable[Mapping[int, int]]) -> int:
     """Return the number of samples of values with these batches together."""
-    merged: dict[int, int] = {}
-    for sizes in batches:
-        merged.update(sizes)
-    return prod(merged.values())
+    return prod({axis: size for sizes in batches for axis, size in sizes.items()}.values())
 
 
 def _tensors(shapes: Sequence[Any]) -> Iterator[Any]:

@@ -360,7 +360,9 @@ class FlopsTool(amanda.Tool):
         inputs = [analysed if executed is None else executed for executed, analysed in pairs]
         output_shapes = [shape_of(value, context["extents"]) for value in outputs]
         key = str((inputs, output_shapes))
-        place = self._place_in_phase(self._shared_place(replace(place), key), recomputed, key)
+        place = self._shared_place(replace(place), key)
+        if recomputed:
+            place = self._shared_place(replace(place, phase=RECOMPUTATION, calls=0), key)
         op = replace(shapes, inputs=inputs, outputs=output_shapes)
         if not place.calls:
             cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
@@ -392,13 +394,9 @@ class FlopsTool(amanda.Tool):
 
     @amanda.observer
     def _count_execution(self, place: OpCost, *, recomputed: bool) -> None:
-        self._place_in_phase(place, recomputed).calls += 1
-
-    def _place_in_phase(self, place: OpCost, recomputed: bool, shapes: str = "") -> OpCost:
-        """Return the place itself, or that of its recomputations."""
-        if not recomputed:
-            return place
-        return self._shared_place(replace(place, phase=RECOMPUTATION, calls=0), shapes)
+        if recomputed:
+            place = self._shared_place(replace(place, phase=RECOMPUTATION, calls=0))
+        place.calls += 1
 
 
 def _place_without_cost(context: ShapedContext | amanda.OpContext) -> OpCost:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial, reduce
 from math import isfinite, isnan, prod
@@ -133,19 +133,12 @@ def _is_finite(flat: Any) -> bool:
     return isfinite(abs(flat.dot(flat) if is_single else tensors_of(flat).total(flat)))
 
 
-_FLOATING = ("float", "bfloat", "half", "complex")
 # Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
 
 
-def floating(
-    values: Sequence[Any], dtype: Dtype, leave: Callable[[OpTensor, str], None] | None = None
-) -> Iterator[OpTensor]:
-    """Yield the floating and complex tensors among values; dtype: what StandardMapping writes.
-
-    leave: called with a tensor that cannot be read, and why.
-    """
-    return op_tensors(values, dtype, kinds=_FLOATING, leave=leave)
+floating = partial(op_tensors, kinds=("float", "bfloat", "half", "complex"))
+"""Yields the floating and complex tensors among values, as `op_tensors` does."""
 
 
 class Floats(NamedTuple):
@@ -167,8 +160,7 @@ class Floats(NamedTuple):
         known_flags: flags of some of them.  batches: numbers of batches of a vmap, by flat index.
         """
         known_flags = known_flags or {}
-        floats = op_tensors(values, dtype, kinds=_FLOATING, batches=batches)
-        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floats}
+        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floating(values, dtype, batches=batches)}
         flags = {
             i: known_flags[i] if i in known_flags else nonfinite_flags(tensors[i].tensor, inf)
             for i in tensors

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+from amanda.tools.kit import place_text
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, place_text
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of
 
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""

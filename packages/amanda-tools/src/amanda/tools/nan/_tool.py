@@ -290,7 +290,7 @@ class NanTool(amanda.Tool):
             if self._flags_of_forward and op.phase != "backward":
                 self._flags_of_forward.pop(op.op_id, None)
             return
-        floats = floating(values, op.dtype, partial(self._note_unread, op))
+        floats = floating(values, op.dtype, leave=partial(self._note_unread, op))
         if not any(nonfinite_flags(op_tensor.tensor, self._inf) for op_tensor in floats):
             return
         output_floats = Floats.of(values, op.dtype, self._inf, batches=batches)

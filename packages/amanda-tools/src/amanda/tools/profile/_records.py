@@ -13,7 +13,8 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from amanda.tools.results import amount, place_text
+from amanda.tools.kit import place_text
+from amanda.tools.results import amount
 
 KEYS = ("phase", "type", "module", "source")
 _SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")

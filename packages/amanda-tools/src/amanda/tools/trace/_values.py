@@ -246,8 +246,8 @@ class PytorchValues(FrameworkValues):
 _WRITING_TYPES = re.compile(
     r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign"
 )
-_OUTPUT_KINDS = {"ReadVariableOp": "", "Const": "constant"}
-_OUTPUT_KINDS.update(dict.fromkeys(("VarHandleOp", "VariableV2", "Variable"), "parameter"))
+_OUTPUT_KINDS = {"ReadVariableOp": "", "Const": "constant", "VarHandleOp": "parameter",
+                 "VariableV2": "parameter", "Variable": "parameter"}  # fmt: skip
 """Kinds of outputs, by type of operation."""
 _FUNCTION = re.compile(r"__(?:inference|forward|backward)_(.+)_\d+")
 
