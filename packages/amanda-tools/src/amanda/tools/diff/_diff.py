@@ -79,7 +79,7 @@ def diff(
             _check_module(runs.a, name)
             _check_module(runs.b, other_name)
         # The control is compared first: it runs a again, before b's value is replaced.
-        expected = runs.expected(control)
+        expected = runs.measure_expected(control)
         compare = partial(_compare_runs, runs.a, mapping=mapping, rtol=rtol, by=by, expected=expected)
         result, pairs = compare(runs.b)
         result.told += tuple(runs.remarks)
@@ -88,7 +88,7 @@ def diff(
         elif bisect and result.first is not None:
             rerun = None
             if not result.modules:
-                rerun = runs.with_value(pairs[result.comparisons.index(result.first)])
+                rerun = runs.rerun_with_value(pairs[result.comparisons.index(result.first)])
             if rerun is None:
                 result.told += ("What remains of the difference is not known: no op can give a's value in b",)
             else:
@@ -110,8 +110,8 @@ def _compare_runs(
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.is_like(other_run)):
-        compared_ops, unmatched_ops = comparing.ops(mapping or {})
-        rows = comparing.explain(comparing.in_order(compared_ops))
+        compared_ops, unmatched_ops = comparing.compare_ops(mapping or {})
+        rows = comparing.explain(comparing.in_execution_order(compared_ops))
         notes += _notes_on_pieces(comparing)
         result = DiffResult(run.name, other_run.name, [row for _, row in rows], *unmatched_ops, told=notes)
         return result, [pair for pair, _ in rows]
@@ -126,13 +126,15 @@ def _compare_runs(
         for label, side, paired in (("a", run, set(names)), ("b", other_run, set(names.values()))):
             if unpaired := [path for path in module_paths(side) if path not in paired]:
                 notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
-    rows = comparing.in_order(comparing.modules(names))
-    if comparing.shaped:
-        notes.append(f"Modules whose axes do not match, and were not compared: {_listed(comparing.shaped)}")
-    if comparing.uneven:
+    rows = comparing.in_execution_order(comparing.compare_modules(names))
+    if comparing.reordered_modules:
+        notes.append(
+            f"Modules whose axes do not match, and were not compared: {_listed(comparing.reordered_modules)}"
+        )
+    if comparing.unevenly_called:
         notes.append(
             "Modules that one run called more often than the other, of which the last outputs alone were "
-            f"compared: {_listed(comparing.uneven)}"
+            f"compared: {_listed(comparing.unevenly_called)}"
         )
     notes += _notes_on_pieces(comparing)
     comparisons = [comparison for _, comparison in rows]
@@ -166,7 +168,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:
     """Return sentences on how many ops were joined from pieces, left out, or differ without consequence."""
-    matching = comparing.matching
+    matching = comparing.matcher
     counts = {
         "ops ran once in one run and in pieces in the other: the pieces were joined": matching.pieces,
         "ops in pieces do not make up what the other run gave, and were left": matching.unlike,

@@ -218,12 +218,12 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
     summary = replace(parts[0].summary, statistics=statistics, sample=())
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
     read_parts = partial(_concatenate_parts, other_run, parts, axis) if has_numbers else None
-    assembled = other_run.derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
+    assembled = other_run.add_derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
     if extent == length:
         return whole, assembled
     # The part that a run computes may be the beginning or the end of the whole: the nearer end counts.
     candidates = [
-        run.derived(whole._replace(shape=shape), partial(_take_range, run, whole, axis, start, extent))
+        run.add_derived(whole._replace(shape=shape), partial(_take_range, run, whole, axis, start, extent))
         for start in (length - extent, 0)
     ]
     numbers = _concatenate_parts(other_run, parts, axis)
@@ -266,7 +266,7 @@ def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]
     # Losses of micro-batches are averaged, gradients are added up: either may make the whole.
     if all(part.shape == whole.shape for part in parts) and numbers.dtype.kind in "fc":
         candidates += [
-            other_run.derived(parts[0]._replace(), partial(_scaled_sum, other_run, parts, divisor))
+            other_run.add_derived(parts[0]._replace(), partial(_scaled_sum, other_run, parts, divisor))
             for divisor in (1, len(parts))
         ]
     return min(candidates, key=lambda part: array_distance(numbers, _array(other_run, part)).relative)

@@ -271,7 +271,7 @@ class RecordedRuns:
             else:
                 self._start.restore()
 
-    def expected(self, control: Control | Source | None) -> Expected | None:
+    def measure_expected(self, control: Control | Source | None) -> Expected | None:
         """Return the relative error that the control shows of each op of a; None without a control.
 
         Raises AmandaError for a control that cannot be run.
@@ -323,7 +323,7 @@ class RecordedRuns:
             # Gradients in float64 would stay at the program's parameters.
             self._begin(program)
 
-    def with_value(self, pair: Pair) -> Run | None:
+    def rerun_with_value(self, pair: Pair) -> Run | None:
         """Run b with what an op of a gave in place of what the op of b gives; None where that cannot be.
 
         Raises AmandaError where b is not a program.

@@ -66,7 +66,7 @@ class Run:
         # By id, with the entry itself, so that no other entry gets the id while the run lives.
         self._derived: dict[int, tuple[Entry, Callable[[], NDArray[Any]] | None]] = {}
 
-    def derived(self, entry: Entry, array: Callable[[], NDArray[Any]] | None) -> Entry:
+    def add_derived(self, entry: Entry, array: Callable[[], NDArray[Any]] | None) -> Entry:
         """Return an entry that is not in the dump; array: gives its numbers, None where none are known."""
         self._derived[id(entry)] = entry, array
         return entry
@@ -89,7 +89,7 @@ class Run:
             orders = (entry.order for entry in self.by_op.get(index, ()) if entry.role in OUTPUT_ROLES)
             if op.phase == phase and (end := next(orders, None)) is not None:
                 end_of_op[index] = end
-        return sorted(end_of_op, key=end_of_op.__getitem__) if self.ordered else list(end_of_op)
+        return sorted(end_of_op, key=end_of_op.__getitem__) if self.is_in_program_order else list(end_of_op)
 
     def results(self, index: int) -> dict[int, list[Entry]]:
         """Return what an op gave, by execution."""
@@ -124,7 +124,7 @@ class Run:
         return alike and self.framework == other_run.framework
 
     @property
-    def ordered(self) -> bool:
+    def is_in_program_order(self) -> bool:
         """Return True if ops ran in the program's order, and not in that of data alone."""
         in_order = not self.in_graph or self.framework in _SAME_IN_GRAPHS
         return in_order and self.framework not in _BY_DATA
@@ -299,7 +299,7 @@ Execution = tuple[int, int]
 
 
 class DataFlow:
-    """Makers and readers of the tensors of a run.
+    """Producers and readers of the tensors of a run.
 
     A dump has no references between tensors.  Tensors are the same if shape, type, extremes, zeros and
     samples are equal; sums are not compared, as strided memory is summed in another order.
@@ -315,7 +315,7 @@ class DataFlow:
             elif entry.role in INPUT_ROLES and not reads_shape(run.ops[entry.op]):
                 self._reads[content_key(entry)] = entry.order
 
-    def maker(self, read: Entry) -> Entry | None:
+    def producer(self, read: Entry) -> Entry | None:
         """Return the last tensor with these numbers that an op gave before; None for one from elsewhere."""
         outputs = self._outputs.get(content_key(read), [])
         # Equal numbers may be made several times: the tensor that was read is the last one before.
@@ -326,12 +326,12 @@ class DataFlow:
         """Return True if a later op read an output."""
         return self._reads.get(content_key(output), -1) > output.order
 
-    def overwriting(self, read: Entry, after: int) -> Entry | None:
+    def last_overwrite(self, read: Entry, after: int) -> Entry | None:
         """Return the output of the last op that overwrote a tensor, maybe through a view, before it was read.
 
         after: order of the op that produced the tensor.
         """
-        exact = self.maker(read)
+        exact = self.producer(read)
         # A write of the whole tensor leaves numbers that are found as they are; through a view they are
         # rearranged.
         if exact is not None:

@@ -37,11 +37,11 @@ def operations(flops: Callable[[Shapes], float]) -> Formula:
 
 def matrix_product(op: Shapes, first: int = 0) -> Cost:
     """Count (..., n, k) by (..., k, m), either of them transposed or a vector."""
-    left, right = op.inputs[first : first + 2]
-    depth = left[-1]
-    if len(left) > 1 and len(right) > 1:
+    factor, other_factor = op.inputs[first : first + 2]
+    depth = factor[-1]
+    if len(factor) > 1 and len(other_factor) > 1:
         # n comes from the result, so k is found also where the left factor is transposed.
-        depth = left[-1] * left[-2] // op.out[-2] if op.out[-2] else 0
+        depth = factor[-1] * factor[-2] // op.out[-2] if op.out[-2] else 0
     return Cost.of_macs(prod(op.out) * depth)
 
 

@@ -102,13 +102,13 @@ def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost |
     positions = factors_of_node(context.get_backward_op().__name__) or factors
     gradient = _components(next(shape for shape in entering if shape is not None))
     # The gradient of a factor is the product of the entering gradient and the other factor.
-    others = [
-        _components(inputs[other])
-        for position, other in zip(positions, reversed(factors), strict=True)
+    other_factors = [
+        _components(inputs[other_position])
+        for position, other_position in zip(positions, reversed(factors), strict=True)
         if position < len(leaving) and leaving[position] is not None
     ]
-    macs = place.macs // max(len(others), 1)
-    return Cost.of_macs(macs * sum(_products([gradient, other]) for other in others))
+    macs = place.macs // max(len(other_factors), 1)
+    return Cost.of_macs(macs * sum(_products([gradient, factor]) for factor in other_factors))
 
 
 def _attention_cost(context: Any, macs: int, components: Sequence[Components]) -> Cost:
@@ -144,10 +144,10 @@ def _closure(factors: Iterable[Components]) -> Components:
 def _products(factors: Sequence[Components]) -> int:
     """Return how many products the tangents take, each times its samples."""
     total = 0
-    for chosen in combinations(*(factor.items() for factor in factors)):
-        levels = [level for component, _ in chosen for level in component]
+    for components in combinations(*(factor.items() for factor in factors)):
+        levels = [level for component, _ in components for level in component]
         if levels and len(levels) == len(set(levels)):
-            total += _samples(batches for _, batches in chosen)
+            total += _samples(batches for _, batches in components)
     return total
 
 
@@ -155,8 +155,8 @@ def _tangents(values: Sequence[Components]) -> list[int]:
     """Return how many tangents each value has, each times its samples."""
     counts = []
     for i, value in enumerate(values):
-        others = [values[j].get(frozenset(), {}) for j in range(len(values)) if j != i]
-        counts.append(sum(_samples([batches, *others]) for levels, batches in value.items() if levels))
+        rest_batches = [values[j].get(frozenset(), {}) for j in range(len(values)) if j != i]
+        counts.append(sum(_samples([batches, *rest_batches]) for levels, batches in value.items() if levels))
     return counts
 
 

@@ -165,7 +165,7 @@ class Floats(NamedTuple):
             i: known_flags[i] if i in known_flags else nonfinite_flags(tensors[i].tensor, inf)
             for i in tensors
         }
-        return cls(tensors, {i: held for i, held in flags.items() if held})
+        return cls(tensors, {i: flag for i, flag in flags.items() if flag})
 
     @property
     def flags(self) -> int:

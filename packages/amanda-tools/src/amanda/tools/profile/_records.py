@@ -121,8 +121,8 @@ class Peak:
             f"{amount(size, 'B')} {place_text(op.type, op.module, op.phase if op.phase != 'given' else '')}"
             for op, size in self.owners[:3]
         ]
-        if rest := sum(size for _, size in self.owners[3:]):
-            parts.append(f"{amount(rest, 'B')} other ops")
+        if other_bytes := sum(size for _, size in self.owners[3:]):
+            parts.append(f"{amount(other_bytes, 'B')} other ops")
         return f"peak of {amount(self.size, 'B')} on {self.device}: {'; '.join(parts)}"
 
 
