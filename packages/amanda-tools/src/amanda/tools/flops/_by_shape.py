@@ -33,9 +33,9 @@ class ShapedContext(dict[str, Any]):
         # The costs of inner operators were computed with values, which this context lacks.
         self["within"] = None
         self._context = context
-        inputs, outputs, entering, leaving = sides if len(sides) == 4 else (*sides, None, None)
+        inputs, outputs, incoming, outgoing = sides if len(sides) == 4 else (*sides, None, None)
         self.get_inputs, self.get_outputs = lambda: inputs, lambda: outputs
-        self.get_grad_outputs, self.get_grad_inputs = lambda: entering, lambda: leaving
+        self.get_grad_outputs, self.get_grad_inputs = lambda: incoming, lambda: outgoing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)

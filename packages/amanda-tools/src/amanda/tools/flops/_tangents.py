@@ -86,7 +86,7 @@ def _cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
 
 def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
     """Return the cost of the tangents of a backward op; None where no formula knows."""
-    inputs, _, entering, leaving = shapes
+    inputs, _, incoming, outgoing = shapes
     word = context["backward_type"].removesuffix("_backward")
     if place.flops == 0:
         return Cost()
@@ -94,18 +94,18 @@ def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost |
         return None
     if word in ELEMENTWISE:
         # One operation for each element of a gradient, as for the gradient itself.
-        counts = _tangents([_components(shape) for shape in leaving])
-        return Cost(0, sum(size(shape) * count for shape, count in zip(leaving, counts, strict=True)))
+        counts = _tangents([_components(shape) for shape in outgoing])
+        return Cost(0, sum(size(shape) * count for shape, count in zip(outgoing, counts, strict=True)))
     factors = PRODUCTS[word].factors if word in CONTRACTIONS and word in PRODUCTS else ()
     if len(factors) != 2 or context.get_backward_order() > 1:
         return None
     positions = factors_of_node(context.get_backward_op().__name__) or factors
-    gradient = _components(next(shape for shape in entering if shape is not None))
-    # The gradient of a factor is the product of the entering gradient and the other factor.
+    gradient = _components(next(shape for shape in incoming if shape is not None))
+    # The gradient of a factor is the product of the incoming gradient and the other factor.
     other_factors = [
         _components(inputs[other_position])
         for position, other_position in zip(positions, reversed(factors), strict=True)
-        if position < len(leaving) and leaving[position] is not None
+        if position < len(outgoing) and outgoing[position] is not None
     ]
     macs = place.macs // max(len(other_factors), 1)
     return Cost.of_macs(macs * sum(_products([gradient, factor]) for factor in other_factors))

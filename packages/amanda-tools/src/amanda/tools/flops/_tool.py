@@ -164,7 +164,7 @@ class FlopsTool(amanda.Tool):
         """Record the shapes of incoming gradients at each execution, if analysis does not know them."""
         context["computing"] = self._computing_ops
         if context.get("cost") is _COST_AT_EXECUTION:
-            key = f"entering {context.get_backward_op_id()}"
+            key = f"incoming {context.get_backward_op_id()}"
             context.insert_before_backward_op(self._record_shapes, shape=context["extents"], key=key)
 
     def _analyze_forward(self, context: amanda.OpContext) -> None:
@@ -289,7 +289,7 @@ class FlopsTool(amanda.Tool):
             context["estimate"] = 0
         kind = context["backward_type"]
         if context["cost"] is _COST_AT_EXECUTION:
-            key = f"entering {context.get_backward_op_id()}"
+            key = f"incoming {context.get_backward_op_id()}"
             context.insert_after_backward_op(
                 self._count_gradient_shapes, place=_place_without_cost(context), context=context, key=key
             )
@@ -382,14 +382,14 @@ class FlopsTool(amanda.Tool):
         self, *grads: Any, place: OpCost, context: amanda.OpContext, key: str, run: dict[str, Any]
     ) -> None:
         """Count an execution of a backward op whose shapes are known only now."""
-        leaving = [shape_of(grad, context["extents"]) for grad in grads]
+        outgoing = [shape_of(grad, context["extents"]) for grad in grads]
         names, op = run.get("op", ((), None))
-        entering = run.pop(key, ())
-        place = self._shared_place(replace(place), str((op, entering, leaving)))
+        incoming = run.pop(key, ())
+        place = self._shared_place(replace(place), str((op, incoming, outgoing)))
         if not place.calls:
-            cost = op and self._model.cost_of_gradients(context, names, op, entering, leaving)
+            cost = op and self._model.cost_of_gradients(context, names, op, incoming, outgoing)
             place.macs, place.flops = cost or (None, None)
-            place.bytes = 4 * elements([*entering, *leaving])
+            place.bytes = 4 * elements([*incoming, *outgoing])
         place.calls += 1
 
     @amanda.observer
