@@ -17,7 +17,7 @@ from amanda.tools.remat import RematTool
 
 TOOLS = [Path(folder) for folder in amanda.tools.__path__]
 HOMES = (*TOOLS, Path(amanda.__file__).parent)
-PYTHONS = {"_asdict", "_getframe"}
+PYTHONS = {"_asdict", "_fields", "_getframe"}
 INSTANCES = {"_buffers", "_graph_namespace", "_id", "_ragged_idx", "_reversed_padding_repeated_twice"}
 """Names that instances get as they are made, which no class holds."""
 OPTIONAL = {"_descriptor", "_hf_hook"}

@@ -653,3 +653,17 @@ def test_modules_that_are_called_another_number_of_times_are_told() -> None:
             "compared: linear",
         )
     assert diff(Calls(2, 1), Calls(2, 1), x, by="module").told == ()
+
+
+def test_sentences_are_folded_at_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), torch.rand(3, 4)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other[2].weight += 1
+    result = inferred(model, other, x)
+    assert max(map(len, str(result).splitlines())) > 80
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = str(result).splitlines()
+    words = [line for line in lines if len(line) > 80 and " " in line.strip()]
+    assert not words
+    assert " ".join(result.sentence.split()) in " ".join(str(result).split())

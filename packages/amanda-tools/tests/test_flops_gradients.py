@@ -262,3 +262,12 @@ def test_an_operator_of_a_library_costs_what_its_body_computes() -> None:
             product(rand(rows, 4), rand(4, 5)).sum().backward()
 
     assert macs(program) == (160, 320)
+
+
+def test_a_gradient_of_an_activation_or_a_normalisation_is_one_flop_an_element() -> None:
+    x, weight, bias, tool = rand(5, 8), rand(8), rand(8), FlopsTool()
+    with amanda.apply(tool):
+        F.gelu(F.layer_norm(x, (8,), weight, bias)).backward(torch.ones(5, 8))
+    flops = {row.type: row.flops for row in tool.result}
+    assert (flops["gelu"], flops["gelu_backward"]) == (8 * 40, 40)
+    assert (flops["layer_norm"], flops["layer_norm_backward"]) == (7 * 40, 40 + 8 + 8)

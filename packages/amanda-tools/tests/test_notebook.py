@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,6 +78,20 @@ def test_an_error_closes_the_scope_and_fails_the_cell(shell: Any, capsys: pytest
     shell.run_cell("model(x)")
     assert shell.user_ns["amanda_results"]["flops"].total("calls") == 1
     assert not shell.run_cell("%%amanda flops\nmodel(").success
+
+
+def test_a_traceback_has_the_frames_of_the_program_alone(
+    shell: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    execution = shell.run_cell(
+        "%%amanda nan:stop\nfrom torch.nn.functional import relu\nrelu(model(x / 0 * 0))"
+    )
+    output = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)  # without colours
+    assert not execution.success
+    assert "NotFiniteError" in output
+    assert "relu(model(x / 0 * 0))" in output
+    assert not [line for line in output.splitlines() if "File" in line and "/amanda/" in line]
+    assert "showtraceback" not in vars(shell)
 
 
 @pytest.mark.parametrize(

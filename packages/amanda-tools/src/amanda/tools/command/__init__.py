@@ -30,18 +30,21 @@ if TYPE_CHECKING:
     from amanda.tools.command._gathering import merge
     from amanda.tools.command._instrument import instrument
     from amanda.tools.command._run import run
-    from amanda.tools.command._session import Session
+    from amanda.tools.command._session import Session, strip_traceback
 
 __all__ = [
     "CommandOption", "OptionType", "Session", "SpecError", "ToolSpec", "Tooling", "compiled_option",
     "exit_status", "function_of", "instrument", "limit_option", "made", "merge", "options_of",
-    "path_to_write", "run", "save_option", "split_tools",
+    "path_to_write", "run", "save_option", "split_tools", "strip_traceback",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a command, or the session of a run, when it is asked for: a process runs only one command."""
-    modules = {"instrument": "_instrument", "merge": "_gathering", "run": "_run", "Session": "_session"}
+    modules = {
+        "instrument": "_instrument", "merge": "_gathering", "run": "_run", "Session": "_session",
+        "strip_traceback": "_session",
+    }  # fmt: skip
     module = modules.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -360,7 +360,7 @@ def show_program_alone(before: Callable[[], None]) -> None:
     previous_thread_hook = threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        strip(error)
+        strip_traceback(error)
         # A program that calls the hook itself goes on, and so does a prompt after each error.
         if sys._getframe().f_back is None and not hasattr(sys, "ps1"):
             before()
@@ -369,7 +369,7 @@ def show_program_alone(before: Callable[[], None]) -> None:
     def thread_hook(args: threading.ExceptHookArgs) -> None:
         """Strip the exception of a thread, and hand it to the hook that was there."""
         if args.exc_value is not None:
-            strip(args.exc_value)
+            strip_traceback(args.exc_value)
             trace = args.exc_value.__traceback__
             args = threading.ExceptHookArgs((args.exc_type, args.exc_value, trace, args.thread))
         previous_thread_hook(args)
@@ -378,7 +378,7 @@ def show_program_alone(before: Callable[[], None]) -> None:
     threading.excepthook = thread_hook
 
 
-def strip(error: BaseException | None) -> None:
+def strip_traceback(error: BaseException | None) -> None:
     """Remove Amanda's frames from an exception that an op or a routine raised, and from its causes.
 
     An exception that a tool's own code raised keeps the frames of tools.  Interrupts and errors of Amanda,

@@ -287,10 +287,8 @@ def _first_results(run: Run, index: int) -> list[Entry]:
 
 def is_distinctive(entry: Entry) -> bool:
     """Return False for scalars and constants: equal ones may come from any two ops."""
-    statistics = entry.summary.statistics
-    return statistics.elements > 1 and (
-        statistics.least < statistics.most or bool(statistics.nan or statistics.inf)
-    )
+    s = entry.summary.statistics
+    return s.elements > 1 and (s.least < s.most or bool(s.nan or s.inf))
 
 
 def _shapes(run: Run, index: int) -> tuple[Hashable, ...]:

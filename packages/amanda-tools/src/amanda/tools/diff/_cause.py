@@ -9,7 +9,7 @@ from amanda.tools.diff._errors import Pair
 from amanda.tools.diff._matching import Partners
 from amanda.tools.diff._run import DataFlow, Execution, Run
 from amanda.tools.dump import Entry, Op
-from amanda.tools.results import place_text
+from amanda.tools.kit import place_text
 
 
 @dataclass(frozen=True)
@@ -40,10 +40,10 @@ def find_cause(
         if is_derived or (pair[0].shape, pair[0].dtype) != (pair[1].shape, pair[1].dtype):
             continue
         # A dump has no references between tensors: the op that made these numbers last made the tensor.
-        makers = [flow.maker(entry) for flow, entry in zip(flows, pair, strict=True)]
+        producers = [flow.producer(entry) for flow, entry in zip(flows, pair, strict=True)]
         reader = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
-        cause = _unmatched_cause(makers, partners, reader, error) or _overwriting_cause(
-            runs, flows, partners, pair, makers, reader, error
+        cause = _unmatched_cause(producers, partners, reader, error) or _overwriting_cause(
+            runs, flows, partners, pair, producers, reader, error
         )
         if cause is not None:
             return cause
@@ -51,17 +51,20 @@ def find_cause(
 
 
 def _unmatched_cause(
-    makers: Sequence[Entry | None], partners: Partners, reader: Sequence[Op], error: float
+    producers: Sequence[Entry | None], partners: Partners, reader: Sequence[Op], error: float
 ) -> Cause | None:
     """Return the ops that produced a tensor if one of them, or both, have no counterpart."""
-    maker_a, maker_b = makers
-    are_unmatched = [maker is not None and not partners.of(maker, side) for side, maker in enumerate(makers)]
+    producer_a, producer_b = producers
+    are_unmatched = [
+        producer is not None and (producer.op, producer.execution) not in partners[side]
+        for side, producer in enumerate(producers)
+    ]
     if all(are_unmatched):
-        return Cause(maker_a, maker_b, error, "")
+        return Cause(producer_a, producer_b, error, "")
     if are_unmatched[0]:
-        return Cause(maker_a, None, error, f"an op of a alone, whose result {_op_place(reader[0])} reads")
+        return Cause(producer_a, None, error, f"an op of a alone, whose result {_op_place(reader[0])} reads")
     if are_unmatched[1]:
-        return Cause(None, maker_b, error, f"an op of b alone, whose result {_op_place(reader[1])} reads")
+        return Cause(None, producer_b, error, f"an op of b alone, whose result {_op_place(reader[1])} reads")
     return None
 
 
@@ -85,23 +88,23 @@ def find_backward_cause(
 
 def _overwriting_cause(
     runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], partners: Partners, pair: Pair,
-    makers: Sequence[Entry | None], reader: Sequence[Op], error: float,
+    producers: Sequence[Entry | None], reader: Sequence[Op], error: float,
 ) -> Cause | None:  # fmt: skip
     """Return the op in place that wrote into a tensor, in one run, before another op read the tensor."""
     # Run b first: a is the reference, and a write that b alone has is the more likely fault.
     for side in (1, 0):
-        maker = makers[1 - side]
-        if maker is None:
+        producer = producers[1 - side]
+        if producer is None:
             continue
-        counterparts = set(partners.of(maker, 1 - side))
-        writer = makers[side]
+        counterparts = set(partners[1 - side].get((producer.op, producer.execution), ()))
+        writer = producers[side]
         if not counterparts or (writer is not None and (writer.op, writer.execution) in counterparts):
             continue
         orders = [
             entry.order for op, execution in counterparts for entry in runs[side].by_op[op]
             if entry.execution == execution
         ]  # fmt: skip
-        overwriting = flows[side].overwriting(pair[side], max(orders))
+        overwriting = flows[side].last_overwrite(pair[side], max(orders))
         if overwriting is not None:
             entries: list[Entry | None] = [None, None]
             entries[side] = overwriting

@@ -25,8 +25,8 @@ from amanda.tools.diff._matching import (
     ExecutionMatcher,
     OpMatch,
     OpMatches,
-    Partners,
     has_same_precision,
+    partners_of,
 )
 from amanda.tools.diff._result import reading_text
 from amanda.tools.diff._run import DataFlow, Execution, Run, visits
@@ -52,25 +52,25 @@ class RunComparison:
         self._rtol, self._expected = rtol, expected if rtol is None else None
         self._largest = 0.0
         """Largest relative error of the ops that agree."""
-        self.matching = ExecutionMatcher(self._runs)
+        self.matcher = ExecutionMatcher(self._runs)
         self.flows = DataFlow(run), DataFlow(other_run)
         self.matches: dict[Execution, OpMatch] = {}
         """Matches of ops by their first execution in run a."""
         self.dismissed = 0
         """Ops that differ, of two ways to the same results."""
         self._is_one_precision = True
-        self.shaped: list[str] = []
+        self.reordered_modules: list[str] = []
         """Modules that end in as many numbers, in an order that is not known."""
-        self.uneven: list[str] = []
+        self.unevenly_called: list[str] = []
         """Modules that one run called more often than the other: their last outputs were compared."""
 
-    def in_order(self, compared: Iterable[Compared]) -> list[Compared]:
+    def in_execution_order(self, compared: Iterable[Compared]) -> list[Compared]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met.
 
         Raises AmandaError if the two runs have no op in common.
         """
         # Ops of a graph run on several threads: the order of execution would change from run to run.
-        ordered = self._runs[0].ordered
+        ordered = self._runs[0].is_in_program_order
 
         def order_key(item: Compared) -> tuple[int, int]:
             entry = item[0][0]
@@ -87,15 +87,16 @@ class RunComparison:
             raise AmandaError("the two runs have no op in common; give a mapping of module names")
         return rows
 
-    def ops(self, renamed: Mapping[str, str]) -> tuple[list[Compared], tuple[list[Op], list[Op]]]:
+    def compare_ops(self, renamed: Mapping[str, str]) -> tuple[list[Compared], tuple[list[Op], list[Op]]]:
         """Compare ops one by one; return also the ops of each run that the other does not have."""
-        pairing = OpMatches(self._runs, self.flows, self.matching, renamed)
+        pairing = OpMatches(self._runs, self.flows, self.matcher, renamed)
         matches, self._ends = pairing.matches, pairing.ends
         self.matches = {match.executions[0][0]: match for match in matches}
         self._is_one_precision = has_same_precision(self._runs, matches)
         matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
         only_a, only_b = (
-            [run.ops[i] for i in indices] for run, indices in zip(self._runs, pairing.alone, strict=True)
+            [run.ops[i] for i in indices]
+            for run, indices in zip(self._runs, pairing.unmatched_ops, strict=True)
         )
         compared = []
         for match in matches:
@@ -105,7 +106,7 @@ class RunComparison:
             compared.append((match.pairs[0], comparison))
         return compared, (only_a, only_b)
 
-    def modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
+    def compare_modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
         for name, other_name in names.items():
             tests = [inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
@@ -116,7 +117,7 @@ class RunComparison:
                     for run, side in zip(self._runs, calls, strict=True)
                 ]
                 if products[0] != products[1] or not products[0]:
-                    self.uneven.append(name)
+                    self.unevenly_called.append(name)
                 calls = [[[*chain(*side)]] for side in calls]
             for visit_pair in zip(*calls, strict=True):
                 yield from self._module_outputs(name, visit_pair)
@@ -128,11 +129,11 @@ class RunComparison:
     def _pair_entries(self, entries: Sequence[Entry], other_entries: Sequence[Entry]) -> Sequence[Pair]:
         """Pair one tensor of all executions of both runs; where one run has several for one, join them."""
         if min(len(entries), len(other_entries)) == 1 < max(len(entries), len(other_entries)):
-            pairs = self.matching.joined([[entry] for entry in entries], [[entry] for entry in other_entries])
-            self.matching.pieces += bool(pairs)
-            self.matching.unlike += not pairs
+            pairs = self.matcher.join([[entry] for entry in entries], [[entry] for entry in other_entries])
+            self.matcher.pieces += bool(pairs)
+            self.matcher.unlike += not pairs
             return pairs
-        self.matching.unmatched += abs(len(entries) - len(other_entries))
+        self.matcher.unmatched += abs(len(entries) - len(other_entries))
         return list(zip(entries, other_entries, strict=False))
 
     def _compare_match(self, match: OpMatch) -> Comparison:
@@ -144,7 +145,7 @@ class RunComparison:
         judged = [(*self._measure(pair, floor), pair) for pair in pairs]
         if not any(difference.relative for difference, _, _ in judged):
             return self._comparison(pairs[0], *judged[0][:2])
-        inputs = self.matching.reads(match)
+        inputs = self.matcher.pair_reads(match)
         op_types = [run.ops[entry.op].type for run, entry in zip(self._runs, pairs[0], strict=True)]
         read: list[Read] = []
         if op_types[0] != op_types[1] and any(a.shape != b.shape for a, b in inputs):
@@ -182,7 +183,7 @@ class RunComparison:
     def explain(self, rows: list[Compared]) -> list[Compared]:
         """Return rows without ops of another way to the same results, and with a cause before its effect.
 
-        rows: what `in_order` returned of ops.  Counts the ops that are left out in `dismissed`.
+        rows: what `in_execution_order` returned of ops.  Counts the ops that are left out in `dismissed`.
         """
         rows = self._leave_out_other_way(rows)
         self._insert_last_result(rows)
@@ -197,9 +198,9 @@ class RunComparison:
         if not (agreements and all(agreements)):
             return rows
         # Such ops are steps of another way to the same results.
-        other_rows = [(pair, row) for pair, row in rows if not (row.diverges and self._is_effect(pair, row))]
-        self.dismissed = len(rows) - len(other_rows)
-        return other_rows
+        remaining = [row for row in rows if not (row[1].diverges and self._is_effect(*row))]
+        self.dismissed = len(rows) - len(remaining)
+        return remaining
 
     def _insert_cause(self, rows: list[Compared]) -> None:
         """Insert the op that causes the first difference, if the op that differs only reads its output."""
@@ -207,7 +208,7 @@ class RunComparison:
         if index is None or rows[index][1].only:
             return
         pair, effect = rows[index]
-        match, partners = self._match_of(pair), Partners([*self.matches.values()])
+        match, partners = self._match_of(pair), partners_of([*self.matches.values()])
         cause = find_cause(self._runs, self.flows, partners, self._differing_reads(match))
         if cause is None and effect.phase == "backward" and match.is_whole:
             executions = [side[0] for side in match.executions]
@@ -264,14 +265,13 @@ class RunComparison:
         if comparison.phase == "backward" or comparison.type != comparison.other_type:
             return True
         return any(
-            flow.maker(entry) is not None
+            flow.producer(entry) is not None
             for read, _ in self._differing_reads(self._match_of(pair))
             for flow, entry in zip(self.flows, read, strict=True)
         )  # fmt: skip
 
     def _differing_reads(self, match: OpMatch) -> list[tuple[Pair, float]]:
-        """Return what an op reads that differs, with relative errors."""
-        read = [(pair, self.agreement(pair)) for pair in self.matching.reads(match)]
+        read = [(pair, self.agreement(pair)) for pair in self.matcher.pair_reads(match)]
         return [(pair, error) for pair, (_, error, agrees) in read if not agrees]
 
     def _compare_cause(self, cause: Cause, effect: Comparison, effect_pair: Pair) -> Compared:
@@ -311,14 +311,14 @@ class RunComparison:
             for pair in self._pair_entries(*last_outputs):
                 yield pair, self._comparison(pair, *self._measure(pair))
             return
-        self.matching.unmatched += len(executions[0] ^ executions[1]) if all(executions) else 0
+        self.matcher.unmatched += len(executions[0] ^ executions[1]) if all(executions) else 0
         for execution in sorted(executions[0]):
             pairs = [(a, b) for a, b in product(*outputs) if a.execution == execution == b.execution]
             if not pairs:
                 continue
             # Else one module may have an activation at its end and the other not: the closest ends are meant.
             types = {run.ops[entry.op].type for run, entry in zip(self._runs, pairs[-1], strict=True)}
-            if len(types) == 1 and _is_as_large(pairs[-1]):
+            if len(types) == 1 and _have_equal_sizes(pairs[-1]):
                 pairs = pairs[-1:]
             judged = [(pair, *self._measure(pair)) for pair in pairs]
             read = [
@@ -327,8 +327,8 @@ class RunComparison:
             ]  # fmt: skip
             pair, closest, limit = min(judged, key=lambda item: item[1].relative)
             # As many numbers in an unknown order of axes cannot be compared, and are reported instead.
-            if closest.relative == math.inf and pair[0].shape != pair[1].shape and _is_as_large(pair):
-                self.shaped.append(name)
+            if closest.relative == math.inf and pair[0].shape != pair[1].shape and _have_equal_sizes(pair):
+                self.reordered_modules.append(name)
                 continue
             yield pair, self._comparison(pair, closest, limit, read)
 
@@ -348,7 +348,6 @@ class RunComparison:
         return tolerance(pair[0].dtype, pair[1].dtype, self._rtol) if expected is None else MARGIN * expected
 
     def _expected_error(self, pair: Pair, read_error: float) -> float | None:
-        """Return the relative error that is expected of two tensors; None where none is known."""
         return None if self._expected is None else self._expected.error(pair[0], read_error)
 
     def agreement(self, pair: Pair) -> Read:
@@ -390,8 +389,7 @@ class RunComparison:
         )  # fmt: skip
 
 
-def _is_as_large(pair: Pair) -> bool:
-    """Return True for two tensors with the same number of elements."""
+def _have_equal_sizes(pair: Pair) -> bool:
     return math.prod(pair[0].shape) == math.prod(pair[1].shape)
 
 
@@ -405,7 +403,7 @@ def expected_errors(run: Run, control: Run) -> Expected:
     """
     runs = run, control
     comparing = RunComparison(*runs, None)
-    compared, _ = comparing.ops({})
+    compared, _ = comparing.compare_ops({})
     is_wider = any(comparison.dtypes[0] != comparison.dtypes[1] for _, comparison in compared)
     errors: dict[tuple[int, int], float] = {}
     largest = 0.0
@@ -415,7 +413,7 @@ def expected_errors(run: Run, control: Run) -> Expected:
         # A dump lacks the gradients that a backward op reads: any error before it may be theirs.
         read = largest
         if comparison.phase != "backward":
-            agreements = map(comparing.agreement, comparing.matching.reads(match))
+            agreements = map(comparing.agreement, comparing.matcher.pair_reads(match))
             read = max((read_error for _, read_error, _ in agreements), default=0.0)
         errors[pair[0].op, pair[0].execution] = (
             explained_error(error, comparison.dtypes[0], read) if is_wider else error

@@ -6,8 +6,9 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import click
 
@@ -78,42 +79,39 @@ def diff(
             _check_module(runs.a, name)
             _check_module(runs.b, other_name)
         # The control is compared first: it runs a again, before b's value is replaced.
-        criteria = _Criteria(mapping, rtol, by, runs.expected(control))
-        result, pairs = _compare_runs(runs.a, runs.b, criteria)
+        expected = runs.measure_expected(control)
+        compare = partial(_compare_runs, runs.a, mapping=mapping, rtol=rtol, by=by, expected=expected)
+        result, pairs = compare(runs.b)
         result.told += tuple(runs.remarks)
         if runs.failure is not None:
             result.fail([entry.op for _, entry in pairs], *runs.failure)
         elif bisect and result.first is not None:
             rerun = None
             if not result.modules:
-                rerun = runs.with_value(pairs[result.comparisons.index(result.first)])
+                rerun = runs.rerun_with_value(pairs[result.comparisons.index(result.first)])
             if rerun is None:
                 result.told += ("What remains of the difference is not known: no op can give a's value in b",)
             else:
-                result.remaining, _ = _compare_runs(runs.a, rerun, criteria)
+                result.remaining, _ = compare(rerun)
                 result.told += tuple(rerun.remarks)
         if bundle is not None:
             write_bundle(Path(bundle), runs.recorded, result)
         return result
 
 
-class _Criteria(NamedTuple):
-    """How runs are compared: see `diff`."""
+def _compare_runs(
+    run: Run, other_run: Run, mapping: Mapping[str, str] | None, rtol: float | None, by: By | None,
+    expected: Expected | None,
+) -> tuple[DiffResult, list[Pair]]:  # fmt: skip
+    """Compare two runs, op by op or module by module; return also the tensors of each comparison.
 
-    mapping: Mapping[str, str] | None
-    rtol: float | None
-    by: By | None
-    expected: Expected | None
-
-
-def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffResult, list[Pair]]:
-    """Compare two runs, op by op or module by module; return also the tensors of each comparison."""
-    mapping, rtol, by, expected = criteria
+    mapping, rtol, by: as of `diff`.
+    """
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.is_like(other_run)):
-        compared_ops, unmatched_ops = comparing.ops(mapping or {})
-        rows = comparing.explain(comparing.in_order(compared_ops))
+        compared_ops, unmatched_ops = comparing.compare_ops(mapping or {})
+        rows = comparing.explain(comparing.in_execution_order(compared_ops))
         notes += _notes_on_pieces(comparing)
         result = DiffResult(run.name, other_run.name, [row for _, row in rows], *unmatched_ops, told=notes)
         return result, [pair for pair, _ in rows]
@@ -128,13 +126,15 @@ def _compare_runs(run: Run, other_run: Run, criteria: _Criteria) -> tuple[DiffRe
         for label, side, paired in (("a", run, set(names)), ("b", other_run, set(names.values()))):
             if unpaired := [path for path in module_paths(side) if path not in paired]:
                 notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
-    rows = comparing.in_order(comparing.modules(names))
-    if comparing.shaped:
-        notes.append(f"Modules whose axes do not match, and were not compared: {_listed(comparing.shaped)}")
-    if comparing.uneven:
+    rows = comparing.in_execution_order(comparing.compare_modules(names))
+    if comparing.reordered_modules:
+        notes.append(
+            f"Modules whose axes do not match, and were not compared: {_listed(comparing.reordered_modules)}"
+        )
+    if comparing.unevenly_called:
         notes.append(
             "Modules that one run called more often than the other, of which the last outputs alone were "
-            f"compared: {_listed(comparing.uneven)}"
+            f"compared: {_listed(comparing.unevenly_called)}"
         )
     notes += _notes_on_pieces(comparing)
     comparisons = [comparison for _, comparison in rows]
@@ -162,14 +162,13 @@ def _notes_on_compiled(run: Run, other_run: Run) -> list[str]:
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names, and how many there are besides."""
     suffix = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
     return f"{', '.join(names[:_MAX_NAMES])}{suffix}"
 
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:
     """Return sentences on how many ops were joined from pieces, left out, or differ without consequence."""
-    matching = comparing.matching
+    matching = comparing.matcher
     counts = {
         "ops ran once in one run and in pieces in the other: the pieces were joined": matching.pieces,
         "ops in pieces do not make up what the other run gave, and were left": matching.unlike,

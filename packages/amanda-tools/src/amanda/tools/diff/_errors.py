@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from amanda.tools.diff._run import Run
 from amanda.tools.dump import Entry
+from amanda.tools.kit import place_text
 from amanda.tools.libraries import numpy as np
-from amanda.tools.results import place_text
 from amanda.tools.stats import Statistics
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class Distance:
     """
 
     relative: float
-    cosine: float | None
     largest: float
-    exact: bool
+    cosine: float | None = None
+    exact: bool = True
 
 
 def tolerance(dtype_a: str, dtype_b: str, rtol: float | None = None) -> float:
@@ -70,11 +70,7 @@ def distance(
         for candidate in arrangements(other_numbers, layouts[1], numbers.shape, layouts[0])
     ]
     # Several arrangements fit where extents are equal; the closest is taken for the one that is meant.
-    return min(
-        distances,
-        key=lambda d: d.relative,
-        default=Distance(relative=math.inf, cosine=None, largest=math.inf, exact=True),
-    )
+    return min(distances, key=lambda d: d.relative, default=Distance(math.inf, math.inf))
 
 
 def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Distance:
@@ -85,11 +81,11 @@ def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Dist
     if not finite.all():
         nonfinite = ~finite
         if not np.array_equal(a[nonfinite], b[nonfinite], equal_nan=True):
-            return Distance(relative=math.inf, cosine=None, largest=math.inf, exact=True)
+            return Distance(math.inf, math.inf)
         a, b = a[finite], b[finite]
     a, b = a.reshape(-1), b.reshape(-1)
     if not a.size:
-        return Distance(relative=0.0, cosine=1.0, largest=0.0, exact=True)
+        return Distance(0.0, 0.0, cosine=1.0)
     difference = np.abs(a - b)
     scale = max(float(np.abs(a).max()), float(np.abs(b).max())) or 1.0  # squares stay in range
     a, b, difference_norm = a / scale, b / scale, _norm(difference / scale)
@@ -99,12 +95,7 @@ def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Dist
     product = abs((a.conj() * b).sum()) if a.dtype.kind == "c" else (a * b).sum()
     # Rounding may put the cosine of equal tensors a bit over 1.
     cosine = min(1.0, float(product) / (norms[0] * norms[1])) if min(norms) > 0 else None
-    return Distance(
-        relative=difference_norm / reference if reference else 0.0,
-        cosine=cosine,
-        largest=float(difference.max()),
-        exact=True,
-    )
+    return Distance(difference_norm / reference if reference else 0.0, float(difference.max()), cosine)
 
 
 def _norm(array: NDArray[Any]) -> float:
@@ -117,9 +108,9 @@ def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Di
     a, b = entry.summary.statistics, other_entry.summary.statistics
     counts = (a.elements, a.nan, a.inf, a.negative_inf)
     if counts != (b.elements, b.nan, b.inf, b.negative_inf):
-        return Distance(relative=math.inf, cosine=None, largest=math.inf, exact=False)
+        return Distance(math.inf, math.inf, exact=False)
     if not a.count:
-        return Distance(relative=0.0, cosine=None, largest=0.0, exact=False)
+        return Distance(0.0, 0.0, exact=False)
     root = math.sqrt(a.count)
     norm = max(a.l2, b.l2, floor * root)
     # For n numbers each of these gaps is at most the norm of the difference: by the triangle inequality for
@@ -132,16 +123,10 @@ def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Di
     sample, other_sample = entry.summary.sample, other_entry.summary.sample
     if entry.shape == other_entry.shape and sample and len(sample) == len(other_sample):
         sampled = array_distance(np.array(sample), np.array(other_sample), floor)
-        return Distance(
-            relative=max(relative, sampled.relative),
-            cosine=sampled.cosine,
-            largest=max(largest, sampled.largest),
-            exact=False,
-        )
+        errors = max(relative, sampled.relative), max(largest, sampled.largest)
+        return Distance(*errors, sampled.cosine, exact=False)
     # The extremes are a bound too: a norm is at most the root of n times the largest magnitude.
-    return Distance(
-        relative=max(relative, largest / (a.largest or 1.0) / root), cosine=None, largest=largest, exact=False
-    )
+    return Distance(max(relative, largest / (a.largest or 1.0) / root), largest, exact=False)
 
 
 def noise_floor(entries: Iterable[Entry]) -> float:
@@ -177,8 +162,11 @@ def arrangements(
         for moved in (np.moveaxis(array, -1, 1), np.moveaxis(array, 1, -1)):
             if moved.shape == shape and (array.ndim > 3 or array.shape != shape):
                 yield moved
-    if array.shape != shape and array.size == math.prod(shape) and _is_folded(array.shape, shape):
-        yield array.reshape(shape)
+    if array.shape != shape and array.size == math.prod(shape):
+        # Leading axes that are split otherwise, or other extents of 1.
+        array_extents, extents = ([n for n in axes if n != 1] for axes in (array.shape, shape))
+        if array_extents == extents or array.shape[-1:] == shape[-1:]:
+            yield array.reshape(shape)
 
 
 def _transpose_to(
@@ -200,13 +188,6 @@ def _transpose_to(
         axes = ["IM".index(axis) if axis in "IM" else layout.index(axis) for axis in target_layout]
         return np.transpose(array.reshape(split), axes)
     return None
-
-
-def _is_folded(shape: tuple[int, ...], other_shape: tuple[int, ...]) -> bool:
-    """Return True if shapes differ in how leading axes are split, or by extents of 1."""
-    if [n for n in shape if n != 1] == [n for n in other_shape if n != 1]:
-        return True
-    return bool(shape) and bool(other_shape) and shape[-1] == other_shape[-1]
 
 
 def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) -> Pair | None:
@@ -237,12 +218,12 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
     summary = replace(parts[0].summary, statistics=statistics, sample=())
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
     read_parts = partial(_concatenate_parts, other_run, parts, axis) if has_numbers else None
-    assembled = other_run.derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
+    assembled = other_run.add_derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
     if extent == length:
         return whole, assembled
     # The part that a run computes may be the beginning or the end of the whole: the nearer end counts.
     candidates = [
-        run.derived(whole._replace(shape=shape), partial(_take_range, run, whole, axis, start, extent))
+        run.add_derived(whole._replace(shape=shape), partial(_take_range, run, whole, axis, start, extent))
         for start in (length - extent, 0)
     ]
     numbers = _concatenate_parts(other_run, parts, axis)
@@ -277,20 +258,18 @@ def piece_ranges(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range]
 def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) -> Entry:
     """Return the first or last part, or the sum or mean of all, whichever is closest to the whole."""
     candidates = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
-    has_numbers = all(entry.file is not None for entry in (whole, *parts))
-    if not has_numbers or np.array_equal(
-        _array(run, whole), _array(other_run, candidates[0]), equal_nan=True
-    ):
+    if any(entry.file is None for entry in (whole, *parts)):
+        return candidates[0]
+    numbers = _array(run, whole)
+    if np.array_equal(numbers, _array(other_run, candidates[0]), equal_nan=True):
         return candidates[0]
     # Losses of micro-batches are averaged, gradients are added up: either may make the whole.
-    if all(part.shape == whole.shape for part in parts) and _array(run, whole).dtype.kind in "fc":
+    if all(part.shape == whole.shape for part in parts) and numbers.dtype.kind in "fc":
         candidates += [
-            other_run.derived(parts[0]._replace(), partial(_scaled_sum, other_run, parts, divisor))
+            other_run.add_derived(parts[0]._replace(), partial(_scaled_sum, other_run, parts, divisor))
             for divisor in (1, len(parts))
         ]
-    return min(
-        candidates, key=lambda entry: array_distance(_array(run, whole), _array(other_run, entry)).relative
-    )
+    return min(candidates, key=lambda part: array_distance(numbers, _array(other_run, part)).relative)
 
 
 def _scaled_sum(run: Run, parts: Sequence[Entry], divisor: int) -> NDArray[Any]:

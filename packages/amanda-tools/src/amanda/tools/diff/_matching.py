@@ -54,7 +54,7 @@ class ExecutionMatcher:
         # Half of the lines in common: two versions of a program rather than two programs.
         self._is_same_code = 2 * len(sources[0] & sources[1]) > min(map(len, sources))
 
-    def of_ops(self, index: int, other_index: int) -> list[OpMatch]:
+    def match_ops(self, index: int, other_index: int) -> list[OpMatch]:
         """Match the executions of two ops of equal module and type; none where they are not the same op.
 
         Shapes decide; where they leave it open, pieces that make up a whole, then values.
@@ -88,7 +88,7 @@ class ExecutionMatcher:
         self.unlike += 1
         return []
 
-    def of_groups(self, indices: Sequence[int], other_indices: Sequence[int]) -> list[OpMatch]:
+    def match_groups(self, indices: Sequence[int], other_indices: Sequence[int]) -> list[OpMatch]:
         """Match the ops of two lines where those of one are pieces of those of the other."""
         sides = self._executions(indices, 0), self._executions(other_indices, 1)
         # As many on both sides are ops of their own, and not pieces of each other.
@@ -97,7 +97,7 @@ class ExecutionMatcher:
         is_sure = self._is_same_code and self._is_same_line(indices[0], other_indices[0])
         return self._match_pieces(*sides, is_sure) or []
 
-    def of_results(self, index: int, other_index: int) -> list[OpMatch]:
+    def match_results(self, index: int, other_index: int) -> list[OpMatch]:
         """Match the last ops of two runs, of any type; none where their tensors have other shapes."""
         sides = self._executions([index], 0), self._executions([other_index], 1)
         in_order = _match_in_order(*sides)
@@ -106,7 +106,7 @@ class ExecutionMatcher:
         have_same_shapes = all(self._has_same_shape(pair) for match in in_order for pair in match.pairs)
         return [match for match in in_order if match.pairs] if have_same_shapes else []
 
-    def reads(self, match: OpMatch) -> list[Pair]:
+    def pair_reads(self, match: OpMatch) -> list[Pair]:
         """Pair what the ops of a match read."""
         sides = [
             [run.read(*execution) for execution in side]
@@ -114,9 +114,9 @@ class ExecutionMatcher:
         ]
         if match.is_whole:
             return list(pair_entries(sides[0][0], sides[1][0]))
-        return self.joined(*sides)
+        return self.join(*sides)
 
-    def joined(
+    def join(
         self, executions: Sequence[Sequence[Entry]], other_executions: Sequence[Sequence[Entry]]
     ) -> list[Pair]:
         """Pair what one run has at one execution with what the other has at several, as far as it fits."""
@@ -148,7 +148,7 @@ class ExecutionMatcher:
 
     def _reads_alike(self, match: OpMatch, default: bool) -> bool:
         """Return True if what two executions read has the same shapes; default: of what read nothing."""
-        read = self.reads(match)
+        read = self.pair_reads(match)
         return all(map(self._has_same_shape, read)) if read else default
 
     def _has_same_shape(self, pair: Pair) -> bool:
@@ -179,7 +179,7 @@ class ExecutionMatcher:
             pieces = [parts[i] for i in span]
             sides = [whole], pieces
             side_a, side_b = sides[::-1] if swapped else sides
-            pairs = self.joined([outputs for _, outputs in side_a], [outputs for _, outputs in side_b])
+            pairs = self.join([outputs for _, outputs in side_a], [outputs for _, outputs in side_b])
             # A single piece was cut out of the whole, which fits many tensors: its values have to be near.
             is_cut = len(pieces) == 1 and any(all(self._are_derived(pair)) for pair in pairs)
             if not pairs or not ((is_sure and not is_cut) or self.is_near(pairs)):
@@ -264,15 +264,15 @@ class OpMatches:
         matching: ExecutionMatcher,
         renamed: Mapping[str, str],
     ) -> None:
-        self._runs, self._flows, self._matching, self._renamed = runs, flows, matching, renamed
+        self._runs, self._flows, self._matcher, self._renamed = runs, flows, matching, renamed
         self._paired: tuple[set[int], set[int]] = (set(), set())
         self.matches: list[OpMatch] = []
-        self.alone: Sides = ([], [])
+        self.unmatched_ops: Sides = ([], [])
         self.ends: list[OpMatch] = []
         for phase in get_args(Phase):
             self._match_phase(phase)
             for side, indices in enumerate(self._unpaired(phase)):
-                self.alone[side].extend(indices)
+                self.unmatched_ops[side].extend(indices)
 
     def _match_phase(self, phase: str) -> None:
         """Match the ops of a phase: first those that are surely equal, then pieces, then doubtful pairs."""
@@ -280,11 +280,11 @@ class OpMatches:
             # The order of parameters in an optimizer says nothing, so what an op updates decides before its
             # name.
             for pair in by_inputs(self._runs, self._unpaired(phase)):
-                self._add_matches(self._matching.of_ops(*pair))
+                self._add_matches(self._matcher.match_ops(*pair))
         postponed = []
         for pair in same_ops(*self._runs, self._unpaired(phase), self._renamed):
-            matches = self._matching.of_ops(*pair)
-            are_near = all(self._matching.is_near(match.pairs) for match in matches)
+            matches = self._matcher.match_ops(*pair)
+            are_near = all(self._matcher.is_near(match.pairs) for match in matches)
             if are_near or (len(matches) > 1 and all(match.is_whole for match in matches)):
                 self._add_matches(matches)
             else:  # maybe one of several that make up the other
@@ -306,7 +306,7 @@ class OpMatches:
         # A result may come from an op of another type, which no name pairs.
         are_paired = [index in paired for index, paired in zip(last_ops, self._paired, strict=True)]
         if not all(are_paired):
-            matches = self._matching.of_results(last_ops[0], last_ops[1])
+            matches = self._matcher.match_results(last_ops[0], last_ops[1])
             if any(are_paired):
                 self.ends = matches
             else:
@@ -326,7 +326,7 @@ class OpMatches:
             for source, indices in lines[0][key].items():
                 # The same line first: False comes before True.
                 for other_source in sorted(waiting, key=source.__ne__):
-                    if matches := self._matching.of_groups(indices, waiting[other_source]):
+                    if matches := self._matcher.match_groups(indices, waiting[other_source]):
                         self._add_matches(matches)
                         del waiting[other_source]
                         break
@@ -355,8 +355,8 @@ def by_inputs(runs: tuple[Run, Run], sides: Sides) -> list[tuple[int, int]]:
             waiting.setdefault(key, []).append(index)
     pairs: dict[int, int] = {}  # by the op of the second run
     for index in sides[0]:
-        candidates = (other for key in _first_read(runs[0], index) for other in waiting.get(key, ()))
-        partner = next((other for other in candidates if other not in pairs), None)
+        candidates = (match for key in _first_read(runs[0], index) for match in waiting.get(key, ()))
+        partner = next((candidate for candidate in candidates if candidate not in pairs), None)
         if partner is not None:
             pairs[partner] = index
     return [(index, partner) for partner, index in pairs.items()]
@@ -380,19 +380,16 @@ def _last_result(run: Run, flow: DataFlow) -> int | None:
     return None
 
 
-class Partners:
-    """Executions of ops of both runs that were compared with each other."""
+Partners = Sequence[Mapping[Execution, Sequence[Execution]]]
+"""By run, the executions of the other run that an execution was compared with."""
 
-    def __init__(self, matches: Sequence[OpMatch]) -> None:
-        self._partners: tuple[dict[Execution, list[Execution]], dict[Execution, list[Execution]]] = ({}, {})
-        for match in matches:
-            for side in (0, 1):
-                for execution in match.executions[side]:
-                    self._partners[side].setdefault(execution, []).extend(match.executions[1 - side])
 
-    def of(self, entry: Entry, side: int) -> list[Execution]:
-        """Return the executions that the op of a tensor of run a (side 0) or run b was compared with."""
-        return self._partners[side].get((entry.op, entry.execution), [])
+def partners_of(matches: Sequence[OpMatch]) -> Partners:
+    """Return the executions of ops of both runs that were compared with each other."""
+    return [
+        {execution: match.executions[1 - side] for match in matches for execution in match.executions[side]}
+        for side in (0, 1)
+    ]
 
 
 def has_same_precision(runs: tuple[Run, Run], matches: Sequence[OpMatch]) -> bool:

@@ -44,11 +44,6 @@ class FunctionProgram:
     max_bytes: int
     returned: list[NDArray[Any]] = field(default_factory=list)
 
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return routine_name(self.call)
-
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run under a `DumpTool` that keeps all tensors but inputs.
 
@@ -67,18 +62,15 @@ class FunctionProgram:
         if self.compiled == "instrument":
             tool.add_returned(returned)
         result = tool.result
+        name = routine_name(self.call)
         if not result.entries:
-            raise AmandaError(f"{self.name} executed no op that could be compared")
+            raise AmandaError(f"{name} executed no op that could be compared")
         if result.failure:
-            raise AmandaError(f"what {self.name} computed cannot be kept: {result.failure}")
+            raise AmandaError(f"what {name} computed cannot be kept: {result.failure}")
         remarks = [remark for extra_tool in extra_tools for remark in extra_tool.remarks]
-        run = replace(run_of(_complete_dump(result.folder, self.name)), name=self.name, remarks=remarks)
+        run = replace(run_of(_complete_dump(result.folder, name)), name=name, remarks=remarks)
         self.returned = _arrays(returned) if run.in_graph else []
         return run
-
-    def unobserved(self) -> list[NDArray[Any]]:
-        """Return what the function gives without any tool."""
-        return _arrays(self.call(*self.inputs))
 
 
 @checked
@@ -90,11 +82,6 @@ class Command:
     compiled: Compiled = "instrument"
     max_bytes: NonNegativeInt = MAX_BYTES
     python: Name = sys.executable
-
-    @property
-    def name(self) -> str:
-        """Name for messages."""
-        return self.line
 
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run the program under a `DumpTool`; its output goes to standard error.
@@ -179,7 +166,6 @@ def _text(value: Any) -> str:
 
 
 def _arrays(value: Any) -> list[NDArray[Any]]:
-    """Return the tensors in what a function gave."""
     tensors = [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
     dense = [(tensors_of(tensor), tensors_of(tensor).dense(tensor)) for tensor in tensors]
     return [library.exact(tensor) for library, tensor in dense if tensor is not None]
@@ -264,7 +250,8 @@ class RecordedRuns:
         if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _REPEATED:
             self._begin(program)
             try:
-                self.remarks += _tool_effects(label, program.returned, program.unobserved())
+                without_tool = _arrays(program.call(*program.inputs))
+                self.remarks += _tool_effects(label, program.returned, without_tool)
             except Exception as error:
                 self.remarks.append(
                     f"{label} raised {type(error).__name__} without a tool, and nothing with one"
@@ -284,7 +271,7 @@ class RecordedRuns:
             else:
                 self._start.restore()
 
-    def expected(self, control: Control | Source | None) -> Expected | None:
+    def measure_expected(self, control: Control | Source | None) -> Expected | None:
         """Return the relative error that the control shows of each op of a; None without a control.
 
         Raises AmandaError for a control that cannot be run.
@@ -336,7 +323,7 @@ class RecordedRuns:
             # Gradients in float64 would stay at the program's parameters.
             self._begin(program)
 
-    def with_value(self, pair: Pair) -> Run | None:
+    def rerun_with_value(self, pair: Pair) -> Run | None:
         """Run b with what an op of a gave in place of what the op of b gives; None where that cannot be.
 
         Raises AmandaError where b is not a program.

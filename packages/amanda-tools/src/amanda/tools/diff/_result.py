@@ -14,7 +14,7 @@ from amanda.errors import AmandaError
 from amanda.tools.diff._errors import TOLERANCES, Comparison
 from amanda.tools.dump import Entry, Op
 from amanda.tools.kit import shape_text
-from amanda.tools.results import Column, Result, Table
+from amanda.tools.results import Column, Result, Table, folded
 from amanda.tools.select import Phase
 
 _STEP = 2.0
@@ -207,7 +207,6 @@ class DiffResult(Result):
         return next((comparison for comparison in candidates if comparison.diverges), None)
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each comparison."""
         return [
             (row.phase, row.type, row.module, row.source, _in_b(row), row.execution, row.relative,
              row.cosine, row.largest, row.tolerance, row.verdict)
@@ -224,11 +223,11 @@ class DiffResult(Result):
 
     def __str__(self) -> str:
         head = [f"{self.sentence} (a: {self.a}; b: {self.b}).", *(f"{text}." for text in self.told)]
-        table = self.around(before=5, after=10)._table_alone()
-        return "\n".join([*head, *self._growth_lines(), str(table).lstrip("\n"), *self.notes()])
+        above, below = ("\n".join(lines) for lines in ([*head, *self._growth_lines()], self.notes()))
+        table = str(self.around(before=5, after=10)._table_alone()).lstrip("\n")
+        return "\n".join([folded(above), table, folded(below)])
 
     def _table_alone(self) -> Table:
-        """Return the rows as a table without title and notes."""
         return Table(self.name, self.version, self.columns, self.rows(), "")
 
     def notes(self) -> Sequence[str]:
@@ -279,11 +278,10 @@ class DiffResult(Result):
 
     def _positions(self) -> dict[str, int | None]:
         """Return the row of the first divergence of each phase."""
-        rows: dict[str, int | None] = dict.fromkeys(get_args(Phase))
-        for row, comparison in reversed(list(enumerate(self.comparisons))):
-            if comparison.diverges:
-                rows[comparison.phase] = row
-        return rows
+        firsts = {phase: self._first(phase) for phase in get_args(Phase)}
+        return {
+            phase: None if first is None else self.comparisons.index(first) for phase, first in firsts.items()
+        }
 
     def _repr_html_(self) -> str:
         """Return the sentences, the plot of errors, and the table."""

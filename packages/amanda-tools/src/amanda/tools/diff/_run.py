@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from zipfile import ZipFile
@@ -19,7 +20,7 @@ from amanda.files import replacing
 from amanda.options import shown
 from amanda.tools.dump import Dump, Entry, Op, Summary
 from amanda.tools.results import check_size, parsing, to_json
-from amanda.tools.stats import Measured, StatsResult
+from amanda.tools.stats import StatsResult
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -65,13 +66,12 @@ class Run:
         # By id, with the entry itself, so that no other entry gets the id while the run lives.
         self._derived: dict[int, tuple[Entry, Callable[[], NDArray[Any]] | None]] = {}
 
-    def derived(self, entry: Entry, array: Callable[[], NDArray[Any]] | None) -> Entry:
+    def add_derived(self, entry: Entry, array: Callable[[], NDArray[Any]] | None) -> Entry:
         """Return an entry that is not in the dump; array: gives its numbers, None where none are known."""
         self._derived[id(entry)] = entry, array
         return entry
 
     def is_derived(self, entry: Entry) -> bool:
-        """Return True for what `derived` returned."""
         return id(entry) in self._derived
 
     def array(self, entry: Entry) -> NDArray[Any] | None:
@@ -89,7 +89,7 @@ class Run:
             orders = (entry.order for entry in self.by_op.get(index, ()) if entry.role in OUTPUT_ROLES)
             if op.phase == phase and (end := next(orders, None)) is not None:
                 end_of_op[index] = end
-        return sorted(end_of_op, key=end_of_op.__getitem__) if self.ordered else list(end_of_op)
+        return sorted(end_of_op, key=end_of_op.__getitem__) if self.is_in_program_order else list(end_of_op)
 
     def results(self, index: int) -> dict[int, list[Entry]]:
         """Return what an op gave, by execution."""
@@ -124,7 +124,7 @@ class Run:
         return alike and self.framework == other_run.framework
 
     @property
-    def ordered(self) -> bool:
+    def is_in_program_order(self) -> bool:
         """Return True if ops ran in the program's order, and not in that of data alone."""
         in_order = not self.in_graph or self.framework in _SAME_IN_GRAPHS
         return in_order and self.framework not in _BY_DATA
@@ -155,10 +155,8 @@ def open_run(source: Source, option: str) -> Run:
         raise AmandaError(
             f"{option}: {path} does not exist; give the folder of a dump or a file of statistics"
         )
-    if path.is_dir():
-        return run_of(Dump(path))
-    if path.name == "index.json":
-        return run_of(Dump(path.parent))
+    if path.is_dir() or path.name == "index.json":
+        return run_of(Dump(path if path.is_dir() else path.parent))
     return _statistics_run(StatsResult.load(path), str(path))
 
 
@@ -175,38 +173,25 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
     entries: list[Entry] = []
     for tensor in result.measured:
         op = Op(tensor.phase, tensor.type, tensor.module, tensor.source, namespace="", id=0)
-        role, position = _role(tensor)
+        # "output 0" has a position, "weight" has none.
+        role, _, number = tensor.tensor.rpartition(" ")
+        role, position = (role, int(number)) if number.isdigit() else (tensor.tensor, 0)
         repeated = any(e.op == len(ops) - 1 and (e.role, e.position) == (role, position) for e in entries)
         # Statistics have no ids of ops: a tensor that comes again belongs to the next op of the same names.
         if not ops or ops[-1] != op or repeated:
             ops.append(op)
-        summary = Summary(tensor.statistics, ())
-        shape = (tensor.statistics.elements,)
-        entry = Entry(
-            op=len(ops) - 1, order=len(entries), execution=0, role=role, position=position, shape=shape,
-            dtype=tensor.dtype, summary=summary,
-        )  # fmt: skip
-        entries.append(entry)
+        entries.append(Entry(
+            op=len(ops) - 1, order=len(entries), execution=0, role=role, position=position,
+            shape=(tensor.statistics.elements,), dtype=tensor.dtype, summary=Summary(tensor.statistics, ()),
+        ))  # fmt: skip
     return Run(name, ops, entries)
-
-
-def _role(tensor: Measured) -> tuple[str, int]:
-    """Return role and position of a tensor: ("output", 0) for "output 0"; position 0 without a number."""
-    role, _, position = tensor.tensor.rpartition(" ")
-    return (role, int(position)) if position.isdigit() else (tensor.tensor, 0)
 
 
 def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
     """Yield the forward ops within a module, those that follow one another together."""
-    visit: list[int] = []
-    for index in run.indices("forward"):
-        if inside(run.ops[index].module):
-            visit.append(index)
-        elif visit:
-            yield visit
-            visit = []
-    if visit:
-        yield visit
+    for is_inside, indices in groupby(run.indices("forward"), lambda i: inside(run.ops[i].module)):
+        if is_inside:
+            yield list(indices)
 
 
 _FOREACH, _FUSED = "_foreach_", "_fused_"
@@ -314,7 +299,7 @@ Execution = tuple[int, int]
 
 
 class DataFlow:
-    """Makers and readers of the tensors of a run.
+    """Producers and readers of the tensors of a run.
 
     A dump has no references between tensors.  Tensors are the same if shape, type, extremes, zeros and
     samples are equal; sums are not compared, as strided memory is summed in another order.
@@ -330,7 +315,7 @@ class DataFlow:
             elif entry.role in INPUT_ROLES and not reads_shape(run.ops[entry.op]):
                 self._reads[content_key(entry)] = entry.order
 
-    def maker(self, read: Entry) -> Entry | None:
+    def producer(self, read: Entry) -> Entry | None:
         """Return the last tensor with these numbers that an op gave before; None for one from elsewhere."""
         outputs = self._outputs.get(content_key(read), [])
         # Equal numbers may be made several times: the tensor that was read is the last one before.
@@ -341,12 +326,12 @@ class DataFlow:
         """Return True if a later op read an output."""
         return self._reads.get(content_key(output), -1) > output.order
 
-    def overwriting(self, read: Entry, after: int) -> Entry | None:
+    def last_overwrite(self, read: Entry, after: int) -> Entry | None:
         """Return the output of the last op that overwrote a tensor, maybe through a view, before it was read.
 
         after: order of the op that produced the tensor.
         """
-        exact = self.maker(read)
+        exact = self.producer(read)
         # A write of the whole tensor leaves numbers that are found as they are; through a view they are
         # rearranged.
         if exact is not None:

@@ -47,7 +47,6 @@ class Float64Tool(amanda.Tool):
         self.add_inst_for_op(self._begin)
 
     def _begin(self, context: amanda.OpContext) -> None:
-        """Enter float64 at the first op of PyTorch."""
         if self._mode is None and str(context.namespace).startswith("pytorch"):
             self._mode = _enter_modes(self.narrow)
 
@@ -264,7 +263,6 @@ class ReplacedTool(amanda.Tool):
 
     @property
     def remarks(self) -> list[str]:
-        """Sentences on the executions whose values were not replaced."""
         return [f"an op kept values of its own: {', '.join(sorted(self.reasons))}"] if self.reasons else []
 
     def _replace_forward(self, context: amanda.OpContext) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
@@ -119,9 +118,8 @@ class Summary:
     sample: tuple[float, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON; NaN and Inf become strings, which JSON has no numbers for."""
-        sample = [number if math.isfinite(number) else str(number) for number in self.sample]
-        return {"statistics": self.statistics.to_dict(), "sample": sample}
+        """Return plain values; `to_json` writes NaN and Inf as strings."""
+        return {"statistics": self.statistics.to_dict(), "sample": list(self.sample)}
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Summary:
@@ -217,7 +215,8 @@ class Dump:
 
     op_by_op: names and lines of compiled callables that ran as eager code.  incomplete: True if
     something could not be written, as on a full disk.
-    Raises AmandaError for a folder without an index, or with one of a newer version.
+    Raises AmandaError for a folder without an index, with one of a newer version, or with one whose entries
+    are of other ops or of files elsewhere.
 
     >>> dump = Dump("dump")  # doctest: +SKIP
     >>> [dump.array(entry) for entry in dump if dump.ops[entry.op].type == "conv2d"]  # doctest: +SKIP
@@ -234,20 +233,18 @@ class Dump:
         self.entries: list[Entry]
         self.op_by_op: list[tuple[str, str]]
         self.ops, self.entries, self.op_by_op = read_json(path, "index of a dump", _read_index)
-        self._check_entries(path)
-        # The mark says that the last writing failed, entries say what an earlier one lost.
-        failed = any(entry.left_out == FAILED for entry in self.entries)
-        self.incomplete = failed or (self.folder / INCOMPLETE).exists()
-        self._opened: OrderedDict[str, Arrays] = OrderedDict()
-
-    def _check_entries(self, path: Path) -> None:
-        """Raise AmandaError for an entry of an op that is not there, or of a file outside the folder."""
         for entry in self.entries:
             if not 0 <= entry.op < len(self.ops):
                 raise AmandaError(f"{path} has an entry of op {entry.op}, and {len(self.ops)} ops")
             # A name such as ../../secrets must not lead out of the folder.
             if entry.file is not None and not is_tensor_file(entry.file):
                 raise AmandaError(f"{path} names {entry.file!r}, which is no file of tensors in its folder")
+        # The mark says that the last writing failed, entries say what an earlier one lost.
+        failed = any(entry.left_out == FAILED for entry in self.entries)
+        self.incomplete = failed or (self.folder / INCOMPLETE).exists()
+        # The files read last stay in memory, for a reader that goes through entries in order.
+        self._arrays: Callable[[str], Arrays]
+        self._arrays = lru_cache(_MAX_OPEN_FILES)(lambda name: read_arrays(Path(folder) / name))
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self.entries)
@@ -278,16 +275,6 @@ class Dump:
             raise AmandaError(
                 f"{self.folder / entry.file} and {INDEX} disagree at {entry.key!r}: {in_words(error)}"
             ) from error
-
-    def _arrays(self, name: str) -> Arrays:
-        """Return the arrays of a file, which stay in memory for the next entries."""
-        if name not in self._opened:
-            self._opened[name] = read_arrays(self.folder / name)
-        # The files read last stay open to a reader that goes through entries in order.
-        self._opened.move_to_end(name)
-        while len(self._opened) > _MAX_OPEN_FILES:
-            self._opened.popitem(last=False)
-        return self._opened[name]
 
 
 def is_tensor_file(name: str) -> bool:

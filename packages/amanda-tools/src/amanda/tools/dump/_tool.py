@@ -16,7 +16,7 @@ from amanda.backend import State
 from amanda.options import NonNegativeInt, OutputFolder, PositiveInt, checked
 from amanda.tools.dump._reader import UNMEASURED, Entry, Format, Op, RawEntry
 from amanda.tools.dump._writer import Writer, exact_array, summarize
-from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_inputs, tensors_of
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, leaves, parameter_paths, tensors_of
 from amanda.tools.mapping import itemsize
 from amanda.tools.results import Column, Result, amount
 from amanda.tools.select import SelectOptions, select
@@ -54,7 +54,6 @@ class DumpResult(Result):
         self._stored_bytes, self.failure = stored_bytes, failure
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each tensor."""
         return [self._row(self.ops[entry.op], entry) for entry in self.entries]
 
     def _row(self, op: Op, entry: Entry) -> tuple[Any, ...]:
@@ -185,7 +184,7 @@ class DumpTool(TensorTool[_IndexedOp]):
             phase, type=kind, module=context.get_scope(), source=context.get_source(),
             namespace=str(context.namespace), id=op, of=forward_id, layout=context["layout"],
             weight_layout=context["weight_layout"], in_place=context["in_place"] and context.is_forward(),
-            parameters=_parameters(context) if context.is_forward() else (),
+            parameters=tuple(parameter_paths(context).items()) if context.is_forward() else (),
         ))  # fmt: skip
 
     def _indexed_op(self, op: Op) -> _IndexedOp:
@@ -251,12 +250,6 @@ class DumpTool(TensorTool[_IndexedOp]):
             stored = None
         self._bytes += 0 if stored is None else stored.nbytes
         return source, shape, stored, left_out
-
-
-def _parameters(context: amanda.OpContext) -> tuple[tuple[int, str], ...]:
-    """Return the positions of inputs that are parameters with a path, and the paths."""
-    paths = ((i, context.get_variable_path(context.get_variable(i))) for i in parameter_inputs(context))
-    return tuple((i, path) for i, path in paths if path)
 
 
 def _rank_folder(folder: Path) -> Path:

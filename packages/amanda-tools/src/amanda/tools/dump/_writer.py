@@ -142,7 +142,6 @@ class Writer:
         self.failure = ""
 
     def add_op(self, op: Op) -> int:
-        """Add an op; return its index."""
         with _LOCK:
             self.ops.append(op)
             return len(self.ops) - 1

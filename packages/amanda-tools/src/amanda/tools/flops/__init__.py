@@ -15,8 +15,7 @@ from typing import Any
 
 from amanda.plugins import import_from
 from amanda.tools.flops._cost import Cost, FlopsResult, Formula, OpCost, Shapes
-from amanda.tools.flops._functions import count_flops, summary
-from amanda.tools.flops._tool import FlopsTool
+from amanda.tools.flops._tool import FlopsTool, count_flops, summary
 
 __all__ = [
     "Cost", "FlopsResult", "FlopsTool", "Formula", "OpCost", "Shapes", "count_flops", "summary",

@@ -23,31 +23,22 @@ RECOMPUTATION = "recomputation"
 class ShapedContext(dict[str, Any]):
     """The context of an op at shapes that it was not analysed with; its tensors have no values."""
 
+    get_inputs: Callable[[], Any]
+    get_outputs: Callable[[], Any]
+    get_grad_outputs: Callable[[], Any]
+    get_grad_inputs: Callable[[], Any]
+
     def __init__(self, context: amanda.OpContext, sides: Sequence[list[Any]]) -> None:
         super().__init__(context)
         # The costs of inner operators were computed with values, which this context lacks.
         self["within"] = None
         self._context = context
-        self._sides = (*sides, None, None, None)
+        inputs, outputs, incoming, outgoing = sides if len(sides) == 4 else (*sides, None, None)
+        self.get_inputs, self.get_outputs = lambda: inputs, lambda: outputs
+        self.get_grad_outputs, self.get_grad_inputs = lambda: incoming, lambda: outgoing
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
-
-    def get_inputs(self) -> Any:
-        """Return the inputs."""
-        return self._sides[0]
-
-    def get_outputs(self) -> Any:
-        """Return the outputs."""
-        return self._sides[1]
-
-    def get_grad_outputs(self) -> Any:
-        """Return the gradients that enter."""
-        return self._sides[2]
-
-    def get_grad_inputs(self) -> Any:
-        """Return the gradients that leave."""
-        return self._sides[3]
 
 
 class ShapeCounts(amanda.ShapeTally):
@@ -123,13 +114,11 @@ class ShapeCounts(amanda.ShapeTally):
 
     @property
     def recomputed(self) -> _RecomputationCounts:
-        """Return what counts recomputations."""
         if self._recomputed is None:
             self._recomputed = _RecomputationCounts(self)
         return self._recomputed
 
     def clear(self) -> None:
-        """Forget the executions."""
         super().clear()
         self._batched.clear()
         if self._recomputed is not None:
@@ -207,16 +196,13 @@ class AnyShapeCount(amanda.Tally):
 
     @property
     def recomputed(self) -> amanda.Tally:
-        """Return what counts recomputations."""
         return self._recomputed
 
     def clear(self) -> None:
-        """Forget the executions."""
         super().clear()
         self._recomputed.clear()
 
     def places(self) -> Iterator[OpCost]:
-        """Yield where the executions are counted."""
         yield replace(self._place, calls=self.calls)
         if self._recomputed.calls:
             yield replace(self._place, phase=RECOMPUTATION, calls=self._recomputed.calls)
@@ -294,17 +280,17 @@ def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bo
 
 
 # Types whose result lies in new memory at all shapes; of those not listed, `reshape` for one, strides decide.
-_NEW_MEMORY = """
+_ALWAYS_COPIES = frozenset(
+    """
     cat stack hstack vstack index_select gather embedding index_add index_copy index_fill index_put scatter
     scatter_add scatter_reduce clone masked_fill masked_select take repeat repeat_interleave zeros_like
     ones_like full_like one_hot triu tril roll flip sort argsort nonzero fill zero copy
-"""
-_CONVERSIONS = "to type type_as float half double bfloat16 _to_copy"
-_ALWAYS_COPIES = frozenset(f"{_NEW_MEMORY} {_CONVERSIONS}".split())
-_VIEWS = frozenset(
-    """
-    chunk expand expand_as broadcast_to narrow permute select split split_with_sizes t transpose unbind
+    to type type_as float half double bfloat16 _to_copy
     """.split()
+)
+_VIEWS = frozenset(
+    "broadcast_to chunk expand expand_as narrow permute select split split_with_sizes t transpose "
+    "unbind".split()
 )
 _VIEW_INDICES = (int, slice, type(...), type(None))
 

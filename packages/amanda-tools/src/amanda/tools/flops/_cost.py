@@ -209,11 +209,9 @@ class Extents:
         self.dtype = dtype
 
     def dim(self) -> int:
-        """Return the rank."""
         return len(self.shape)
 
     def numel(self) -> int:
-        """Return the number of elements."""
         return prod(self.shape)
 
 
@@ -252,16 +250,6 @@ class OpCost:
         )
 
 
-_COUNTS = (
-    Column("calls", show="{:,}".format, total=True, priority=1),
-    Column("MACs", show=amount, total=True),
-    Column("FLOPs", show=amount, total=True, priority=2),
-    Column("parameters", show=amount, number=True, folded="sum"),
-    Column("bytes", show=partial(amount, unit="B"), total=True, unit="B"),
-    Column("FLOPs/byte", show="{:.2f}".format, number=True, folded="mean"),
-)
-
-
 class FlopsResult(PlacesResult[OpCost]):
     """Table of FLOPs, MACs, parameters and bytes per operator.
 
@@ -276,7 +264,14 @@ class FlopsResult(PlacesResult[OpCost]):
     _summed = ("calls",)
     _order: ClassVar[str] = "FLOPs"
     _leading = 1
-    _counted: ClassVar[Sequence[Column]] = _COUNTS
+    _counted: ClassVar[Sequence[Column]] = (
+        Column("calls", show="{:,}".format, total=True, priority=1),
+        Column("MACs", show=amount, total=True),
+        Column("FLOPs", show=amount, total=True, priority=2),
+        Column("parameters", show=amount, number=True, folded="sum"),
+        Column("bytes", show=partial(amount, unit="B"), total=True, unit="B"),
+        Column("FLOPs/byte", show="{:.2f}".format, number=True, folded="mean"),
+    )
 
     def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS, depth: int | None = None) -> None:
         # Places of ops that never ran are dropped, except for those whose executions cannot be seen.
@@ -306,7 +301,6 @@ class FlopsResult(PlacesResult[OpCost]):
         all_flops = self._sum("flops")
 
         def numbers(node: Any) -> Sequence[Any]:
-            """Return the numbers of a module with all modules within."""
             calls, macs, flops, parameters, *_ = _totals(list(node.all_ops()))
             return calls, parameters, macs, flops, (flops or 0) / all_flops if all_flops else 0.0
 

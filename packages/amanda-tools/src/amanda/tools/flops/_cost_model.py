@@ -117,23 +117,24 @@ _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
 
 def _backward_macs(context: amanda.OpContext) -> int:
     """Return the multiply-accumulates of a node: of the products that make each gradient that it gives."""
-    grads, entering = context.get_grad_inputs() or [], context.get_grad_outputs() or []
-    entering_grad = next((grad for grad in entering if grad is not None), None)
-    if entering_grad is None:
+    grads, incoming = context.get_grad_inputs() or [], context.get_grad_outputs() or []
+    incoming_grad = next((grad for grad in incoming if grad is not None), None)
+    if incoming_grad is None:
         return 0  # where no gradient enters none leaves
+    is_complex = "complex" in str(incoming_grad.dtype)  # of a tensor, or of extents
     factors = factors_of_node(context.get_backward_op().__name__)
     if factors is None:
         layer = _macs_of_recurrent_layer(context)
-        return _macs_of_factors(context, _is_complex(entering_grad)) if layer is None else layer
+        return _macs_of_factors(context, is_complex) if layer is None else layer
     first_grad, second = (grads[i] if i < len(grads) else None for i in factors)
-    result_size, macs = prod(entering_grad.shape), 0
+    result_size, macs = prod(incoming_grad.shape), 0
     if first_grad is not None:
         macs += round(result_size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
     if second is not None:
         # The gradient of a factor (k, m) is a product over the n rows of the result: n k m again.
         width = second.shape[-2] if second.dim() > 1 else second.shape[-1] if second.dim() else 1
         macs += round(result_size * width * share([second]))
-    return macs * (context.get("complex_products", 1) if _is_complex(entering_grad) else 1)
+    return macs * (context.get("complex_products", 1) if is_complex else 1)
 
 
 def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
@@ -149,14 +150,10 @@ def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
         # them.
         macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
-        entering = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
+        incoming = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
         is_present = [grad is not None for grad in grads[:3]]
-        return int(entering * is_present[0] + sum(is_present[1:])) * macs
+        return int(incoming * is_present[0] + sum(is_present[1:])) * macs
     return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), grads)
-
-
-def _is_complex(value: Any) -> bool:
-    return "complex" in str(value.dtype)
 
 
 def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
@@ -215,12 +212,6 @@ def shapes_of(
         context["type"], inputs, outputs, context["shape"], context.get_attrs(),
         context["weight_index"], context["weight_layout"],
     )  # fmt: skip
-
-
-def element_type(context: amanda.OpContext) -> Any:
-    """Return the framework's element type of the first tensor among the inputs; None without one."""
-    kinds = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
-    return next((kind for kind in kinds if kind is not None), None)
 
 
 def has_shapes(names: tuple[str, str], shapes: Shapes) -> bool:
@@ -394,8 +385,8 @@ class OpCostModel:
                 context, [[_extents_of(shape, dtype) for shape in side] for side in (inputs, outputs, *grads)]
             )
             shaped["cost"] = self.cost_of_op(names, forward, "", context["complex_products"])
-            leaving = [grad for grad in shaped.get_grad_inputs() if grad is not None]
-            cost = self.cost_of_backward_op(shaped, context["backward_type"], leaving)
+            outgoing = [grad for grad in shaped.get_grad_inputs() if grad is not None]
+            cost = self.cost_of_backward_op(shaped, context["backward_type"], outgoing)
             if cost is None:
                 return None
             costs.append((cost, count))
@@ -419,8 +410,8 @@ def _attention_backward(context: ShapedContext | amanda.OpContext, part: float) 
 
     0 where no gradient enters; None where a shape is not known.  part: the share of this process.
     """
-    entering = next((value for value in context.get_grad_outputs() or [] if value is not None), None)
-    if entering is None:
+    incoming = next((value for value in context.get_grad_outputs() or [] if value is not None), None)
+    if incoming is None:
         return Cost()
     is_attention_op = context["type"] == "scaled_dot_product_attention"
     # A gradient has the shape of its input: it stands for an input that the context does not have.
@@ -430,5 +421,5 @@ def _attention_backward(context: ShapedContext | amanda.OpContext, part: float) 
     # The kernel's cost depends on queries, keys and values; without one of their shapes it cannot be told.
     if any(value is None for value in operands):
         return None
-    shapes = [context["shape"](value) for value in (entering, *operands)]
+    shapes = [context["shape"](value) for value in (incoming, *operands)]
     return attention_backward(Shapes("", shapes, ())).part(part)

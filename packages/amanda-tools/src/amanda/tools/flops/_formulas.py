@@ -37,17 +37,12 @@ def operations(flops: Callable[[Shapes], float]) -> Formula:
 
 def matrix_product(op: Shapes, first: int = 0) -> Cost:
     """Count (..., n, k) by (..., k, m), either of them transposed or a vector."""
-    left, right = op.inputs[first : first + 2]
-    depth = left[-1]
-    if len(left) > 1 and len(right) > 1:
+    factor, other_factor = op.inputs[first : first + 2]
+    depth = factor[-1]
+    if len(factor) > 1 and len(other_factor) > 1:
         # n comes from the result, so k is found also where the left factor is transposed.
-        depth = left[-1] * left[-2] // op.out[-2] if op.out[-2] else 0
+        depth = factor[-1] * factor[-2] // op.out[-2] if op.out[-2] else 0
     return Cost.of_macs(prod(op.out) * depth)
-
-
-def matrix_product_and_sum(op: Shapes) -> Cost:
-    """Count input + (..., n, k) by (..., k, m)."""
-    return Cost.of_macs(matrix_product(op, 1).macs, prod(op.out))
 
 
 def product_at(left: int, right: int) -> Formula:
@@ -292,7 +287,6 @@ def cached_attention(past: int) -> Formula:
     """
 
     def cost(op: Shapes) -> Cost:
-        """Count queries by keys, and the scores by values, for any of the three forms of queries."""
         query, key = op.inputs[0], op.inputs[1]
         if len(query) == 5:
             _, length, heads, _, width = query
@@ -311,13 +305,9 @@ def cached_attention(past: int) -> Formula:
 
 
 def onnx_attention(op: Shapes) -> Cost:
-    """Count ONNX' Attention, or ONNX Runtime's op of that name, which projects queries, keys and values."""
-    is_onnx = op.type == "scaled_dot_product_attention"
-    return (cached_attention(4) if is_onnx else attention_with_weights)(op)
-
-
-def attention_with_weights(op: Shapes) -> Cost:
-    """Count x (batch, length, in) by weights (in, 3 width), then attention, as ONNX' layer does."""
+    """Count ONNX' Attention, before which ONNX Runtime's takes x (batch, length, in) by (in, 3 width)."""
+    if op.type == "scaled_dot_product_attention":
+        return cached_attention(4)(op)
     (batch, length, _), (depth, projected) = op.inputs[:2]
     return Cost.of_macs(batch * length * (depth * projected + 2 * length * op.out[-1]))
 
@@ -377,7 +367,6 @@ def of_system(each: float, matrix: int = 0, once: float = 0) -> Formula:
     """Count for each matrix (..., n, n) `once` n^3 operations, and `each` n^2 for each right-hand side."""
 
     def flops(op: Shapes) -> Any:
-        """Return the operations of all systems of a batch."""
         n = op.inputs[matrix][-1]
         sides = prod(op.out) // n if n else 0  # of all systems
         systems = max(prod(op.inputs[matrix][:-2]), 1)
@@ -405,7 +394,6 @@ def fourier(steps: float, last: int = 0) -> Formula:
     """
 
     def flops(op: Shapes) -> Any:
-        """Return `steps` for each element times the binary logarithm of the transformed extent."""
         # A real transform has half of the numbers at one side: the larger side is transformed.
         shape = max(op.inputs[0], op.out, key=prod)
         axes = range(-last, 0) if last else op.attributes.get("dim") or range(len(shape))

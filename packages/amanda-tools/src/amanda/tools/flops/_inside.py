@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -47,13 +47,13 @@ COMPILED = "CppFunction"
 class InnerCosts:
     """The cost of an op, and of each node of its backward pass by the node's name, in order of execution.
 
-    unknown: names of the ops inside that no formula knows.
+    unknown: names of the ops inside that no formula knows.  called: costs that no node has yet.
     """
 
     forward: Cost = field(default_factory=Cost)
     backward: dict[str, list[Cost]] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
-    _called: list[Cost] = field(default_factory=list)
+    called: list[Cost] = field(default_factory=list)
 
     @property
     def backward_macs(self) -> int:
@@ -71,17 +71,10 @@ class InnerCosts:
         # Nodes of one name run in the order in which they were counted.
         return costs.pop(0) if len(costs) > 1 else costs[0]
 
-    def add(self, name: str, cost: Cost | None) -> None:
-        """Add the cost of a called operator; None adds its name to `unknown`."""
-        if cost is None:
-            self.unknown.add(name)
-        else:
-            self._called.append(cost)
-
     def pop_total(self) -> Cost:
         """Return the cost of the operators called since the last time."""
-        total = Cost(sum(cost.macs for cost in self._called), sum(cost.flops for cost in self._called))
-        self._called.clear()
+        total = Cost(sum(cost.macs for cost in self.called), sum(cost.flops for cost in self.called))
+        self.called.clear()
         return total
 
 
@@ -103,6 +96,7 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
     _REQUIRED.check()
     import torch
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+    from torch.utils._python_dispatch import _disable_current_modes
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     inputs, differentiated = list(context.get_inputs()), iter(context["differentiated"])
@@ -131,7 +125,16 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
         return copy.clone()  # an op in place may not write into a leaf
 
     costs = InnerCosts()
-    with _hidden_from_program(), torch.enable_grad():
+    with (
+        torch._C.DisableTorchFunction(),
+        # A mode of the program would see ops that the program never called.
+        _disable_current_modes(),
+        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
+        # Otherwise the JIT would take this run as a sample and specialise the program's function to its
+        # shapes.
+        torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
+        torch.enable_grad(),
+    ):
         twins = tree_map_only(torch.Tensor, twin, inputs)
         # The counting mode is innermost, so it sees operators before the fake mode replaces their data.
         with mode, _counting_mode(costs, formulas, context["shape"], mode, complex_macs):
@@ -141,24 +144,6 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
             if outputs and leaves:
                 _count_backward(outputs, leaves, costs)
     return costs
-
-
-@contextmanager
-def _hidden_from_program() -> Iterator[None]:
-    """Hide ops from the program's modes, from its hooks on saved tensors and from profiles of the JIT."""
-    import torch
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    with (
-        torch._C.DisableTorchFunction(),
-        # A mode of the program would see ops that the program never called.
-        _disable_current_modes(),
-        torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
-        # Otherwise the JIT would take this run as a sample and specialise the program's function to its
-        # shapes.
-        torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
-    ):
-        yield
 
 
 def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: InnerCosts) -> None:
@@ -219,9 +204,11 @@ def _counting_mode(
             result = op(*args, **kwargs)
             cost = _cost_of_call(op, args, kwargs, result, formulas, shape)
             values = (value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor))
-            if cost is not None and any(value.is_complex() for value in values):
-                cost = cost.with_complex(complex_macs)
-            costs.add(op.overloadpacket.__name__, cost)
+            if cost is None:
+                costs.unknown.add(op.overloadpacket.__name__)
+            else:
+                is_complex = any(value.is_complex() for value in values)
+                costs.called.append(cost.with_complex(complex_macs) if is_complex else cost)
             return result
 
     return Counter()  # type: ignore[no-untyped-call]

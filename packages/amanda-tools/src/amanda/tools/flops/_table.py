@@ -187,7 +187,7 @@ FORMULAS: dict[str, Formula] = {
         (of.linear, "linear Gemm FusedGemm"), (of.bilinear, "bilinear"), (of.einsum, "einsum"),
         (of.matrix_product, "matmul SparseMatMul _FusedMatMul"),
         (of.contraction, "dot_general"), (of.ragged_contraction, "ragged_dot_general"),
-        (of.matrix_product_and_sum, "addmm addmv baddbmm"),
+        (products(lambda op: of.matrix_product(op, 1).macs, lambda op: prod(op.out)), "addmm addmv baddbmm"),
         (product_at(0, 1), "_int_mm _scaled_mm _scaled_mm_v2 _sparse_mm hspmm _sparse_sparse_matmul vdot"),
         (product_at(0, 1), "_cslt_sparse_mm"), (product_at(0, 2), "_sparse_semi_structured_mm"),
         (product_at(1, 2), "addbmm _sparse_addmm sspaddmm sparse_sampled_addmm _addmm_activation"),

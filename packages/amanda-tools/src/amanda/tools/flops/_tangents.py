@@ -86,7 +86,7 @@ def _cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
 
 def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
     """Return the cost of the tangents of a backward op; None where no formula knows."""
-    inputs, _, entering, leaving = shapes
+    inputs, _, incoming, outgoing = shapes
     word = context["backward_type"].removesuffix("_backward")
     if place.flops == 0:
         return Cost()
@@ -94,21 +94,21 @@ def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost |
         return None
     if word in ELEMENTWISE:
         # One operation for each element of a gradient, as for the gradient itself.
-        counts = _tangents([_components(shape) for shape in leaving])
-        return Cost(0, sum(size(shape) * count for shape, count in zip(leaving, counts, strict=True)))
+        counts = _tangents([_components(shape) for shape in outgoing])
+        return Cost(0, sum(size(shape) * count for shape, count in zip(outgoing, counts, strict=True)))
     factors = PRODUCTS[word].factors if word in CONTRACTIONS and word in PRODUCTS else ()
     if len(factors) != 2 or context.get_backward_order() > 1:
         return None
     positions = factors_of_node(context.get_backward_op().__name__) or factors
-    gradient = _components(next(shape for shape in entering if shape is not None))
-    # The gradient of a factor is the product of the entering gradient and the other factor.
-    others = [
-        _components(inputs[other])
-        for position, other in zip(positions, reversed(factors), strict=True)
-        if position < len(leaving) and leaving[position] is not None
+    gradient = _components(next(shape for shape in incoming if shape is not None))
+    # The gradient of a factor is the product of the incoming gradient and the other factor.
+    other_factors = [
+        _components(inputs[other_position])
+        for position, other_position in zip(positions, reversed(factors), strict=True)
+        if position < len(outgoing) and outgoing[position] is not None
     ]
-    macs = place.macs // max(len(others), 1)
-    return Cost.of_macs(macs * sum(_products([gradient, other]) for other in others))
+    macs = place.macs // max(len(other_factors), 1)
+    return Cost.of_macs(macs * sum(_products([gradient, factor]) for factor in other_factors))
 
 
 def _attention_cost(context: Any, macs: int, components: Sequence[Components]) -> Cost:
@@ -117,9 +117,8 @@ def _attention_cost(context: Any, macs: int, components: Sequence[Components]) -
     depth, width = query[-1], value[-1]
     score_macs = macs * depth // (depth + width)
     weights = _closure(components[:2])
-    products = score_macs * _products(components[:2]) + (macs - score_macs) * _products(
-        [weights, components[2]]
-    )
+    products = score_macs * _products(components[:2])
+    products += (macs - score_macs) * _products([weights, components[2]])
     return Cost.of_macs(products, score_macs // depth * sum(_tangents([weights])))
 
 
@@ -145,31 +144,25 @@ def _closure(factors: Iterable[Components]) -> Components:
 def _products(factors: Sequence[Components]) -> int:
     """Return how many products the tangents take, each times its samples."""
     total = 0
-    for chosen in combinations(*(factor.items() for factor in factors)):
-        levels = [level for component, _ in chosen for level in component]
+    for components in combinations(*(factor.items() for factor in factors)):
+        levels = [level for component, _ in components for level in component]
         if levels and len(levels) == len(set(levels)):
-            total += _samples(batches for _, batches in chosen)
+            total += _samples(batches for _, batches in components)
     return total
 
 
 def _tangents(values: Sequence[Components]) -> list[int]:
     """Return how many tangents each value has, each times its samples."""
-    return [
-        sum(_samples([batches, *_others(values, i)]) for levels, batches in value.items() if levels)
-        for i, value in enumerate(values)
-    ]
-
-
-def _others(values: Sequence[Components], index: int) -> Iterator[Mapping[int, int]]:
-    return (value[frozenset()] for i, value in enumerate(values) if i != index and frozenset() in value)
+    counts = []
+    for i, value in enumerate(values):
+        rest_batches = [values[j].get(frozenset(), {}) for j in range(len(values)) if j != i]
+        counts.append(sum(_samples([batches, *rest_batches]) for levels, batches in value.items() if levels))
+    return counts
 
 
 def _samples(batches: Iterable[Mapping[int, int]]) -> int:
     """Return the number of samples of values with these batches together."""
-    merged: dict[int, int] = {}
-    for sizes in batches:
-        merged.update(sizes)
-    return prod(merged.values())
+    return prod({axis: size for sizes in batches for axis, size in sizes.items()}.values())
 
 
 def _tensors(shapes: Sequence[Any]) -> Iterator[Any]:

@@ -1,8 +1,8 @@
-"""FlopsTool: it computes the cost of each op and its backward ops, and counts their executions."""
+"""The tool: computes the cost of each op and its backward ops, and counts executions; costs of one call."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -32,7 +32,6 @@ from amanda.tools.flops._cost_model import (
     NO_WORK,
     OpCostModel,
     bytes_moved,
-    element_type,
     formula_of,
     gradient_bytes,
     has_shapes,
@@ -44,8 +43,9 @@ from amanda.tools.flops._cost_model import (
 from amanda.tools.flops._formulas import no_cost
 from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
 from amanda.tools.flops._tangents import has_tangents, tangent_place
-from amanda.tools.kit import remarks_on_packed_inputs
+from amanda.tools.kit import leaves, remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
+from amanda.tools.results import Result
 from amanda.tools.select import SelectOptions, select
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ class FlopsTool(amanda.Tool):
     by: what a row of `result` stands for: "phase", "type", "module", "source", or several of these; all by
     default.  Rows by module are printed as a tree, down to a depth of `depth` modules.
 
+    Each gradient that an elementwise op, an activation, a normalisation or a reduction gives counts one FLOP
+    for each element, whatever the op counts in the forward pass.
     A formula is evaluated once for each set of shapes, when `result` is read; an op without a formula for
     all shapes is analysed for each set.  The `cost` in the context is that of the execution that is
     analysed: a tool that reads `cost` inserts its routine with `guard="shape"`.
@@ -168,7 +170,7 @@ class FlopsTool(amanda.Tool):
         """Record the shapes of incoming gradients at each execution, if analysis does not know them."""
         context["computing"] = self._computing_ops
         if context.get("cost") is _COST_AT_EXECUTION:
-            key = f"entering {context.get_backward_op_id()}"
+            key = f"incoming {context.get_backward_op_id()}"
             context.insert_before_backward_op(self._record_shapes, shape=context["extents"], key=key)
 
     def _analyze_forward(self, context: amanda.OpContext) -> None:
@@ -180,14 +182,16 @@ class FlopsTool(amanda.Tool):
         is_eager, is_known = context.is_eager(), has_shapes(names, shapes)
         # The cheapest way: one counter of shapes, and no analysis when shapes change.
         if is_eager and self._depends_on_shapes_alone(context, names, shapes, outputs):
-            self._count_by_shapes(context, names, shapes, outputs)
+            self._count_by_shapes(context, names)
             return
         # To read the shapes makes the plan depend on them, so another shape is analysed anew.
         if is_eager and is_known:
             context.get_input_shapes()
-        place = self._new_place(context, names[1])
+        place = self._new_place(context)
         if not is_known:
-            context["cost"], context["element_type"] = _COST_AT_EXECUTION, element_type(context)
+            dtypes = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
+            context["element_type"] = next((dtype for dtype in dtypes if dtype is not None), None)
+            context["cost"] = _COST_AT_EXECUTION
             context.insert_after_op(
                 self._count_execution_shapes, place=place, names=names, shapes=shapes, context=context
             )
@@ -228,9 +232,9 @@ class FlopsTool(amanda.Tool):
             self._composite_types.add(name)
         return name in self._composite_types
 
-    def _new_place(self, context: Any, kind: str) -> OpCost:
-        """Return a place for an op with its parameters, and no cost yet.  kind: the op's type."""
-        place = OpCost(context["phase"], kind, context.get_scope(), context.get_source())
+    def _new_place(self, context: Any) -> OpCost:
+        """Return a place for an op with its parameters, and no cost yet."""
+        place = OpCost(context["phase"], context["type"], context.get_scope(), context.get_source())
         self._modules.setdefault(place.module, len(self._modules))
         place.parameters = context["parameters"]
         return place
@@ -252,34 +256,29 @@ class FlopsTool(amanda.Tool):
         context["is_view"] = lambda inputs, outputs: is_view
         return self._model.cost_of_op(names, shapes, context.get_source()) is not None
 
-    def _count_by_shapes(
-        self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
-    ) -> None:
+    def _count_by_shapes(self, context: amanda.OpContext, names: tuple[str, str]) -> None:
         """Count the executions of an op by their shapes."""
-        sides = [context.get_inputs(), outputs]
+        sides = [context.get_inputs(), context.get_outputs() or []]
         op = ShapeCounts(context, sides, self._place_at_shapes, self._costs, self._settle_counts)
         context["by_shape"] = op
-        place = self._place_with_cost(context, names, shapes)
+        place = self._place_at_shapes(context)
         context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
         self._computing_ops += bool(place.flops)
         counted = AnyShapeCount(place, _place_key(place)) if is_free(context, names) else op
         context.insert_after_op(self._shared_counts(context, counted), outputs=[])
 
-    def _place_at_shapes(self, context: ShapedContext, shapes: tuple[Any, ...]) -> OpCost:
-        op = shapes_of(context, context.get_inputs(), context.get_outputs())
-        return self._place_with_cost(context, (context.get_forward_op_type(), context["type"]), op)
-
-    def _place_with_cost(
-        self, context: ShapedContext | amanda.OpContext, names: tuple[str, str], shapes: Shapes
+    def _place_at_shapes(
+        self, context: ShapedContext | amanda.OpContext, shapes: tuple[Any, ...] = ()
     ) -> OpCost:
-        """Return the place that counts executions of an op whose cost shapes decide."""
-        place = self._new_place(context, names[1])
-        cost = None
-        if has_shapes(names, shapes):
-            cost = self._model.cost_of_op(names, shapes, place.source, context["complex_products"])
+        """Return the place that counts executions with the shapes of a context, which decide the cost."""
+        outputs = context.get_outputs() or []
+        names = (context.get_forward_op_type(), context["type"])
+        op = shapes_of(context, context.get_inputs(), outputs)
+        place = self._new_place(context)
+        cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
         place.macs, place.flops = cost or (None, None)
-        place.estimate = 0 if cost else shapes.estimate
-        place.bytes = bytes_moved(context, names, context.get_outputs() or [])
+        place.estimate = 0 if cost else op.estimate
+        place.bytes = bytes_moved(context, names, outputs)
         return place
 
     def _shared_place(self, place: OpCost, shapes: str = "") -> OpCost:
@@ -290,10 +289,13 @@ class FlopsTool(amanda.Tool):
         """Compute the cost of a backward op, and insert the routine that counts its executions."""
         # The forward op did not run: a framework drops ops of which the gradient alone is used.
         if "cost" not in context:
-            context["cost"], context["estimate"] = self._cost_of_skipped_op(context), 0
+            context["complex_products"] = self._model.complex_products(context)
+            skipped = self._place_at_shapes(context)
+            context["cost"] = None if skipped.flops is None else Cost(skipped.macs or 0, skipped.flops)
+            context["estimate"] = 0
         kind = context["backward_type"]
         if context["cost"] is _COST_AT_EXECUTION:
-            key = f"entering {context.get_backward_op_id()}"
+            key = f"incoming {context.get_backward_op_id()}"
             context.insert_after_backward_op(
                 self._count_gradient_shapes, place=_place_without_cost(context), context=context, key=key
             )
@@ -335,7 +337,11 @@ class FlopsTool(amanda.Tool):
         """
         sides = [context.get_grad_outputs() or [], context.get_grad_inputs() or []]
         place = self._shared_place(self._gradient_place(context))
-        if self._is_decided_by_gradients(context, kind) and are_plain(sides, context["shape"]):
+        word = kind.removesuffix("_backward")
+        by_elements = word in _TYPES_BY_ELEMENTS or word.removesuffix("_backward") in CONTRACTIONS
+        # A formula of the program may read more than shapes.
+        by_shapes = (by_elements or context.get_backward_order() > 1) and kind not in self._model.custom
+        if by_shapes and are_plain(sides, context["shape"]):
             op = ShapeCounts(context, sides, self._gradient_place, self._costs, self._settle_counts, forward)
             context.insert_after_backward_op(self._shared_counts(context, op), grad_inputs=[])
             return
@@ -343,22 +349,6 @@ class FlopsTool(amanda.Tool):
         unknown = self._shared_place(_place_without_cost(context))
         counter = FirstShapeCount(place, unknown, self._shared_place)
         context.insert_after_backward_op(counter.count, grad_inputs=[])
-
-    def _is_decided_by_gradients(self, context: amanda.OpContext, kind: str) -> bool:
-        """Return True if shapes of gradients alone say what a backward op costs."""
-        forward = kind.removesuffix("_backward")
-        # A formula of the program may read more.
-        if kind in self._model.custom:
-            return False
-        is_known = forward in _TYPES_BY_ELEMENTS or forward.removesuffix("_backward") in CONTRACTIONS
-        return is_known or context.get_backward_order() > 1
-
-    def _cost_of_skipped_op(self, context: amanda.OpContext) -> Cost | None:
-        """Return the cost of an op that does not run, since nobody asks for its value, only its gradient."""
-        shapes = shapes_of(context, context.get_inputs(), context.get_outputs() or [])
-        names = (context.get_forward_op_type(), context["type"])
-        products = context["complex_products"] = self._model.complex_products(context)
-        return self._model.cost_of_op(names, shapes, context.get_source(), products)
 
     @staticmethod
     @amanda.observer
@@ -376,7 +366,9 @@ class FlopsTool(amanda.Tool):
         inputs = [analysed if executed is None else executed for executed, analysed in pairs]
         output_shapes = [shape_of(value, context["extents"]) for value in outputs]
         key = str((inputs, output_shapes))
-        place = self._place_in_phase(self._shared_place(replace(place), key), recomputed, key)
+        place = self._shared_place(replace(place), key)
+        if recomputed:
+            place = self._shared_place(replace(place, phase=RECOMPUTATION, calls=0), key)
         op = replace(shapes, inputs=inputs, outputs=output_shapes)
         if not place.calls:
             cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
@@ -396,25 +388,21 @@ class FlopsTool(amanda.Tool):
         self, *grads: Any, place: OpCost, context: amanda.OpContext, key: str, run: dict[str, Any]
     ) -> None:
         """Count an execution of a backward op whose shapes are known only now."""
-        leaving = [shape_of(grad, context["extents"]) for grad in grads]
+        outgoing = [shape_of(grad, context["extents"]) for grad in grads]
         names, op = run.get("op", ((), None))
-        entering = run.pop(key, ())
-        place = self._shared_place(replace(place), str((op, entering, leaving)))
+        incoming = run.pop(key, ())
+        place = self._shared_place(replace(place), str((op, incoming, outgoing)))
         if not place.calls:
-            cost = op and self._model.cost_of_gradients(context, names, op, entering, leaving)
+            cost = op and self._model.cost_of_gradients(context, names, op, incoming, outgoing)
             place.macs, place.flops = cost or (None, None)
-            place.bytes = 4 * elements([*entering, *leaving])
+            place.bytes = 4 * elements([*incoming, *outgoing])
         place.calls += 1
 
     @amanda.observer
     def _count_execution(self, place: OpCost, *, recomputed: bool) -> None:
-        self._place_in_phase(place, recomputed).calls += 1
-
-    def _place_in_phase(self, place: OpCost, recomputed: bool, shapes: str = "") -> OpCost:
-        """Return the place itself, or that of its recomputations."""
-        if not recomputed:
-            return place
-        return self._shared_place(replace(place, phase=RECOMPUTATION, calls=0), shapes)
+        if recomputed:
+            place = self._shared_place(replace(place, phase=RECOMPUTATION, calls=0))
+        place.calls += 1
 
 
 def _place_without_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
@@ -424,14 +412,40 @@ def _place_without_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
 
 
 def _add_counts(places: dict[Hashable, OpCost], op: _Counts) -> None:
-    """Add the counts of an op to the places of their costs."""
     for place in op.places():
         places.setdefault((_place_key(place), ""), replace(place, calls=0)).calls += place.calls
 
 
 def _place_key(place: OpCost) -> Hashable:
     """Return all fields of a place but the calls: ops that agree in them share a place."""
-    return (
-        place.phase, place.type, place.module, place.source, place.macs, place.flops, place.parameters,
-        place.bytes, place.estimate,
-    )  # fmt: skip
+    return tuple(value for name, value in vars(place).items() if name != "calls")
+
+
+@checked
+def count_flops(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> FlopsResult:
+    """Return the FLOPs, MACs, parameters and bytes of each op of one call of a model.
+
+    inputs, keywords: of the call.  A function that also runs the backward pass is counted with it.
+
+    count_flops(model, x).total()
+    """
+    flops = FlopsTool()
+    with amanda.apply(flops):
+        model(*inputs, **keywords)
+    return flops.result
+
+
+@checked
+def summary(
+    model: Callable[..., Any], *inputs: Any, depth: PositiveInt | None = None, **keywords: Any
+) -> Result:
+    """Return the parameters, MACs, FLOPs and share of each module in one call of a model, as a tree.
+
+    inputs, keywords: of the call.  depth: levels of modules below the model; None for as many as a screen
+    shows.
+
+    print(summary(model, x, depth=2))
+    """
+    tree = count_flops(model, *inputs, **keywords).tree(depth)
+    tree.title = type(model).__name__
+    return tree

@@ -9,6 +9,7 @@ from typing import Any
 from amanda.options import warn_deprecated
 from amanda.plugins import import_from
 from amanda.tools.kit._tensor_tool import (
+    Dtype,
     OpRecord,
     OpTensor,
     Role,
@@ -17,15 +18,24 @@ from amanda.tools.kit._tensor_tool import (
     leaves,
     op_tensors,
     parameter_inputs,
+    parameter_paths,
     remarks_on_packed_inputs,
     torch_tensors,
 )
-from amanda.tools.kit._tensors import RequiredNames, Samples, Tensors, TensorsError, shape_text, tensors_of
+from amanda.tools.kit._tensors import (
+    RequiredNames,
+    Samples,
+    Tensors,
+    TensorsError,
+    place_text,
+    shape_text,
+    tensors_of,
+)
 
 __all__ = [
-    "OpRecord", "OpTensor", "RequiredNames", "Role", "Samples", "TensorTool", "Tensors", "TensorsError",
-    "folded_unread", "leaves", "op_tensors", "parameter_inputs", "remarks_on_packed_inputs", "shape_text",
-    "tensors_of", "torch_tensors",
+    "Dtype", "OpRecord", "OpTensor", "RequiredNames", "Role", "Samples", "TensorTool", "Tensors",
+    "TensorsError", "folded_unread", "leaves", "op_tensors", "parameter_inputs", "parameter_paths",
+    "place_text", "remarks_on_packed_inputs", "shape_text", "tensors_of", "torch_tensors",
 ]  # fmt: skip
 
 # Names that were here, by the package that has them now.

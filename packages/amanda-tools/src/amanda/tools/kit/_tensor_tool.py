@@ -63,6 +63,12 @@ def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
     return tuple(i for i, x in owned.items() if tensors_of(x).is_parameter(x))
 
 
+def parameter_paths(context: amanda.OpContext) -> dict[int, str]:
+    """Return the paths in the model of the inputs that are parameters with a path, by position."""
+    paths = {i: context.get_variable_path(context.get_variable(i)) for i in parameter_inputs(context)}
+    return {i: path for i, path in paths.items() if path}
+
+
 def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:
     """Yield a sentence for a result on each input of an op that is packed into other tensors.
 

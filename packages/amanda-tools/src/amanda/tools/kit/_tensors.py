@@ -102,6 +102,16 @@ def shape_text(extents: Sequence[int], batches: int = 0) -> str:
     return f"[{','.join(axes)}]"
 
 
+def place_text(type: str, module: str, phase: str = "", source: str = "") -> str:
+    """Return the place of an op in words.
+
+    >>> place_text("softmax", "encoder.0", "forward", "model.py:12")
+    'softmax in encoder.0 (forward), model.py:12'
+    """
+    op_text = " in ".join(filter(None, (type, module))) + f" ({phase})" * bool(phase)
+    return ", ".join(filter(None, (op_text, source)))
+
+
 class Tensors:
     """Operations on tensors of one library; this class serves every library that autoray converts.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial, reduce
 from math import isfinite, isnan, prod
 from operator import or_
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import amanda
-from amanda.tools.kit import OpTensor, RequiredNames, op_tensors, shape_text, tensors_of
+from amanda.tools.kit import Dtype, OpTensor, RequiredNames, leaves, op_tensors, shape_text, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import made_of, number_of
@@ -132,22 +133,12 @@ def _is_finite(flat: Any) -> bool:
     return isfinite(abs(flat.dot(flat) if is_single else tensors_of(flat).total(flat)))
 
 
-Dtype = Callable[[Any], str | None]
-"""Returns the name of a tensor's element type, None of any other value."""
-
-_FLOATING = ("float", "bfloat", "half", "complex")
 # Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
 
 
-def floating(
-    values: Sequence[Any], dtype: Dtype, leave: Callable[[OpTensor, str], None] | None = None
-) -> Iterator[OpTensor]:
-    """Yield the floating and complex tensors among values; dtype: what StandardMapping writes.
-
-    leave: called with a tensor that cannot be read, and why.
-    """
-    return op_tensors(values, dtype, kinds=_FLOATING, leave=leave)
+floating = partial(op_tensors, kinds=("float", "bfloat", "half", "complex"))
+"""Yields the floating and complex tensors among values, as `op_tensors` does."""
 
 
 class Floats(NamedTuple):
@@ -169,14 +160,12 @@ class Floats(NamedTuple):
         known_flags: flags of some of them.  batches: numbers of batches of a vmap, by flat index.
         """
         known_flags = known_flags or {}
-        floats = op_tensors(values, dtype, kinds=_FLOATING, batches=batches)
-        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floats}
-        holds: dict[int, int] = {}
-        for i, op_tensor in tensors.items():
-            flags = known_flags[i] if i in known_flags else nonfinite_flags(op_tensor.tensor, inf)
-            if flags:
-                holds[i] = flags
-        return cls(tensors, holds)
+        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floating(values, dtype, batches=batches)}
+        flags = {
+            i: known_flags[i] if i in known_flags else nonfinite_flags(tensors[i].tensor, inf)
+            for i in tensors
+        }
+        return cls(tensors, {i: flag for i, flag in flags.items() if flag})
 
     @property
     def flags(self) -> int:
@@ -218,10 +207,10 @@ class InputRecorder:
 
     def record(self, values: Sequence[Any], batches: Sequence[int] = ()) -> RecordedInputs:
         """Record the inputs of an execution that begins; batches: of a vmap, by flat index."""
-        references = _references(values)
+        references: list[Any] = _map_leaves(_reference, values)
         # From the second execution on, only inputs that the op writes are looked at beforehand.
         written_indices = self._written
-        if written_indices is None and not any(isinstance(leaf, tuple) for leaf in _flatten(references)):
+        if written_indices is None and not any(isinstance(x, _TensorReference) for x in leaves(references)):
             written_indices = self._written = frozenset()  # tensors that no op writes
         flags: dict[int, int] = {}
         if written_indices is None or written_indices:
@@ -230,14 +219,12 @@ class InputRecorder:
                     flags[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._inf)
         if self._in_place and references:
             # The op writes over this tensor, and the finding shows what it was before.
-            references[0] = self._copy_floats(values[0])
+            references[0] = _map_leaves(self._copy_float, values[0])
         # In eager mode the caller holds its inputs; a second reference would keep memory longer.
         return RecordedInputs(references, flags, () if self._is_eager else values, batches)
 
-    def _copy_floats(self, value: Any) -> Any:
-        """Return copies of floating tensors, which the op does not overwrite; any other value as it is."""
-        if isinstance(value, (list, tuple)):
-            return [self._copy_floats(item) for item in value]
+    def _copy_float(self, value: Any) -> Any:
+        """Return a copy of a floating tensor, which the op does not overwrite; any other value as it is."""
         return tensors_of(value).duplicate(value) if any(floating([value], self._dtype)) else value
 
     def note_writes(self, inputs: RecordedInputs) -> None:
@@ -252,29 +239,43 @@ class InputRecorder:
         """
         # What was written without having been looked at counts as finite: nobody can tell any more.
         unseen = {i: 0 for i in _written_indices(inputs.values) if i not in inputs.flags}
-        values = [_restore_value(value) for value in inputs.values]
+        values = _map_leaves(_referent, inputs.values)
         for position in unread(values):
             values[position] = None
         flags = {**unseen, **inputs.flags}
         return Floats.of(values, self._dtype, self._inf, flags, inputs.batches)
 
 
-def _references(values: Sequence[Any]) -> list[Any]:
-    """Return weak references of tensors that count writes, lists for lists, any other value as it is."""
-    references: list[Any] = []
-    for value in values:
-        if type(value) in _NUMBERS:
-            references.append(value)
-        elif isinstance(value, (list, tuple)):
-            references.append(_references(value))
-        else:
-            version = _write_count(value)
-            # The version tells later whether the tensor still holds what the op read.
-            references.append(value if version is None else (ref(value), version))
-    return references
+@dataclass(slots=True)
+class _TensorReference:
+    """A weak reference of a tensor, and its count of writes when the op began."""
+
+    tensor: ref[Any]
+    version: int
+
+    @property
+    def may_be_written(self) -> bool:
+        """True if the version has changed or is not known; False for a tensor that is gone."""
+        return self.version == _UNKNOWN_VERSION or _write_count(self.tensor()) not in (None, self.version)
+
+
+def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return a value with a function applied to it, or to the leaves of a list."""
+    if isinstance(value, (list, tuple)):
+        return [_map_leaves(function, item) for item in value]
+    return function(value)
 
 
 _NUMBERS = frozenset({int, float, bool, type(None), slice})
+
+
+def _reference(value: Any) -> Any:
+    """Return a weak reference of a tensor that counts writes; any other value as it is."""
+    if type(value) in _NUMBERS:
+        return value
+    version = _write_count(value)
+    # The version tells later whether the tensor still holds what the op read.
+    return value if version is None else _TensorReference(ref(value), version)
 
 
 def _write_count(value: Any) -> int | None:
@@ -290,30 +291,15 @@ def _write_count(value: Any) -> int | None:
         return _UNKNOWN_VERSION
 
 
-def _restore_value(reference: Any) -> Any:
-    """Return the value of a reference, in lists too; None for a tensor that is gone."""
-    if isinstance(reference, list):
-        return [_restore_value(item) for item in reference]
-    return reference[0]() if isinstance(reference, tuple) else reference
+def _referent(reference: Any) -> Any:
+    """Return the value of a reference; None for a tensor that is gone."""
+    return reference.tensor() if isinstance(reference, _TensorReference) else reference
 
 
-def _written_indices(values: Sequence[Any]) -> list[int]:
+def _written_indices(references: Sequence[Any]) -> list[int]:
     """Return the flat indices of tensors that may have been written since they were recorded."""
-    return [i for i, leaf in enumerate(_flatten(values)) if isinstance(leaf, tuple) and _is_written(*leaf)]
-
-
-def _is_written(tensor: ref[Any], version: int) -> bool:
-    """Return True for a tensor whose version has changed or is not known; False for one that is gone."""
-    return version == _UNKNOWN_VERSION or _write_count(tensor()) not in (None, version)
-
-
-def _flatten(values: Sequence[Any]) -> Iterator[Any]:
-    """Yield the leaves of nested lists."""
-    for value in values:
-        if isinstance(value, list):
-            yield from _flatten(value)
-        else:
-            yield value
+    flat = enumerate(leaves(references))
+    return [i for i, leaf in flat if isinstance(leaf, _TensorReference) and leaf.may_be_written]
 
 
 _REQUIRED = RequiredNames(
@@ -393,7 +379,6 @@ def _sum_test() -> Callable[[Sequence[Any]], bool]:
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
 
     def are_finite(values: Sequence[Any]) -> bool:
-        """Return True if each value is a plain tensor of float32 with a finite sum."""
         for tensor in values:
             if type(tensor) not in own_classes or tensor.dtype is not float32 or tensor.layout is not strided:
                 return False

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
+from amanda.tools.kit import place_text
 from amanda.tools.nan._floats import Summary
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, place_text
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of
 
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
@@ -298,7 +299,6 @@ class ScaledBackward:
         self._skipped_step: int | None = None
 
     def begin(self) -> None:
-        """Begin a scaled backward pass."""
         self.is_open, self._skipped_step = True, None
 
     def defer(self, finding: Finding | Entered, step: int) -> bool:

@@ -14,7 +14,7 @@ import amanda
 from amanda.action import Executions, Observed, all_samples
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
-from amanda.tools.kit import OpTensor, folded_unread, leaves, remarks_on_packed_inputs
+from amanda.tools.kit import Dtype, OpTensor, folded_unread, leaves, parameter_paths, remarks_on_packed_inputs
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import (
     CALLING_OPS,
@@ -26,7 +26,6 @@ from amanda.tools.mapping import (
 )
 from amanda.tools.nan._floats import (
     NAN,
-    Dtype,
     Floats,
     InputRecorder,
     RecordedInputs,
@@ -121,7 +120,7 @@ class NanTool(amanda.Tool):
         super().__init__()
         self._stop, self._inf, self._limit = stop, inf, limit
         self._steps = Steps()
-        self._packed: dict[str, None] = {}  # what is not read
+        self._unread: dict[str, None] = {}  # what is not read
         # By thread and op, while the op runs.
         self._running: dict[tuple[int, _CheckedOp], RecordedInputs] = {}
         self.clear()
@@ -149,7 +148,7 @@ class NanTool(amanda.Tool):
         result = NanResult(
             findings[: self._limit], *counts, list(entered.values()), self._scaled.skipped, self._inf
         )
-        result.remarks = folded_unread(list(self._packed))
+        result.remarks = folded_unread(list(self._unread))
         return result
 
     def clear(self) -> None:
@@ -160,8 +159,8 @@ class NanTool(amanda.Tool):
         self._findings_of_callers: list[Finding] = []  # at ops that only run others
         self._entered: dict[FindingKey, Entered] = {}
         self._executions = self._passed_on = 0
-        self._begun: int | None = None  # step in which an op gave NaN first, which later ops read
-        self._is_told = self._is_updated = False  # NaN has been logged; an optimizer gave NaN
+        self._first_nan_step: int | None = None  # step in which an op gave NaN first, which later ops read
+        self._is_logged = self._is_updated = False  # NaN has been logged; an optimizer gave NaN
         # By id of forward op: flags of its inputs and outputs, if not finite at the last execution.
         self._flags_of_forward: dict[int, int] = {}
         self._scaled = ScaledBackward()
@@ -181,10 +180,10 @@ class NanTool(amanda.Tool):
         if role == "scale":
             context.insert_after_op(self._begin_scaled, outputs=[])
         kind = context["type"]
-        self._packed.update(dict.fromkeys(remarks_on_packed_inputs(context)))
+        self._unread.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         self._insert_checks(
             context, context["phase"], kind, in_place=context["in_place"],
-            parameters=_parameter_paths(context), moves=kind in _MOVING_OPS,
+            parameters=parameter_paths(context), moves=kind in _MOVING_OPS,
             reads=_reads_handle(context, context.get_inputs()),
             calls=context.get_op_type() in CALLING_OPS, **_facts_in(context, "unread"),
         )  # fmt: skip
@@ -291,7 +290,7 @@ class NanTool(amanda.Tool):
             if self._flags_of_forward and op.phase != "backward":
                 self._flags_of_forward.pop(op.op_id, None)
             return
-        floats = floating(values, op.dtype, partial(self._note_unread, op))
+        floats = floating(values, op.dtype, leave=partial(self._note_unread, op))
         if not any(nonfinite_flags(op_tensor.tensor, self._inf) for op_tensor in floats):
             return
         output_floats = Floats.of(values, op.dtype, self._inf, batches=batches)
@@ -306,16 +305,18 @@ class NanTool(amanda.Tool):
         elif output_flags & ~input_flags:
             input_flags |= self._saved_flags(op)
         if (output_flags & NAN and not input_flags & NAN) or not input_flags:
-            self._find(op, execution, input_floats, output_floats)
+            self._note_finding(op, execution, input_floats, output_floats)
         else:
             self._passed_on += 1
         # An op that only moves elements names no source; the op that reads them will.
         if output_flags & NAN and not op.moves:
-            self._name_sources(op, execution, input_floats)
-            self._begun = self._steps.number if self._begun is None else self._begun
+            self._note_sources(op, execution, input_floats)
+            self._first_nan_step = (
+                self._steps.number if self._first_nan_step is None else self._first_nan_step
+            )
             self._is_updated = self._is_updated or op.phase == "optimizer"
 
-    def _find(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
+    def _note_finding(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
         """Add the finding of an execution; count one that repeats an earlier finding."""
         key = *op.place, bool(outputs.flags & NAN)
         if key in self._findings and not self._scaled.is_open and not self._stop:
@@ -341,7 +342,7 @@ class NanTool(amanda.Tool):
         """Add a remark on an output that cannot be read; each remark is made once."""
         role = "gradient" if op.phase == "backward" else "output"
         remark = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
-        self._packed[remark] = None
+        self._unread[remark] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
         """Keep or defer a finding, and log the first; raise NotFiniteError if the tool stops."""
@@ -358,23 +359,23 @@ class NanTool(amanda.Tool):
         if self._stop:
             raise NotFiniteError(finding)
         # One line: what follows from the first NaN would fill the screen.
-        if not self._is_told:
-            self._is_told = isinstance(finding, Entered) or finding.makes_nan or self._inf
+        if not self._is_logged:
+            self._is_logged = isinstance(finding, Entered) or finding.makes_nan or self._inf
             logger.warning("%s", finding.sentence, extra={"live": True})
 
-    def _name_sources(self, op: _CheckedOp, execution: int, inputs: Floats) -> None:
+    def _note_sources(self, op: _CheckedOp, execution: int, inputs: Floats) -> None:
         """Report the parameters with NaN, and the inputs with NaN that no instrumented op produced."""
         for i, flags in inputs.holds.items():
             position = inputs.tensors[i].position
             path = op.parameters.get(position)
             # Once an op gave NaN, a NaN input is most likely its work, and not the program's.
-            if not flags & NAN or (path is None and self._begun is not None):
+            if not flags & NAN or (path is None and self._first_nan_step is not None):
                 continue
             side = "gradient" if op.phase == "backward" else "input"
             name = f"{side} {position} of {op.type}" if path is None else f"parameter {path}"
             # Parameters get NaN by an update, which comes after the step in which an op gave it.
-            step, begun = self._steps.number, self._begun
-            follows = begun is not None and (self._is_updated or begun < step)
+            step, first_nan_step = self._steps.number, self._first_nan_step
+            follows = first_nan_step is not None and (self._is_updated or first_nan_step < step)
             is_known = (name, op.module, op.source) in self._entered
             if not self._stop and (is_known or (not follows and len(self._entered) >= self._limit)):
                 continue
@@ -402,7 +403,7 @@ class NanTool(amanda.Tool):
             self._add_finding(finding)
         # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings:
-            self._begun = None
+            self._first_nan_step = None
 
 
 def _pair_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, int]], list[int]]:
@@ -430,10 +431,3 @@ def _reads_handle(context: amanda.OpContext, values: Sequence[Any]) -> bool:
     """Return True for an op that gives what a handle among its inputs holds, or a variable of a graph."""
     reads_variable = context.get_forward_op_type() in TENSORFLOW_READS
     return reads_variable or any(context["dtype"](x) in TENSORFLOW_HANDLES for x in leaves(values))
-
-
-def _parameter_paths(context: amanda.OpContext) -> dict[int, str]:
-    """Return the paths of the parameters among an op's inputs, by position."""
-    variables = ((i, context.get_variable(i)) for i in range(len(context.get_inputs())))
-    paths = {i: context.get_variable_path(value) for i, value in variables if value is not None}
-    return {i: path for i, path in paths.items() if path is not None}

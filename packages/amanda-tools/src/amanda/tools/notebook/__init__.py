@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -9,7 +10,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.command import SpecError, Tooling, ToolSpec, made, split_tools
+from amanda.tools.command import SpecError, Tooling, ToolSpec, made, split_tools, strip_traceback
 from amanda.tools.select import leave_construction
 
 __all__ = ["load_ipython_extension"]
@@ -52,11 +53,19 @@ def load_ipython_extension(shell: Any) -> None:
         for tooling in tools:
             if tooling.phase is None:
                 leave_construction(tooling.tool)
-        # IPython runs the cell, so that displays, history and tracebacks are as without tools.  Displaying a
-        # tensor computes with it, which is no part of the cell.
+        show_traceback = shell.showtraceback
+
+        def show_program_alone(*arguments: Any, **options: Any) -> None:
+            """Show the traceback of the cell's error without Amanda's frames, as `amanda run` does."""
+            strip_traceback(sys.exc_info()[1])
+            show_traceback(*arguments, **options)
+
+        # IPython runs the cell, so that displays and history are as without tools.  Displaying a tensor
+        # computes with it, which is no part of the cell.
         with (
             amanda.apply(*(tooling.tool for tooling in tools)),
             _replaced(shell.display_formatter, "format", amanda.disabled()(shell.display_formatter.format)),
+            _replaced(shell, "showtraceback", show_program_alone),
         ):
             execution = shell.run_cell(statement if cell is None else cell)
         _show(shell, tools)

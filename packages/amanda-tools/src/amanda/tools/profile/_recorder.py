@@ -12,7 +12,6 @@ from time import perf_counter_ns
 from typing import Any, NamedTuple
 
 import amanda
-from amanda.errors import OptionError
 from amanda.tools.profile._records import GRAPH, ExecutionLog, OpProfile, StorageTracker
 
 
@@ -59,7 +58,6 @@ class DeviceClock:
             self._read_oldest()
 
     def clear(self) -> None:
-        """Forget the events."""
         self._pending.clear()
 
     def _read_oldest(self) -> None:
@@ -173,13 +171,6 @@ class Schedule(NamedTuple):
     warmup: int = 0
     active: int = 0
     repeat: int = 0
-
-    def check(self) -> None:
-        """Raise OptionError for a number of cycles without `active`."""
-        if self.repeat and not self.active:
-            raise OptionError(
-                f"repeat={self.repeat} needs active, the number of steps to record in each cycle"
-            )
 
     def records(self, step: int) -> bool:
         """Return True if a step, counted from 0, is recorded."""

@@ -13,7 +13,8 @@ from pathlib import Path
 from time import perf_counter_ns
 from typing import Any, NamedTuple
 
-from amanda.tools.results import amount, place_text
+from amanda.tools.kit import place_text
+from amanda.tools.results import amount
 
 KEYS = ("phase", "type", "module", "source")
 _SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
@@ -120,13 +121,9 @@ class Peak:
             f"{amount(size, 'B')} {place_text(op.type, op.module, op.phase if op.phase != 'given' else '')}"
             for op, size in self.owners[:3]
         ]
-        if rest := sum(size for _, size in self.owners[3:]):
-            parts.append(f"{amount(rest, 'B')} other ops")
+        if other_bytes := sum(size for _, size in self.owners[3:]):
+            parts.append(f"{amount(other_bytes, 'B')} other ops")
         return f"peak of {amount(self.size, 'B')} on {self.device}: {'; '.join(parts)}"
-
-
-_profile_of_older_tensors = partial(OpProfile, "given", "parameters, inputs, older tensors", "", "")
-"""Returns the profile that owns the bytes which no recorded op allocated."""
 
 
 @dataclass(eq=False, slots=True)
@@ -144,7 +141,9 @@ class DeviceMemory:
     limit: int
     recording: bool
     peak: int | None
-    older_tensors: OpProfile = field(default_factory=_profile_of_older_tensors)
+    older_tensors: OpProfile = field(
+        default_factory=partial(OpProfile, "given", "parameters, inputs, older tensors", "", "")
+    )
     alive: int = 0
     older_bytes: int = 0
     owned: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))

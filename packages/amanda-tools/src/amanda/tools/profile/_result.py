@@ -162,7 +162,6 @@ class ProfileResult(KeyedResult):
         all_time = _self_time(self.ops)
 
         def numbers(node: Any) -> Sequence[Any]:
-            """Return the numbers of a module with all modules within."""
             ops = list(node.all_ops())
             total, sums = _self_time(ops), summed(ops)
             times = (_self_time(node.ops), total, _self_time(ops, "forward"), _self_time(ops, "backward"))

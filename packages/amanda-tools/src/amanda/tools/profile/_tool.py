@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from _thread import get_ident
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import amanda
+from amanda.errors import OptionError
 from amanda.options import NonNegativeInt, PositiveInt, checked
 from amanda.tools.kit import RequiredNames, leaves, tensors_of, torch_tensors
 from amanda.tools.mapping import CALLING_OPS, MappingTool, StandardMapping, itemsize
@@ -62,11 +64,6 @@ class MeasuringFacts:
     untimed: str = ""
 
 
-def _default_facts(context: amanda.OpContext) -> None:
-    """Write facts of an op of any framework, unless the op has some."""
-    context.setdefault("profile", MeasuringFacts())
-
-
 def _pytorch_facts(context: amanda.OpContext) -> None:
     """Write the facts of an op of PyTorch; a backward op has those of its forward op."""
     if context.is_backward():
@@ -113,7 +110,8 @@ def _batch_sizes(context: amanda.OpContext) -> tuple[int, ...]:
 
 def _storages_of(values: Iterable[Any]) -> list[Any]:
     """Return the storages of the tensors in values, also in lists."""
-    torch = _torch()
+    import torch
+
     storages: list[Any] = []
     with torch._C.DisableTorchFunction():
         for tensor in torch_tensors(values):
@@ -130,16 +128,11 @@ def _storages_of(values: Iterable[Any]) -> list[Any]:
     return storages
 
 
-@cache
-def _torch() -> Any:
-    import torch
-
-    return torch
-
-
 def _next_sequence_number() -> int:
     """Return the sequence number of the next autograd node on this thread."""
-    return int(_torch().autograd._get_sequence_nr())
+    import torch
+
+    return int(torch.autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
@@ -148,9 +141,11 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     Nodes of Python functions, and saved tensors that hooks pack, are skipped:
     reading these would run code of the program.
     """
-    torch, next_number = _torch(), _next_sequence_number()
+    import torch
+
+    next_number, autograd = _next_sequence_number(), torch._C._autograd
     # The number has not changed: the op made no node, and so saved nothing.
-    if next_number == since or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+    if next_number == since or autograd._top_saved_tensors_default_hooks(True) is not None:
         return []
     saved_values: list[Any] = []
     visited: set[Any] = set()
@@ -162,19 +157,12 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
             if node is None or node in visited or not since <= node._sequence_nr() < next_number:
                 continue
             visited.add(node)
-            saved_values += _saved_values(node)
+            kind: Any = type(node)
+            for name in _saved_attributes(kind):
+                with suppress(RuntimeError):  # freed, or written into since
+                    saved_values.append(getattr(node, name))
             nodes += [tensor for tensor, _ in node.next_functions]
     return _storages_of(saved_values)
-
-
-def _saved_values(node: Any) -> Iterator[Any]:
-    """Yield the values that an autograd node has saved."""
-    kind: Any = type(node)
-    for name in _saved_attributes(kind):
-        try:
-            yield getattr(node, name)
-        except RuntimeError:  # freed, or written into since
-            continue
 
 
 @cache
@@ -232,12 +220,6 @@ def _jax_facts(context: amanda.OpContext) -> None:
     context["profile"] = MeasuringFacts(passes=True, untimed=_COMPILED) if is_traced else MeasuringFacts()
 
 
-RULES: Sequence[Sequence[Any]] = (
-    ("*", _default_facts), ("pytorch", _pytorch_facts),
-    ("tensorflow", _tensorflow_facts), ("jax", _jax_facts),
-)  # fmt: skip
-
-
 class ProfileTool(amanda.Tool):
     """Measure the time and memory of each op.
 
@@ -269,18 +251,19 @@ class ProfileTool(amanda.Tool):
         **selection: Unpack[SelectOptions],
     ) -> None:
         super().__init__()
-        schedule = Schedule(wait, warmup, active, repeat)
-        schedule.check()
+        if repeat and not active:
+            raise OptionError(f"repeat={repeat} needs active, the number of steps to record in each cycle")
         self._follows_memory, self._tells_kernels = memory, kernels
         # It starts with the first op of a recorded step, on the thread of that op.
         self._kernels = KernelProfiler()
-        self._recorder = Recorder(schedule, limit, self._read_kernels)
+        self._recorder = Recorder(Schedule(wait, warmup, active, repeat), limit, self._read_kernels)
         self._sequences: dict[int, int] = {}
         self._untimed: dict[str, set[tuple[int, int | None]]] = {}
         self._batched: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}
         self._steps = Steps()
         self._steps.on_step(self._recorder.on_step)
-        self.depends_on(self._steps, StandardMapping(), MappingTool(RULES))
+        rules = [["pytorch", _pytorch_facts], ["tensorflow", _tensorflow_facts], ["jax", _jax_facts]]
+        self.depends_on(self._steps, StandardMapping(), MappingTool(rules))
         self.add_inst_for_op(self._instrument)
         if backward:
             self.add_inst_for_op(self._instrument, backward=True)
@@ -317,7 +300,7 @@ class ProfileTool(amanda.Tool):
 
     def _instrument(self, context: amanda.OpContext) -> None:
         """Insert the routines that measure the time and memory of an op."""
-        facts: MeasuringFacts = context["profile"]
+        facts: MeasuringFacts = context.get("profile") or MeasuringFacts()
         op = context.get_op_id(), context.get_backward_op_id()
         if facts.untimed:
             self._untimed.setdefault(facts.untimed, set()).add(op)

@@ -8,7 +8,7 @@ class Counts(Result):
         return [("conv2d", 53), ("relu", 49)]
 """
 
-from amanda.tools.results._display import NOTHING, amount, not_met, place_text, shortened
+from amanda.tools.results._display import NOTHING, amount, not_met, shortened
 from amanda.tools.results._files import (
     TooLargeError,
     check_file,
@@ -28,13 +28,14 @@ from amanda.tools.results._files import (
     to_json,
 )
 from amanda.tools.results._keyed import KeyedResult, PlacesResult
+from amanda.tools.results._layout import folded
 from amanda.tools.results._merging import Mergeable, Table, by_rank, can_merge, gather, load, merge, restored
 from amanda.tools.results._result import Column, Result
 
 __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "Result", "Table", "TooLargeError",
     "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "field_values",
-    "gather", "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met", "number_of",
-    "parsing", "place_text", "read_json", "read_npz", "read_text", "reading", "restored", "shortened",
-    "to_json",
+    "folded", "gather", "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met",
+    "number_of", "parsing", "read_json", "read_npz", "read_text", "reading", "restored",
+    "shortened", "to_json",
 ]  # fmt: skip

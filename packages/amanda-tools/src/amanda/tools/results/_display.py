@@ -55,16 +55,6 @@ def shortened(text: str, width: int) -> str:
 _BACKWARD = "_backward"
 
 
-def place_text(type: str, module: str, phase: str = "", source: str = "") -> str:
-    """Return the place of an op in words.
-
-    >>> place_text("softmax", "encoder.0", "forward", "model.py:12")
-    'softmax in encoder.0 (forward), model.py:12'
-    """
-    op_text = " in ".join(filter(None, (type, module))) + f" ({phase})" * bool(phase)
-    return ", ".join(filter(None, (op_text, source)))
-
-
 NOTHING = "No op was executed under this tool; `with amanda.apply(tool):` runs what is in it under the tool."
 """The note of an empty result."""
 

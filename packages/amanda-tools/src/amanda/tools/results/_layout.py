@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import printable
@@ -315,25 +315,34 @@ def as_text(result: Result, view: View, width: int | None = None) -> str:
 
     width: None for that of the terminal, or 80 without one; the variable COLUMNS sets another.
     """
-    # Sentences of a log are searched for, so they are folded for readers at a terminal alone.
-    is_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
-    folds = width is not None or is_terminal or bool(os.environ.get("COLUMNS"))
-    width = width or shutil.get_terminal_size().columns
     result = result._printed(view)
     sentences = [printable(sentence) for sentence in (result.title, *result.notes(), *result.remarks)]
     first = 1 + result._leading
-    table, omissions = _table_and_omissions(result, None if view.whole else width, view)
+    table_width = None if view.whole else width or shutil.get_terminal_size().columns
+    table, omissions = _table_and_omissions(result, table_width, view)
     above, below = (
-        "\n".join(filter(None, part)) for part in (sentences[:first], [omissions, *sentences[first:]])
+        folded("\n".join(filter(None, part)), width)
+        for part in (sentences[:first], [omissions, *sentences[first:]])
     )
-    if folds:
-        above, below = (
-            "\n".join(
-                fill(line, width, break_long_words=False, break_on_hyphens=False) for line in part.split("\n")
-            )
-            for part in (above, below)
-        )
     return "\n".join([*filter(None, [above]), *table, *filter(None, [below])])
+
+
+def folded(text: str, width: int | None = None) -> str:
+    """Return sentences with their lines folded, or as they are where nobody reads them at a terminal.
+
+    width: as of `as_text`.
+    """
+    # Sentences of a log are searched for, so they are folded for readers at a terminal alone.
+    is_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
+    if not (width or is_terminal or os.environ.get("COLUMNS")):
+        return text
+    width = width or shutil.get_terminal_size().columns
+    wrapper = TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+    lines = []
+    for line in text.split("\n"):
+        wrapper.subsequent_indent = line[: len(line) - len(line.lstrip())]
+        lines.append(wrapper.fill(line))
+    return "\n".join(lines)
 
 
 def _table_and_omissions(result: Result, width: int | None, view: View) -> tuple[list[str], str]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 from amanda.errors import AmandaError
@@ -218,12 +220,8 @@ class Sketch:
 
     def _bin_of_rank(self, rank: int) -> int:
         """Return the bin of the number at a rank, from 0; raise IndexError for a rank beyond the numbers."""
-        cumulative = 0
-        for index in sorted(self.counts):
-            cumulative += self.counts[index]
-            if cumulative > rank:
-                return index
-        raise IndexError(rank)
+        indices = sorted(self.counts)
+        return indices[bisect_right(list(accumulate(map(self.counts.__getitem__, indices))), rank)]
 
     def _bin_middle(self, index: int, least: float, most: float) -> float:
         """Return the middle of a bin; a known extreme for a bin without an end, 0 for those around zero."""

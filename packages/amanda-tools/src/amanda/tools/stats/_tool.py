@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import amanda
 from amanda.options import PositiveInt, Range, Share, checked
-from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, place_text
 from amanda.tools.mapping import is_partial
-from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, place_text, read_json
+from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json
 from amanda.tools.select import SelectOptions, select
 from amanda.tools.stats._accumulator import Accumulator
 from amanda.tools.stats._statistics import Bins, Sketch, Statistics
@@ -94,7 +94,6 @@ class StatsResult(Result):
         self.columns = _columns(self.quantiles)  # type: ignore[misc]
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each tensor."""
         return [
             (entry.phase, entry.type, entry.module, entry.source, entry.tensor, entry.dtype, entry.executions,
              entry.statistics.elements, *_shown_numbers(entry), *map(entry.quantile, self.quantiles),

@@ -47,7 +47,6 @@ class TraceResult(Result):
         self.graph = graph
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each op."""
         return [
             (op.phase, op.type, op.module, op.source, self._tensor_texts(op.inputs),
              self._tensor_texts((*op.outputs, *op.writes)), op.calls)

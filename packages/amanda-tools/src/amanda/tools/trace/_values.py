@@ -66,15 +66,8 @@ class FrameworkValues:
         # None for what has no elements, such as a handle.
         width = itemsize(dtype)
         size = None if shape is None or None in shape or width is None else prod(shape) * width
-        device = getattr(tensor, "device", None)
-        return Tensor(
-            index=UNRECORDED,
-            shape=shape,
-            dtype=dtype,
-            device=str(device) if device else None,
-            bytes=size,
-            **fields,
-        )
+        device = str(getattr(tensor, "device", None) or "") or None
+        return Tensor(index=UNRECORDED, shape=shape, dtype=dtype, device=device, bytes=size, **fields)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return kind and name of a tensor that no recorded op made."""
@@ -151,7 +144,6 @@ class PytorchValues(FrameworkValues):
         self._sent: dict[int, dict[Hashable, list[int]]] = {}
 
     def is_tensor(self, value: Any) -> bool:
-        """Return True for a tensor."""
         return isinstance(value, self._torch.Tensor)
 
     def version(self, tensor: Any) -> int | None:
@@ -218,7 +210,6 @@ class PytorchValues(FrameworkValues):
         return self._names[root]
 
     def next_node_number(self) -> int | None:
-        """Return the number that autograd gives this thread's next node."""
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         return number
 
@@ -255,8 +246,8 @@ class PytorchValues(FrameworkValues):
 _WRITING_TYPES = re.compile(
     r"Assign\w*|Resource(?:Sparse)?Apply\w+|ResourceScatter\w+|ResourceStridedSliceAssign"
 )
-_OUTPUT_KINDS = {"ReadVariableOp": "", "Const": "constant"}
-_OUTPUT_KINDS.update(dict.fromkeys(("VarHandleOp", "VariableV2", "Variable"), "parameter"))
+_OUTPUT_KINDS = {"ReadVariableOp": "", "Const": "constant", "VarHandleOp": "parameter",
+                 "VariableV2": "parameter", "Variable": "parameter"}  # fmt: skip
 """Kinds of outputs, by type of operation."""
 _FUNCTION = re.compile(r"__(?:inference|forward|backward)_(.+)_\d+")
 
@@ -272,16 +263,13 @@ class TensorflowValues(FrameworkValues):
         self._arguments: dict[str, Sequence[int]] = {}
 
     def is_tensor(self, value: Any) -> bool:
-        """Return True for a tensor, also for one of unknown rank."""
         # NumPy arrays and numbers have an element type too, and are not tensors here.
         return hasattr(value, "_id") and self._dtype(value) is not None
 
     def is_handle(self, tensor: Any) -> bool:
-        """Return True for a reference to a variable, an iterator or a dataset."""
         return self._dtype(tensor) in TENSORFLOW_HANDLES
 
     def name(self, tensor: Any) -> str | None:
-        """Return a symbol's name; eager tensors have none."""
         return str(tensor.name) if hasattr(tensor, "op") else None
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
@@ -383,7 +371,6 @@ class OnnxruntimeValues(FrameworkValues):
     """Values of ONNX graphs, which have one symbol each."""
 
     def name(self, tensor: Any) -> str | None:
-        """Return the value's name in the graph."""
         return str(tensor.name)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
