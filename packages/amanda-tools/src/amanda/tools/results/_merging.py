@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import amanda
 from amanda.errors import AmandaError
@@ -122,23 +122,17 @@ def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple
     Raises ValueError for a description that is none of a column.
     """
     name, unit, merge = description["name"], description.get("unit", ""), description.get("merge", "")
-    if not isinstance(name, str) or not isinstance(unit, str) or merge not in _MERGES:
+    if not isinstance(name, str) or not isinstance(unit, str) or merge not in ("", *_MERGE_FUNCTIONS):
         raise ValueError(f"it has a column {dict(description)}")
+    total = bool(description.get("total"))
     numbers = [number_of(value) for value in values]
     present = [value for value in numbers if value is not None]
-    if not present or not all(isinstance(value, (int, float)) for value in present):
-        if present:
-            merge = ""
-        return Column(
-            name, _text, bool(description.get("total", False)) and not present, unit=unit, merge=merge
-        ), values
+    if not present:
+        return Column(name, _text, total, unit=unit, merge=merge), values
+    if not all(isinstance(value, (int, float)) for value in present):
+        return Column(name, _text, unit=unit), values
     show: Any = partial(amount, unit=unit) if unit == "B" else "{:.1%}".format if unit == "share" else _number
-    return Column(
-        name, show, bool(description.get("total", False)), number=True, unit=unit, merge=merge
-    ), numbers
-
-
-_MERGES = ("", *(word for word in typing.get_args(typing.get_type_hints(Column)["merge"]) if word))
+    return Column(name, show, total, number=True, unit=unit, merge=merge), numbers
 
 
 def _text(value: Any) -> str:
@@ -218,18 +212,14 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     _check_same_tool(results)
     first = next(iter(results.values()))
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    cells = [row for result in results.values() for row in _weighted_rows(result)]
-    facts = _merged_facts(first.columns, cells, _source_tool(first) or first.name)
-    if _source_tool(first):
-        ranked = [
-            (_nested_rank(name, row[0]), *row[1:])
-            for name, result in results.items()
-            for row in result.rows()
-        ]
-        return Table(_RANKS, 1, first.columns, ranked, first.title, notes, facts)
-    rows = [(_rank_number(name), *row) for name, result in results.items() for row in result.rows()]
+    rows = [(name, row) for name, result in results.items() for row in result.rows()]
+    if tool := _source_tool(first):
+        ranked = [(_nested_rank(name, rank), *cells) for name, (rank, *cells) in rows]
+        return Table(_RANKS, 1, first.columns, ranked, first.title, notes, {"of": tool})
+    numbered = [(_rank_number(name), *row) for name, row in rows]
     columns = [Column("rank", number=True), *first.columns]
-    return Table(_RANKS, 1, columns, rows, f"{first.title or first.name} by rank", notes, facts)
+    title = f"{first.title or first.name} by rank"
+    return Table(_RANKS, 1, columns, numbered, title, notes, {"of": first.name})
 
 
 def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
@@ -245,77 +235,30 @@ def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 _RANKS = "ranks"
-# The fact that says by column of how many values the mean in each row is, for when it is merged again.
-_VALUES = "values_of_means"
-
 _MERGE_FUNCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
-
-
-class _Cell(NamedTuple):
-    """A value of a row, and of how many values of single results it is."""
-
-    value: Any
-    value_count: int
 
 
 def _merge_by_columns(results: Mapping[str, Result]) -> Table:
     """Return a table whose rows agree in all columns that do not merge."""
     first = next(iter(results.values()))
-    columns = first.columns
-    keys = [i for i, column in enumerate(columns) if not column.merge]
-    groups: dict[str, list[Sequence[_Cell]]] = {}
-    for row in (row for result in results.values() for row in _weighted_rows(result)):
+    keys = [i for i, column in enumerate(first.columns) if not column.merge]
+    groups: dict[str, list[Sequence[Any]]] = {}
+    for row in (row for result in results.values() for row in result.rows()):
         # By repr, as values of a file may be lists, which are not hashable.
         groups.setdefault(repr([row[i] for i in keys]), []).append(row)
-    merged_rows = [
-        [_merge_cells(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
-        for rows in groups.values()
+    rows = [
+        [_merge_values(column, values) for column, *values in zip(first.columns, *group, strict=True)]
+        for group in groups.values()
     ]
-    rows = [[cell.value for cell in row] for row in merged_rows]
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    facts = _merged_facts(columns, merged_rows, _source_tool(first))
-    return Table(first.name, first.version, columns, rows, first.title, notes, facts)
+    facts = {"of": tool} if (tool := _source_tool(first)) else {}
+    return Table(first.name, first.version, first.columns, rows, first.title, notes, facts)
 
 
-def _merged_facts(
-    columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], source_tool: str
-) -> dict[str, Any]:
-    """Return the facts of a merged table, which a further merge reads.
-
-    "of": the tool, if any.  _VALUES: by column with means, of how many values the mean in each row is.
-    """
-    facts: dict[str, Any] = {"of": source_tool} if source_tool else {}
-    value_counts = {
-        column.name: [row[i].value_count for row in rows]
-        for i, column in enumerate(columns)
-        if column.merge == "mean"
-    }
-    return {**facts, _VALUES: value_counts} if value_counts else facts
-
-
-def _weighted_rows(result: Result) -> list[list[_Cell]]:
-    """Return rows of cells: each value with how many values it is the mean of, 1 in an unmerged result."""
-    counts = result._facts().get(_VALUES, {}) if isinstance(result, Table) else {}
-    return [
-        [
-            _Cell(value, counts[column.name][i] if column.name in counts else int(value is not None))
-            for column, value in zip(result.columns, row, strict=True)
-        ]
-        for i, row in enumerate(result.rows())
-    ]
-
-
-def _merge_cells(column: Column, cells: Sequence[_Cell]) -> _Cell:
-    """Return the cells of one column as one: the first where the column does not merge, or all are empty."""
-    values = [cell.value for cell in cells if cell.value is not None]
-    count = sum(cell.value_count for cell in cells)
-    if not column.merge or not values:
-        return cells[0]
-    if column.merge == "mean":
-        # A mean of means would weigh a rank with few values like one with many.
-        total = sum(cell.value * cell.value_count for cell in cells if cell.value_count)
-        return _Cell(total / count, count)
-    return _Cell(_MERGE_FUNCTIONS[column.merge](values), count)
+def _merge_values(column: Column, values: Sequence[Any]) -> Any:
+    """Return the values of one column as one: the first where the column does not merge; None if all are."""
+    present = [value for value in values if value is not None]
+    return _MERGE_FUNCTIONS[column.merge](present) if column.merge and present else values[0]
 
 
 def _check_same_tool(results: Mapping[str, Result]) -> None:

@@ -45,7 +45,7 @@ class Column:
     shown: bool = True
     unit: str = ""
     folded: Literal["sum", "mean", "min", "max", ""] = ""
-    merge: Literal["sum", "min", "max", "mean", ""] = ""
+    merge: Literal["sum", "min", "max", ""] = ""
     priority: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
