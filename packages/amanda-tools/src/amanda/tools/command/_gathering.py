@@ -210,9 +210,7 @@ class Gathering:
         if label:
             path = path.with_name(f"{label}.{path.name}")  # the suffix says the form
         try:
-            file = tooling.home / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            result.save(file)
+            result.save(path)
         except Exception as error:  # results can still be printed
             self._lost.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None

@@ -16,10 +16,9 @@ import click
 
 import amanda
 from amanda import Instrumented
-from amanda.files import naming
 from amanda.tools.command._gathering import Teller
 from amanda.tools.command._line import PATH, configured, exit_status, limit_option, path_to_write, tool_option
-from amanda.tools.command._specs import SpecError, Tooling, made
+from amanda.tools.command._specs import SpecError, Tooling, make_tools
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
 _FORMS = (".csv", ".html", ".json", ".txt")
@@ -71,7 +70,7 @@ def _command(
         if steps := _STEPS & spec.given.keys():
             selectors = ", ".join(sorted(steps))
             raise SpecError(f"tool {spec.name}: {selectors} chooses steps, and a file has none")
-    toolings = made(specs)
+    toolings = make_tools(specs)
     load_states(states, toolings)
     with _ended_by_signal():
         instrumented = amanda.instrument(
@@ -90,8 +89,6 @@ def _command(
         teller.show(table)
     for tooling, tool_result in zip(toolings, results, strict=True):
         if tooling.out is not None:
-            with naming(tooling.out):
-                tooling.out.parent.mkdir(parents=True, exist_ok=True)
             tool_result.save(tooling.out)
     if report is not None:
         result.save(report)

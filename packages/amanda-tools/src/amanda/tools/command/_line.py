@@ -128,10 +128,6 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
         if path.suffix not in forms:
             raise click.BadParameter(f"{path} ends in none of {', '.join(forms)}")
         # Checked before the command runs, which may take hours until it writes.
-        if path.is_dir():
-            raise click.BadParameter(f"{path} is a folder")
-        if not path.parent.is_dir():
-            raise click.BadParameter(f"there is no folder {path.parent} for {path.name}")
         try:
             check_file_to_write(path)
         except FileError as error:

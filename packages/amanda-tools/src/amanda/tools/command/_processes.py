@@ -19,7 +19,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import IO, Any
 
-from amanda.tools.command._specs import Tooling, ToolSpec, made
+from amanda.tools.command._specs import Tooling, ToolSpec, make_tools
 
 if sys.platform != "win32":
     import fcntl
@@ -79,7 +79,7 @@ class Handed:
 
     def toolings(self) -> list[Tooling]:
         """Return new tools for one process."""
-        return made((ToolSpec(name, options) for name, options in self.tools), alone=True)
+        return make_tools((ToolSpec(name, options) for name, options in self.tools), alone=True)
 
 
 def nothing(tool: str, frameworks: Sequence[str]) -> str:

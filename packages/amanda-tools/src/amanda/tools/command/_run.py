@@ -21,7 +21,7 @@ from amanda.options import Range
 from amanda.plugins import driven_frameworks
 from amanda.tools.command._line import PATH, OptionType, compiled_option, configured, exit_status, tool_option
 from amanda.tools.command._processes import Handed, folder_of_ranks, is_in_rank, is_python, nothing
-from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, made, split_tools
+from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, make_tools, split_tools
 from amanda.tools.models import is_model
 from amanda.tools.models.__main__ import command as model_command
 from amanda.tools.results import Result
@@ -104,7 +104,10 @@ def _command(
         raise SpecError(f"{output} is a file; results are saved in a folder")
     if full and top is not None:
         raise SpecError("--full shows every row; give --full or --top, not both")
-    toolings = made(settings.tools, alone=True)  # so that errors come before the program starts
+    toolings = make_tools(settings.tools, alone=True)  # so that errors come before the program starts
+    for spec, tooling in zip(settings.tools, toolings, strict=True):
+        if tooling.out is not None:  # absolute, for processes that start in another folder
+            spec.given["out"] = str(tooling.out)
     _check_column(sort, toolings)
     # Of a whole model people ask first which parts take most.
     is_tree = is_model(program[0]) and not sort and top is None

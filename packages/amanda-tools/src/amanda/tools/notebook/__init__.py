@@ -9,7 +9,7 @@ from typing import Any
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.command import SpecError, Tooling, ToolSpec, made, split_tools
+from amanda.tools.command import SpecError, Tooling, ToolSpec, make_tools, split_tools
 from amanda.tools.select import leave_construction
 
 __all__ = ["load_ipython_extension"]
@@ -40,7 +40,7 @@ def load_ipython_extension(shell: Any) -> None:
         """
         words, _, statement = line.strip().partition(" ")
         try:
-            tools = made(map(ToolSpec.parse, split_tools(words)), alone=True) if words else []
+            tools = make_tools(map(ToolSpec.parse, split_tools(words)), alone=True) if words else []
             if not tools:
                 raise SpecError("no tool is given: %%amanda flops, or %amanda flops model(x)")
             if cell is not None and statement.strip():
@@ -91,5 +91,5 @@ def _show(shell: Any, tools: Iterable[Tooling]) -> None:
         results[tooling.name] = result
         display(result)
         if tooling.out is not None:
-            result.save(tooling.home / tooling.out)
+            result.save(tooling.out)
     shell.user_ns[RESULTS] = results
