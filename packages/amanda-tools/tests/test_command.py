@@ -139,9 +139,11 @@ limit = 3
 YAML = """
 output: results
 tools:
-  - name: flops
+  flops:
     module: [a, b]
-  - nan:stop,limit=3
+  nan:
+    stop: true
+    limit: 3
 """
 
 
@@ -164,7 +166,7 @@ def test_a_configuration_says_the_same_in_both_forms(tmp_path: Path, name: str, 
         ("a.json", "{}", "neither .toml nor .yaml"),
         ("a.toml", "[tool.flops]", "has 'tool'; did you mean tools?"),
         ("a.toml", "tools = 3", "give a table of tools"),
-        ("a.toml", "[tools]\nflops = 3", "neither a name nor a table"),
+        ("a.toml", "[tools]\nflops = 3", "tool flops is 3; give a table of its options"),
         ("a.yaml", "- flops", "has no keys"),
         ("a.toml", "output = 3", "give the path of a folder"),
         ("none.toml", None, "No such file"),

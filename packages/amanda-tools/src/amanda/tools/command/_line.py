@@ -255,25 +255,13 @@ def _read_table(path: Path) -> Any:
 
 
 def _tool_specs(path: Path, tools: Any) -> list[ToolSpec]:
-    """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`.
-
-    Raises SpecError for another form.
-    """
-    if isinstance(tools, Mapping):
-        # `[tools.flops]` without options is None in YAML, an empty table in TOML.
-        tables = {name: table or {} for name, table in tools.items()}
-        tools = [
-            {**table, "name": name} if isinstance(table, Mapping) else table for name, table in tables.items()
-        ]
-    if not isinstance(tools, list):
-        raise SpecError(f"{path}: tools is {tools!r}; give a table of tools by name, or a list")
+    """Return the specs in a table of tools by name; raise SpecError for another form."""
+    if not isinstance(tools, Mapping):
+        raise SpecError(f"{path}: tools is {tools!r}; give a table of tools by name")
     specs = []
-    for tool in tools:
-        if isinstance(tool, str):
-            specs.append(ToolSpec.parse(tool))
-        elif isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
-            options = {str(key): value for key, value in tool.items() if key != "name"}
-            specs.append(ToolSpec(tool["name"], options))
-        else:
-            raise SpecError(f"{path}: {tool!r} among the tools is neither a name nor a table with a name")
+    for name, table in tools.items():
+        options = table or {}  # `[tools.flops]` without options is None in YAML, an empty table in TOML
+        if not isinstance(options, Mapping):
+            raise SpecError(f"{path}: tool {name} is {options!r}; give a table of its options")
+        specs.append(ToolSpec(str(name), {str(key): value for key, value in options.items()}))
     return specs

@@ -12,12 +12,12 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from amanda.tools.command._specs import Tooling, ToolSpec, make_tools
 
@@ -166,9 +166,7 @@ def folder_of_ranks() -> str | None:
     name = f"amanda-{os.getuid()}-{sha256(run.encode()).hexdigest()[:16]}"
     try:
         folder = Path(tempfile.gettempdir()) / name
-        with suppress(
-            FileExistsError
-        ):  # a rank was first, or somebody else who may use the folder has the name
+        with suppress(FileExistsError):  # of another rank, or of somebody else
             folder.mkdir(mode=0o700)
         status = folder.lstat()
     except OSError:  # no temporary folder can be written to, or somebody has removed it
@@ -193,18 +191,17 @@ class Rank:
     def __init__(self, folder: str, label: str) -> None:
         self._folder = Path(folder)
         (self._folder / f"{label}.json").unlink(missing_ok=True)
-        self._alive: IO[str] | None = (self._folder / f"{label}.alive").open("w")
+        self._alive = (self._folder / f"{label}.alive").open("w")
         # The kernel releases the lock when the process dies, however it dies.
         fcntl.lockf(self._alive, fcntl.LOCK_EX)
 
     def end(self, leave: Callable[[], object], tell: Callable[[], None]) -> None:
         """Call `leave` to write the results of this rank, then `tell` if no other rank is alive."""
-        with _holding_lock(self._folder / "telling"):
+        with (self._folder / "telling").open("w") as lock:
             # Under the lock, so that exactly one rank finds that it is the last.
+            fcntl.lockf(lock, fcntl.LOCK_EX)
             leave()
-            if self._alive is not None:
-                self._alive.close()
-                self._alive = None
+            self._alive.close()
             if not any(map(_is_alive, self._folder.glob("*.alive"))):
                 tell()
 
@@ -218,11 +215,3 @@ def _is_alive(path: Path) -> bool:
         except OSError:
             return True
         return False
-
-
-@contextmanager
-def _holding_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which one process holds at a time, while the context is open."""
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        yield

@@ -199,7 +199,8 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
         return [sys.executable, "-m", "amanda.tools.models", *program], True
     path = Path(first)
     # A folder or a zip file with a __main__.py is a program to Python.
-    if path.is_dir() or (path.is_file() and _is_script(path)):
+    is_script = path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)
+    if path.is_dir() or (path.is_file() and is_script):
         return [sys.executable, *program], True
     executable = first if path.is_file() else shutil.which(first)
     if executable is None:
@@ -320,8 +321,3 @@ def _check_flags(program: Sequence[str]) -> None:
                 if argument.endswith(letter):
                     next(arguments, None)
                 break
-
-
-def _is_script(path: Path) -> bool:
-    """Return True for a Python file, and for a file that is not executable."""
-    return path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)

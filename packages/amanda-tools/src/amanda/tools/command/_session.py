@@ -234,17 +234,8 @@ def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
     leave: takes True if the next program runs under the tools; returns a function that withdraws the results
         that `leave` wrote, which is called if `exec` fails.
     """
-    for name in ("execv", "execve"):  # which the others of the family call
-        setattr(os, name, _leave_before(getattr(os, name), leave))
 
-
-def _leave_before(
-    original: Callable[..., Any], leave: Callable[[bool], Callable[[], None]]
-) -> Callable[..., Any]:
-    """Return a function in place of one of the exec family, which calls `leave` first."""
-
-    @functools.wraps(original)
-    def execute(path: Any, argv: Any, *env: Any) -> Any:
+    def execute(original: Callable[..., Any], path: Any, argv: Any, *env: Any) -> Any:
         """Leave the results, then replace the program; withdraw them if that fails."""
         withdraw = leave(_keeps_tools(path, *env)) if _can_be_run(path) else None
         try:
@@ -254,7 +245,8 @@ def _leave_before(
                 withdraw()
             raise
 
-    return execute
+    for name in ("execv", "execve"):  # which the others of the family call
+        setattr(os, name, functools.partial(execute, getattr(os, name)))
 
 
 def _can_be_run(path: Any) -> bool:
@@ -313,13 +305,7 @@ class Saving(threading.Thread):
             signal.set_wakeup_fd(previous_fd)
 
     def run(self) -> None:
-        """Save at intervals and at signals, until `end`."""
-        # Results are computed with the framework, and are not ops of the program.
-        with amanda.disabled():
-            self._run()
-
-    def _run(self) -> None:
-        """Save at intervals, and for a main thread that answers no signal."""
+        """Save at intervals, and for a main thread that answers no signal, until `end`."""
         while not self._ended.is_set():
             ready, _, _ = select.select([self._reading], [], [], self._every)
             arrived = os.read(self._reading, 64) if ready else b""
@@ -328,16 +314,15 @@ class Saving(threading.Thread):
             if ready and (not ending or self._ended.wait(_SOON)):
                 continue
             for number in ending:
-                self._send_again(number)
+                main = threading.main_thread().ident
+                # A handler of the program's own is not called twice.
+                if main is not None and signal.getsignal(number) == self._handler:
+                    signal.pthread_kill(main, number)
             # A main thread in native code runs no handler, so the results are saved for it.
             if not self._ended.wait(GRACE if ready else 0):
-                self._save()
-
-    def _send_again(self, number: int) -> None:
-        """Send a signal to the main thread, unless the program has a handler of its own for it."""
-        main = threading.main_thread().ident
-        if main is not None and signal.getsignal(number) == self._handler:
-            signal.pthread_kill(main, number)
+                # Results are computed with the framework, and are not ops of the program.
+                with amanda.disabled():
+                    self._save()
 
     def end(self) -> None:
         """End the thread."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import cache, lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -165,33 +164,12 @@ RULES = InstalledEntries("amanda.mappings", "mapping rule", RuleError)
 """Entry points: the name is a namespace, such as "mindspore"; the object a function `standard(context)`."""
 
 
-def installed_rules() -> list[list[Any]]:
-    """Return a rule for each entry, by name; its function is imported when it meets the first op."""
-    # Deferred, since importing a driver's rule imports its framework.
-    return [[name, _DeferredRule(name)] for name in RULES.names()]
-
-
-@dataclass(frozen=True)
-class _DeferredRule:
-    """A rule that is imported at the first op."""
-
-    name: str
-
-    def __call__(self, context: OpContext) -> None:
-        self._function(context)
-
-    @cached_property
-    def _function(self) -> Callable[[OpContext], None]:
-        """Return the function of the entry, which is imported now.
-
-        Raises RuleError if it cannot be called.
-        """
-        rule: Callable[[OpContext], None] = RULES.load(self.name)
-        if not callable(rule):
-            raise RuleError(
-                f"{RULES.describe(self.name)} is {rule!r}; it has to be a function of one context"
-            )
-        return rule
+def apply_installed(name: str, context: OpContext) -> None:
+    """Call the function of an entry, which is imported at the first op; raise RuleError for no function."""
+    rule = RULES.load(name)
+    if not callable(rule):
+        raise RuleError(f"{RULES.describe(name)} is {rule!r}; it has to be a function of one context")
+    rule(context)
 
 
 def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
@@ -219,12 +197,6 @@ def _installed_entry_points(path: tuple[str, ...]) -> Any:
     return entry_points()
 
 
-def forget_installed() -> None:
-    """Scan the distributions again at the next use."""
-    _installed_entry_points.cache_clear()
-    _entries_by_name.cache_clear()
-
-
 def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
     """Return a function that is True for the position and value of the weight's gradient in a pass.
 
@@ -235,7 +207,7 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
     """
     index, shape = context["weight_grad_index"], context["shape"]
     if index is None:
-        return _never
+        return lambda position, gradient: False
     extents, is_variable = _weight_extents(context)
 
     def is_weights(position: int, gradient: Any) -> bool:
@@ -277,11 +249,6 @@ def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bo
         return extents, context.get_variable(weight) is not None
     except AmandaError:
         return None, False
-
-
-def _never(position: int, gradient: Any) -> bool:
-    """Return False: the test for an op without a weight, or without a gradient of it."""
-    return False
 
 
 def _extents_agree(first: Sequence[int | None], second: Sequence[int | None], compares_extents: bool) -> bool:
@@ -349,7 +316,8 @@ class StandardMapping(MappingTool):
         super().__init__(
             [
                 *framework_rules,
-                *installed_rules(),
+                # Deferred, since importing a driver's rule imports its framework.
+                *([name, partial(apply_installed, name)] for name in RULES.names()),
                 ["*", write_weight_axes],
                 ["*", drop_absent_weight_gradient],
                 *rules,

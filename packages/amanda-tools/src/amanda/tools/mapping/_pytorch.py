@@ -9,7 +9,7 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._phases import phase_in_torch
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, only_factor
 
 _SAME = {
     "abs": "absolute",
@@ -181,7 +181,8 @@ def _describe_op(context: OpContext) -> None:
         kind = _generic_convolution(inputs)
     weight = weight_index(kind, name, inputs)
     if weight is None and kind in MATRIX_PRODUCTS and not context.namespace.matches("*/*/eager"):
-        weight = _weight_of_graph(context, kind, inputs)
+        # The values of a graph stand for what it is given when it runs, so they are no parameters themselves.
+        weight = only_factor(kind, lambda i: i < len(inputs) and context.get_variable(i) is not None)
     context["type"] = kind
     context["in_place"] = in_place or name == "setitem"
     context["weight_index"] = weight
@@ -213,18 +214,10 @@ def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     product = PRODUCTS.get(kind)
     index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
     if index is None and kind in MATRIX_PRODUCTS:
-        factors = [i for i in PRODUCTS[kind].factors if i < len(inputs) and _is_parameter(inputs[i])]
-        return factors[0] if len(factors) == 1 else None
+        return only_factor(kind, lambda i: i < len(inputs) and _is_parameter(inputs[i]))
     # Shapes tell apart what is None, a number, or a weight of a lazy module.
     present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
     return index if present else None
-
-
-def _weight_of_graph(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
-    """The factor that is a parameter of a graph, whose values stand for what it is given when it runs."""
-    positions = [i for i in MATRIX_PRODUCTS[kind].factors if i < len(inputs)]
-    factors = [i for i in positions if context.get_variable(i) is not None]
-    return factors[0] if len(factors) == 1 else None
 
 
 def _is_parameter(value: Any) -> bool:
@@ -316,15 +309,11 @@ _WEIGHT_GRAD_AT = {
 
 def _weight_grad_index(context: OpContext, node: str) -> int | None:
     """Return which gradient of a node is the weight's, in the weight's shape; None without one."""
-    weight = context["weight_index"]
+    kind, weight = context["type"], context["weight_index"]
     stem, order = _stem_and_order(node)
     if weight is None or order != 1 or context.get_backward_order() != 1:
         return None
-    return _weight_grad_by_node(context["type"], weight, snake(stem))
-
-
-def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
-    """Return the position of a gradient in the shape of the weight, by op and node; None without one."""
+    name = snake(stem)
     if kind in _WEIGHT_GRAD_AT:
         return _WEIGHT_GRAD_AT[kind].get(name)
     if kind in MATRIX_PRODUCTS:

@@ -8,7 +8,7 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._phases import in_construction
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes, only_factor
 
 _SAME = {
     "add": "Add AddV2 AssignAddVariableOp AssignAdd",
@@ -146,8 +146,7 @@ def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | 
     None of other ops, and where no factor or both are.
     """
     if kind in MATRIX_PRODUCTS:
-        factors = [i for i in MATRIX_PRODUCTS[kind].factors if is_parameter(context, inputs, i)]
-        return factors[0] if len(factors) == 1 else None
+        return only_factor(kind, lambda i: is_parameter(context, inputs, i))
     if kind in PRODUCTS:
         return PRODUCTS[kind].weight
     return {"batch_norm": 1, "embedding": 0}.get(kind)

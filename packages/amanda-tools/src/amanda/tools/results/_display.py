@@ -121,15 +121,14 @@ def html_table(
 
 def _cells(row: Sequence[tuple[str, Any]], marks: Sequence[str]) -> str:
     """Return the cells of a row as HTML.  marks: attributes of each column's cells."""
+    # A tooltip shows text that was shortened.
+    tooltips = [
+        f' title="{escape(value)}"' if isinstance(value, str) and value != text else "" for text, value in row
+    ]
     return "".join(
-        f"<td{mark}{_title_attribute(text, value)}>{escape(text)}</td>"
-        for (text, value), mark in zip(row, marks, strict=True)
+        f"<td{mark}{tooltip}>{escape(text)}</td>"
+        for (text, _), mark, tooltip in zip(row, marks, tooltips, strict=True)
     )
-
-
-def _title_attribute(text: str, value: Any) -> str:
-    """Return the attribute for a tooltip that shows text in full; "" where the cell shows it already."""
-    return f' title="{escape(value)}"' if isinstance(value, str) and value != text else ""
 
 
 def html_sentences(sentences: Sequence[str]) -> str:

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from textwrap import fill
+from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
 
 from amanda.errors import printable
@@ -105,11 +105,6 @@ def _combined(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[
         key = (_INDEX.sub("*", path, count=1), count, *labels)
         groups_by_key.setdefault(key, []).append(row)
     return list(groups_by_key.values())
-
-
-def cells_of(columns: Sequence[Column], group: Rows) -> list[str]:
-    """Return the texts of a row that stands for a group."""
-    return [_cell_text(column, [row[i] for row in group]) for i, column in enumerate(columns)]
 
 
 def _cell_text(column: Column, values: Sequence[Any]) -> str:
@@ -323,16 +318,11 @@ def as_text(result: Result, view: View, width: int | None = None) -> str:
     sentences = [printable(sentence) for sentence in (result.title, *result.notes(), *result.remarks)]
     first = 1 + result._leading
     table, omissions = _table_and_omissions(result, None if view.whole else width, view)
-    above, below = (
-        "\n".join(filter(None, part)) for part in (sentences[:first], [omissions, *sentences[first:]])
-    )
+    lines = ["\n".join(filter(None, part)) for part in (sentences[:first], [omissions, *sentences[first:]])]
     if folds:
-        above, below = (
-            "\n".join(
-                fill(line, width, break_long_words=False, break_on_hyphens=False) for line in part.split("\n")
-            )
-            for part in (above, below)
-        )
+        fold = TextWrapper(width, break_long_words=False, break_on_hyphens=False).fill
+        lines = ["\n".join(map(fold, text.split("\n"))) for text in lines]
+    above, below = lines
     return "\n".join([*filter(None, [above]), *table, *filter(None, [below])])
 
 
@@ -345,7 +335,13 @@ def _table_and_omissions(result: Result, width: int | None, view: View) -> tuple
     if result._combines:
         groups = groups_of(result.columns, rows, view, result._order)
     shown = groups if view.whole or not result._combines else groups[: view.top]
-    cells = [[printable(text, line=True) for text in cells_of(result.columns, group)] for group in shown]
+    cells = [
+        [
+            printable(_cell_text(column, [row[i] for row in group]), line=True)
+            for i, column in enumerate(result.columns)
+        ]
+        for group in shown
+    ]
     sort_position = position_of(result.columns, view.sort) if view.sort else None
     columns = [
         replace(column, priority=_SORTED) if i == sort_position else column

@@ -133,12 +133,6 @@ def is_about_ops(source: Source) -> bool:
     return bool(rows) and all(key in rows[0] for key in KEYS)
 
 
-def ops_named_by(*lists: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return ops without a graph, in the order in which rows name them, each place once."""
-    places = {key_of(row): None for rows in lists for row in rows}
-    return [dict(zip(KEYS, key, strict=True)) for key in places]
-
-
 def table(source: Source, ops: Ops) -> dict[str, Any]:
     """Return columns and rows, with the ops of each row.
 
@@ -277,7 +271,9 @@ def to_page(*results: str | Path | Result, title: str | None = None) -> str:
     heading = title or names
     with parsing(names, "result"):
         data = _embedded(document(sources, heading))
-    style, script = _asset("view.css"), _script()
+    # One function around all, so that the page has no globals; browsers load no modules from files.
+    modules = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    style, script = _asset("view.css"), f'"use strict";\n(() => {{\n{modules}\n}})();\n'
     library = _asset("dagre.min.js").partition("//# sourceMappingURL")[0]
     parts = {
         "title": escape(heading),
@@ -295,8 +291,11 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     """Return all that the page shows, as plain values."""
     trace = next((source for source in sources if source.schema == "amanda.trace"), None)
     tables = [source for source in sources if source is not trace]
-    rows = (source.list_of("rows") for source in tables if is_about_ops(source))
-    ops = ops_named_by(*rows) if trace is None else trace.list_of("ops")
+    if trace is not None:
+        ops = trace.list_of("ops")
+    else:  # those that rows name, in order, each place once
+        rows = (row for source in tables if is_about_ops(source) for row in source.list_of("rows"))
+        ops = [dict(zip(KEYS, key, strict=True)) for key in dict.fromkeys(map(key_of, rows))]
     page_ops = Ops(ops)
     partition = next((source for source in sources if source.schema == "amanda.partition"), None)
     return {
@@ -353,13 +352,6 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _script() -> str:
-    """Return the script of the page."""
-    # One function around all, so that the page has no globals; browsers load no modules from files.
-    modules = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    return f'"use strict";\n(() => {{\n{modules}\n}})();\n'
-
-
 def _asset(name: str) -> str:
     """Return the text of a file that the page is made of."""
     return (files("amanda.tools.view") / "page" / name).read_text(encoding="utf-8")
@@ -384,7 +376,7 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
     a result's save(), also gzipped. Of several files, results for the same op are shown together.
     Chrome traces open in https://ui.perfetto.dev instead.
     """
-    page = output or _default_page(files[0])
+    page = output or Path(f"{files[0].name.removesuffix('.gz').removesuffix('.json')}.view.html")
     write_file(page, to_page(*files, title=title))
     sys.stdout.write(f"{page}\n")
     if shown:
@@ -394,8 +386,3 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
 def main(arguments: Sequence[str]) -> int:
     """Make one self-contained HTML page of saved results."""
     return exit_status(_command, "amanda view", arguments)
-
-
-def _default_page(file: Path) -> Path:
-    """Return the page for a file in the working directory: run.view.html for run.json.gz."""
-    return Path(f"{file.name.removesuffix('.gz').removesuffix('.json')}.view.html")
