@@ -325,7 +325,6 @@ class Saving(threading.Thread):
                     self._save()
 
     def end(self) -> None:
-        """End the thread."""
         self._ended.set()
         # Wakes the thread, which waits in select.
         os.write(self._writing, b"\0")

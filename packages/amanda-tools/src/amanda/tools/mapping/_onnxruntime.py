@@ -111,7 +111,9 @@ def dtype(value: Any) -> str | None:
 def _op_word(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
     """Return the vocabulary's word for a node; its own type where there is none."""
     if name in SPATIAL:
-        axes = _spatial_axes(inputs)
+        # Axes beside batch and channels, by data or kernel, whichever has a known rank.
+        ranks = [len(extents) for extents in map(shape, inputs[:2]) if extents is not None]
+        axes = next((rank - 2 for rank in ranks if rank > 2), None)
         return name if axes is None else f"{SPATIAL[name]}{axes}d"
     if name == "Gather" and _is_initializer(context, 0) and context.get_attrs().get("axis", 0) == 0:
         return "embedding"
@@ -120,12 +122,6 @@ def _op_word(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
     if name == "Mean":
         return "add_n"
     return WORDS.get(name, name)
-
-
-def _spatial_axes(inputs: Sequence[Any]) -> int | None:
-    """Return the number of axes beside batch and channels, by data or kernel; None where neither tells."""
-    ranks = [len(extents) for extents in map(shape, inputs[:2]) if extents is not None]
-    return next((rank - 2 for rank in ranks if rank > 2), None)
 
 
 def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any]) -> int | None:

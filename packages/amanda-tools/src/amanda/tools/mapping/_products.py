@@ -107,7 +107,6 @@ class WeightLayout(str):
     groups: int
 
     def __new__(cls, axes: str, groups: int) -> WeightLayout:
-        """Return the letters, with the number of groups."""
         layout = super().__new__(cls, axes)
         layout.groups = groups
         return layout

@@ -177,8 +177,9 @@ def _describe_op(context: OpContext) -> None:
     inputs = context.get_inputs()
     in_place = name.endswith("_") and not name.endswith("__")
     kind = word(name.removesuffix("_") if in_place else name)
-    if kind == "convolution":
-        kind = _generic_convolution(inputs)
+    if kind == "convolution":  # (input, weight, bias, stride, padding, dilation, transposed, ...)
+        is_transposed = len(inputs) > 6 and bool(inputs[6])
+        kind = f"conv{'_transpose' * is_transposed}{len(shape(inputs[1]) or ()) - 2}d"
     weight = weight_index(kind, name, inputs)
     if weight is None and kind in MATRIX_PRODUCTS and not context.namespace.matches("*/*/eager"):
         # The values of a graph stand for what it is given when it runs, so they are no parameters themselves.
@@ -194,13 +195,6 @@ def _describe_op(context: OpContext) -> None:
 def word(name: str) -> str:
     """The vocabulary's word for an ATen operator; its own name where there is none."""
     return WORDS.get(name, name)
-
-
-def _generic_convolution(inputs: Sequence[Any]) -> str:
-    """`torch.convolution(input, weight, bias, stride, padding, dilation, transposed, ...)`."""
-    rank = len(shape(inputs[1]) or ()) - 2
-    transposed = len(inputs) > 6 and bool(inputs[6])
-    return f"conv_transpose{rank}d" if transposed else f"conv{rank}d"
 
 
 _WEIGHT_AT = {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import amanda
 from amanda.errors import AmandaError
@@ -56,7 +56,9 @@ def load_ipython_extension(shell: Any) -> None:
         # tensor computes with it, which is no part of the cell.
         with (
             amanda.apply(*(tooling.tool for tooling in tools)),
-            _replaced(shell.display_formatter, "format", amanda.disabled()(shell.display_formatter.format)),
+            patch.object(
+                shell.display_formatter, "format", amanda.disabled()(shell.display_formatter.format)
+            ),
         ):
             execution = shell.run_cell(statement if cell is None else cell)
         _show(shell, tools)
@@ -65,19 +67,6 @@ def load_ipython_extension(shell: Any) -> None:
             raise CellError(type(cause).__name__)
 
     shell.register_magic_function(magic, "line_cell", "amanda")
-
-
-@contextmanager
-def _replaced(holder: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have another function in place of a method of an object while the context is open."""
-    previous = vars(holder).get(name)  # an extension may have put its own there
-    setattr(holder, name, function)
-    try:
-        yield
-    finally:
-        delattr(holder, name)
-        if previous is not None:
-            setattr(holder, name, previous)
 
 
 def _show(shell: Any, tools: Iterable[Tooling]) -> None:

@@ -24,6 +24,7 @@ from amanda.tools.results._files import (
     read_npz,
     read_text,
     reading,
+    schema_of,
     to_json,
 )
 from amanda.tools.results._keyed import KeyedResult, PlacesResult
@@ -34,5 +35,5 @@ __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "Result", "Table",
     "TooLargeError", "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "gather",
     "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met", "number_of", "parsing",
-    "read_json", "read_npz", "read_text", "reading", "restored", "shortened", "to_json",
+    "read_json", "read_npz", "read_text", "reading", "restored", "schema_of", "shortened", "to_json",
 ]  # fmt: skip

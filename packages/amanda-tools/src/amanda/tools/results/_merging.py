@@ -38,15 +38,12 @@ class Table(Result):
         self._rows, self._notes, self._content = list(rows), tuple(notes), dict(facts or {})
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return the rows."""
         return self._rows
 
     def notes(self) -> Sequence[str]:
-        """Return the notes of the result."""
         return self._notes
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the facts of the result."""
         return self._content
 
     @classmethod
@@ -90,10 +87,7 @@ def _checked_result(content: Mapping[str, Any]) -> Result:
 
 def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
     """Return the result that `to_dict` described; like: a result of the same class, if there is one."""
-    schema = schema_of(content)
-    if not schema.startswith("amanda."):
-        raise ValueError(f"its schema is {schema!r}; expected one that begins with 'amanda.'")
-    name = schema.removeprefix("amanda.")
+    name = schema_of(content).removeprefix("amanda.")
     result_class: Any = type(like) if like is not None and like.name == name else _result_class(name)
     if not hasattr(result_class, "from_dict"):
         return Table.of(content)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
-from amanda.tools.results._display import html_page, html_sentences, html_table, shortened
+from amanda.tools.results._display import html_page, html_result, html_table, shortened
 from amanda.tools.results._files import to_json
 from amanda.tools.results._layout import ROWS_SHOWN, View, as_text, attribute_name, position_of
 
@@ -172,18 +172,18 @@ class Result(ABC):
         """Return the table as HTML, with the leading notes above it and the others below."""
         if (printed := self._printed(View())) is not self:
             return printed._repr_html_()
+        notes = self._sentences
         if not self._shows_table:
-            return html_sentences([*filter(None, [self.title]), *self._sentences])
+            return html_result([*filter(None, [self.title]), *notes], "", ())
         rows = self.rows()
         cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
         numbers = [column.total or column.number for column in self.columns]
-        notes = self._sentences
-        notes_above, notes_below = notes[: self._leading], notes[self._leading :]
         totals = self._totals(rows)
         if any(totals) and not totals[0]:
             totals[0] = "total"
-        return html_table(self.title, names, numbers, cells, totals, notes_below, notes_above)
+        table = html_table(self.title, names, numbers, cells, totals)
+        return html_result(notes[: self._leading], table, notes[self._leading :])
 
     def _cell_texts(self, row: Sequence[Any]) -> list[str]:
         """Return the values of a row as its columns show them; "" for None."""

@@ -22,10 +22,7 @@ from amanda.errors import AmandaError
 from amanda.files import write_file
 from amanda.options import checked
 from amanda.tools.command import exit_status, limit_option, path_to_write
-from amanda.tools.results import Result, number_of, parsing, read_json
-
-# Versions of the schemas of which more is read than the table.
-_NEWEST = {"amanda.trace": 1}
+from amanda.tools.results import Result, check_schema, number_of, parsing, read_json, schema_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Source:
 
     name: str
     schema: str
-    version: int
+    version: Any
     content: Mapping[str, Any]
 
     def list_of(self, key: str) -> list[dict[str, Any]]:
@@ -62,7 +59,7 @@ def read(result: str | Path | Result) -> Source:
 def _checked_source(name: str, content: Any) -> Source:
     """Return the content of a file with its schema, checked.
 
-    Raises AmandaError for a Chrome trace, another schema, and a newer version.
+    Raises AmandaError for a Chrome trace, and ValueError for another schema and for a newer version.
     """
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
@@ -70,19 +67,10 @@ def _checked_source(name: str, content: Any) -> Source:
             f"{name} is a Chrome trace; open it in https://ui.perfetto.dev. A profile saved as "
             '"profile.json" has the times of the same ops for this page'
         )
-    if not isinstance(content, dict):
-        raise AmandaError(f"{name} holds {type(content).__name__}, no object with a schema")
-    schema, version = content.get("schema"), content.get("version")
-    if not isinstance(schema, str) or not schema.startswith("amanda."):
-        raise AmandaError(f"{name} has the schema {schema!r}; expected one that begins with 'amanda.'")
-    if not isinstance(version, int):
-        raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected an integer")
-    if version > _NEWEST.get(schema, version):
-        raise AmandaError(
-            f"{name} is {schema} {version}, newer than {_NEWEST[schema]}, which this amanda-tools reads: "
-            "update amanda-tools"
-        )
-    return Source(name, schema, version, content)
+    schema = schema_of(content)
+    if schema == "amanda.trace":  # of which more is read than the table
+        check_schema(content, "trace", 1)
+    return Source(name, schema, content.get("version"), content)
 
 
 def by_column(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:

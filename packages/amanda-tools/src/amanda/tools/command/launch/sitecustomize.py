@@ -228,7 +228,6 @@ class _LoadedModule:
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: Any) -> Any:
-        """Return the module."""
         return self._module
 
     def exec_module(self, module: Any) -> None:
