@@ -291,6 +291,14 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "amanda run -t flops -- train.py" in capsys.readouterr().out
 
 
+def test_a_tool_that_is_given_twice_is_refused_unless_its_options_differ() -> None:
+    with pytest.raises(SpecError, match="tool flops:module=a is given twice; give it once, or with other"):
+        make_tools(map(ToolSpec.parse, ("flops:module=a", "nan", "flops:module=a")))
+    assert [tooling.name for tooling in make_tools(map(ToolSpec.parse, ("flops", "flops:module=a")))] == [
+        "flops", "flops-2",
+    ]  # fmt: skip
+
+
 def test_the_command_line_comes_before_the_configuration() -> None:
     config = [ToolSpec("flops", {"module": "a", "out": "x.json"}), ToolSpec("nan")]
     line = [ToolSpec.parse("flops:module=b"), ToolSpec.parse("flops:module=c"), ToolSpec("stats")]

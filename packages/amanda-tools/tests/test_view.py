@@ -278,7 +278,7 @@ def test_what_any_tool_tells_can_be_shown(tmp_path: Path, name: str, monkeypatch
         ('{"schema": "other"}', r"its schema is 'other'; expected one that begins with 'amanda\.'"),
         ('{"rows": []}', r"it names no schema, as what a result's save"),
         ('{"schema": "amanda.trace", "version": "1"}', r"it is version '1' of amanda\.trace"),
-        ('{"schema": "amanda.trace", "version": 99}', r"version 99 of amanda\.trace, .*update the distribution"),
+        ('{"schema": "amanda.trace", "version": 99}', r"version 99 of amanda\.trace, .*update the dist"),
         ('{"schema": "amanda.cost", "version": 1, "rows": 3}', r"x\.json: `rows` is to be a list of objects"),
         ('{"schema": "amanda.trace", "version": 1, "ops": [], "tensors": [{"consumers": [4]}]}',
          r"x\.json: tensor 0 names op 4, but the ops are numbered 0 to -1"),

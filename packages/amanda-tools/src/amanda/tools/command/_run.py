@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -111,7 +112,7 @@ def _command(
     _check_column(sort, toolings)
     # Of a whole model people ask first which parts take most.
     is_tree = is_model(program[0]) and not sort and top is None
-    view = {"sort": sort, "depth": depth, "whole": full, "tree": is_tree, **({"top": top} if top else {})}
+    view = {"top": top, "sort": sort, "depth": depth, "whole": full, "tree": is_tree}
     return launch(
         program, settings.tools, [tooling.name for tooling in toolings], output,
         quiet=quiet, view=view, every=every, compiled=compiled, construction=construction,
@@ -296,7 +297,8 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
     status = children[0].wait()
     for number, handler in previous_handlers.items():
         signal.signal(number, handler)
-    report_other_processes(handed)
+    # A program that failed has said why, and need not be told that it executed no op.
+    report_other_processes(replace(handed, nothing=[]) if status else handed)
     if status < 0:
         # Shells tell a death by signal from an exit status, so we die of the same one.
         signal.signal(-status, signal.SIG_DFL)

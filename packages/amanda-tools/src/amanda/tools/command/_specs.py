@@ -353,9 +353,11 @@ def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
     Raises what `ToolSpec.make` raises.
     """
     # One counter for all tools, or each would watch every op for its own.
-    steps, counts = Steps(), Counter[str]()
+    steps, counts, specs = Steps(), Counter[str](), list(specs)
     toolings = []
-    for spec in specs:
+    for number, spec in enumerate(specs):
+        if spec in specs[:number]:
+            raise SpecError(f"tool {spec} is given twice; give it once, or with other options")
         tooling = spec.make(steps, alone)
         counts[spec.name] += 1
         if counts[spec.name] > 1:

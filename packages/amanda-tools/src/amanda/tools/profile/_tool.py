@@ -414,6 +414,7 @@ def _is_fed(context: amanda.OpContext) -> bool:
 @checked
 def profile(
     function: Callable[..., Any],
+    /,
     *inputs: Any,
     warmup: NonNegativeInt = 1,
     calls: PositiveInt = 1,

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
+from amanda.options import PositiveInt, checked
 from amanda.tools.results._display import html_page, html_result, html_table, shortened
 from amanda.tools.results._files import to_json
-from amanda.tools.results._layout import ROWS_SHOWN, View, as_text, attribute_name, position_of
+from amanda.tools.results._layout import View, as_text, attribute_name, position_of
 
 if TYPE_CHECKING:
     import pandas
@@ -129,12 +130,13 @@ class Result(ABC):
     def __str__(self) -> str:
         return as_text(self, View())
 
-    def table(self, top: int = ROWS_SHOWN, sort: str = "", depth: int | None = None) -> str:
+    @checked
+    def table(self, top: PositiveInt | None = None, sort: str = "", depth: PositiveInt | None = None) -> str:
         """Return the result as text.
 
-        top: number of rows.  sort: a column, whose largest values come first.  depth: number of components of
-        a module's path, below which rows are combined.
-        Raises AmandaError for another column.
+        top: number of rows; None for 15, and for all rows of a tree.  sort: a column, whose largest values
+        come first.  depth: number of components of a module's path, below which rows are combined.
+        Raises AmandaError for another column, and OptionError for other values.
         """
         if sort and not self._has_column(sort):
             names = [column.name for column in self.columns]

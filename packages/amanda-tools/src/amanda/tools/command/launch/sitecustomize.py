@@ -52,13 +52,14 @@ class Process:
 
     def begin(self) -> None:
         """Open the scope at once in a rank, for which others wait; in other processes when it is needed."""
+        if self._is_root:
+            self._watch_exit()
         if (self._is_root and self._handed["is_rank"]) or not self._names.isdisjoint(sys.modules):
             self.open()
             return
         if self._is_root:
             os.environ.setdefault("AMANDA_PROCESS", "main")  # so that other processes know that they are not
             self.listen()
-            self._watch_exit()
             for name in ("execv", "execve"):
                 self._open_before(os, name)
         self._open_before(threading.Thread, "start")
