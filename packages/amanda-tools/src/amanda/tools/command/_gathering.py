@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ _MORE = 1 << 28
 class Gathering:
     """The tools of one process, and the way of their results to the root process.
 
-    messages: the list to which warnings are appended while the process runs.
+    messages: the list to which warnings are appended while the process runs.  is_quiet: print no results.
     Each process writes `<label>.json` into the folder that the processes share, after all other files: for
     each tool its result as `to_dict` gives it, or as text, and the messages.
     """
@@ -41,12 +40,9 @@ class Gathering:
         self._tools = tools
         self._logged = messages
         self._label = label
+        self.is_quiet = handed.quiet
         # Several roots that know nothing of each other save under names of their own.
         self._suffix = "" if label.partition(".")[0] == "main" or handed.together else label
-
-    def silence(self) -> None:
-        """Print no results."""
-        self._handed = replace(self._handed, quiet=True)
 
     def leave(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
         """Save this process's results, and write them into a file for the root process; return its path.
@@ -110,10 +106,10 @@ class Gathering:
         self._lost = []
         folder = Path(self._handed.folder)
         results = self._read_results(folder)
-        if not self._handed.quiet:  # the output of the program comes first
+        if not self.is_quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-        teller = Teller(self._handed.quiet, self._handed.view)
+        teller = Teller(self.is_quiet, self._handed.view)
         # A rank that was killed left no file, so the number of ranks comes from those that did.
         expected = max((result["ranks"] for result in results.values()), default=0)
         missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known

@@ -123,7 +123,7 @@ class Session:
 
     def silence(self) -> None:
         """Print no results, of a program that has failed and says why."""
-        self._gathering.silence()
+        self._gathering.is_quiet = True
 
     def finish(self, failed: bool = False) -> None:
         """Close the scope once; write the results for the root process, or print those of all processes.

@@ -91,7 +91,11 @@ def _convert(value: Given, annotation: Any) -> Any:
     plain = _plain(annotation)
     origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
-        return _read_first(value, members, annotation)
+        # Text is tried last: 1 and none may be values of another type.
+        for member in sorted(members, key=lambda kind: _plain(kind) is str):
+            with suppress(Unreadable):
+                return read(value, member)
+        raise _unreadable_error(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
     if origin is Literal:
         return _read_literal(value, members, annotation)
     if _is_list(plain):
@@ -117,15 +121,6 @@ def _unreadable_error(annotation: Any, why: str = "") -> Unreadable:
     kind = kind_of(annotation)
     expected = kind.words if kind.words.endswith(kind.text) else kind.text
     return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
-
-
-def _read_first(value: Given, members: Sequence[Any], annotation: Any) -> Any:
-    """Return the value as the first type of a union that takes it; raise Unreadable if none does."""
-    # Text is tried last: 1 and none may be values of another type.
-    for member in sorted(members, key=lambda kind: _plain(kind) is str):
-        with suppress(Unreadable):
-            return read(value, member)
-    raise _unreadable_error(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
 
 
 def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:

@@ -38,6 +38,13 @@ _ALIGNED = 16
 class TensorFlowTensorLibrary(Tensors):
     """Tensors of TensorFlow; arrays to compute with share the memory of tensors on the host."""
 
+    def __init__(self) -> None:
+        _REQUIRED.check()
+        from tensorflow.python.framework.ops import EagerTensor
+        from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+        self._eager_tensor, self._variable = EagerTensor, ResourceVariable
+
     def library(self, *values: Any) -> Any:
         """Return TensorFlow, which has some functions under NumPy's names; methods call the others."""
         return tf
@@ -143,7 +150,7 @@ class TensorFlowTensorLibrary(Tensors):
     def shared(self, x: Any) -> NDArray[Any] | None:
         """Return an array that shares the memory of an eager tensor on the host; a hot path."""
         # _datatype_enum and _numpy_internal are private, and faster than dtype and numpy(), which check more.
-        if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY:
+        if type(x) is not self._eager_tensor or x._datatype_enum() not in _NUMPY:
             return None
         # Reading the name of a device makes a string each time, so without other devices it is not asked.
         if not _has_only_cpus() and "CPU" not in x.device:
@@ -153,7 +160,7 @@ class TensorFlowTensorLibrary(Tensors):
 
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
         """Return arrays that share the memory of floating tensors on the host; a hot path."""
-        arrays, eager, only_cpus = [], _eager_tensor(), _has_only_cpus()
+        arrays, eager, only_cpus = [], self._eager_tensor, _has_only_cpus()
         for x in values:
             if type(x) is not eager:
                 return None
@@ -165,14 +172,13 @@ class TensorFlowTensorLibrary(Tensors):
         return arrays
 
     def is_in_host_memory(self, x: Any) -> bool:
-        return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0") and tf.executing_eagerly()
+        return isinstance(x, self._eager_tensor) and x.device.endswith("CPU:0") and tf.executing_eagerly()
 
     def with_gradient(
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
         """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
-        _REQUIRED.check()
         from tensorflow.python.eager import record
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -212,7 +218,7 @@ class TensorFlowTensorLibrary(Tensors):
     def assign(self, state: Any, value: Any) -> None:
         """Write new values into a variable."""
         array = np.asarray(value, np.float32).reshape(state.shape)
-        if type(state) is _variable() and tf.executing_eagerly():  # a hot path
+        if type(state) is self._variable and tf.executing_eagerly():  # a hot path
             # DLPack shares memory that is aligned, where a conversion would copy the array.
             tensor = tf.experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
             tf.raw_ops.AssignVariableOp(resource=state.handle, value=tensor)
@@ -221,7 +227,7 @@ class TensorFlowTensorLibrary(Tensors):
 
     def read(self, state: Any) -> Any:
         # A hot path; reads of trainable variables have to be recorded by tapes.
-        if type(state) is _variable() and not state.trainable:
+        if type(state) is self._variable and not state.trainable:
             return tf.raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
         return tf.convert_to_tensor(state)
 
@@ -236,24 +242,6 @@ def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @cache
-def _eager_tensor() -> Any:
-    """Return the class of eager tensors."""
-    _REQUIRED.check()
-    from tensorflow.python.framework.ops import EagerTensor
-
-    return EagerTensor
-
-
-@cache
 def _has_only_cpus() -> bool:
     """Return True if TensorFlow, which has begun to compute, knows processors alone."""
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())
-
-
-@cache
-def _variable() -> Any:
-    """Return the class of variables."""
-    _REQUIRED.check()
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-
-    return ResourceVariable

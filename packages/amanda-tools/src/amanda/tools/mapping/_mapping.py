@@ -79,8 +79,6 @@ def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:
     label: of the rule in messages, such as "rules[0]".
     """
     expected = "a rule is [namespace, before] or [namespace, before, after]"
-    if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
-        raise RuleError(f"{label} is {rule!r}; {expected}")
     if len(rule) not in (2, 3):
         raise RuleError(f"{label} has {len(rule)} elements; {expected}")
     namespace, *functions = rule

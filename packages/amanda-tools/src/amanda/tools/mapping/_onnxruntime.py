@@ -26,8 +26,6 @@ _SAME = {
     "getitem": "Slice",
     "group_norm": "GroupNormalization GroupNorm",
     "gt": "Greater",
-    "hardsigmoid": "HardSigmoid",
-    "hardswish": "HardSwish",
     "instance_norm": "InstanceNormalization",
     "layer_norm": "LayerNormalization SkipLayerNormalization",
     "le": "LessOrEqual",
@@ -53,9 +51,9 @@ _SAME = {
 
 _LOWERED = (
     "Abs Acos Acosh Add ArgMax ArgMin Asin Asinh Atan Atanh Ceil Celu Cos Cosh CumSum Div Dropout Einsum "
-    "Elu Erf Exp Expand Floor GRU Gelu Identity IsInf IsNaN Log LSTM Mish Mul Neg NonZero PRelu Pad Pow "
-    "Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Split Sqrt Squeeze Sub "
-    "Tan Tanh Tile TopK Unsqueeze Where"
+    "Elu Erf Exp Expand Floor GRU Gelu HardSigmoid HardSwish Identity IsInf IsNaN Log LSTM Mish Mul Neg "
+    "NonZero PRelu Pad Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Split "
+    "Sqrt Squeeze Sub Tan Tanh Tile TopK Unsqueeze Where"
 )
 
 WORDS = {name: word for word, names in _SAME.items() for name in names.split()} | {

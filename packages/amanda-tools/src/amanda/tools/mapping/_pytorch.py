@@ -13,14 +13,7 @@ from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, only_facto
 
 _SAME = {
     "abs": "absolute",
-    "acos": "arccos",
-    "acosh": "arccosh",
     "adjoint": "matrix_H mH H",
-    "asin": "arcsin",
-    "asinh": "arcsinh",
-    "atan": "arctan",
-    "atan2": "arctan2",
-    "atanh": "arctanh",
     "batch_norm": "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
     "_batch_norm_impl_index native_batch_norm_legit batch_norm_with_update",
     "cat": "concat concatenate",
@@ -30,11 +23,6 @@ _SAME = {
     "dropout": "native_dropout _fused_dropout",
     "embedding_bag": "_embedding_bag _embedding_bag_forward_only",
     "eq": "equal_to",
-    "erf": "special_erf",
-    "erfc": "special_erfc",
-    "erfinv": "special_erfinv",
-    "exp2": "special_exp2",
-    "expm1": "special_expm1",
     "ge": "greater_equal",
     "group_norm": "native_group_norm",
     "grouped_mm": "_grouped_mm transformers::grouped_mm_fallback",
@@ -43,14 +31,9 @@ _SAME = {
     "layer_norm": "native_layer_norm",
     "le": "less_equal",
     "lgamma": "special_gammaln",
-    "log1p": "special_log1p",
     "log_softmax": "_log_softmax special_log_softmax",
-    "logsumexp": "special_logsumexp",
     "lt": "less",
     "matmul": "mm bmm mv dot linalg_matmul",
-    "max_pool1d": "max_pool1d_with_indices",
-    "max_pool2d": "max_pool2d_with_indices",
-    "max_pool3d": "max_pool3d_with_indices",
     "adaptive_avg_pool2d": "_adaptive_avg_pool2d mkldnn_adaptive_avg_pool2d",
     "adaptive_avg_pool3d": "_adaptive_avg_pool3d",
     "mul": "multiply",
@@ -62,12 +45,14 @@ _SAME = {
     "reshape": "view view_as reshape_as _reshape_alias reshape_alias _unsafe_view unsafe_view flatten "
     "unflatten ravel",
     "rms_norm": "_fused_rms_norm fused_rms_norm",
-    "round": "special_round",
     "sigmoid": "special_expit",
     "softmax": "_softmax special_softmax _safe_softmax safe_softmax",
     "sub": "subtract",
     "transpose": "t numpy_T mT swapaxes swapdims",
     "trunc": "fix",
+    **{word: f"arc{word[1:]}" for word in "acos acosh asin asinh atan atan2 atanh".split()},
+    **{word: f"special_{word}" for word in "erf erfc erfinv exp2 expm1 log1p logsumexp round".split()},
+    **{word: f"{word}_with_indices" for word in ("max_pool1d", "max_pool2d", "max_pool3d")},
 }
 
 WORDS = {name: word for word, names in _SAME.items() for name in names.split()}
@@ -98,9 +83,13 @@ def standard(context: OpContext) -> None:
     if "shape" not in context:
         context["phase"] = phase_in_torch(context)
         _describe_op(context)
-    if context.is_backward():
-        context["phase"] = "backward"
-    _describe_backward_op(context)
+    if context.is_forward():
+        context["backward_type"] = context["weight_grad_index"] = None
+        return
+    context["phase"] = "backward"
+    node = context.get_backward_op().__name__
+    context["backward_type"] = backward_type(node, context["type"])
+    context["weight_grad_index"] = _weight_grad_index(context, node)
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
@@ -233,16 +222,6 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
         return None
     axes = "NC" + SPATIAL[spatial[2]]
     return axes[len(axes) - len(extents) :] if len(extents) in (len(axes), len(axes) - 1) else None
-
-
-def _describe_backward_op(context: OpContext) -> None:
-    """Write the keys of a backward op; None in their place for a forward op."""
-    if context.is_forward():
-        context["backward_type"] = context["weight_grad_index"] = None
-        return
-    node = context.get_backward_op().__name__
-    context["backward_type"] = backward_type(node, context["type"])
-    context["weight_grad_index"] = _weight_grad_index(context, node)
 
 
 _NODE = re.compile(r"(.+?)((?:Backward)*)\d*")

@@ -208,7 +208,11 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
     rows = [(name, row) for name, result in results.items() for row in result.rows()]
     if tool := _source_tool(first):
-        ranked = [(_nested_rank(name, rank), *cells) for name, (rank, *cells) in rows]
+        # Numbers are of ranks: "host0.rank1".
+        ranked = [
+            (f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
+            for name, (rank, *cells) in rows
+        ]
         return Table(_RANKS, 1, first.columns, ranked, first.title, notes, {"of": tool})
     numbered = [(_rank_number(name), *row) for name, row in rows]
     columns = [Column("rank", number=True), *first.columns]
@@ -283,11 +287,6 @@ def _column_keys(result: Result) -> list[str]:
 def _source_tool(result: Result) -> str:
     """Return the tool of a table by rank; "" for any other result."""
     return str(result._facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
-
-
-def _nested_rank(name: str, rank: int | str) -> str:
-    """Return the name of a rank within a merged result: "host0.rank1"."""
-    return f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}"
 
 
 def _rank_number(name: str) -> int | str:

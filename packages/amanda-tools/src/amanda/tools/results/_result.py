@@ -189,15 +189,12 @@ class Result(ABC):
 
     def _cell_texts(self, row: Sequence[Any]) -> list[str]:
         """Return the values of a row as its columns show them; "" for None."""
-        texts = (
-            "" if value is None else column.show(value)
-            for column, value in zip(self.columns, row, strict=True)
-        )
-        # A page has room for the end of a path.
-        return [
-            shortened(text, 44) if column.name == "source" else text
-            for column, text in zip(self.columns, texts, strict=True)
-        ]
+        texts = []
+        for column, value in zip(self.columns, row, strict=True):
+            text = "" if value is None else column.show(value)
+            # A page has room for the end of a path.
+            texts.append(shortened(text, 44) if column.name == "source" else text)
+        return texts
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
         """Return the sums of columns as texts; "" of columns without a total."""
