@@ -15,7 +15,7 @@ from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._line import read_config
 from amanda.tools.command._run import _in_long_form, command_of
-from amanda.tools.command._specs import SELECTORS, Unreadable, combined, make_tools, read, split_tools
+from amanda.tools.command._specs import SELECTORS, Unreadable, make_tools, merge_specs, read, split_tools
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
 from amanda.tools.results import Mergeable
@@ -302,7 +302,7 @@ def test_a_tool_that_is_given_twice_is_refused_unless_its_options_differ() -> No
 def test_the_command_line_comes_before_the_configuration() -> None:
     config = [ToolSpec("flops", {"module": "a", "out": "x.json"}), ToolSpec("nan")]
     line = [ToolSpec.parse("flops:module=b"), ToolSpec.parse("flops:module=c"), ToolSpec("stats")]
-    specs = combined(config, line)
+    specs = merge_specs(config, line)
     assert [(spec.name, spec.given) for spec in specs] == [
         ("flops", {"module": ["b"], "out": "x.json"}),
         ("nan", {}),

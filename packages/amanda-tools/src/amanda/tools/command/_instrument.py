@@ -16,8 +16,15 @@ import click
 
 import amanda
 from amanda import Instrumented
-from amanda.tools.command._gathering import Teller
-from amanda.tools.command._line import PATH, configured, exit_status, limit_option, path_to_write, tool_option
+from amanda.tools.command._gathering import Printer
+from amanda.tools.command._line import (
+    PATH,
+    exit_status,
+    limit_option,
+    load_config,
+    path_to_write,
+    tool_option,
+)
 from amanda.tools.command._specs import SpecError, Tooling, make_tools
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
@@ -64,7 +71,7 @@ def _command(
     amanda instrument saved_model -t "prune:pattern=2:4" -t rewrite:rules=fold_batch_norm -o small
     amanda instrument model.pt2 -t quantize --state scales.safetensors -o quantized.pt2
     """
-    specs = configured(config, tools, such_as="-t prune").tools
+    specs = load_config(config, tools, such_as="-t prune").tools
     for spec in specs:
         # A file is run by programs that count no steps, so a window of steps would be open for good.
         if steps := _STEPS & spec.given.keys():
@@ -81,12 +88,12 @@ def _command(
             about=list(map(str, specs)),
         )
     result = InstrumentedResult(instrumented, model)
-    teller = Teller(quiet)
+    printer = Printer(quiet)
     results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
     # Most tools of a file have nothing to report: they never ran.
     tables = [value for value in results if isinstance(value, Result) and value.rows()]
     for table in (*tables, result):
-        teller.show(table)
+        printer.show(table)
     for tooling, tool_result in zip(toolings, results, strict=True):
         if tooling.out is not None:
             tool_result.save(tooling.out)

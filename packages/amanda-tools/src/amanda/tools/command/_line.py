@@ -20,7 +20,7 @@ import click
 from amanda.errors import AmandaError, FileError, UnknownToolError, did_you_mean, printable
 from amanda.files import check_file_to_write
 from amanda.options import kind_of
-from amanda.tools.command._specs import SpecError, ToolSpec, Unreadable, combined, read
+from amanda.tools.command._specs import SpecError, ToolSpec, Unreadable, merge_specs, read
 from amanda.tools.results import parsing, read_text, reading
 
 PATH = click.Path(path_type=Path)
@@ -92,16 +92,13 @@ class OptionType(click.ParamType[Any]):
             self.fail(f"{error}, was given {str(value)!r}", param, ctx)
 
 
-class _Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes of a size such as 500MB; end the command with a usage error for other text."""
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size such as 500MB or 4GB", param, ctx)
-        # Decimal prefixes, as disks and `amount` have them.
-        return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+def _bytes_of_size(text: str) -> int:
+    """Return the bytes of a size such as 500MB; raise BadParameter for other text."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size such as 500MB or 4GB")
+    # Decimal prefixes, as disks and `amount` have them.
+    return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
 
 def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +111,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(**options)
 
     return click.option(
-        "--limit", type=_Size(), metavar="SIZE",
+        "--limit", type=_bytes_of_size, metavar="SIZE",
         help="Largest uncompressed size of a file to read, such as 4GB.",
     )(limited)  # fmt: skip
 
@@ -203,10 +200,10 @@ class Config:
     output: Path | None = None
 
 
-def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
+def load_config(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
     """Return a file's content with the tools of the command line; raise SpecError if there is no tool."""
     config = Config() if path is None else read_config(path)
-    config.tools = combined(config.tools, [ToolSpec.parse(text) for text in tools])
+    config.tools = merge_specs(config.tools, [ToolSpec.parse(text) for text in tools])
     if not config.tools:
         raise SpecError(f"no tool is given: {such_as}, or --config FILE; `amanda tools` lists them")
     return config

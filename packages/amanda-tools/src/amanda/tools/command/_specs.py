@@ -28,7 +28,7 @@ from amanda.tools.results import Result
 from amanda.tools.select import Phase, select
 from amanda.tools.steps import Steps
 
-Given = str | Sequence[Any] | int | float | bool | None
+OptionValue = str | Sequence[Any] | int | float | bool | None
 """A value given for an option: text, or a value that a configuration file has already."""
 
 _LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}
@@ -57,7 +57,7 @@ class CommandOption:
         """True if text can be converted to the option's type."""
         return _is_readable(self.type)
 
-    def read(self, value: Given) -> Any:
+    def read(self, value: OptionValue) -> Any:
         """Return the value; raise Unreadable, which names the expected type."""
         return read(value, self.type)
 
@@ -77,7 +77,7 @@ def options_of(kind: Callable[..., Any]) -> dict[str, CommandOption]:
     }
 
 
-def read(value: Given, annotation: Any) -> Any:
+def read(value: OptionValue, annotation: Any) -> Any:
     """Return a value of a type, from text or from a value of a configuration file. Raises Unreadable."""
     converted, kind = _convert(value, annotation), kind_of(annotation)
     try:
@@ -86,7 +86,7 @@ def read(value: Given, annotation: Any) -> Any:
         raise _unreadable_error(annotation, str(mismatch)) from None
 
 
-def _convert(value: Given, annotation: Any) -> Any:
+def _convert(value: OptionValue, annotation: Any) -> Any:
     """Return the value that text stands for, before it is checked; other values as they are."""
     plain = _plain(annotation)
     origin, members = get_origin(plain), get_args(plain)
@@ -123,7 +123,7 @@ def _unreadable_error(annotation: Any, why: str = "") -> Unreadable:
     return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
 
 
-def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
+def _read_literal(value: OptionValue, members: Sequence[Any], annotation: Any) -> Any:
     """Return the member of a Literal that a value is, or that its text is."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
@@ -135,7 +135,7 @@ def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
     raise Unreadable(expected + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
+def _read_list(value: OptionValue, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
     """Return a collection of the values in "a+b" or in a list."""
     inner = next((member for member in members if member is not Ellipsis), str)
     texts: list[Any] = []
@@ -227,7 +227,7 @@ class ToolSpec:
     """The registered name of a tool, and values for its options: texts, or values of a configuration file."""
 
     name: str
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, OptionValue] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> ToolSpec:
@@ -293,7 +293,7 @@ class ToolSpec:
             raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
         return Tooling(self.name, tool, out and _path_of_result(self.name, tool, out), phase)
 
-    def _read(self, name: str, value: Given, options: Mapping[str, CommandOption]) -> Any:
+    def _read(self, name: str, value: OptionValue, options: Mapping[str, CommandOption]) -> Any:
         """Return the value of an option; raise SpecError, which names tool and option."""
         option = options.get(name) or SELECTORS.get(name)
         value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -328,7 +328,7 @@ def split_tools(word: str) -> list[str]:
     return specs
 
 
-def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
+def merge_specs(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
     specs = [ToolSpec(spec.name, dict(spec.given)) for spec in first]
     # The first of several with one name is the one to be overridden.
@@ -378,7 +378,7 @@ def _class(name: str) -> Any:
 
 def _path_of_result(name: str, tool: amanda.Tool, out: Path) -> Path:
     """Return the absolute path of the option `out`; raise SpecError if no result can be written there."""
-    result = getattr(tool, "result", None)
+    result: Any = getattr(tool, "result", None)
     # One with a `save` of its own may have other forms.
     has_forms = isinstance(result, Result) and type(result).save is Result.save
     try:

@@ -53,6 +53,9 @@ class TorchTensorLibrary(Tensors):
     def __init__(self) -> None:
         _REQUIRED.check()
 
+    def library(self, *values: Any) -> Any:
+        return torch
+
     def is_parameter(self, x: Any) -> bool:
         return isinstance(x, torch.nn.Parameter)
 
@@ -259,12 +262,6 @@ class TorchTensorLibrary(Tensors):
     def round(self, x: Tensor) -> Tensor:
         return x.round()
 
-    def floor(self, x: Tensor) -> Tensor:
-        return x.floor()
-
-    def absolute(self, x: Tensor) -> Tensor:
-        return x.abs()
-
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return x.where(distributed(condition, x), y)
 
@@ -288,9 +285,6 @@ class TorchTensorLibrary(Tensors):
             least, most = x.aminmax()
             return least, most
         return x.amin(dim=tuple(axes)), x.amax(dim=tuple(axes))  # aminmax over axes takes 20 times as long
-
-    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        return x.reshape(tuple(shape))
 
     def is_dense(self, x: Tensor) -> bool:
         """Return True for a strided tensor with elements that can be read, and that wait for no reduction."""

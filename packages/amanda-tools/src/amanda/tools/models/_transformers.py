@@ -44,15 +44,14 @@ def _configuration(transformers: Any, request: Request) -> Any:
 
     Raises ModelError for an unknown type or name, and for an option that the configuration lacks.
     """
-    name, create = request.name, transformers.AutoConfig.from_pretrained
+    # Nothing is downloaded: a run that counts a model should not begin with gigabytes of weights.
+    name, create, where = request.name, transformers.AutoConfig.from_pretrained, {"local_files_only": True}
     if name in transformers.CONFIG_MAPPING and not Path(name).exists():
-        create = transformers.AutoConfig.for_model
+        create, where = transformers.AutoConfig.for_model, {}
     elif not Path(name).exists() and "/" not in name:
         near = did_you_mean(name, transformers.CONFIG_MAPPING)
         hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
         raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
-    # Nothing is downloaded: a run that counts a model should not begin with gigabytes of weights.
-    where = {} if create == transformers.AutoConfig.for_model else {"local_files_only": True}
     try:
         defaults = create(name, **where)
     except OSError as error:

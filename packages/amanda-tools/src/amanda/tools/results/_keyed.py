@@ -160,8 +160,7 @@ class TreeResult(Result):
     @property
     def _leading(self) -> int:
         """As many as in the result of all ops."""
-        leading: int = self._result._leading
-        return leading
+        return int(self._result._leading)
 
     def notes(self) -> Sequence[str]:
         """Return the notes of the result of all ops, and a sentence on ops that have no row of their own."""

@@ -172,8 +172,15 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
     Raises AmandaError for no results, and for results of several tools or with different columns.
     """
     _check_same_tool(results)
+    first, *others = results.values()
     try:
-        merged = _merge_results(results)
+        if not others:
+            merged = copy(first)
+        elif isinstance(first, Mergeable) and all(type(result) is type(first) for result in others):
+            merged = cast(Result, cast(Any, first).merged(*others))
+        else:
+            has_merging_columns = any(column.merge for column in first.columns)
+            merged = _merge_by_columns(results) if has_merging_columns else by_rank(results)
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # of values that somebody wrote
         raise AmandaError(
             f"results of {_join_names(results)} cannot be put together: {in_words(error)}"
@@ -185,16 +192,6 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
         notes.append(f"There is no result of {_join_names(missing)}.")
     merged.remarks = notes
     return merged
-
-
-def _merge_results(results: Mapping[str, Result]) -> Result:
-    """Return results as one, by their class, by their columns, or side by side."""
-    first, *others = results.values()
-    if not others:
-        return copy(first)
-    if isinstance(first, Mergeable) and all(type(result) is type(first) for result in others):
-        return cast(Result, cast(Any, first).merged(*others))
-    return _merge_by_columns(results) if any(column.merge for column in first.columns) else by_rank(results)
 
 
 def by_rank(results: Mapping[str, Result]) -> Table:
@@ -336,17 +333,9 @@ def gather(
             if not is_receiver:
                 return None
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    names = [f"rank{rank}" for rank in ranks]
-    return _merge_texts(result, dict(zip(names, texts, strict=True)), per_rank)
-
-
-def _merge_texts(result: Result, texts: dict[str, str], per_rank: bool) -> Result:
-    """Return the results of ranks, given as JSON, as one.
-
-    Raises AmandaError if a rank gave no result.
-    """
-    missing = [f"{name} gave {text}" for name, text in texts.items() if not text.startswith("{")]
+    text_by_rank = {f"rank{rank}": text for rank, text in zip(ranks, texts, strict=True)}
+    missing = [f"{name} gave {text}" for name, text in text_by_rank.items() if not text.startswith("{")]
     if missing:
         raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(missing)}")
-    results = {name: restored(json.loads(text), result) for name, text in texts.items()}
+    results = {name: restored(json.loads(text), result) for name, text in text_by_rank.items()}
     return by_rank(results) if per_rank else merge(results)
