@@ -208,6 +208,7 @@ class ProcessResults:
         if label:
             path = path.with_name(f"{label}.{path.name}")  # the suffix says the form
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)  # the program may have removed it
             result.save(path)
         except Exception as error:  # results can still be printed
             self._losses.append(f"{tooling.name} cannot be saved in {path}: {error}")

@@ -17,14 +17,7 @@ import click
 import amanda
 from amanda import Instrumented
 from amanda.tools.command._gathering import Printer
-from amanda.tools.command._line import (
-    PATH,
-    exit_status,
-    limit_option,
-    load_config,
-    path_to_write,
-    tool_option,
-)
+from amanda.tools.command._line import PATH, exit_status, get_config, limit_option, path_to_write, tool_option
 from amanda.tools.command._specs import SpecError, Tooling, make_tools
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
@@ -71,7 +64,7 @@ def _command(
     amanda instrument saved_model -t "prune:pattern=2:4" -t rewrite:rules=fold_batch_norm -o small
     amanda instrument model.pt2 -t quantize --state scales.safetensors -o quantized.pt2
     """
-    specs = load_config(config, tools, such_as="-t prune").tools
+    specs = get_config(config, tools, such_as="-t prune").tools
     for spec in specs:
         # A file is run by programs that count no steps, so a window of steps would be open for good.
         if steps := _STEPS & spec.given.keys():

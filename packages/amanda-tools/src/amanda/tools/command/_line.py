@@ -200,7 +200,7 @@ class Config:
     output: Path | None = None
 
 
-def load_config(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
+def get_config(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
     """Return a file's content with the tools of the command line; raise SpecError if there is no tool."""
     config = Config() if path is None else read_config(path)
     config.tools = merge_specs(config.tools, [ToolSpec.parse(text) for text in tools])

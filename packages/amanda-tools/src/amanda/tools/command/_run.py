@@ -20,14 +20,7 @@ import click
 from amanda.errors import did_you_mean
 from amanda.options import Range
 from amanda.plugins import driven_frameworks
-from amanda.tools.command._line import (
-    PATH,
-    OptionType,
-    compiled_option,
-    exit_status,
-    load_config,
-    tool_option,
-)
+from amanda.tools.command._line import PATH, OptionType, compiled_option, exit_status, get_config, tool_option
 from amanda.tools.command._processes import RunSettings, folder_of_ranks, is_in_rank, is_python, no_op_text
 from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, make_tools, split_tools
 from amanda.tools.models import is_model
@@ -104,7 +97,7 @@ def _command(
     `amanda tools` lists the tools, `amanda info TOOL` their options. Every tool also takes type, module and
     phase (which ops), start, end and frequency (which steps), and out (a file for its result).
     """
-    configuration = load_config(config, tools, such_as="amanda run flops PROGRAM, -t flops")
+    configuration = get_config(config, tools, such_as="amanda run flops PROGRAM, -t flops")
     if not program:
         raise SpecError("no program is given: a script, -m module, a command, or a model such as hf:llama")
     output = output or configuration.output

@@ -249,7 +249,7 @@ def check_schema(content: Any, name: str, version: int, oldest: int = 1) -> int:
 
 
 def schema_of(content: Any) -> str:
-    """Return the schema that a file's content names; raise ValueError if it names none of ours."""
+    """Return the schema that a file's content names; raise ValueError if it is none of Amanda's."""
     if not isinstance(content, Mapping):
         raise ValueError("it holds no object with a schema")
     schema = content.get("schema")
