@@ -208,10 +208,27 @@ def from_the_core(distribution: str, within: str = "") -> set[str]:
     }
 
 
+OF_ONE_FRAMEWORK = re.compile(r"amanda-tools/\S+/kit/_\w+_(torch|tensorflow)\.py imports ")
+"""Modules of the kit that are loaded for the tensors of one framework alone, which they are named for."""
+
+
 @pytest.mark.parametrize("distribution", TOOLS)
 def test_tools_import_frameworks_inside_functions_only(distribution: str) -> None:
-    assert offences(distribution, FRAMEWORKS, in_functions=False) == []
+    found = offences(distribution, FRAMEWORKS, in_functions=False)
+    assert [offence for offence in found if not _is_of_its_framework(offence)] == []
     assert offences(distribution, {"amanda.drivers"}) == []
+
+
+def _is_of_its_framework(offence: str) -> bool:
+    module = OF_ONE_FRAMEWORK.match(offence)
+    return module is not None and belongs(offence[module.end() :], module[1])
+
+
+def test_modules_of_one_framework_are_loaded_by_each_other_and_entry_points_alone() -> None:
+    parts = {"_tensors_torch", "_elements_torch", "_tensors_tensorflow"}
+    found = offences("amanda-tools", {f"amanda.tools.kit.{part}" for part in parts})
+    assert [offence for offence in found if not OF_ONE_FRAMEWORK.match(offence)] == []
+    assert found != []
 
 
 @pytest.mark.parametrize("place", range(len(TOOLS)))

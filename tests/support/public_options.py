@@ -109,7 +109,8 @@ REQUIRED_VALUES: Mapping[str, Callable[[str], Any]] = {
     "successes": lambda name: 1,
     "trials": lambda name: 2, "axes": lambda name: [0], "grid": lambda name: None, "name": lambda name: "nan",
     "type": lambda name: "relu", "wanted": lambda name: {}, "flops": lambda name: FlopsResult([]),
-    "model": lambda name: "there-is-no.onnx", "out": lambda name: "copy.onnx", "word": lambda name: "hf:none",
+    "model": lambda name: (lambda *inputs: None) if "summary" in name else "there-is-no.onnx",
+    "out": lambda name: "copy.onnx", "word": lambda name: "hf:none",
     "theta": lambda name: 0.5, "contributions": lambda name: np.ones((2, 2)),
     "value": lambda name: np.ones(2),
 }  # fmt: skip

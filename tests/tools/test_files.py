@@ -298,7 +298,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_before_the_program_runs(fold
         DumpTool(Path(folder))
     done = children.run([sys.executable, "-m", "amanda", "run", "-t", f"flops:out={folder}/a.json", "x.py"])
     assert done.returncode == 2
-    assert f"option out: {folder} cannot be written" in done.stderr
+    assert f"option out: {folder}/a.json cannot be written" in done.stderr
 
 
 @pytest.mark.parametrize("what", ["file", "link", "folder of all"])

@@ -6,6 +6,7 @@ import importlib
 
 import pytest
 
+import amanda.tools.command as command
 import amanda.tools.kit as kit
 
 
@@ -34,6 +35,11 @@ def test_a_name_that_moved_is_found_with_a_warning(name: str, package: str) -> N
 def test_every_name_that_moved_is_where_the_warning_says() -> None:
     for name, package in kit._MOVED.items():
         assert hasattr(importlib.import_module(package), name)
+
+
+def test_the_function_that_makes_tools_has_its_former_name() -> None:
+    with pytest.warns(DeprecationWarning, match=r"command\.made .* use amanda\.tools\.command\.make_tools"):
+        assert command.made is command.make_tools
 
 
 def test_an_unknown_name_is_an_error() -> None:

@@ -30,7 +30,7 @@ SOURCE = Path(__file__).parents[3] / "tests" / "plugins" / "fake-arrays"
 
 
 def forget() -> None:
-    _mapping.forget_installed()
+    _mapping._installed_entries.cache_clear()
     _tensors._tensors.cache_clear()
     _parameters._store.cache_clear()
 

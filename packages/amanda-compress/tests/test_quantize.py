@@ -21,7 +21,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 import amanda
 from amanda.__main__ import main
-from amanda.tools.command import SpecError, ToolSpec, made
+from amanda.tools.command import SpecError, ToolSpec, make_tools
 from amanda.tools.quantize import (
     Grid,
     QuantizeError,
@@ -895,7 +895,7 @@ def test_modules_are_selected_with_all_that_lies_in_them() -> None:
     ],
 )
 def test_the_command_line_takes_a_method_that_needs_no_call_of_the_program(spec: str, method: str) -> None:
-    (tooling,) = made([ToolSpec.parse(spec)], alone=True)
+    (tooling,) = make_tools([ToolSpec.parse(spec)], alone=True)
     assert isinstance(tooling.tool, QuantizeTool)
     assert tooling.tool.options.method == method
 
@@ -908,5 +908,5 @@ def test_info_has_the_method_of_the_command_line(capsys: pytest.CaptureFixture[s
 def test_the_command_line_refuses_scales_that_would_never_be_calibrated() -> None:
     spec = ToolSpec("quantize", {"method": "static"})
     with pytest.raises(SpecError, match="tool quantize: method=static needs calibration=N"):
-        made([spec], alone=True)
-    made([spec])
+        make_tools([spec], alone=True)
+    make_tools([spec])

@@ -357,7 +357,11 @@ def test_the_command_sweeps_a_function_of_a_file(tmp_path: Path, capsys: pytest.
         ),
         (["bits", "swept.py:total", "--levels", "8,2.5"], 2, "--levels 8,2.5: bits are integers"),
         (["sparsity", "swept.py:total", "--save", "a.xyz"], 2, "a.xyz ends in none of .json, .csv"),
-        (["sparsity", "swept.py:total", "--save", "no/a.csv"], 2, "there is no folder no for a.csv"),
+        (
+            ["sparsity", "swept.py:total", "--save", "no/a.csv"],
+            2,
+            "no/a.csv cannot be written: there is no folder",
+        ),
         (["sparsity", "swept.py:fails", "-q"], 1, "line 12, in fails"),
         (["sparsity", "swept.py:fails", "-q"], 1, "swept.py:fails cannot be evaluated: KeyError: 'digits'"),
         (["sparsity", "broken.py:total"], 1, "broken.py:total cannot be evaluated: SyntaxError"),

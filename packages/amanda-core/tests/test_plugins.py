@@ -28,7 +28,8 @@ class Run:
     """Runs Python in a process of its own, where the third parties are installed."""
 
     def __init__(self, place: Path) -> None:
-        self.env = {**os.environ, "PYTHONPATH": str(place)}
+        # Wide, so that each row is on one line.
+        self.env = {**os.environ, "PYTHONPATH": str(place), "COLUMNS": "400"}
 
     def __call__(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return children.run([sys.executable, *arguments], env=self.env)
@@ -328,6 +329,17 @@ def test_info_tells_the_options_of_a_tool(run: Run) -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["limit", "required", "integer"] in lines
     assert ["label", "ops", "string"] in lines
+
+
+@pytest.mark.slow
+def test_lines_fit_the_terminal(run: Run) -> None:
+    run.env["COLUMNS"] = "80"
+    for command in ("", "info flops", "info quantize", "info dynamic_channel_prune", "tools", "doctor"):
+        lines = run("-m", "amanda", *command.split()).stdout.splitlines()
+        # Only a word that is longer than a line is left whole.
+        assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+    words = " ".join(run("-m", "amanda", "info", "flops").stdout.split())
+    assert "when `result` is read; an op without a formula for all shapes is analysed for each set." in words
 
 
 def test_tools_lists_the_tools_and_what_is_wrong_with_them(run: Run) -> None:

@@ -15,7 +15,7 @@ from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._line import read_config
 from amanda.tools.command._run import _in_long_form, command_of
-from amanda.tools.command._specs import SELECTORS, Unreadable, combined, made, read, split_tools
+from amanda.tools.command._specs import SELECTORS, Unreadable, make_tools, merge_specs, read, split_tools
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
 from amanda.tools.results import Mergeable
@@ -33,7 +33,7 @@ from amanda.tools.steps import Steps
         ("five", int | str, "five"), ("full", Literal["no", "full"], "full"), ("2", Literal[1, 2], 2),
         ("a+b", list[str], ["a", "b"]), (["a+b", "c"], Sequence[str], ["a", "b", "c"]),
         ("1+2", tuple[int, ...], (1, 2)), ("1e+5+2", list[float], [1e5, 2.0]), ("", list[int], []),
-        (["7"], int, 7), (7, int, 7), (7.0, int, 7), (7, float, 7.0), (True, bool, True),
+        (["7"], int, 7), (7, int, 7), (7, float, 7), (True, bool, True),
         ([0.1, 0.2], Sequence[float], [0.1, 0.2]), ("x", Any, "x"),
     ],
 )  # fmt: skip
@@ -86,7 +86,7 @@ def test_a_tool_is_said_in_a_word(text: str, name: str, given: dict[str, Any]) -
 
 def test_a_result_with_forms_of_its_own_says_itself_what_it_can_be() -> None:
     tooling = ToolSpec.parse("profile:out=step.trace.json.gz").make(Steps())
-    assert tooling.out == Path("step.trace.json.gz")
+    assert tooling.out == Path.cwd() / "step.trace.json.gz"
 
 
 def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
@@ -94,7 +94,7 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
         "nan:stop,limit=3,type=conv2d+linear,module=a,module=b,exclude=a.c,out=x.json,end=5"
     ).make(Steps())
     assert isinstance(tooling.tool, NanTool)
-    assert (tooling.tool._stop, tooling.tool._limit, tooling.out) == (True, 3, Path("x.json"))
+    assert (tooling.tool._stop, tooling.tool._limit, tooling.out) == (True, 3, Path.cwd() / "x.json")
     assert str(tooling.tool._amanda.admissions[0]) == "type=conv2d+linear, module=a+b, exclude=a.c"
 
 
@@ -139,9 +139,11 @@ limit = 3
 YAML = """
 output: results
 tools:
-  - name: flops
+  flops:
     module: [a, b]
-  - nan:stop,limit=3
+  nan:
+    stop: true
+    limit: 3
 """
 
 
@@ -164,7 +166,7 @@ def test_a_configuration_says_the_same_in_both_forms(tmp_path: Path, name: str, 
         ("a.json", "{}", "neither .toml nor .yaml"),
         ("a.toml", "[tool.flops]", "has 'tool'; did you mean tools?"),
         ("a.toml", "tools = 3", "give a table of tools"),
-        ("a.toml", "[tools]\nflops = 3", "neither a name nor a table"),
+        ("a.toml", "[tools]\nflops = 3", "tool flops is 3; give a table of its options"),
         ("a.yaml", "- flops", "has no keys"),
         ("a.toml", "output = 3", "give the path of a folder"),
         ("none.toml", None, "No such file"),
@@ -289,17 +291,25 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert "amanda run -t flops -- train.py" in capsys.readouterr().out
 
 
+def test_a_tool_that_is_given_twice_is_refused_unless_its_options_differ() -> None:
+    with pytest.raises(SpecError, match="tool flops:module=a is given twice; give it once, or with other"):
+        make_tools(map(ToolSpec.parse, ("flops:module=a", "nan", "flops:module=a")))
+    assert [tooling.name for tooling in make_tools(map(ToolSpec.parse, ("flops", "flops:module=a")))] == [
+        "flops", "flops-2",
+    ]  # fmt: skip
+
+
 def test_the_command_line_comes_before_the_configuration() -> None:
     config = [ToolSpec("flops", {"module": "a", "out": "x.json"}), ToolSpec("nan")]
     line = [ToolSpec.parse("flops:module=b"), ToolSpec.parse("flops:module=c"), ToolSpec("stats")]
-    specs = combined(config, line)
+    specs = merge_specs(config, line)
     assert [(spec.name, spec.given) for spec in specs] == [
         ("flops", {"module": ["b"], "out": "x.json"}),
         ("nan", {}),
         ("flops", {"module": ["c"]}),
         ("stats", {}),
     ]  # fmt: skip
-    assert [tooling.name for tooling in made(specs)] == ["flops", "nan", "flops-2", "stats"]
+    assert [tooling.name for tooling in make_tools(specs)] == ["flops", "nan", "flops-2", "stats"]
 
 
 def test_flops_of_ranks_add_up() -> None:

@@ -158,11 +158,17 @@ def test_results_are_told_and_saved_and_the_program_prints_its_own(script: Path)
     )
     config = script.with_name("amanda.toml")
     config.write_text('[tools.flops]\ntype = ["linear"]\nend = 2\n[tools.nan]\nmodule = "secund"\n')
-    run = amanda_run(script.parent, "--config", "amanda.toml", "-t", "flops:out=x/flops.csv", "train.py")
+    command = (script.parent, "--config", "amanda.toml", "-t", "flops:out=x/flops.csv", "train.py")
+    refused = amanda_run(*command, status=2)
+    assert (refused.stdout, refused.stderr.rpartition("cannot be written: ")[2]) == (
+        "", f"there is no folder {script.parent}/x\n",
+    )  # fmt: skip
+    script.with_name("x").mkdir()
+    run = amanda_run(*command)
     assert run.stdout == "done\n"
     rows = [[cell for cell in line.split() if "train.py" not in cell] for line in run.stderr.splitlines()]
     assert ["linear", "first", "2", "320", "720"] in [row[:5] for row in rows]
-    assert "amanda: flops is in x/flops.csv" in run.stderr
+    assert f"amanda: flops is in {script.parent}/x/flops.csv" in run.stderr
     assert "no op was selected by module=secund; did you mean second?" in run.stderr
     # No table without rows follows, which would say that no op was executed.
     assert "No op was executed" not in run.stderr

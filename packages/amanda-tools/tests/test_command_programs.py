@@ -209,6 +209,18 @@ def test_a_command_that_is_not_pythons_is_run_and_waited_for(tmp_path: Path) -> 
     assert outcome([*RUN, sys.executable, "-c", "print(7)"], tmp_path) == (0, "7\n", "")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["./start.sh", f"{sys.executable} -m no_such_module"])
+def test_a_program_that_fails_before_any_op_has_the_last_word(command: str, tmp_path: Path) -> None:
+    script = tmp_path / "start.sh"
+    script.write_text(f"#!/bin/sh\nexec {sys.executable} -m no_such_module\n")
+    script.chmod(0o755)
+    tools = [sys.executable, "-m", "amanda", "run", "flops"]
+    status, stdout, stderr = outcome([*tools, *command.split()], tmp_path)
+    assert (status, stdout) == (1, "")
+    assert stderr.endswith("No module named no_such_module\n")
+
+
 def test_a_signal_reaches_a_command_that_is_not_pythons(tmp_path: Path) -> None:
     with children.started(
         [*RUN, "sh", "-c", 'trap "exit 5" TERM; echo ready; while :; do sleep 0.1; done'],

@@ -39,7 +39,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     """Puts a distribution on the path: its name, the entry's value, and the source of `mapping_of_<name>`."""
 
     def clear() -> None:
-        _mapping.forget_installed()
+        _mapping._installed_entries.cache_clear()
         _tensors._tensors.cache_clear()
 
     def put(name: str, value: str, source: str, group: str = "amanda.mappings", entry: str = "fake") -> None:

@@ -65,6 +65,49 @@ def test_a_tree_has_as_many_levels_as_asked() -> None:
         summary(MODEL, X, depth=0)
 
 
+def modules_of(table: str) -> list[str]:
+    return [line.split()[0] for line in table.splitlines() if "%" in line]
+
+
+def test_the_table_of_a_tree_is_as_deep_long_and_sorted_as_asked() -> None:
+    tree = count_flops(MODEL, X).tree(1)
+    assert modules_of(tree.table()) == ["total", "body.layers.0-2", "head"]
+    assert modules_of(tree.table(depth=2)) == ["total", "body.layers.0-2", "up", "down", "head"]
+    assert modules_of(tree.table(depth=2, sort="parameters")) == [
+        "total", "body.layers.0-2", "up", "down", "head",
+    ]  # fmt: skip
+    # Sorted within each module: what lies in a module stays below it.
+    small_first = count_flops(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Layer(), nn.ReLU())), X).tree(2)
+    assert modules_of(small_first.table()) == ["total", "0", "1", "0", "1"]
+    assert modules_of(small_first.table(sort="FLOPs")) == ["total", "1", "0", "1", "0"]
+    assert modules_of(small_first.table(top=2)) == ["total", "0"]
+    assert "Showing 2 of 5 rows." in small_first.table(top=2)
+    with pytest.raises(AmandaError, match="no column 'flop'; there are FLOPs, MACs"):
+        tree.table(sort="flop")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [("top", -1, "an integer >= 1 or None"), ("top", 2.5, "an integer >= 1"), ("depth", 0, "an integer >= 1"),
+     ("sort", None, "a string")],
+)  # fmt: skip
+def test_a_table_says_which_values_it_takes(option: str, value: object, expected: str) -> None:
+    result = count_flops(MODEL, X)
+    for table in (result, result.tree()):
+        with pytest.raises(OptionError, match=f"{option} is {value}; give {expected}"):
+            table.table(**{option: value})
+
+
+def test_a_keyword_of_the_model_may_have_any_name() -> None:
+    def scaled(x: torch.Tensor, model: float, function: float) -> torch.Tensor:
+        return x * model * function
+
+    keywords = {"model": 2.0, "function": 3.0}
+    assert count_flops(scaled, X, **keywords).total("calls") == 2
+    assert summary(scaled, X, **keywords).rows()[0][1] == 2
+    assert profile(scaled, X, **keywords)[0].calls == 2
+
+
 def test_rows_by_module_are_printed_as_a_tree_also_when_merged() -> None:
     tool = FlopsTool(depth=1)
     with amanda.apply(tool):
@@ -106,6 +149,20 @@ def test_objects_say_what_they_hold() -> None:
         to_dict to_html to_json to_pandas total tree unseen unsupported version whole
         """.split()
     )
+
+
+class Vague(amanda.Tool):
+    """A tool whose result has an array for a headline."""
+
+    @property
+    def result(self) -> nn.Module:
+        holder = nn.Module()
+        holder.headline = torch.zeros(2)
+        return holder
+
+
+def test_a_headline_that_is_neither_true_nor_false_is_left_out() -> None:
+    assert "Vague object at" in repr(Vague())
 
 
 def test_a_tree_is_pickled_and_of_no_op_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
@@ -51,6 +52,14 @@ def test_a_long_table_is_cut_but_its_totals_are_of_all() -> None:
     assert "Showing 15 of 100 rows. Show everything: --full (shell)" in text
     assert ["total", "100", "100"] in [line.split() for line in text.splitlines()]
     assert "Showing 7 of 100 rows." in Calls([("op", 1, 1)] * 100).table(top=7)
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 2, 1, 0), (1, 3, 0, 2)])
+def test_rows_with_nan_come_last_where_a_column_sorts(order: Sequence[int]) -> None:
+    rows = [("low", 1.0, 1), ("nan", math.nan, 1), ("high", 3.0, 1), ("negative", -2.0, 1)]
+    text = Calls([rows[i] for i in order]).table(sort="calls")
+    names = [line.split()[0] for line in text.splitlines() if line.endswith(" 1")]
+    assert names == ["high", "low", "negative", "nan"]
 
 
 def test_rows_are_reached_by_index_as_by_iteration(calls: Calls) -> None:

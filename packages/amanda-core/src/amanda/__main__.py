@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 import platform
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -118,8 +120,10 @@ def info(arguments: Sequence[str] = ()) -> int:
     say(f"Python {platform.python_version()}, {platform.python_implementation()}, {platform.platform()}")
     say(f"Interceptor: {_interceptor()}")
     say("Drivers:", *_plugin_lines(list_drivers(load), "torch"))
-    say("Tools:", *_plugin_lines(list_tools(load), "tools"))
-    say(f"Commands: {', '.join(sorted(names_of_commands()))}")
+    # How a tool is loaded is the same for all.
+    listed = [replace(tool, message="") if tool.state == "not loaded" else tool for tool in list_tools(load)]
+    say("Tools:", *_plugin_lines(listed, "tools"))
+    say(*_wrapped(", ".join(sorted(names_of_commands())), " " * 2, "Commands: "))
     return 0
 
 
@@ -167,11 +171,23 @@ def _tools_by_purpose(listed: Sequence[Plugin]) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows as lines with aligned columns; the last column is folded into the width of the terminal."""
+    """Yield rows as lines with aligned columns, folded into the width of the terminal.
+
+    The last column is folded in its place, or below the others where they leave it less than half a line.
+    """
+    rows = [[printable(cell, line=True) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    columns = shutil.get_terminal_size().columns
     for row in rows:
         first = "".join(f"  {cell:<{width}}" for cell, width in zip(row, widths, strict=False))
-        yield from _wrapped(printable(row[-1], line=True), " " * (len(first) + 2), f"{first}  ")
+        indent, text = len(first) + 2, row[-1]
+        if indent + len(text) <= columns:
+            yield f"{first}  {text}".rstrip()
+        elif 2 * indent <= columns:
+            yield from _wrapped(text, " " * indent, f"{first}  ")
+        else:
+            yield first.rstrip()
+            yield from _wrapped(text, " " * 6)
 
 
 def _wrapped(text: str, indent: str, first_indent: str | None = None) -> list[str]:
@@ -185,6 +201,34 @@ def _wrapped(text: str, indent: str, first_indent: str | None = None) -> list[st
     )  # fmt: skip
 
 
+_ENTRY = re.compile(r"\s*[\w*, ]+: ")
+"""The beginning of a line that describes an option, or several."""
+
+
+def _folded(docstring: str, indent: str) -> Iterator[str]:
+    """Yield the lines of a docstring; paragraphs that are too wide for the terminal are refilled."""
+    columns = shutil.get_terminal_size().columns
+    for number, paragraph in enumerate(docstring.split("\n\n")):
+        lines = [f"{indent}{line}".rstrip() for line in paragraph.splitlines()]
+        if number:
+            yield ""
+        if max(map(len, lines), default=0) <= columns:
+            yield from lines
+            continue
+        entries: list[list[str]] = []
+        for line in lines:
+            # A heading, such as "Args:", is a line of its own, and so is the beginning of a description; in
+            # the midst of a sentence a word with a colon is none.
+            end = entries[-1][-1][-1] if entries else ":"
+            if end == ":" or (end == "." and _ENTRY.match(line)):
+                entries.append([])
+            entries[-1].append(line)
+        for entry in entries:
+            first, last = (line[: len(line) - len(line.lstrip())] for line in (entry[0], entry[-1]))
+            is_indented = len(entry) == 1 and first != indent
+            yield from _wrapped(" ".join(map(str.strip, entry)), last + " " * 4 * is_indented, first)
+
+
 def doctor(arguments: Sequence[str] = ()) -> int:
     """Check the installation and suggest fixes; the exit status is 1 if a check fails.
 
@@ -192,7 +236,7 @@ def doctor(arguments: Sequence[str] = ()) -> int:
     """
     _require_no_arguments(arguments)
     results = list(findings())
-    say(*table([tuple(finding) for finding in results]))
+    say(*_aligned(results))
     wrong = sum(finding.verdict == "wrong" for finding in results)
     problems = f"{wrong} problem{'s' * (wrong > 1)}" if wrong else "No problem"
     say("", f"{problems} found ({len(results)} checks).")
@@ -223,16 +267,6 @@ def say(*lines: str) -> None:
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines with aligned columns; the last column may be of any width."""
-    if not rows:
-        return []
-    rows = [[printable(cell, line=True) for cell in row] for row in rows]
-    # The last column is free: it may be a sentence.
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    return ["  " + "  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
-
-
 def _require_no_arguments(arguments: Sequence[str]) -> None:
     if arguments:
         raise UsageError(f"it takes no argument, and was given {arguments[0]!r}")
@@ -241,10 +275,10 @@ def _require_no_arguments(arguments: Sequence[str]) -> None:
 def _print_tool(name: str) -> int:
     """Print where a tool comes from, its docstring and its options."""
     kind = tool_class(name)
-    say(f"{name}: {kind.__module__}.{kind.__qualname__}", "")
-    say(*(f"  {line}".rstrip() for line in (inspect.getdoc(kind) or "").splitlines()))
+    say(*_wrapped(f"{name}: {kind.__module__}.{kind.__qualname__}", " " * 4, ""), "")
     # Options of `select`, which some tools take in Python as well, are among those of every tool.
     parameters = inspect.signature(kind).parameters
+    say(*_folded(inspect.getdoc(kind) or "", "  "))
     options = [option for option in options_of(kind).values() if option.name in parameters]
     if options:
         # Some defaults differ where no program calls the tool's methods.
@@ -292,7 +326,7 @@ def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
         (plugin.name, f"{plugin.distribution} {plugin.version}", plugin.state, plugin.message)
         for plugin in plugins
     ]
-    return table(rows) or _none_installed(extra)
+    return list(_aligned(rows)) or _none_installed(extra)
 
 
 def _none_installed(extra: str) -> list[str]:

@@ -89,7 +89,9 @@ class Tool:
             headline = getattr(getattr(self, "result", None), "headline", "")
         except Exception:  # of a result that cannot be read now
             headline = ""
-        return f"{type(self).__name__}: {headline}; .result" if headline else super().__repr__()
+        # Of another type it may be anything, such as an array, which is neither true nor false.
+        has_headline = isinstance(headline, str) and headline
+        return f"{type(self).__name__}: {headline}; .result" if has_headline else super().__repr__()
 
     def __copy__(self) -> Tool:
         """Return a deep copy: the routines of a shallow copy would be methods of the original tool."""

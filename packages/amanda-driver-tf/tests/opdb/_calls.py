@@ -31,8 +31,10 @@ LEFT = frozenset(
     keras.ops.irfft
     """.split()
 )
-"""Functions that compute no tensor, change what is global, or take the time; Keras' irfft ends the process where
-a length is 0, without any tool too."""
+"""Functions that compute no tensor, change what is global, or take the time.
+
+Keras' irfft ends the process where a length is 0, without any tool too.
+"""
 SAMPLES = 2
 """Calls of each function, of those that it takes."""
 

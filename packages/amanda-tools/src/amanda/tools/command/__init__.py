@@ -7,6 +7,7 @@ amanda instrument model.onnx -t prune:sparsity=0.5 -o pruned.onnx
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from amanda.options import warn_deprecated
 from amanda.tools.command._line import (
     OptionType,
     compiled_option,
@@ -21,7 +22,7 @@ from amanda.tools.command._specs import (
     SpecError,
     Tooling,
     ToolSpec,
-    made,
+    make_tools,
     options_of,
     split_tools,
 )
@@ -34,13 +35,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CommandOption", "OptionType", "Session", "SpecError", "ToolSpec", "Tooling", "compiled_option",
-    "exit_status", "function_of", "instrument", "limit_option", "made", "merge", "options_of",
+    "exit_status", "function_of", "instrument", "limit_option", "make_tools", "merge", "options_of",
     "path_to_write", "run", "save_option", "split_tools", "strip_traceback",
 ]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
     """Import a command, or the session of a run, when it is asked for: a process runs only one command."""
+    if name == "made":
+        warn_deprecated(f"{__name__}.made", f"{__name__}.make_tools", "amanda-tools 0.2", "0.4")
+        return make_tools
     modules = {
         "instrument": "_instrument", "merge": "_gathering", "run": "_run", "Session": "_session",
         "strip_traceback": "_session",

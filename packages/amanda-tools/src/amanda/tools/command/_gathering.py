@@ -8,7 +8,6 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import click
 from amanda.errors import AmandaError
 from amanda.files import naming, write_file
 from amanda.tools.command._line import PATH, exit_status, limit_option
-from amanda.tools.command._processes import Handed, by_number, missing_ranks, nothing, number_of_ranks
+from amanda.tools.command._processes import RunSettings, by_number, missing_ranks, no_op_text, number_of_ranks
 from amanda.tools.command._specs import Tooling
 from amanda.tools.libraries import rich
 from amanda.tools.results import Result, by_rank, can_merge, load, read_json, reading, restored, to_json
@@ -28,36 +27,35 @@ from amanda.tools.results import merge as merge_results
 _MORE = 1 << 28
 
 
-class Gathering:
+class ProcessResults:
     """The tools of one process, and the way of their results to the root process.
 
-    messages: the list to which warnings are appended while the process runs.
+    messages: the list to which warnings are appended while the process runs.  is_quiet: print no results.
     Each process writes `<label>.json` into the folder that the processes share, after all other files: for
     each tool its result as `to_dict` gives it, or as text, and the messages.
     """
 
-    def __init__(self, handed: Handed, tools: Sequence[Tooling], messages: Sequence[str], label: str) -> None:
-        self._handed = handed
+    def __init__(
+        self, settings: RunSettings, tools: Sequence[Tooling], messages: Sequence[str], label: str
+    ) -> None:
+        self._settings = settings
         self._tools = tools
         self._logged = messages
         self._label = label
+        self.is_quiet = settings.quiet
         # Several roots that know nothing of each other save under names of their own.
-        self._suffix = "" if label.partition(".")[0] == "main" or handed.together else label
+        self._suffix = "" if label.partition(".")[0] == "main" or settings.together else label
 
-    def silence(self) -> None:
-        """Print no results."""
-        self._handed = replace(self._handed, quiet=True)
-
-    def leave(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
+    def write(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
         """Save this process's results, and write them into a file for the root process; return its path.
 
         saw_op: whether there are results.  ended: False while the process goes on; the results say so.
         followed: whether `exec` is about to replace the program of this process, which may be the root.
         """
-        handed, remark = self._handed, None
-        self._lost: list[str] = []
+        settings, remark = self._settings, None
+        self._losses: list[str] = []
         # The root needs no file.
-        alone = handed.root == os.getpid() and not handed.together and not followed
+        alone = settings.root == os.getpid() and not settings.together and not followed
         if not ended:
             now = datetime.now(timezone.utc).isoformat(" ", "seconds")
             remark = f"Saved at {now} of a process that went on."
@@ -68,17 +66,17 @@ class Gathering:
                 saved_results.append(self._saved_result(tooling, label, remark) if saw_op else None)
             except Exception as error:
                 saved_results.append(None)
-                self._lose(tooling, error)
+                self._note_loss(tooling, error)
         if alone:
             return None
         # The file comes last: once the root sees it, all that it names has been written.
         contents = {
             "tools": saved_results,
             "messages": self._messages,
-            "lost": self._lost,
+            "lost": self._losses,
             "ranks": number_of_ranks(),
         }
-        return write_file(Path(handed.folder) / f"{self._label}.json", to_json(contents))
+        return write_file(Path(settings.folder) / f"{self._label}.json", to_json(contents))
 
     @property
     def _messages(self) -> list[str]:
@@ -86,9 +84,9 @@ class Gathering:
         unmatched = tuple({text for tooling in self._tools for text in tooling.tool.unmatched()})
         return [message for message in self._logged if not message.endswith(unmatched)]
 
-    def _lose(self, tooling: Tooling, error: Exception) -> None:
+    def _note_loss(self, tooling: Tooling, error: Exception) -> None:
         """Note that the result of a tool is lost, to be told at the end."""
-        self._lost.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
+        self._losses.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
     def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
         """Save a tool's result; return the path and the result, or its text where it cannot be merged."""
@@ -99,37 +97,37 @@ class Gathering:
             saved = self._save(tooling, result, label)
             if isinstance(result, Result) and can_merge(result):
                 return {"saved": saved, "result": result.to_dict(), "text": None}
-            text = None if result is None else _text_of(result, self._handed.view)
+            text = None if result is None else _text_of(result, self._settings.view)
             return {"saved": saved, "result": None, "text": text}
 
-    def tell(self, saw_op: bool) -> None:
+    def report(self, saw_op: bool) -> None:
         """Merge the results of all processes, save and print them.
 
         saw_op: whether this process has results of its own.
         """
-        self._lost = []
-        folder = Path(self._handed.folder)
+        self._losses = []
+        folder = Path(self._settings.folder)
         results = self._read_results(folder)
-        if not self._handed.quiet:  # the output of the program comes first
+        if not self.is_quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
-        teller = Teller(self._handed.quiet, self._handed.view)
+        printer = Printer(self.is_quiet, self._settings.view)
         # A rank that was killed left no file, so the number of ranks comes from those that did.
         expected = max((result["ranks"] for result in results.values()), default=0)
         missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known
         for index, tooling in enumerate(self._tools):
-            theirs = {
+            others = {
                 label: result["tools"][index] for label, result in results.items() if result["tools"][index]
             }
             try:
-                self._report_tool(teller, tooling, theirs, missing, saw_op)
+                self._report_tool(printer, tooling, others, missing, saw_op)
             except Exception as error:  # the other tools' results are printed
-                self._lose(tooling, error)
-        teller.say(*_sentences_once(self._messages, results, "messages"))
+                self._note_loss(tooling, error)
+        printer.say(*_sentences_once(self._messages, results, "messages"))
         killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
         # Lost results are told under --quiet too: their absence would pass for success.
-        teller.say(*dict.fromkeys([*_sentences_once(self._lost, results, "lost"), *killed]), anyway=True)
-        if not self._handed.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
+        printer.say(*dict.fromkeys([*_sentences_once(self._losses, results, "lost"), *killed]), anyway=True)
+        if not self._settings.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
             shutil.rmtree(folder, ignore_errors=True)
 
     def _read_results(self, folder: Path) -> dict[str, Any]:
@@ -140,7 +138,7 @@ class Gathering:
                 with reading(path.stat().st_size + _MORE):  # of this program, whatever it comes to
                     results[path.stem] = read_json(path, "file of a process's results", self._checked_results)
             except (AmandaError, OSError) as error:
-                self._lost.append(f"the results of {path.stem} are lost: {error}")
+                self._losses.append(f"the results of {path.stem} are lost: {error}")
         return results
 
     def _checked_results(self, content: Any) -> Any:
@@ -156,26 +154,26 @@ class Gathering:
 
     def _report_tool(
         self,
-        teller: Teller,
+        printer: Printer,
         tooling: Tooling,
-        theirs: Mapping[str, Any],
+        others: Mapping[str, Any],
         missing: Sequence[str],
         saw_op: bool,
     ) -> None:
         """Print the results of one tool, merged where they can be, and save what is merged."""
         name, result = tooling.name, getattr(tooling.tool, "result", None)
-        labels = [*([self._label] if saw_op else []), *theirs]
+        labels = [*([self._label] if saw_op else []), *others]
         if not labels:
             # After an exception that nothing caught there is no need to say why.
-            if self._handed.nothing and not hasattr(sys, "last_type"):
-                teller.say(nothing(name, self._handed.frameworks))
+            if self._settings.no_op_texts and not hasattr(sys, "last_type"):
+                printer.say(no_op_text(name, self._settings.frameworks))
             return
         unmatched = list(tooling.tool.unmatched()) if saw_op else []
-        teller.say(*(f"{name}: {text}" for text in unmatched))
+        printer.say(*(f"{name}: {text}" for text in unmatched))
         if result is None:
             return
-        if theirs and can_merge(result):
-            parts = {label: restored(other["result"], result) for label, other in theirs.items()}
+        if others and can_merge(result):
+            parts = {label: restored(other["result"], result) for label, other in others.items()}
             if saw_op:
                 parts = {self._label: result, **parts}
             # The merged file has the tool's name alone, those of single processes have labels.
@@ -183,43 +181,42 @@ class Gathering:
             merged = merge_results(parts, missing)
             saved = self._save(tooling, merged, self._suffix)
             if len(labels) > 1:
-                teller.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
-            teller.show(merged)
-            teller.say_saved(name, saved, *own_path, *(other["saved"] for other in theirs.values()))
+                printer.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
+            printer.show(merged)
+            printer.say_saved(name, saved, *own_path, *(other["saved"] for other in others.values()))
             return
         if saw_op:
-            saved = self._save(tooling, result, self._label if theirs else self._suffix)
+            saved = self._save(tooling, result, self._label if others else self._suffix)
             # A table without rows would say that no op was executed.
             if not unmatched or any(True for _ in getattr(result, "rows", tuple)()):
-                teller.show(result)
-            teller.say_saved(name, saved)
-        for label, other in theirs.items():  # they cannot be merged
-            teller.say(f"{name} of {label}")
+                printer.show(result)
+            printer.say_saved(name, saved)
+        for label, other in others.items():  # they cannot be merged
+            printer.say(f"{name} of {label}")
             if other["text"] is not None:
-                teller.show(other["text"])
-            teller.say_saved(name, other["saved"])
+                printer.show(other["text"])
+            printer.say_saved(name, other["saved"])
 
     def _save(self, tooling: Tooling, result: Any, label: str) -> str | None:
         """Save a result, with the process's label in the file's name; return the path, None without one."""
         path = tooling.out
-        if path is None and self._handed.output is not None:
-            path = Path(self._handed.output) / f"{tooling.name}.json"
+        if path is None and self._settings.output is not None:
+            path = Path(self._settings.output) / f"{tooling.name}.json"
         # NNsight gives every object a `save` of its own.
         if path is None or getattr(type(result), "save", None) is getattr(object, "save", None):
             return None
         if label:
             path = path.with_name(f"{label}.{path.name}")  # the suffix says the form
         try:
-            file = tooling.home / path
-            file.parent.mkdir(parents=True, exist_ok=True)
-            result.save(file)
+            path.parent.mkdir(parents=True, exist_ok=True)  # the program may have removed it
+            result.save(path)
         except Exception as error:  # results can still be printed
-            self._lost.append(f"{tooling.name} cannot be saved in {path}: {error}")
+            self._losses.append(f"{tooling.name} cannot be saved in {path}: {error}")
             return None
         return str(path)
 
 
-class Teller:
+class Printer:
     """Writer to standard error: tables on a terminal, plain text elsewhere, nothing if `quiet`.
 
     view: what is written of results.
@@ -261,17 +258,17 @@ def _text_of(result: Any, view: Mapping[str, Any], width: int | None = None) -> 
     return result._text(width, **view) if isinstance(result, Result) else str(result)
 
 
-def report_other_processes(handed: Handed) -> None:
+def report_other_processes(settings: RunSettings) -> None:
     """Merge, save and print the results of other processes, in a root that has none itself.
 
     An error is written to standard error, and not raised.
     """
     try:
         # The tools are made for their classes alone, which know how to merge.
-        gathering = Gathering(handed, tools=handed.toolings(), messages=[], label="main")
-        gathering.tell(saw_op=False)
+        results = ProcessResults(settings, tools=settings.toolings(), messages=[], label="main")
+        results.report(saw_op=False)
     except Exception as error:  # the program's own end is not ours to change
-        Teller().say(f"the results are lost: {type(error).__name__}: {error}")
+        Printer().say(f"the results are lost: {type(error).__name__}: {error}")
 
 
 def _sentences_once(sentences: Iterable[str], results: Mapping[str, Any], key: str) -> list[str]:

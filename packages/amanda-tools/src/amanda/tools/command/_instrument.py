@@ -16,10 +16,9 @@ import click
 
 import amanda
 from amanda import Instrumented
-from amanda.files import naming
-from amanda.tools.command._gathering import Teller
-from amanda.tools.command._line import PATH, configured, exit_status, limit_option, path_to_write, tool_option
-from amanda.tools.command._specs import SpecError, Tooling, made
+from amanda.tools.command._gathering import Printer
+from amanda.tools.command._line import PATH, exit_status, get_config, limit_option, path_to_write, tool_option
+from amanda.tools.command._specs import SpecError, Tooling, make_tools
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
 _FORMS = (".csv", ".html", ".json", ".txt")
@@ -65,13 +64,13 @@ def _command(
     amanda instrument saved_model -t "prune:pattern=2:4" -t rewrite:rules=fold_batch_norm -o small
     amanda instrument model.pt2 -t quantize --state scales.safetensors -o quantized.pt2
     """
-    specs = configured(config, tools, such_as="-t prune").tools
+    specs = get_config(config, tools, such_as="-t prune").tools
     for spec in specs:
         # A file is run by programs that count no steps, so a window of steps would be open for good.
         if steps := _STEPS & spec.given.keys():
             selectors = ", ".join(sorted(steps))
             raise SpecError(f"tool {spec.name}: {selectors} chooses steps, and a file has none")
-    toolings = made(specs)
+    toolings = make_tools(specs)
     load_states(states, toolings)
     with _ended_by_signal():
         instrumented = amanda.instrument(
@@ -82,16 +81,14 @@ def _command(
             about=list(map(str, specs)),
         )
     result = InstrumentedResult(instrumented, model)
-    teller = Teller(quiet)
+    printer = Printer(quiet)
     results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
     # Most tools of a file have nothing to report: they never ran.
     tables = [value for value in results if isinstance(value, Result) and value.rows()]
     for table in (*tables, result):
-        teller.show(table)
+        printer.show(table)
     for tooling, tool_result in zip(toolings, results, strict=True):
         if tooling.out is not None:
-            with naming(tooling.out):
-                tooling.out.parent.mkdir(parents=True, exist_ok=True)
             tool_result.save(tooling.out)
     if report is not None:
         result.save(report)

@@ -20,7 +20,7 @@ import click
 from amanda.errors import AmandaError, FileError, UnknownToolError, did_you_mean, printable
 from amanda.files import check_file_to_write
 from amanda.options import kind_of
-from amanda.tools.command._specs import SpecError, ToolSpec, Unreadable, combined, read
+from amanda.tools.command._specs import SpecError, ToolSpec, Unreadable, merge_specs, read
 from amanda.tools.results import parsing, read_text, reading
 
 PATH = click.Path(path_type=Path)
@@ -92,16 +92,13 @@ class OptionType(click.ParamType[Any]):
             self.fail(f"{error}, was given {str(value)!r}", param, ctx)
 
 
-class _Size(click.ParamType[int]):
-    name = "size"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Return the bytes of a size such as 500MB; end the command with a usage error for other text."""
-        match = _SIZE.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is not a size such as 500MB or 4GB", param, ctx)
-        # Decimal prefixes, as disks and `amount` have them.
-        return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
+def _bytes_of_size(text: str) -> int:
+    """Return the bytes of a size such as 500MB; raise BadParameter for other text."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise click.BadParameter(f"{text!r} is not a size such as 500MB or 4GB")
+    # Decimal prefixes, as disks and `amount` have them.
+    return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
 
 def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,7 +111,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(**options)
 
     return click.option(
-        "--limit", type=_Size(), metavar="SIZE",
+        "--limit", type=_bytes_of_size, metavar="SIZE",
         help="Largest uncompressed size of a file to read, such as 4GB.",
     )(limited)  # fmt: skip
 
@@ -128,10 +125,6 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
         if path.suffix not in forms:
             raise click.BadParameter(f"{path} ends in none of {', '.join(forms)}")
         # Checked before the command runs, which may take hours until it writes.
-        if path.is_dir():
-            raise click.BadParameter(f"{path} is a folder")
-        if not path.parent.is_dir():
-            raise click.BadParameter(f"there is no folder {path.parent} for {path.name}")
         try:
             check_file_to_write(path)
         except FileError as error:
@@ -207,10 +200,10 @@ class Config:
     output: Path | None = None
 
 
-def configured(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
+def get_config(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
     """Return a file's content with the tools of the command line; raise SpecError if there is no tool."""
     config = Config() if path is None else read_config(path)
-    config.tools = combined(config.tools, [ToolSpec.parse(text) for text in tools])
+    config.tools = merge_specs(config.tools, [ToolSpec.parse(text) for text in tools])
     if not config.tools:
         raise SpecError(f"no tool is given: {such_as}, or --config FILE; `amanda tools` lists them")
     return config
@@ -259,25 +252,13 @@ def _read_table(path: Path) -> Any:
 
 
 def _tool_specs(path: Path, tools: Any) -> list[ToolSpec]:
-    """Return the specs in a table of tools by name, or in a list of names and of tables with a `name`.
-
-    Raises SpecError for another form.
-    """
-    if isinstance(tools, Mapping):
-        # `[tools.flops]` without options is None in YAML, an empty table in TOML.
-        tables = {name: table or {} for name, table in tools.items()}
-        tools = [
-            {**table, "name": name} if isinstance(table, Mapping) else table for name, table in tables.items()
-        ]
-    if not isinstance(tools, list):
-        raise SpecError(f"{path}: tools is {tools!r}; give a table of tools by name, or a list")
+    """Return the specs in a table of tools by name; raise SpecError for another form."""
+    if not isinstance(tools, Mapping):
+        raise SpecError(f"{path}: tools is {tools!r}; give a table of tools by name")
     specs = []
-    for tool in tools:
-        if isinstance(tool, str):
-            specs.append(ToolSpec.parse(tool))
-        elif isinstance(tool, Mapping) and isinstance(tool.get("name"), str):
-            options = {str(key): value for key, value in tool.items() if key != "name"}
-            specs.append(ToolSpec(tool["name"], options))
-        else:
-            raise SpecError(f"{path}: {tool!r} among the tools is neither a name nor a table with a name")
+    for name, table in tools.items():
+        options = table or {}  # `[tools.flops]` without options is None in YAML, an empty table in TOML
+        if not isinstance(options, Mapping):
+            raise SpecError(f"{path}: tool {name} is {options!r}; give a table of its options")
+        specs.append(ToolSpec(str(name), {str(key): value for key, value in options.items()}))
     return specs

@@ -12,14 +12,14 @@ import re
 import stat
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from amanda.tools.command._specs import Tooling, ToolSpec, made
+from amanda.tools.command._specs import Tooling, ToolSpec, make_tools
 
 if sys.platform != "win32":
     import fcntl
@@ -35,8 +35,8 @@ _RANK = re.compile(r"rank(\d+)(\.restart\d+)?")
 
 
 @dataclass(frozen=True)
-class Handed:
-    """Settings that a process inherits through its environment.
+class RunSettings:
+    """RunSettings that a process inherits through its environment.
 
     tools: name and given options of each.  folder: where processes write their results for the root.
     root: id of the process that merges and prints results.  output: folder for results.
@@ -45,8 +45,8 @@ class Handed:
     every: seconds between two saves of the present results; None to save at the end alone.
     together: whether the program is one of several ranks, of which the last to end merges and prints.
     compiled: as in `amanda.apply`.  construction: whether tools see the ops that construct models.
-    is_rank: whether the root is a rank.  nothing: what is told where no process has executed an op; empty if
-    that is expected.
+    is_rank: whether the root is a rank.  no_op_texts: what is told where no process has executed an op;
+    empty if that is expected.
     """
 
     tools: list[tuple[str, dict[str, Any]]]
@@ -61,7 +61,7 @@ class Handed:
     compiled: str = "eager"
     construction: bool = False
     is_rank: bool = False
-    nothing: list[str] = field(default_factory=list)
+    no_op_texts: list[str] = field(default_factory=list)
 
     def write_into(self, environment: MutableMapping[str, str]) -> None:
         """Write the settings into an environment, with the folder of `sitecustomize` first on PYTHONPATH."""
@@ -73,16 +73,16 @@ class Handed:
         environment.pop(PROCESS, None)
 
     @classmethod
-    def get(cls) -> Handed:
+    def get(cls) -> RunSettings:
         """Return the settings in the environment of this process."""
         return cls(**json.loads(os.environ[VARIABLE]))
 
     def toolings(self) -> list[Tooling]:
         """Return new tools for one process."""
-        return made((ToolSpec(name, options) for name, options in self.tools), alone=True)
+        return make_tools((ToolSpec(name, options) for name, options in self.tools), alone=True)
 
 
-def nothing(tool: str, frameworks: Sequence[str]) -> str:
+def no_op_text(tool: str, frameworks: Sequence[str]) -> str:
     """Return the sentence for a run without an op of any framework."""
     if frameworks:
         return f"{tool}: no op of {' or '.join(frameworks)} was executed"
@@ -104,7 +104,7 @@ def is_in_rank() -> bool:
     return any(os.environ.get(name, "").isdigit() for name in _RANKS)
 
 
-def process_label(handed: Handed) -> str:
+def process_label(settings: RunSettings) -> str:
     """Return a label for this process: "main", "rank0", "process123", "rank0.process123" for a rank's child.
 
     "rank0.restart1" after the launcher has started the ranks again, "main.restart1" after `exec` has replaced
@@ -117,13 +117,13 @@ def process_label(handed: Handed) -> str:
         label = rank if restart == "0" else f"{rank}.restart{restart}"
     # A variable that this process inherited says that another one came before it, unless
     # the root set it and replaced itself by `exec`, which keeps its id.
-    elif inherited_label and not (inherited_label.startswith("main") and os.getpid() == handed.root):
+    elif inherited_label and not (inherited_label.startswith("main") and os.getpid() == settings.root):
         label = f"{rank}.process{os.getpid()}".lstrip(".")
     else:
         label = "main"
     # A file of this label is of the program before `exec`.
-    if not label.startswith("rank") and (Path(handed.folder) / f"{label}.json").exists():
-        restarts = len(list(Path(handed.folder).glob(f"{label}.restart*.json")))
+    if not label.startswith("rank") and (Path(settings.folder) / f"{label}.json").exists():
+        restarts = len(list(Path(settings.folder).glob(f"{label}.restart*.json")))
         label = f"{label}.restart{restarts + 1}"
     os.environ[PROCESS] = label
     return label
@@ -166,9 +166,7 @@ def folder_of_ranks() -> str | None:
     name = f"amanda-{os.getuid()}-{sha256(run.encode()).hexdigest()[:16]}"
     try:
         folder = Path(tempfile.gettempdir()) / name
-        with suppress(
-            FileExistsError
-        ):  # a rank was first, or somebody else who may use the folder has the name
+        with suppress(FileExistsError):  # of another rank, or of somebody else
             folder.mkdir(mode=0o700)
         status = folder.lstat()
     except OSError:  # no temporary folder can be written to, or somebody has removed it
@@ -193,20 +191,19 @@ class Rank:
     def __init__(self, folder: str, label: str) -> None:
         self._folder = Path(folder)
         (self._folder / f"{label}.json").unlink(missing_ok=True)
-        self._alive: IO[str] | None = (self._folder / f"{label}.alive").open("w")
+        self._alive = (self._folder / f"{label}.alive").open("w")
         # The kernel releases the lock when the process dies, however it dies.
         fcntl.lockf(self._alive, fcntl.LOCK_EX)
 
-    def end(self, leave: Callable[[], object], tell: Callable[[], None]) -> None:
-        """Call `leave` to write the results of this rank, then `tell` if no other rank is alive."""
-        with _holding_lock(self._folder / "telling"):
+    def end(self, write: Callable[[], object], report: Callable[[], None]) -> None:
+        """Call `write` for the results of this rank, then `report` if no other rank is alive."""
+        with (self._folder / "reporting").open("w") as lock:
             # Under the lock, so that exactly one rank finds that it is the last.
-            leave()
-            if self._alive is not None:
-                self._alive.close()
-                self._alive = None
+            fcntl.lockf(lock, fcntl.LOCK_EX)
+            write()
+            self._alive.close()
             if not any(map(_is_alive, self._folder.glob("*.alive"))):
-                tell()
+                report()
 
 
 def _is_alive(path: Path) -> bool:
@@ -218,11 +215,3 @@ def _is_alive(path: Path) -> bool:
         except OSError:
             return True
         return False
-
-
-@contextmanager
-def _holding_lock(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which one process holds at a time, while the context is open."""
-    with path.open("w") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        yield

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from types import FrameType
@@ -19,9 +20,9 @@ import click
 from amanda.errors import did_you_mean
 from amanda.options import Range
 from amanda.plugins import driven_frameworks
-from amanda.tools.command._line import PATH, OptionType, compiled_option, configured, exit_status, tool_option
-from amanda.tools.command._processes import Handed, folder_of_ranks, is_in_rank, is_python, nothing
-from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, made, split_tools
+from amanda.tools.command._line import PATH, OptionType, compiled_option, exit_status, get_config, tool_option
+from amanda.tools.command._processes import RunSettings, folder_of_ranks, is_in_rank, is_python, no_op_text
+from amanda.tools.command._specs import SpecError, Tooling, ToolSpec, make_tools, split_tools
 from amanda.tools.models import is_model
 from amanda.tools.models.__main__ import command as model_command
 from amanda.tools.results import Result
@@ -96,21 +97,24 @@ def _command(
     `amanda tools` lists the tools, `amanda info TOOL` their options. Every tool also takes type, module and
     phase (which ops), start, end and frequency (which steps), and out (a file for its result).
     """
-    settings = configured(config, tools, such_as="amanda run flops PROGRAM, -t flops")
+    configuration = get_config(config, tools, such_as="amanda run flops PROGRAM, -t flops")
     if not program:
         raise SpecError("no program is given: a script, -m module, a command, or a model such as hf:llama")
-    output = output or settings.output
+    output = output or configuration.output
     if output is not None and output.exists() and not output.is_dir():
         raise SpecError(f"{output} is a file; results are saved in a folder")
     if full and top is not None:
         raise SpecError("--full shows every row; give --full or --top, not both")
-    toolings = made(settings.tools, alone=True)  # so that errors come before the program starts
+    toolings = make_tools(configuration.tools, alone=True)  # so that errors come before the program starts
+    for spec, tooling in zip(configuration.tools, toolings, strict=True):
+        if tooling.out is not None:  # absolute, for processes that start in another folder
+            spec.given["out"] = str(tooling.out)
     _check_column(sort, toolings)
     # Of a whole model people ask first which parts take most.
     is_tree = is_model(program[0]) and not sort and top is None
-    view = {"sort": sort, "depth": depth, "whole": full, "tree": is_tree, **({"top": top} if top else {})}
+    view = {"top": top, "sort": sort, "depth": depth, "whole": full, "tree": is_tree}
     return launch(
-        program, settings.tools, [tooling.name for tooling in toolings], output,
+        program, configuration.tools, [tooling.name for tooling in toolings], output,
         quiet=quiet, view=view, every=every, compiled=compiled, construction=construction,
     )  # fmt: skip
 
@@ -135,32 +139,32 @@ def _in_long_form(arguments: Sequence[str]) -> list[str]:
     Options of `amanda run` and of a model may be on either side of the model's word.
     Raises SpecError for an option of models without a model.
     """
-    # click would take a program's own options for ours, so the program begins where ours end.
+    # click would take a program's own options for those of `amanda run`, which therefore end first.
     run_options, model_options = _options_with_values(_command), _options_with_values(model_command)
-    waiting, ours, of_model, word = list(arguments), list[str](), list[str](), ""
+    waiting, run_words, model_words, word = list(arguments), list[str](), list[str](), ""
     while waiting:
         name = waiting[0].partition("=")[0]
-        names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in ours)
+        names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in run_words)
         # `amanda run flops train.py`: the first word names tools, unless options have named them.
         if word or (name.startswith("-") and name not in ("-m", "-c", "--")):
             is_of_model = name in model_options or (word and name not in run_options)
             options = model_options if is_of_model else run_options
             count = 2 if options.get(waiting[0]) else 1
-            (of_model if is_of_model else ours).extend(waiting[:count])
+            (model_words if is_of_model else run_words).extend(waiting[:count])
             del waiting[:count]
         elif name in ("-m", "-c", "--") or names_tools or _is_program(waiting[0]):
             program = waiting[1:] if name == "--" else waiting
             if not (program and is_model(program[0])):
-                if of_model:
-                    example = " ".join(["hf:bert", *of_model])
+                if model_words:
+                    example = " ".join(["hf:bert", *model_words])
                     raise SpecError(
-                        f"{of_model[0]} is an option of models, as in {example}; a program's own follow it"
+                        f"{model_words[0]} is an option of models, as in {example}; a program's own follow it"
                     )
-                return [*ours, "--", *program]
+                return [*run_words, "--", *program]
             word, *waiting = program
         else:
-            ours += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
-    return [*ours, "--", word, *of_model] if word else ours
+            run_words += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
+    return [*run_words, "--", word, *model_words] if word else run_words
 
 
 def _options_with_values(command: click.Command) -> dict[str, bool]:
@@ -196,7 +200,8 @@ def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
         return [sys.executable, "-m", "amanda.tools.models", *program], True
     path = Path(first)
     # A folder or a zip file with a __main__.py is a program to Python.
-    if path.is_dir() or (path.is_file() and _is_script(path)):
+    is_script = path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)
+    if path.is_dir() or (path.is_file() and is_script):
         return [sys.executable, *program], True
     executable = first if path.is_file() else shutil.which(first)
     if executable is None:
@@ -217,7 +222,7 @@ def launch(
     """Replace this process by the program, with the tools in its environment.
 
     A program that Python does not run is a child process instead, whose exit status is returned.
-    names: of the tools, in the output.  options: further fields of `Handed`.
+    names: of the tools, in the output.  options: further fields of `RunSettings`.
     Raises SpecError for a folder that cannot be made, and for a program that cannot be run.
     """
     command, python = command_of(program)
@@ -231,14 +236,14 @@ def launch(
     # A program that is asked for its options executes no op, and need not be told so.  A model that executes
     # none has failed, and has said why.
     is_expected = is_model(program[0]) or not {"-h", "--help"}.isdisjoint(program)
-    handed = Handed(
+    settings = RunSettings(
         tools=[(tool.name, dict(tool.given)) for tool in tools], folder=folder, root=os.getpid(),
         output=None if output is None else str(output), frameworks=frameworks, together=shared is not None,
         is_rank=is_in_rank(),
-        nothing=[] if is_expected else [nothing(name, frameworks) for name in names], **options,
+        no_op_texts=[] if is_expected else [no_op_text(name, frameworks) for name in names], **options,
     )  # fmt: skip
     environment = dict(os.environ)
-    handed.write_into(environment)
+    settings.write_into(environment)
     # exec drops what is still in the buffers.
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:  # the shell may have closed it
@@ -247,7 +252,7 @@ def launch(
         # The program keeps our process id, so signals and exit status are its own.
         if python and os.name == "posix":
             os.execve(command[0], command, environment)
-        return _supervise(command, environment, handed)
+        return _supervise(command, environment, settings)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise SpecError(f"{command[0]} cannot be run: {error.strerror}") from None
@@ -268,7 +273,7 @@ def _folder_for(output: Path) -> Path:
         raise SpecError(f"results cannot be saved in {output}: {error.strerror}") from None
 
 
-def _supervise(command: Sequence[str], environment: dict[str, str], handed: Handed) -> int:
+def _supervise(command: Sequence[str], environment: dict[str, str], settings: RunSettings) -> int:
     """Run a program as a child process; return its exit status, or end by the signal that ended the child."""
     from amanda.tools.command._gathering import report_other_processes
 
@@ -292,7 +297,8 @@ def _supervise(command: Sequence[str], environment: dict[str, str], handed: Hand
     status = children[0].wait()
     for number, handler in previous_handlers.items():
         signal.signal(number, handler)
-    report_other_processes(handed)
+    # A program that failed has said why, and need not be told that it executed no op.
+    report_other_processes(replace(settings, no_op_texts=[]) if status else settings)
     if status < 0:
         # Shells tell a death by signal from an exit status, so we die of the same one.
         signal.signal(-status, signal.SIG_DFL)
@@ -317,8 +323,3 @@ def _check_flags(program: Sequence[str]) -> None:
                 if argument.endswith(letter):
                     next(arguments, None)
                 break
-
-
-def _is_script(path: Path) -> bool:
-    """Return True for a Python file, and for a file that is not executable."""
-    return path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)

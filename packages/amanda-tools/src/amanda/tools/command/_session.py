@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import linecache
 import logging
 import os
@@ -12,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.errors import AmandaError
 from amanda.plugins import hookimpl, plugin_manager
-from amanda.tools.command._gathering import Gathering, Teller
-from amanda.tools.command._processes import VARIABLE, Handed, Rank, is_python, is_rank, process_label
+from amanda.tools.command._gathering import Printer, ProcessResults
+from amanda.tools.command._processes import VARIABLE, Rank, RunSettings, is_python, is_rank, process_label
 from amanda.tools.select import leave_construction
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class Session:
         plugin_manager().register(self)
         self._begin()
         show_program_alone(before=self._process.fail)
-        before_exec(self._leave_before_exec)
+        before_exec(self._write_before_exec)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)  # after the core leaves it
         if threading.current_thread() is threading.main_thread():
@@ -64,36 +64,37 @@ class Session:
     def _begin(self) -> None:
         """Make the tools and apply them; an error is told, and the program runs without tools."""
         try:
-            self._start(Handed.get())
+            self._start(RunSettings.get())
         except Exception as error:
-            Teller().say(f"no tools in process {os.getpid()}: {error}")
+            Printer().say(f"no tools in process {os.getpid()}: {error}")
 
-    def _start(self, handed: Handed) -> None:
+    def _start(self, settings: RunSettings) -> None:
         """Make the tools and apply them."""
-        tools = handed.toolings()
+        tools = settings.toolings()
         for tooling in tools:
-            if not handed.construction and tooling.phase is None:
+            if not settings.construction and tooling.phase is None:
                 leave_construction(tooling.tool)
-        compiled: Any = handed.compiled
+        compiled: Any = settings.compiled
         self._scope = amanda.apply(*(tooling.tool for tooling in tools), compiled=compiled)
-        self._handed, self._pid, self._saw_op, self._saving = handed, os.getpid(), False, None
-        self._leaving = threading.RLock()
-        self._label = process_label(handed)
-        self._gathering = Gathering(handed, tools, Messages(handed.quiet, self._label).texts, self._label)
+        self._settings, self._pid, self._saw_op, self._saving = settings, os.getpid(), False, None
+        self._writing_lock = threading.RLock()
+        self._label = process_label(settings)
+        messages = Messages(settings.quiet, self._label)
+        self._results = ProcessResults(settings, tools, messages.texts, self._label)
         self._has_failed = False
         self._rank: Rank | None = None
         # The lock is taken before the scope opens: no other rank may print while this one runs.
-        if handed.together and self._pid == handed.root:
-            self._rank = Rank(handed.folder, self._label)
+        if settings.together and self._pid == settings.root:
+            self._rank = Rank(settings.folder, self._label)
         self._scope.start()
         # A launcher kills ranks that wait in native code, where no handler in Python runs.
-        if handed.every is not None or is_rank(self._label):
+        if settings.every is not None or is_rank(self._label):
             self._listen()
 
     def _listen(self) -> None:
         """Start the thread that saves results and receives signals."""
         if os.name == "posix" and self._saving is None:
-            self._saving = Saving(self._save, self._handed.every)
+            self._saving = Saving(self._save, self._settings.every)
             self._saving.start()
 
     def _receive_signals(self) -> None:
@@ -119,11 +120,11 @@ class Session:
     @property
     def sees_construction(self) -> bool:
         """True if tools see the ops that construct models too."""
-        return self._handed.construction
+        return self._settings.construction
 
     def silence(self) -> None:
         """Print no results, of a program that has failed and says why."""
-        self._gathering.silence()
+        self._results.is_quiet = True
 
     def finish(self, failed: bool = False) -> None:
         """Close the scope once; write the results for the root process, or print those of all processes.
@@ -138,33 +139,33 @@ class Session:
             if self._saving is not None:
                 self._saving.end()
             # No longer than that: it may wait for a routine that the signal has interrupted here.
-            self._leaving.acquire(timeout=GRACE)
+            self._writing_lock.acquire(timeout=GRACE)
             self._scope.stop()
-            self._tell_or_leave(self._gathering)
+            self._report_or_write()
         except Exception as error:  # the program's own end is not ours to change
-            Teller().say(f"the results of process {self._pid} are lost: {type(error).__name__}: {error}")
+            Printer().say(f"the results of process {self._pid} are lost: {type(error).__name__}: {error}")
 
-    def _tell_or_leave(self, gathering: Gathering) -> None:
+    def _report_or_write(self) -> None:
         """Print the results in the root and in the last rank; write them into a file elsewhere."""
         if self._rank is not None:
-            self._rank.end(lambda: gathering.leave(self._saw_op), lambda: gathering.tell(saw_op=False))
-        elif self._pid == self._handed.root:
-            gathering.tell(self._saw_op)
+            self._rank.end(partial(self._results.write, self._saw_op), partial(self._results.report, False))
+        elif self._pid == self._settings.root:
+            self._results.report(self._saw_op)
         elif self._saw_op or is_rank(self._label):  # of a rank, also that it has none
-            gathering.leave(self._saw_op)
+            self._results.write(self._saw_op)
 
     def _save(self) -> None:
         """Write the present results for the root process; if that fails, the next time tries again."""
-        with self._leaving:
+        with self._writing_lock:
             if self._saw_op and not self._is_closed():
                 try:
-                    self._gathering.leave(ended=False)
+                    self._results.write(ended=False)
                 except Exception as error:
                     if not self._has_failed:
                         logger.warning("the results so far were not saved: %s; the next save retries", error)
                     self._has_failed = True
 
-    def _leave_before_exec(self, under_tools: bool) -> Callable[[], None]:
+    def _write_before_exec(self, under_tools: bool) -> Callable[[], None]:
         """Write the results before `exec` replaces this program; return a function that withdraws them.
 
         under_tools: whether the next program runs under the tools, and gathers results.
@@ -173,8 +174,8 @@ class Session:
         if not under_tools:
             self._process.end()
         elif not self._is_closed() and self._saw_op:
-            with self._leaving:
-                results_file = self._gathering.leave(followed=True)
+            with self._writing_lock:
+                results_file = self._results.write(followed=True)
         return lambda: results_file.unlink(missing_ok=True) if results_file is not None else None
 
     def _begin_in_child(self) -> None:
@@ -223,30 +224,21 @@ class Messages(logging.Handler):
         """Collect a message that is new; print one that is live."""
         message = record.getMessage()
         if getattr(record, "live", False):
-            Teller(self._quiet).say(f"{self._prefix}{message}")
+            Printer(self._quiet).say(f"{self._prefix}{message}")
         elif message not in self.texts and len(self.texts) < _MESSAGES:
             self.texts.append(message)
 
 
-def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
-    """Call `leave` whenever `exec` is about to replace the program of this process.
+def before_exec(write: Callable[[bool], Callable[[], None]]) -> None:
+    """Call `write` whenever `exec` is about to replace the program of this process.
 
-    leave: takes True if the next program runs under the tools; returns a function that withdraws the results
-        that `leave` wrote, which is called if `exec` fails.
+    write: takes True if the next program runs under the tools; returns a function that withdraws the results
+        that `write` wrote, which is called if `exec` fails.
     """
-    for name in ("execv", "execve"):  # which the others of the family call
-        setattr(os, name, _leave_before(getattr(os, name), leave))
 
-
-def _leave_before(
-    original: Callable[..., Any], leave: Callable[[bool], Callable[[], None]]
-) -> Callable[..., Any]:
-    """Return a function in place of one of the exec family, which calls `leave` first."""
-
-    @functools.wraps(original)
-    def execute(path: Any, argv: Any, *env: Any) -> Any:
-        """Leave the results, then replace the program; withdraw them if that fails."""
-        withdraw = leave(_keeps_tools(path, *env)) if _can_be_run(path) else None
+    def execute(original: Callable[..., Any], path: Any, argv: Any, *env: Any) -> Any:
+        """Write the results, then replace the program; withdraw them if that fails."""
+        withdraw = write(_keeps_tools(path, *env)) if _can_be_run(path) else None
         try:
             return original(path, argv, *env)
         except BaseException:
@@ -254,7 +246,8 @@ def _leave_before(
                 withdraw()
             raise
 
-    return execute
+    for name in ("execv", "execve"):  # which the others of the family call
+        setattr(os, name, partial(execute, getattr(os, name)))
 
 
 def _can_be_run(path: Any) -> bool:
@@ -313,13 +306,7 @@ class Saving(threading.Thread):
             signal.set_wakeup_fd(previous_fd)
 
     def run(self) -> None:
-        """Save at intervals and at signals, until `end`."""
-        # Results are computed with the framework, and are not ops of the program.
-        with amanda.disabled():
-            self._run()
-
-    def _run(self) -> None:
-        """Save at intervals, and for a main thread that answers no signal."""
+        """Save at intervals, and for a main thread that answers no signal, until `end`."""
         while not self._ended.is_set():
             ready, _, _ = select.select([self._reading], [], [], self._every)
             arrived = os.read(self._reading, 64) if ready else b""
@@ -328,19 +315,17 @@ class Saving(threading.Thread):
             if ready and (not ending or self._ended.wait(_SOON)):
                 continue
             for number in ending:
-                self._send_again(number)
+                main = threading.main_thread().ident
+                # A handler of the program's own is not called twice.
+                if main is not None and signal.getsignal(number) == self._handler:
+                    signal.pthread_kill(main, number)
             # A main thread in native code runs no handler, so the results are saved for it.
             if not self._ended.wait(GRACE if ready else 0):
-                self._save()
-
-    def _send_again(self, number: int) -> None:
-        """Send a signal to the main thread, unless the program has a handler of its own for it."""
-        main = threading.main_thread().ident
-        if main is not None and signal.getsignal(number) == self._handler:
-            signal.pthread_kill(main, number)
+                # Results are computed with the framework, and are not ops of the program.
+                with amanda.disabled():
+                    self._save()
 
     def end(self) -> None:
-        """End the thread."""
         self._ended.set()
         # Wakes the thread, which waits in select.
         os.write(self._writing, b"\0")

@@ -21,14 +21,14 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import amanda
 from amanda import options
 from amanda.errors import AmandaError, FileError, did_you_mean
-from amanda.files import check_folder_to_write
+from amanda.files import check_file_to_write
 from amanda.options import REQUIRED, Mismatch, kind_of, words_of
 from amanda.plugins import tool_class
 from amanda.tools.results import Result
 from amanda.tools.select import Phase, select
 from amanda.tools.steps import Steps
 
-Given = str | Sequence[Any] | int | float | bool | None
+OptionValue = str | Sequence[Any] | int | float | bool | None
 """A value given for an option: text, or a value that a configuration file has already."""
 
 _LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}
@@ -57,7 +57,7 @@ class CommandOption:
         """True if text can be converted to the option's type."""
         return _is_readable(self.type)
 
-    def read(self, value: Given) -> Any:
+    def read(self, value: OptionValue) -> Any:
         """Return the value; raise Unreadable, which names the expected type."""
         return read(value, self.type)
 
@@ -77,7 +77,7 @@ def options_of(kind: Callable[..., Any]) -> dict[str, CommandOption]:
     }
 
 
-def read(value: Given, annotation: Any) -> Any:
+def read(value: OptionValue, annotation: Any) -> Any:
     """Return a value of a type, from text or from a value of a configuration file. Raises Unreadable."""
     converted, kind = _convert(value, annotation), kind_of(annotation)
     try:
@@ -86,12 +86,16 @@ def read(value: Given, annotation: Any) -> Any:
         raise _unreadable_error(annotation, str(mismatch)) from None
 
 
-def _convert(value: Given, annotation: Any) -> Any:
-    """Return a value in the plain type of an annotation, before its range is checked."""
+def _convert(value: OptionValue, annotation: Any) -> Any:
+    """Return the value that text stands for, before it is checked; other values as they are."""
     plain = _plain(annotation)
     origin, members = get_origin(plain), get_args(plain)
     if origin in (Union, types.UnionType):
-        return _read_first(value, members, annotation)
+        # Text is tried last: 1 and none may be values of another type.
+        for member in sorted(members, key=lambda kind: _plain(kind) is str):
+            with suppress(Unreadable):
+                return read(value, member)
+        raise _unreadable_error(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
     if origin is Literal:
         return _read_literal(value, members, annotation)
     if _is_list(plain):
@@ -104,9 +108,11 @@ def _convert(value: Given, annotation: Any) -> Any:
         value = value[0]
     if plain not in _READERS:
         raise Unreadable(_NOT_TEXT)
+    if not isinstance(value, str):
+        return value
     try:
         return _READERS[plain](value)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, KeyError):
         raise _unreadable_error(annotation) from None
 
 
@@ -117,16 +123,7 @@ def _unreadable_error(annotation: Any, why: str = "") -> Unreadable:
     return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
 
 
-def _read_first(value: Given, members: Sequence[Any], annotation: Any) -> Any:
-    """Return the value as the first type of a union that takes it; raise Unreadable if none does."""
-    # Text is tried last: 1 and none may be values of another type.
-    for member in sorted(members, key=lambda kind: _plain(kind) is str):
-        with suppress(Unreadable):
-            return read(value, member)
-    raise _unreadable_error(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
-
-
-def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
+def _read_literal(value: OptionValue, members: Sequence[Any], annotation: Any) -> Any:
     """Return the member of a Literal that a value is, or that its text is."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
@@ -138,7 +135,7 @@ def _read_literal(value: Given, members: Sequence[Any], annotation: Any) -> Any:
     raise Unreadable(expected + (f"; did you mean {near[0]}?" if near else ""))
 
 
-def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
+def _read_list(value: OptionValue, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
     """Return a collection of the values in "a+b" or in a list."""
     inner = next((member for member in members if member is not Ellipsis), str)
     texts: list[Any] = []
@@ -155,48 +152,17 @@ def _read_list(value: Given, origin: Any, members: Sequence[Any], annotation: An
     return container(values)
 
 
-def _bool(value: Any) -> bool:
-    """Return a bool, or the one that a word such as "true" or "no" stands for; raise KeyError for others."""
-    return value if isinstance(value, bool) else _TRUTH[_str(value).lower()]
+def _path(text: str) -> Path | str:
+    return Path(text).expanduser() if text else ""  # Path("") would be the working directory
 
 
-def _int(value: Any) -> int:
-    """Return an integer from text or a whole number; raise ValueError for a bool and a fraction."""
-    # True is an int to Python, and 2.5 would be cut to 2.
-    if isinstance(value, bool) or (isinstance(value, float) and not value.is_integer()):
-        raise ValueError
-    # 0 for the base: "0x10" is read as Python reads it.
-    return int(value, 0) if isinstance(value, str) else int(value)
-
-
-def _float(value: Any) -> float:
-    """Return a float from text or a number; raise TypeError for a bool."""
-    if isinstance(value, bool):
-        raise TypeError
-    return float(value)
-
-
-def _none(value: Any) -> None:
-    """Return None for None and for the text "none"; raise ValueError for other text."""
-    if value is not None and _str(value).lower() != "none":
-        raise ValueError
-
-
-def _str(value: Any) -> str:
-    """Return text; raise TypeError for any other value."""
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-def _path(value: Any) -> Path | str:
-    return Path(value).expanduser() if _str(value) else ""  # Path("") would be the working directory
-
-
-_READERS: Mapping[Any, Callable[[Any], Any]] = {
-    bool: _bool, int: _int, float: _float, str: _str, Path: _path, type(None): _none,
-    Any: lambda given: given,
+_READERS: Mapping[Any, Callable[[str], Any]] = {
+    bool: lambda text: _TRUTH[text.lower()],
+    int: lambda text: int(text, 0),  # "0x10" is read as Python reads it
+    float: float, str: str, Path: _path, Any: str,
+    type(None): lambda text: {"none": None}[text.lower()],
 }  # fmt: skip
+"""Functions that convert text to a type; they raise ValueError or KeyError for other text."""
 
 
 def _plain(annotation: Any) -> Any:
@@ -245,24 +211,15 @@ class SpecError(AmandaError, ValueError):
 
 @dataclass
 class Tooling:
-    """A tool, its name in the output, and the file for its result.
+    """A tool, its name in the output, and the absolute path of the file for its result.
 
     phase: the selected part of the program; None for all.
-    home: the folder that `out` is relative to, even if the program changes its working directory.
     """
 
     name: str
     tool: amanda.Tool
     out: Path | None
     phase: str | None = None
-    home: Path = field(default_factory=lambda: _working_directory() or Path())
-
-
-def _working_directory() -> Path | None:
-    """Return the working directory; None where it has been deleted, and programs run nevertheless."""
-    with suppress(FileNotFoundError):
-        return Path.cwd()
-    return None
 
 
 @dataclass
@@ -270,7 +227,7 @@ class ToolSpec:
     """The registered name of a tool, and values for its options: texts, or values of a configuration file."""
 
     name: str
-    given: dict[str, Given] = field(default_factory=dict)
+    given: dict[str, OptionValue] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> ToolSpec:
@@ -334,10 +291,9 @@ class ToolSpec:
         if not isinstance(tool, amanda.Tool):
             kind = type(tool).__name__
             raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
-        _check_out(self.name, tool, out)
-        return Tooling(self.name, tool, out, phase)
+        return Tooling(self.name, tool, out and _path_of_result(self.name, tool, out), phase)
 
-    def _read(self, name: str, value: Given, options: Mapping[str, CommandOption]) -> Any:
+    def _read(self, name: str, value: OptionValue, options: Mapping[str, CommandOption]) -> Any:
         """Return the value of an option; raise SpecError, which names tool and option."""
         option = options.get(name) or SELECTORS.get(name)
         value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
@@ -372,7 +328,7 @@ def split_tools(word: str) -> list[str]:
     return specs
 
 
-def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
+def merge_specs(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
     specs = [ToolSpec(spec.name, dict(spec.given)) for spec in first]
     # The first of several with one name is the one to be overridden.
@@ -385,16 +341,18 @@ def combined(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[Tool
     return specs
 
 
-def made(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
+def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
     """Return tools that count the same steps; the second of a kind is named "flops-2".
 
     alone: whether no program calls the tools' methods.
     Raises what `ToolSpec.make` raises.
     """
     # One counter for all tools, or each would watch every op for its own.
-    steps, counts = Steps(), Counter[str]()
+    steps, counts, specs = Steps(), Counter[str](), list(specs)
     toolings = []
-    for spec in specs:
+    for number, spec in enumerate(specs):
+        if spec in specs[:number]:
+            raise SpecError(f"tool {spec} is given twice; give it once, or with other options")
         tooling = spec.make(steps, alone)
         counts[spec.name] += 1
         if counts[spec.name] > 1:
@@ -418,23 +376,21 @@ def _class(name: str) -> Any:
         raise SpecError(f"tool {name} cannot be imported: {error}") from error
 
 
-def _check_out(name: str, tool: amanda.Tool, out: Path | None) -> None:
-    """Raise SpecError if a tool's result cannot be written into the file of the option `out`."""
-    if out is None:
-        return
-    if not out.is_absolute() and _working_directory() is None:
-        raise SpecError(f"tool {name}, option out: {out} is in the working directory, which has been deleted")
-    if not hasattr(type(tool), "result"):
-        raise SpecError(f"tool {name}, option out: the tool has no result")
+def _path_of_result(name: str, tool: amanda.Tool, out: Path) -> Path:
+    """Return the absolute path of the option `out`; raise SpecError if no result can be written there."""
+    result: Any = getattr(tool, "result", None)
+    # One with a `save` of its own may have other forms.
+    has_forms = isinstance(result, Result) and type(result).save is Result.save
     try:
-        check_folder_to_write(out.parent)
-        if out.is_dir():
-            raise FileError(f"{out} is a folder")
+        if not hasattr(type(tool), "result"):
+            raise FileError("the tool has no result")
+        path = out.absolute()
+        check_file_to_write(path)
+        if has_forms and out.suffix not in result._suffixes:
+            raise FileError(f"{out} ends in none of {', '.join(result._suffixes)}")
+        return path
     except FileError as error:
         raise SpecError(f"tool {name}, option out: {error}") from error
-    # Not every tool has a result, so the type checker knows of none.
-    result = getattr(tool, "result")  # noqa: B009
-    if not isinstance(result, Result) or type(result).save is not Result.save:
-        return  # one with a `save` of its own may have other forms
-    if out.suffix not in result._suffixes:
-        raise SpecError(f"tool {name}, option out: {out} ends in none of {', '.join(result._suffixes)}")
+    except FileNotFoundError as error:
+        reason = f"{out} is in the working directory, which has been deleted"
+        raise SpecError(f"tool {name}, option out: {reason}") from error

@@ -422,7 +422,7 @@ def _place_key(place: OpCost) -> Hashable:
 
 
 @checked
-def count_flops(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> FlopsResult:
+def count_flops(model: Callable[..., Any], /, *inputs: Any, **keywords: Any) -> FlopsResult:
     """Return the FLOPs, MACs, parameters and bytes of each op of one call of a model.
 
     inputs, keywords: of the call.  A function that also runs the backward pass is counted with it.
@@ -437,7 +437,7 @@ def count_flops(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Flo
 
 @checked
 def summary(
-    model: Callable[..., Any], *inputs: Any, depth: PositiveInt | None = None, **keywords: Any
+    model: Callable[..., Any], /, *inputs: Any, depth: PositiveInt | None = None, **keywords: Any
 ) -> Result:
     """Return the parameters, MACs, FLOPs and share of each module in one call of a model, as a tree.
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from amanda.tools.kit._tensors import RequiredNames, Samples
 from amanda.tools.mapping import local, torch_dtype, whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _REFUSES = "says itself what operations do, and tools call none of it"
 _FUNCTIONS = (
@@ -25,16 +25,12 @@ _REQUIRED = RequiredNames(
 
 def resolved(x: Tensor) -> Tensor:
     """Return a dense tensor without autograd, with conjugation and negation carried out."""
-    import torch
-
     plain: Tensor = whole(x.detach()).resolve_conj().resolve_neg()
     return plain if plain.layout is torch.strided else plain.to_dense()
 
 
 def is_wrapped(x: Tensor) -> bool:
     """Return True for a value of a transform, whose elements may be those of many calls."""
-    import torch
-
     # vmap and grad wrap tensors of class torch.Tensor, so the class does not tell.
     functions = torch._C._functorch
     return functions.is_functorch_wrapped_tensor(x) or functions.is_legacy_batchedtensor(x)
@@ -42,7 +38,6 @@ def is_wrapped(x: Tensor) -> bool:
 
 def why_unread(x: Tensor) -> str | None:
     """Return why a tensor of a subclass cannot be read, without a call of what the subclass overrides."""
-    import torch
     from torch._subclasses.fake_tensor import FakeTensor
 
     tensor_class = type(x)
@@ -79,8 +74,6 @@ def stored(x: Tensor) -> Tensor:
 
 def stored_elements(x: Tensor) -> Tensor:
     """Return the elements that a sparse or a nested tensor stores."""
-    import torch
-
     if x.is_nested and x.layout is torch.strided:
         return torch.cat([component.reshape(-1) for component in x.unbind()])
     if x.layout is torch.sparse_coo:
@@ -91,8 +84,6 @@ def stored_elements(x: Tensor) -> Tensor:
 
 def rows_of_bytes(x: Tensor) -> Tensor:
     """Return the bytes of each element, a view if the tensor is contiguous."""
-    import torch
-
     return x.contiguous().view(-1, 1).view(torch.uint8)
 
 
@@ -100,8 +91,6 @@ class TorchSamples(Samples):
     """The samples of a tensor that transforms of torch.func have wrapped."""
 
     def __init__(self, x: Tensor) -> None:
-        import torch
-
         _REQUIRED.check()
         functions: Any = torch._C._functorch
         self._functions = functions

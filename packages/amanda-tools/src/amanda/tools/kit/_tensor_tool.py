@@ -304,8 +304,8 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         execution = self._count_execution(record, role)
         if execution is not None:
             leave = partial(self._note_unread, record)
-            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave, batches)
-            self.observe(record, tensors, execution)
+            tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
+            self.observe(record, _with_weight_roles(tensors, is_weights), execution)
 
     @amanda.observer
     @all_samples
@@ -318,8 +318,9 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         execution = self._count_execution(record, f"{role} {slice_name}")
         if execution is not None:
             leave = partial(self._note_unread, record)
-            tensors = _tensors_with_roles(values, role, dtype, first, is_weights, leave, batches)
-            self.observe(record, (tensor._replace(slice=slice_name) for tensor in tensors), execution)
+            tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
+            of_slice = (tensor._replace(slice=slice_name) for tensor in tensors)
+            self.observe(record, _with_weight_roles(of_slice, is_weights), execution)
 
     def _note_unread(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
         """Add a remark on a tensor that cannot be read; each remark is made once."""
@@ -382,7 +383,7 @@ class _GraphObserver:
                 self._layout = [(tensor.position, tensor.flat_index, tensor.dtype) for tensor in tensors]
         else:  # a hot path
             tensors = [OpTensor(role, i, flat, values[i - first], dtype) for i, flat, dtype in layout]
-        return iter(tensors) if is_weights is None else _with_weight_roles(iter(tensors), is_weights)
+        return _with_weight_roles(iter(tensors), is_weights)
 
 
 def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:
@@ -390,21 +391,15 @@ def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:
     return [_GraphObserver(**execution.kwargs) for execution in executions]
 
 
-def _tensors_with_roles(
-    values: Sequence[Any], role: str, dtype: Dtype, first: int = 0,
-    is_weights: Callable[[int, Any], bool] | None = None, leave: Leave | None = None,
-    batches: Sequence[int] = (),
-) -> Iterator[OpTensor]:  # fmt: skip
-    """Yield the tensors among values under a role, those of weights under the weight's if they are told."""
-    tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
-    return tensors if is_weights is None else _with_weight_roles(tensors, is_weights)
-
-
 def _with_weight_roles(
-    tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool]
+    tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool] | None
 ) -> Iterator[OpTensor]:
-    """Yield tensors, those of weights under the role "weight" or "weight gradient"."""
-    for tensor in tensors:
-        if is_weights(tensor.position, tensor.tensor):
-            tensor = tensor._replace(role="weight" if tensor.role == "input" else f"weight {tensor.role}")
-        yield tensor
+    """Return tensors, those of weights under the role "weight" or "weight gradient" if they are told."""
+    if is_weights is None:
+        return tensors
+    return (
+        tensor._replace(role="weight" if tensor.role == "input" else f"weight {tensor.role}")
+        if is_weights(tensor.position, tensor.tensor)
+        else tensor
+        for tensor in tensors
+    )

@@ -95,7 +95,6 @@ class JaxTensorLibrary(Tensors):
         return NumpyOnHost(lambda value: np.asarray(value) if isinstance(value, jax.Array) else value)
 
     def wide(self, x: Any) -> Any:
-        """Return a value in float32, or in its own type if that is wider."""
         return super().wide(self.library(x).asarray(x))
 
     def reference(self, value: Any) -> Any:
@@ -110,7 +109,6 @@ class JaxTensorLibrary(Tensors):
         return self.library(value, like).asarray(value).astype(like.dtype)
 
     def detach(self, x: Any) -> Any:
-        """Return a value through which no gradient goes."""
         import jax
 
         return jax.lax.stop_gradient(x)
@@ -153,7 +151,6 @@ class JaxTensorLibrary(Tensors):
             super().assign(state, value)
 
     def read(self, state: Any) -> Any:
-        """Return state as an array to compute with."""
         return state.value if isinstance(state, JaxParameter) else state
 
 
@@ -165,7 +162,6 @@ class MindSporeTensorLibrary(Tensors):
         return NumpyOnHost(lambda value: self.to_numpy(value) if hasattr(value, "asnumpy") else value)
 
     def wide(self, x: Any) -> Any:
-        """Return a value in float32, or in its own type if that is wider."""
         return super().wide(self.library(x).asarray(x))
 
     def plain(self, x: Any) -> Array:
@@ -182,7 +178,6 @@ class MindSporeTensorLibrary(Tensors):
         return array
 
     def copy(self, array: Any) -> Array:
-        """Return a copy to be written into later, an array of NumPy."""
         return np.array(self.to_numpy(array))
 
     def duplicate(self, x: Any) -> Any:
@@ -212,7 +207,6 @@ class MindSporeTensorLibrary(Tensors):
         return super().ranks(self.to_numpy(values))
 
     def is_dense(self, x: Any) -> bool:
-        """Return True for a tensor with elements."""
         return bool(x.size)
 
     def with_gradient(

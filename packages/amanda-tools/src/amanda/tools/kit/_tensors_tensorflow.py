@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 from numpy.typing import NDArray
 
 import amanda
@@ -37,12 +38,18 @@ _ALIGNED = 16
 class TensorFlowTensorLibrary(Tensors):
     """Tensors of TensorFlow; arrays to compute with share the memory of tensors on the host."""
 
+    def __init__(self) -> None:
+        _REQUIRED.check()
+        from tensorflow.python.framework.ops import EagerTensor
+        from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+        self._eager_tensor, self._variable = EagerTensor, ResourceVariable
+
     def library(self, *values: Any) -> Any:
         """Return TensorFlow, which has some functions under NumPy's names; methods call the others."""
-        return _tf()
+        return tf
 
     def plain(self, x: Any) -> Array:
-        """Return a tensor as an array of NumPy, in float32 or wider."""
         array = np.asarray(x)
         return array if array.dtype in (np.float32, np.float64) else array.astype(np.float32)
 
@@ -50,16 +57,13 @@ class TensorFlowTensorLibrary(Tensors):
         return np.asarray((self.wide(x) if x.dtype.is_floating else x).numpy())
 
     def copy(self, array: Any) -> Array:
-        """Return a copy to be written into later, an array of NumPy."""
         return np.array(array)
 
     def at(self, x: Any, positions: Sequence[int]) -> Any:
-        """Return the elements of a tensor at positions in the order of indexing, in one row."""
-        return _tf().gather(_tf().reshape(x, [-1]), np.array(positions, np.int64))
+        return tf.gather(tf.reshape(x, [-1]), np.array(positions, np.int64))
 
     def stored_values(self, x: Any, widen: bool = False) -> Any:
         """Return the elements of a tensor as real numbers, which are magnitudes of complex ones."""
-        tf = _tf()
         if x.dtype.is_complex:
             return tf.abs(tf.cast(x, tf.complex128) if widen else x)
         # bfloat16 and float8 have kernels of few functions.
@@ -71,27 +75,23 @@ class TensorFlowTensorLibrary(Tensors):
         if "CPU" in numbers.device:
             yield from super().blocks(numbers.numpy())
             return
-        flat = _tf().reshape(numbers, [-1])
+        flat = tf.reshape(numbers, [-1])
         for start in range(0, int(flat.shape[0]), self.device_block):
-            yield _tf().cast(flat[start : start + self.device_block], "float64")
+            yield tf.cast(flat[start : start + self.device_block], "float64")
 
     def leading_bits(self, block: Any, bits: int) -> tuple[Any, int]:
-        """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""
-        tf = _tf()
         integers = tf.bitcast(tf.abs(block), tf.int64)
         return tf.bitwise.right_shift(integers, tf.constant(52 - bits, tf.int64)), 1023 << bits
 
     def counts(self, indices: Any, total: int) -> Any:
-        """Return how often each index occurs."""
-        return _tf().math.bincount(indices, minlength=total, maxlength=total, dtype="int64")
+        return tf.math.bincount(indices, minlength=total, maxlength=total, dtype="int64")
 
     def total(self, numbers: Any) -> Any:
-        """Return the sum of all elements in float32 or wider."""
-        return _tf().reduce_sum(self.wide(numbers))
+        return tf.reduce_sum(self.wide(numbers))
 
     def with_bytes(self, x: Any, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Any:
         """Return a copy, on the same device, with other bytes in the elements at positions."""
-        with _tf().device(x.device):
+        with tf.device(x.device):
             return super().with_bytes(x, positions, rows)
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
@@ -100,7 +100,7 @@ class TensorFlowTensorLibrary(Tensors):
         handle_types = getattr(getattr(x, "_handle_data", None), "shape_and_type", None)
         if not handle_types or not hasattr(x, "numpy"):
             return None
-        dtype, raw_ops = _tf().dtypes.as_dtype(handle_types[0].dtype), _tf().raw_ops
+        dtype, raw_ops = tf.dtypes.as_dtype(handle_types[0].dtype), tf.raw_ops
 
         def save() -> Callable[[], None]:
             value = raw_ops.ReadVariableOp(resource=x, dtype=dtype)
@@ -110,7 +110,6 @@ class TensorFlowTensorLibrary(Tensors):
 
     def cast(self, value: Any, like: Any) -> Any:
         """Return a value as a tensor in the element type of another, a constant on its device."""
-        tf = _tf()
         if tf.is_tensor(value):
             return tf.cast(value, like.dtype)
         array = np.asarray(value)
@@ -119,24 +118,23 @@ class TensorFlowTensorLibrary(Tensors):
             return tf.cast(tf.constant(array), like.dtype)
 
     def detach(self, x: Any) -> Any:
-        """Return a tensor outside of every tape."""
-        return _tf().stop_gradient(x)
+        return tf.stop_gradient(x)
 
     def wide(self, x: Any) -> Any:
-        return _tf().cast(x, "float32") if x.dtype.size < 4 else x
+        return tf.cast(x, "float32") if x.dtype.size < 4 else x
 
     def ranks(self, values: Any) -> Any:
-        return _tf().argsort(_tf().argsort(values, stable=True))
+        return tf.argsort(tf.argsort(values, stable=True))
 
     def round(self, x: Any) -> Any:
-        return _tf().math.rint(x)
+        return tf.math.rint(x)
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
         # where, not a product: 0 times NaN would stay NaN.
-        return _tf().where((x <= low) | (x >= high), _tf().zeros_like(value), value)
+        return tf.where((x <= low) | (x >= high), tf.zeros_like(value), value)
 
     def sum(self, x: Any, axes: Sequence[int]) -> Any:
-        return _tf().reduce_sum(x, axis=list(axes))
+        return tf.reduce_sum(x, axis=list(axes))
 
     def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
         """Return the least and the largest elements over axes; arrays of a tensor in host memory."""
@@ -144,16 +142,15 @@ class TensorFlowTensorLibrary(Tensors):
             array = np.asarray(x)
             return np.min(array, axis=tuple(axes)), np.max(array, axis=tuple(axes))
         x = self.detach(x)
-        return _tf().reduce_min(x, axis=list(axes)), _tf().reduce_max(x, axis=list(axes))
+        return tf.reduce_min(x, axis=list(axes)), tf.reduce_max(x, axis=list(axes))
 
     def is_dense(self, x: Any) -> bool:
-        """Return True for a tensor that has elements."""
         return all(x.shape)
 
     def shared(self, x: Any) -> NDArray[Any] | None:
         """Return an array that shares the memory of an eager tensor on the host; a hot path."""
         # _datatype_enum and _numpy_internal are private, and faster than dtype and numpy(), which check more.
-        if type(x) is not _eager_tensor() or x._datatype_enum() not in _NUMPY:
+        if type(x) is not self._eager_tensor or x._datatype_enum() not in _NUMPY:
             return None
         # Reading the name of a device makes a string each time, so without other devices it is not asked.
         if not _has_only_cpus() and "CPU" not in x.device:
@@ -163,7 +160,7 @@ class TensorFlowTensorLibrary(Tensors):
 
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
         """Return arrays that share the memory of floating tensors on the host; a hot path."""
-        arrays, eager, only_cpus = [], _eager_tensor(), _has_only_cpus()
+        arrays, eager, only_cpus = [], self._eager_tensor, _has_only_cpus()
         for x in values:
             if type(x) is not eager:
                 return None
@@ -175,18 +172,16 @@ class TensorFlowTensorLibrary(Tensors):
         return arrays
 
     def is_in_host_memory(self, x: Any) -> bool:
-        """Return True for an eager tensor on the host, which NumPy reads without a copy."""
-        return isinstance(x, _eager_tensor()) and x.device.endswith("CPU:0") and _tf().executing_eagerly()
+        return isinstance(x, self._eager_tensor) and x.device.endswith("CPU:0") and tf.executing_eagerly()
 
     def with_gradient(
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
         """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
-        _REQUIRED.check()
         from tensorflow.python.eager import record
 
-        @_tf().custom_gradient  # type: ignore[untyped-decorator]
+        @tf.custom_gradient  # type: ignore[untyped-decorator]
         def computed(*values: Any) -> Any:
             """Return the result of `forward`, and the function of its gradients."""
 
@@ -207,7 +202,6 @@ class TensorFlowTensorLibrary(Tensors):
 
     def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
         """Return a number or an array as a variable of the tool; in a session a variable as it is."""
-        tf = _tf()
         with tf.init_scope():
             if isinstance(value, tf.Variable) and not tf.executing_eagerly():
                 return value
@@ -215,7 +209,6 @@ class TensorFlowTensorLibrary(Tensors):
 
     def update(self, former: Any, value: Any) -> Any:
         """Write values into a variable and return it; return the values if they do not fit, or in a graph."""
-        tf = _tf()
         with tf.init_scope():
             if (former.shape, former.dtype) != (value.shape, value.dtype) or not tf.executing_eagerly():
                 return value
@@ -225,18 +218,18 @@ class TensorFlowTensorLibrary(Tensors):
     def assign(self, state: Any, value: Any) -> None:
         """Write new values into a variable."""
         array = np.asarray(value, np.float32).reshape(state.shape)
-        if type(state) is _variable() and _tf().executing_eagerly():  # a hot path
+        if type(state) is self._variable and tf.executing_eagerly():  # a hot path
             # DLPack shares memory that is aligned, where a conversion would copy the array.
-            tensor = _tf().experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
-            _tf().raw_ops.AssignVariableOp(resource=state.handle, value=tensor)
+            tensor = tf.experimental.dlpack.from_dlpack(_aligned_copy(array).__dlpack__())
+            tf.raw_ops.AssignVariableOp(resource=state.handle, value=tensor)
         else:
             state.assign(array, read_value=False)
 
     def read(self, state: Any) -> Any:
         # A hot path; reads of trainable variables have to be recorded by tapes.
-        if type(state) is _variable() and not state.trainable:
-            return _tf().raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
-        return _tf().convert_to_tensor(state)
+        if type(state) is self._variable and not state.trainable:
+            return tf.raw_ops.ReadVariableOp(resource=state.handle, dtype=state.dtype)
+        return tf.convert_to_tensor(state)
 
 
 def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -249,30 +242,6 @@ def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 @cache
-def _eager_tensor() -> Any:
-    """Return the class of eager tensors."""
-    _REQUIRED.check()
-    from tensorflow.python.framework.ops import EagerTensor
-
-    return EagerTensor
-
-
-@cache
 def _has_only_cpus() -> bool:
     """Return True if TensorFlow, which has begun to compute, knows processors alone."""
-    return all(device.device_type == "CPU" for device in _tf().config.list_logical_devices())
-
-
-@cache
-def _variable() -> Any:
-    """Return the class of variables."""
-    _REQUIRED.check()
-    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
-
-    return ResourceVariable
-
-
-def _tf() -> Any:
-    import tensorflow
-
-    return tensorflow
+    return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())

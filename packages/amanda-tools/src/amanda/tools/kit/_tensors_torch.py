@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 import amanda
 from amanda.tools.kit._elements_torch import (
@@ -22,10 +24,6 @@ from amanda.tools.kit._elements_torch import (
 )
 from amanda.tools.kit._tensors import RequiredNames, Samples, Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
 
 _REQUIRED = RequiredNames(
     "amanda.tools.kit",
@@ -55,24 +53,19 @@ class TorchTensorLibrary(Tensors):
     def __init__(self) -> None:
         _REQUIRED.check()
 
-    def is_parameter(self, x: Any) -> bool:
-        """Return True for a Parameter, False for another leaf."""
-        import torch
+    def library(self, *values: Any) -> Any:
+        return torch
 
+    def is_parameter(self, x: Any) -> bool:
         return isinstance(x, torch.nn.Parameter)
 
     def is_strided(self, x: Any) -> bool:
         """Return True for a strided tensor of PyTorch's own classes."""
-        import torch
-
         if type(x) not in (torch.Tensor, torch.nn.Parameter):
             return False
         return x.layout is torch.strided and not x.is_nested and not is_wrapped(x)
 
     def plain(self, x: Tensor) -> Tensor:
-        """Return a tensor to compute with: without autograd, in float32 or wider."""
-        import torch
-
         x = whole(x.detach())
         x = x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
         return x if x.element_size() >= 4 else x.float()
@@ -85,8 +78,6 @@ class TorchTensorLibrary(Tensors):
 
     def exact(self, x: Tensor) -> NDArray[Any]:
         """Return a copy as an array of the same element type, one of ml_dtypes where NumPy lacks the type."""
-        import torch
-
         x = resolved(x).cpu().contiguous()
         dtype = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
         # PyTorch hands no bfloat16 or float8 to NumPy, so the bits travel as integers.
@@ -95,19 +86,15 @@ class TorchTensorLibrary(Tensors):
         return np.asarray(x.clone().numpy().view(dtype))
 
     def duplicate(self, x: Tensor) -> Tensor:
-        """Return a clone."""
         return x.clone()
 
     def copy(self, array: Any) -> Tensor:
         """Return a contiguous copy to be written into later."""
-        import torch
-
         # A tensor made in inference mode could not be written into later outside of it.
         with torch.inference_mode(False):
             return torch.as_tensor(array).clone(memory_format=torch.contiguous_format)
 
     def kind(self, x: Tensor) -> tuple[Hashable, Hashable]:
-        """Return the element type and the device."""
         return x.dtype, x.device
 
     def extents(self, x: Tensor) -> tuple[int, ...]:
@@ -117,8 +104,6 @@ class TorchTensorLibrary(Tensors):
 
     def unread(self, x: Tensor) -> str | None:
         """Return why a tensor cannot be read: no data, a transform, a class of its own; else None."""
-        import torch
-
         tensor_class = type(x)
         if tensor_class is torch.Tensor or tensor_class is torch.nn.Parameter:  # a hot path
             if x.is_meta:
@@ -128,8 +113,6 @@ class TorchTensorLibrary(Tensors):
 
     def samples(self, x: Tensor) -> Samples | None:
         """Return the samples of a value of torch.func; None where what it wraps cannot be read."""
-        import torch
-
         if not torch._C._functorch.is_functorch_wrapped_tensor(x):  # a hot path
             return None
         samples = TorchSamples(x)
@@ -137,25 +120,18 @@ class TorchTensorLibrary(Tensors):
 
     def dense(self, x: Tensor) -> Tensor | None:
         """Return a tensor that stores each of its elements; None of nested ones and on the meta device."""
-        import torch
-
         if self.unread(x) is not None or x.is_nested:
             return None
         x = stored(x).detach()
         return (x if x.layout is torch.strided else x.to_dense()).as_subclass(torch.Tensor)
 
     def at(self, x: Tensor, positions: Sequence[int]) -> Tensor:
-        """Return the elements at positions in the order of indexing, in one row."""
-        import torch
-
         # Indices per axis, since flattening a tensor that is not contiguous copies all of it.
         indices = torch.unravel_index(torch.tensor(positions, device=x.device), x.shape) if x.dim() else ()
         return x[indices].reshape(-1)
 
     def stored_values(self, x: Tensor, widen: bool = False) -> Tensor | None:
         """Return the elements that a tensor stores as real numbers; None on the meta device."""
-        import torch
-
         if self.unread(x) is not None:
             return None
         x = stored(x)
@@ -169,16 +145,11 @@ class TorchTensorLibrary(Tensors):
         return x if type(x) is torch.Tensor else x.as_subclass(torch.Tensor)
 
     def unstored(self, x: Tensor, numbers: Tensor) -> int:
-        """Return how many elements of a sparse tensor are zeros that it does not store."""
-        import torch
-
         x = local(x)
         return 0 if x.layout is torch.strided or x.is_nested else x.numel() - numbers.numel()
 
     def borrowed(self, x: Tensor) -> NDArray[Any] | None:
         """Return an array over the memory of a plain tensor on the host."""
-        import torch
-
         dtype = str(x.dtype).removeprefix("torch.")
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or dtype not in _NUMPY:
             return None
@@ -189,8 +160,6 @@ class TorchTensorLibrary(Tensors):
 
     def blocks(self, numbers: Tensor) -> Iterator[Any]:
         """Yield rows in the widest floating type of the device; of what is on the host, arrays of NumPy."""
-        import torch
-
         device = numbers.device.type
         wide = torch.float32 if device == "mps" else torch.float64
         size = self.cached_block if device == "cpu" else self.device_block
@@ -204,8 +173,6 @@ class TorchTensorLibrary(Tensors):
 
     def leading_bits(self, block: Tensor, bits: int) -> tuple[Tensor, int]:
         """Return exponents and first bits of mantissas of magnitudes, as integers, and those of 1."""
-        import torch
-
         # Widths of the mantissa and biases of the exponent, by IEEE 754.
         is_double = block.dtype == torch.float64
         integer_type, mantissa, bias = (torch.int64, 52, 1023) if is_double else (torch.int32, 23, 127)
@@ -217,29 +184,20 @@ class TorchTensorLibrary(Tensors):
         return zeros.scatter_add_(0, indices, indices.new_ones(1).expand_as(indices))
 
     def total(self, numbers: Tensor) -> Tensor:
-        """Return the sum of all elements in float32 or wider."""
-        import torch
-
         return numbers.sum(dtype=torch.float32) if numbers.element_size() < 4 else numbers.sum()
 
     def checksum(self, x: Tensor) -> float:
         """Return the sum of the stored elements; 0 for a tensor without elements."""
-        import torch
-
         is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype is torch.float32
         if is_plain and x.layout is torch.strided and not (x.is_meta or x.is_nested):  # a hot path
             return float(x.sum().item())
         return super().checksum(x)
 
     def bytes_at(self, x: Tensor, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-        import torch
-
         return rows_of_bytes(resolved(x))[torch.from_numpy(positions).to(x.device)].cpu().numpy()
 
     def with_bytes(self, x: Tensor, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Tensor:
         """Return a copy, in the order of memory of `x`, with other bytes in the elements at positions."""
-        import torch
-
         plain = resolved(x)
         copy = plain.clone(memory_format=torch.contiguous_format)
         indices = torch.from_numpy(positions).to(x.device)
@@ -250,8 +208,6 @@ class TorchTensorLibrary(Tensors):
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
         """Return a key of a dense tensor's storage, and a function that copies it; else None."""
-        import torch
-
         if not isinstance(x, torch.Tensor) or x.layout is not torch.strided or x.is_meta:
             return None
         try:
@@ -263,8 +219,6 @@ class TorchTensorLibrary(Tensors):
 
     def cast(self, value: Any, like: Tensor) -> Tensor:
         """Return a value as a tensor like another; replicated on each rank beside a DTensor."""
-        import torch
-
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
             # A tensor made in inference mode could not be used by autograd later.
             tensor = torch.as_tensor(value, dtype=like.dtype, device=like.device)
@@ -272,14 +226,9 @@ class TorchTensorLibrary(Tensors):
             return result
 
     def beside(self, array: Any, neighbour: Tensor) -> Tensor:
-        import torch
-
         return torch.as_tensor(array, device=neighbour.device)
 
     def flat(self, arrays: Sequence[Tensor]) -> Tensor:
-        """Return the elements of tensors one after another, where the first tensor is."""
-        import torch
-
         first, *rows = (array.to(arrays[0].device).reshape(-1) for array in arrays)
         return torch.cat([first, *rows]) if rows else first
 
@@ -289,8 +238,6 @@ class TorchTensorLibrary(Tensors):
         Of equal scores those are dropped that `torch.topk` picks, as in torch.nn.utils.prune.  On a CPU topk
         needs six times the memory of the scores, so it is asked only where equal ones leave a choice.
         """
-        import torch
-
         if count and scores.device.type == "cpu" and scores.dtype in (torch.float32, torch.float64):
             # A copy, since partition works in place.
             ordered = scores.clone().numpy()
@@ -315,12 +262,6 @@ class TorchTensorLibrary(Tensors):
     def round(self, x: Tensor) -> Tensor:
         return x.round()
 
-    def floor(self, x: Tensor) -> Tensor:
-        return x.floor()
-
-    def absolute(self, x: Tensor) -> Tensor:
-        return x.abs()
-
     def where(self, condition: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return x.where(distributed(condition, x), y)
 
@@ -332,8 +273,6 @@ class TorchTensorLibrary(Tensors):
 
     def within(self, value: Tensor, x: Tensor, low: float, high: float) -> Tensor:
         """Return a value, and 0 where x is not between two bounds; comparisons would be slow on the host."""
-        import torch
-
         result: Tensor = torch.ops.aten.hardtanh_backward(value, x, low, high)
         return result
 
@@ -341,20 +280,14 @@ class TorchTensorLibrary(Tensors):
         return x.sum(dim=tuple(axes)) if axes else x
 
     def extent(self, x: Tensor, axes: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest elements over axes, without autograd."""
         x = x.detach()
         if len(axes) == x.dim():
             least, most = x.aminmax()
             return least, most
         return x.amin(dim=tuple(axes)), x.amax(dim=tuple(axes))  # aminmax over axes takes 20 times as long
 
-    def reshape(self, x: Tensor, shape: Sequence[int]) -> Tensor:
-        return x.reshape(tuple(shape))
-
     def is_dense(self, x: Tensor) -> bool:
         """Return True for a strided tensor with elements that can be read, and that wait for no reduction."""
-        import torch
-
         if self.unread(x) is not None or is_partial(x):
             return False
         has_storage = x.layout is torch.strided and not (x.is_nested or x.is_quantized)
@@ -364,14 +297,11 @@ class TorchTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Tensor],
         collect: Callable[..., None] | None = None,
     ) -> Tensor:  # fmt: skip
-        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
         result: Tensor = _function_with_gradient().apply(forward, backward, *tensors)
         return result
 
     def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Tensor:
         """Return a number, an array or a tensor as state beside a tensor; a Parameter if it is trained."""
-        import torch
-
         with torch.inference_mode(False):
             tensor = torch.as_tensor(value, dtype=getattr(torch, dtype), device=like.device).detach().clone()
             return torch.nn.Parameter(tensor) if trained else tensor
@@ -385,8 +315,6 @@ class TorchTensorLibrary(Tensors):
 
     def assign(self, state: Tensor, value: Any) -> None:
         """Write new values into state, past autograd."""
-        import torch
-
         # A leaf that requires a gradient refuses to be written into otherwise.
         with torch.no_grad():
             state.copy_(torch.as_tensor(value, dtype=state.dtype, device=state.device))
@@ -394,8 +322,6 @@ class TorchTensorLibrary(Tensors):
 
 def _save_storage(x: Tensor) -> Callable[[], None]:
     """Copy the storage of a tensor; return a function that restores it, past autograd's counts of writes."""
-    import torch
-
     with torch.inference_mode(False):
         # A view of the whole storage in bytes: writing it counts no write of the user's tensor.
         memory = torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
@@ -412,7 +338,6 @@ def _save_storage(x: Tensor) -> Callable[[], None]:
 @cache
 def _function_with_gradient() -> Any:
     """Return a class of autograd.Function that calls `forward` and `backward`, which it is applied to."""
-    import torch
 
     class FunctionWithGradient(torch.autograd.Function):
         @staticmethod

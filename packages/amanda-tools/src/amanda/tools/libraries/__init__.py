@@ -60,7 +60,6 @@ else:
             return getattr(_autoray, name)(*args, **kwargs)
 
         call.__name__ = call.__qualname__ = name
-        call.__doc__ = f"Call autoray's `{name}`."
         return call
 
     ml_dtypes, networkx, numpy = map(_DeferredLibrary, ("ml_dtypes", "networkx", "numpy"))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, lru_cache
+from functools import lru_cache, partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
@@ -80,8 +79,6 @@ def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:
     label: of the rule in messages, such as "rules[0]".
     """
     expected = "a rule is [namespace, before] or [namespace, before, after]"
-    if isinstance(rule, (str, bytes)) or not isinstance(rule, Sequence):
-        raise RuleError(f"{label} is {rule!r}; {expected}")
     if len(rule) not in (2, 3):
         raise RuleError(f"{label} has {len(rule)} elements; {expected}")
     namespace, *functions = rule
@@ -116,7 +113,7 @@ class InstalledEntries:
 
     def names(self) -> list[str]:
         """Return the names that entries have."""
-        return sorted(_entries_of(self._group))
+        return sorted(name for group, name in _installed_entries(tuple(sys.path)) if group == self._group)
 
     def load(self, name: str) -> Any:
         """Return the object of the entry of a name; None without one.
@@ -124,8 +121,8 @@ class InstalledEntries:
         Raises `error`, which names the distribution to upgrade or uninstall, where there are several entries
         or the one cannot be imported.
         """
-        entries = _entries_of(self._group).get(name)
-        if entries is None:
+        entries = self._entries(name)
+        if not entries:
             return None
         entry, *further = entries
         if further:
@@ -153,7 +150,12 @@ class InstalledEntries:
 
     def describe(self, name: str) -> str:
         """Return the entry of a name in words, with its distribution."""
-        return self._described(_entries_of(self._group)[name][0])
+        return self._described(self._entries(name)[0])
+
+    def _entries(self, name: str) -> Sequence[EntryPoint]:
+        """Return the entries of a name: several where distributions have one name."""
+        # By sys.path, so that a distribution that is added while the program runs is found.
+        return _installed_entries(tuple(sys.path)).get((self._group, name), ())
 
     def _described(self, entry: EntryPoint) -> str:
         """Return an entry in words: its role, its object and its distribution, if it has one."""
@@ -165,64 +167,23 @@ RULES = InstalledEntries("amanda.mappings", "mapping rule", RuleError)
 """Entry points: the name is a namespace, such as "mindspore"; the object a function `standard(context)`."""
 
 
-def installed_rules() -> list[list[Any]]:
-    """Return a rule for each entry, by name; its function is imported when it meets the first op."""
-    # Deferred, since importing a driver's rule imports its framework.
-    return [[name, _DeferredRule(name)] for name in RULES.names()]
-
-
-@dataclass(frozen=True)
-class _DeferredRule:
-    """A rule that is imported at the first op."""
-
-    name: str
-
-    def __call__(self, context: OpContext) -> None:
-        self._function(context)
-
-    @cached_property
-    def _function(self) -> Callable[[OpContext], None]:
-        """Return the function of the entry, which is imported now.
-
-        Raises RuleError if it cannot be called.
-        """
-        rule: Callable[[OpContext], None] = RULES.load(self.name)
-        if not callable(rule):
-            raise RuleError(
-                f"{RULES.describe(self.name)} is {rule!r}; it has to be a function of one context"
-            )
-        return rule
-
-
-def _entries_of(group: str) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by name: several where distributions have one name."""
-    # By sys.path, so that a distribution that is added while the program runs is found.
-    return _entries_by_name(group, tuple(sys.path))
-
-
-@cache
-def _entries_by_name(group: str, path: tuple[str, ...]) -> dict[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of a group by name, as of one state of sys.path."""
-    entries: dict[str, dict[str, EntryPoint]] = {}
-    for entry in _installed_entry_points(path).select(group=group):
-        # A distribution may be found twice on sys.path, which makes no rival.
-        entries.setdefault(entry.name, {})[entry.value] = entry
-    return {
-        name: tuple(point for _, point in sorted(points_by_value.items()))
-        for name, points_by_value in entries.items()
-    }
+def apply_installed(name: str, context: OpContext) -> None:
+    """Call the function of an entry, which is imported at the first op; raise RuleError for no function."""
+    rule = RULES.load(name)
+    if not callable(rule):
+        raise RuleError(f"{RULES.describe(name)} is {rule!r}; it has to be a function of one context")
+    rule(context)
 
 
 @lru_cache(1)
-def _installed_entry_points(path: tuple[str, ...]) -> Any:
-    """Return the entry points of all distributions on sys.path; a scan takes 50 ms, and three groups ask."""
-    return entry_points()
-
-
-def forget_installed() -> None:
-    """Scan the distributions again at the next use."""
-    _installed_entry_points.cache_clear()
-    _entries_by_name.cache_clear()
+def _installed_entries(path: tuple[str, ...]) -> dict[tuple[str, str], list[EntryPoint]]:
+    """Return the entry points of all distributions on sys.path by group and name."""
+    installed = entry_points()  # of all groups at once, since a scan takes 50 ms
+    entries: dict[tuple[str, str], dict[str, EntryPoint]] = {}
+    for point in (point for group in installed.groups for point in installed.select(group=group)):
+        # A distribution may be found twice on sys.path, which makes no rival.
+        entries.setdefault((point.group, point.name), {})[point.value] = point
+    return {key: [by_value[value] for value in sorted(by_value)] for key, by_value in entries.items()}
 
 
 def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
@@ -235,7 +196,7 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
     """
     index, shape = context["weight_grad_index"], context["shape"]
     if index is None:
-        return _never
+        return lambda position, gradient: False
     extents, is_variable = _weight_extents(context)
 
     def is_weights(position: int, gradient: Any) -> bool:
@@ -277,11 +238,6 @@ def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bo
         return extents, context.get_variable(weight) is not None
     except AmandaError:
         return None, False
-
-
-def _never(position: int, gradient: Any) -> bool:
-    """Return False: the test for an op without a weight, or without a gradient of it."""
-    return False
 
 
 def _extents_agree(first: Sequence[int | None], second: Sequence[int | None], compares_extents: bool) -> bool:
@@ -358,7 +314,8 @@ class StandardMapping(MappingTool):
         super().__init__(
             [
                 *framework_rules,
-                *installed_rules(),
+                # Deferred, since importing a driver's rule imports its framework.
+                *([name, partial(apply_installed, name)] for name in RULES.names()),
                 ["*", write_weight_axes],
                 ["*", drop_absent_weight_gradient],
                 *rules,

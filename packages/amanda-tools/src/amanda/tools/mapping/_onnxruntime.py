@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda import OpContext
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, product_of
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, only_factor, product_of
 
 _SAME = {
     "add_n": "Sum",
@@ -26,8 +26,6 @@ _SAME = {
     "getitem": "Slice",
     "group_norm": "GroupNormalization GroupNorm",
     "gt": "Greater",
-    "hardsigmoid": "HardSigmoid",
-    "hardswish": "HardSwish",
     "instance_norm": "InstanceNormalization",
     "layer_norm": "LayerNormalization SkipLayerNormalization",
     "le": "LessOrEqual",
@@ -53,9 +51,9 @@ _SAME = {
 
 _LOWERED = (
     "Abs Acos Acosh Add ArgMax ArgMin Asin Asinh Atan Atanh Ceil Celu Cos Cosh CumSum Div Dropout Einsum "
-    "Elu Erf Exp Expand Floor GRU Gelu Identity IsInf IsNaN Log LSTM Mish Mul Neg NonZero PRelu Pad Pow "
-    "Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Split Sqrt Squeeze Sub "
-    "Tan Tanh Tile TopK Unsqueeze Where"
+    "Elu Erf Exp Expand Floor GRU Gelu HardSigmoid HardSwish Identity IsInf IsNaN Log LSTM Mish Mul Neg "
+    "NonZero PRelu Pad Pow Reciprocal Relu Round Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Split "
+    "Sqrt Squeeze Sub Tan Tanh Tile TopK Unsqueeze Where"
 )
 
 WORDS = {name: word for word, names in _SAME.items() for name in names.split()} | {
@@ -111,7 +109,9 @@ def dtype(value: Any) -> str | None:
 def _op_word(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
     """Return the vocabulary's word for a node; its own type where there is none."""
     if name in SPATIAL:
-        axes = _spatial_axes(inputs)
+        # Axes beside batch and channels, by data or kernel, whichever has a known rank.
+        ranks = [len(extents) for extents in map(shape, inputs[:2]) if extents is not None]
+        axes = next((rank - 2 for rank in ranks if rank > 2), None)
         return name if axes is None else f"{SPATIAL[name]}{axes}d"
     if name == "Gather" and _is_initializer(context, 0) and context.get_attrs().get("axis", 0) == 0:
         return "embedding"
@@ -122,12 +122,6 @@ def _op_word(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
     return WORDS.get(name, name)
 
 
-def _spatial_axes(inputs: Sequence[Any]) -> int | None:
-    """Return the number of axes beside batch and channels, by data or kernel; None where neither tells."""
-    ranks = [len(extents) for extents in map(shape, inputs[:2]) if extents is not None]
-    return next((rank - 2 for rank in ranks if rank > 2), None)
-
-
 def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     """Return where the weight is: by the schema; in a product, the one factor that an initializer holds.
 
@@ -136,8 +130,7 @@ def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any
     product = product_of(context)
     index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
     if index is None and kind in MATRIX_PRODUCTS:
-        factors = [i for i in MATRIX_PRODUCTS[kind].factors if _is_initializer(context, i)]
-        return factors[0] if len(factors) == 1 else None
+        return only_factor(kind, lambda i: _is_initializer(context, i))
     return index if index is not None and index < len(inputs) and shape(inputs[index]) is not None else None
 
 

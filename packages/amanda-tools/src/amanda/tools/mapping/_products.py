@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from amanda import OpContext
@@ -83,6 +83,12 @@ def product_of(context: OpContext) -> Product | None:
     return _BY_NAME.get(context.get_forward_op_type()) or PRODUCTS.get(context["type"])
 
 
+def only_factor(kind: str, is_parameter: Callable[[int], bool]) -> int | None:
+    """Return the position of the one factor of a matrix product that is a parameter; None without one."""
+    factors = [i for i in MATRIX_PRODUCTS[kind].factors if is_parameter(i)]
+    return factors[0] if len(factors) == 1 else None
+
+
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([123])d")
 _WINDOWS = {"1": "W", "2": "HW", "3": "DHW"}
 _CHANNELS = {"conv": "OI", "conv_transpose": "IO", "depthwise_conv": "IM"}
@@ -101,7 +107,6 @@ class WeightLayout(str):
     groups: int
 
     def __new__(cls, axes: str, groups: int) -> WeightLayout:
-        """Return the letters, with the number of groups."""
         layout = super().__new__(cls, axes)
         layout.groups = groups
         return layout

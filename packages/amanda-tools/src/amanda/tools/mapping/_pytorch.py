@@ -9,18 +9,11 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._phases import phase_in_torch
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, only_factor
 
 _SAME = {
     "abs": "absolute",
-    "acos": "arccos",
-    "acosh": "arccosh",
     "adjoint": "matrix_H mH H",
-    "asin": "arcsin",
-    "asinh": "arcsinh",
-    "atan": "arctan",
-    "atan2": "arctan2",
-    "atanh": "arctanh",
     "batch_norm": "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
     "_batch_norm_impl_index native_batch_norm_legit batch_norm_with_update",
     "cat": "concat concatenate",
@@ -30,11 +23,6 @@ _SAME = {
     "dropout": "native_dropout _fused_dropout",
     "embedding_bag": "_embedding_bag _embedding_bag_forward_only",
     "eq": "equal_to",
-    "erf": "special_erf",
-    "erfc": "special_erfc",
-    "erfinv": "special_erfinv",
-    "exp2": "special_exp2",
-    "expm1": "special_expm1",
     "ge": "greater_equal",
     "group_norm": "native_group_norm",
     "grouped_mm": "_grouped_mm transformers::grouped_mm_fallback",
@@ -43,14 +31,9 @@ _SAME = {
     "layer_norm": "native_layer_norm",
     "le": "less_equal",
     "lgamma": "special_gammaln",
-    "log1p": "special_log1p",
     "log_softmax": "_log_softmax special_log_softmax",
-    "logsumexp": "special_logsumexp",
     "lt": "less",
     "matmul": "mm bmm mv dot linalg_matmul",
-    "max_pool1d": "max_pool1d_with_indices",
-    "max_pool2d": "max_pool2d_with_indices",
-    "max_pool3d": "max_pool3d_with_indices",
     "adaptive_avg_pool2d": "_adaptive_avg_pool2d mkldnn_adaptive_avg_pool2d",
     "adaptive_avg_pool3d": "_adaptive_avg_pool3d",
     "mul": "multiply",
@@ -62,12 +45,14 @@ _SAME = {
     "reshape": "view view_as reshape_as _reshape_alias reshape_alias _unsafe_view unsafe_view flatten "
     "unflatten ravel",
     "rms_norm": "_fused_rms_norm fused_rms_norm",
-    "round": "special_round",
     "sigmoid": "special_expit",
     "softmax": "_softmax special_softmax _safe_softmax safe_softmax",
     "sub": "subtract",
     "transpose": "t numpy_T mT swapaxes swapdims",
     "trunc": "fix",
+    **{word: f"arc{word[1:]}" for word in "acos acosh asin asinh atan atan2 atanh".split()},
+    **{word: f"special_{word}" for word in "erf erfc erfinv exp2 expm1 log1p logsumexp round".split()},
+    **{word: f"{word}_with_indices" for word in ("max_pool1d", "max_pool2d", "max_pool3d")},
 }
 
 WORDS = {name: word for word, names in _SAME.items() for name in names.split()}
@@ -98,9 +83,13 @@ def standard(context: OpContext) -> None:
     if "shape" not in context:
         context["phase"] = phase_in_torch(context)
         _describe_op(context)
-    if context.is_backward():
-        context["phase"] = "backward"
-    _describe_backward_op(context)
+    if context.is_forward():
+        context["backward_type"] = context["weight_grad_index"] = None
+        return
+    context["phase"] = "backward"
+    node = context.get_backward_op().__name__
+    context["backward_type"] = backward_type(node, context["type"])
+    context["weight_grad_index"] = _weight_grad_index(context, node)
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
@@ -177,11 +166,13 @@ def _describe_op(context: OpContext) -> None:
     inputs = context.get_inputs()
     in_place = name.endswith("_") and not name.endswith("__")
     kind = word(name.removesuffix("_") if in_place else name)
-    if kind == "convolution":
-        kind = _generic_convolution(inputs)
+    if kind == "convolution":  # (input, weight, bias, stride, padding, dilation, transposed, ...)
+        is_transposed = len(inputs) > 6 and bool(inputs[6])
+        kind = f"conv{'_transpose' * is_transposed}{len(shape(inputs[1]) or ()) - 2}d"
     weight = weight_index(kind, name, inputs)
     if weight is None and kind in MATRIX_PRODUCTS and not context.namespace.matches("*/*/eager"):
-        weight = _weight_of_graph(context, kind, inputs)
+        # The values of a graph stand for what it is given when it runs, so they are no parameters themselves.
+        weight = only_factor(kind, lambda i: i < len(inputs) and context.get_variable(i) is not None)
     context["type"] = kind
     context["in_place"] = in_place or name == "setitem"
     context["weight_index"] = weight
@@ -195,13 +186,6 @@ def word(name: str) -> str:
     return WORDS.get(name, name)
 
 
-def _generic_convolution(inputs: Sequence[Any]) -> str:
-    """`torch.convolution(input, weight, bias, stride, padding, dilation, transposed, ...)`."""
-    rank = len(shape(inputs[1]) or ()) - 2
-    transposed = len(inputs) > 6 and bool(inputs[6])
-    return f"conv_transpose{rank}d" if transposed else f"conv{rank}d"
-
-
 _WEIGHT_AT = {
     "batch_norm": 1, "instance_norm": 1, "layer_norm": 2, "group_norm": 2, "rms_norm": 2, "prelu": 1,
     "embedding": 0, "embedding_bag": 0, "native_group_norm": 1,
@@ -213,18 +197,10 @@ def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     product = PRODUCTS.get(kind)
     index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
     if index is None and kind in MATRIX_PRODUCTS:
-        factors = [i for i in PRODUCTS[kind].factors if i < len(inputs) and _is_parameter(inputs[i])]
-        return factors[0] if len(factors) == 1 else None
+        return only_factor(kind, lambda i: i < len(inputs) and _is_parameter(inputs[i]))
     # Shapes tell apart what is None, a number, or a weight of a lazy module.
     present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
     return index if present else None
-
-
-def _weight_of_graph(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
-    """The factor that is a parameter of a graph, whose values stand for what it is given when it runs."""
-    positions = [i for i in MATRIX_PRODUCTS[kind].factors if i < len(inputs)]
-    factors = [i for i in positions if context.get_variable(i) is not None]
-    return factors[0] if len(factors) == 1 else None
 
 
 def _is_parameter(value: Any) -> bool:
@@ -246,16 +222,6 @@ def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
         return None
     axes = "NC" + SPATIAL[spatial[2]]
     return axes[len(axes) - len(extents) :] if len(extents) in (len(axes), len(axes) - 1) else None
-
-
-def _describe_backward_op(context: OpContext) -> None:
-    """Write the keys of a backward op; None in their place for a forward op."""
-    if context.is_forward():
-        context["backward_type"] = context["weight_grad_index"] = None
-        return
-    node = context.get_backward_op().__name__
-    context["backward_type"] = backward_type(node, context["type"])
-    context["weight_grad_index"] = _weight_grad_index(context, node)
 
 
 _NODE = re.compile(r"(.+?)((?:Backward)*)\d*")
@@ -316,15 +282,11 @@ _WEIGHT_GRAD_AT = {
 
 def _weight_grad_index(context: OpContext, node: str) -> int | None:
     """Return which gradient of a node is the weight's, in the weight's shape; None without one."""
-    weight = context["weight_index"]
+    kind, weight = context["type"], context["weight_index"]
     stem, order = _stem_and_order(node)
     if weight is None or order != 1 or context.get_backward_order() != 1:
         return None
-    return _weight_grad_by_node(context["type"], weight, snake(stem))
-
-
-def _weight_grad_by_node(kind: str, weight: int, name: str) -> int | None:
-    """Return the position of a gradient in the shape of the weight, by op and node; None without one."""
+    name = snake(stem)
     if kind in _WEIGHT_GRAD_AT:
         return _WEIGHT_GRAD_AT[kind].get(name)
     if kind in MATRIX_PRODUCTS:

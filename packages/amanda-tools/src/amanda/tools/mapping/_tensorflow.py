@@ -8,7 +8,7 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._phases import in_construction
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes, only_factor
 
 _SAME = {
     "add": "Add AddV2 AssignAddVariableOp AssignAdd",
@@ -19,16 +19,12 @@ _SAME = {
     "remainder": "FloorMod",
     "amax": "Max",
     "amin": "Min",
-    "argmax": "ArgMax",
-    "argmin": "ArgMin",
     "batch_norm": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
     "bitwise_and": "BitwiseAnd LogicalAnd",
     "bitwise_not": "Invert LogicalNot",
     "bitwise_or": "BitwiseOr LogicalOr",
     "cat": "Concat ConcatV2",
     "clamp": "ClipByValue",
-    "conv2d": "Conv2D",
-    "conv3d": "Conv3D",
     "conv_transpose2d": "Conv2DBackpropInput",
     "conv_transpose3d": "Conv3DBackpropInput Conv3DBackpropInputV2",
     "cross_entropy": "SoftmaxCrossEntropyWithLogits SparseSoftmaxCrossEntropyWithLogits",
@@ -49,7 +45,6 @@ _SAME = {
     "ne": "NotEqual",
     "permute": "Transpose",
     "setitem": "ResourceStridedSliceAssign",
-    "squeeze": "Squeeze",
     "stack": "Pack",
     "to": "Cast",
     "unbind": "Unpack",
@@ -58,9 +53,10 @@ _SAME = {
 }
 
 _LOWERED = (
-    "Abs Acos Acosh Asin Asinh Atan Atan2 Atanh Ceil Cos Cosh Einsum Elu Erf Erfc Exp Expm1 Floor Lgamma "
-    "Log Log1p Maximum Mean Minimum Neg Pow Prod Reciprocal Relu Relu6 Reshape Round Rsqrt Selu Sigmoid Sign "
-    "Sin Sinh Softmax Softplus Softsign Split Sqrt Square Sum Tan Tanh Tile"
+    "Abs Acos Acosh ArgMax ArgMin Asin Asinh Atan Atan2 Atanh Ceil Conv2D Conv3D Cos Cosh Einsum Elu Erf "
+    "Erfc Exp Expm1 Floor Lgamma Log Log1p Maximum Mean Minimum Neg Pow Prod Reciprocal Relu Relu6 Reshape "
+    "Round Rsqrt Selu Sigmoid Sign Sin Sinh Softmax Softplus Softsign Split Sqrt Square Squeeze Sum Tan Tanh "
+    "Tile"
 )
 
 WORDS = {name: word for word, names in _SAME.items() for name in names.split()} | {
@@ -90,11 +86,18 @@ _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)
 def standard(context: OpContext) -> None:
     """Write every key of StandardMapping for an op of TensorFlow."""
     if "shape" not in context:
-        context["phase"] = "construction" if _makes_a_model(context) else "forward"
+        # What initialises variables is called by a layer of Keras, or is a node of a graph with that scope.
+        is_eager = context.namespace.matches("*/*/eager")
+        makes_model = in_construction() if is_eager else "Initializer" in context.get_scope().split("/")
+        context["phase"] = "construction" if makes_model else "forward"
         _describe_op(context)
-    if context.is_backward():
-        context["phase"] = "backward"
-    _describe_backward_op(context)
+    if context.is_forward():
+        context["backward_type"] = context["weight_grad_index"] = None
+        return
+    context["phase"] = "backward"
+    name = context.get_backward_op().__name__
+    context["backward_type"] = backward_type(name, context["type"])
+    context["weight_grad_index"] = _weight_grad_index(context, name)
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
@@ -109,13 +112,6 @@ def dtype(value: Any) -> str | None:
     """Name of a tensor's element type."""
     element_type = getattr(value, "dtype", None)
     return None if element_type is None else str(getattr(element_type, "name", element_type))
-
-
-def _makes_a_model(context: OpContext) -> bool:
-    """Return True for what initialises variables: called by a layer of Keras, or a node of a graph."""
-    if context.namespace.matches("*/*/eager"):
-        return in_construction()
-    return "Initializer" in context.get_scope().split("/")
 
 
 def _describe_op(context: OpContext) -> None:
@@ -149,8 +145,7 @@ def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | 
     None of other ops, and where no factor or both are.
     """
     if kind in MATRIX_PRODUCTS:
-        factors = [i for i in MATRIX_PRODUCTS[kind].factors if is_parameter(context, inputs, i)]
-        return factors[0] if len(factors) == 1 else None
+        return only_factor(kind, lambda i: is_parameter(context, inputs, i))
     if kind in PRODUCTS:
         return PRODUCTS[kind].weight
     return {"batch_norm": 1, "embedding": 0}.get(kind)
@@ -195,16 +190,6 @@ def _extents_of_transposed(sizes: Any) -> Sequence[int | None] | None:
     # The first input is the shape of the result, often known only in part.
     extents = tf.get_static_value(sizes, partial=True)
     return None if extents is None else tuple(None if extent is None else int(extent) for extent in extents)
-
-
-def _describe_backward_op(context: OpContext) -> None:
-    """Write the keys of a backward op; None in their place for a forward op."""
-    if context.is_forward():
-        context["backward_type"] = context["weight_grad_index"] = None
-        return
-    name, kind = context.get_backward_op().__name__, context["type"]
-    context["backward_type"] = backward_type(name, kind)
-    context["weight_grad_index"] = _weight_grad_index(context, name)
 
 
 _GRADIENT_NAME = re.compile(r".*(?:Grad|Backprop)(?:V\d|Input|Filter|InputV\d|FilterV\d|WithArgmax)?(?:V\d)?")

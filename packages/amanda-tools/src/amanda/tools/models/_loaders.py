@@ -186,18 +186,16 @@ def _load_keras(keras: Any, request: Request) -> Any:
 
     Raises ModelError for an unknown name, a missing file, and a model that cannot be made.
     """
-    name = request.name
+    name, is_file = request.name, Path(request.name).suffix == ".keras"
+    kinds = {key for key, value in vars(keras.applications).items() if callable(value)}
+    if is_file and not Path(name).is_file():
+        raise ModelError(f"there is no file {name}")
+    if not is_file and name not in kinds:
+        raise ModelError(f"keras.applications has no model {name!r}; {did_you_mean(name, kinds)}")
     try:
-        if Path(name).suffix == ".keras":
-            if not Path(name).is_file():
-                raise ModelError(f"there is no file {name}")
+        if is_file:
             return keras.saving.load_model(name, compile=False)
-        kinds = {key for key, value in vars(keras.applications).items() if isinstance(value, Callable)}  # type: ignore[arg-type]
-        if name not in kinds:
-            raise ModelError(f"keras.applications has no model {name!r}; {did_you_mean(name, kinds)}")
         return getattr(keras.applications, name)(**{"weights": None, **request.options})
-    except ModelError:
-        raise
     except (TypeError, ValueError) as error:
         raise ModelError(f"{request.word} cannot be made: {str(error).splitlines()[0]}") from error
 

@@ -44,15 +44,14 @@ def _configuration(transformers: Any, request: Request) -> Any:
 
     Raises ModelError for an unknown type or name, and for an option that the configuration lacks.
     """
-    name, create = request.name, transformers.AutoConfig.from_pretrained
+    # Nothing is downloaded: a run that counts a model should not begin with gigabytes of weights.
+    name, create, where = request.name, transformers.AutoConfig.from_pretrained, {"local_files_only": True}
     if name in transformers.CONFIG_MAPPING and not Path(name).exists():
-        create = transformers.AutoConfig.for_model
+        create, where = transformers.AutoConfig.for_model, {}
     elif not Path(name).exists() and "/" not in name:
         near = did_you_mean(name, transformers.CONFIG_MAPPING)
         hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
         raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
-    # Nothing is downloaded: a run that counts a model should not begin with gigabytes of weights.
-    where = {} if create == transformers.AutoConfig.for_model else {"local_files_only": True}
     try:
         defaults = create(name, **where)
     except OSError as error:
@@ -146,9 +145,13 @@ def _inputs(model: Any, config: Any) -> Iterator[Input]:
     if main == "pixel_values":
         yield _images(vision)
     elif main == "input_features":
-        yield _spectrum(config)
+        # A spectrum of sound, whose length the encoder halves.
+        length = 2 * getattr(config, "max_source_positions", 1500)
+        yield Input("input_features", (1, getattr(config, "num_mel_bins", 80), length))
+    elif main == "input_values" and hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
+        yield Input("input_values", (1, config.max_length, config.num_mel_bins))
     elif main == "input_values":
-        yield _sound(config)
+        yield Input("input_values", (1, 16_000))  # a second of sound
     else:
         yield _tokens(main, text)
         if hasattr(config, "vision_config") and hasattr(config, "text_config"):
@@ -172,17 +175,3 @@ def _images(config: Any) -> Input:
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return Input("pixel_values", (1, getattr(config, "num_channels", 3), height, width))
-
-
-def _spectrum(config: Any) -> Input:
-    """Return a spectrum of sound, as long as the encoder takes."""
-    # The encoder halves the length of a spectrum.
-    length = 2 * getattr(config, "max_source_positions", 1500)
-    return Input("input_features", (1, getattr(config, "num_mel_bins", 80), length))
-
-
-def _sound(config: Any) -> Input:
-    """Return a spectrum of the length that the configuration has, or a second of sound."""
-    if hasattr(config, "max_length") and hasattr(config, "num_mel_bins"):
-        return Input("input_values", (1, config.max_length, config.num_mel_bins))
-    return Input("input_values", (1, 16_000))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from importlib import import_module
 from typing import Any
+from unittest.mock import patch
 
 import amanda
 from amanda.errors import AmandaError
-from amanda.tools.command import SpecError, Tooling, ToolSpec, made, split_tools, strip_traceback
+from amanda.tools.command import SpecError, Tooling, ToolSpec, make_tools, split_tools, strip_traceback
 from amanda.tools.select import leave_construction
 
 __all__ = ["load_ipython_extension"]
@@ -41,7 +41,7 @@ def load_ipython_extension(shell: Any) -> None:
         """
         words, _, statement = line.strip().partition(" ")
         try:
-            tools = made(map(ToolSpec.parse, split_tools(words)), alone=True) if words else []
+            tools = make_tools(map(ToolSpec.parse, split_tools(words)), alone=True) if words else []
             if not tools:
                 raise SpecError("no tool is given: %%amanda flops, or %amanda flops model(x)")
             if cell is not None and statement.strip():
@@ -64,8 +64,10 @@ def load_ipython_extension(shell: Any) -> None:
         # computes with it, which is no part of the cell.
         with (
             amanda.apply(*(tooling.tool for tooling in tools)),
-            _replaced(shell.display_formatter, "format", amanda.disabled()(shell.display_formatter.format)),
-            _replaced(shell, "showtraceback", show_program_alone),
+            patch.object(
+                shell.display_formatter, "format", amanda.disabled()(shell.display_formatter.format)
+            ),
+            patch.object(shell, "showtraceback", show_program_alone),
         ):
             execution = shell.run_cell(statement if cell is None else cell)
         _show(shell, tools)
@@ -74,19 +76,6 @@ def load_ipython_extension(shell: Any) -> None:
             raise CellError(type(cause).__name__)
 
     shell.register_magic_function(magic, "line_cell", "amanda")
-
-
-@contextmanager
-def _replaced(holder: Any, name: str, function: Callable[..., Any]) -> Iterator[None]:
-    """Have another function in place of a method of an object while the context is open."""
-    previous = vars(holder).get(name)  # an extension may have put its own there
-    setattr(holder, name, function)
-    try:
-        yield
-    finally:
-        delattr(holder, name)
-        if previous is not None:
-            setattr(holder, name, previous)
 
 
 def _show(shell: Any, tools: Iterable[Tooling]) -> None:
@@ -100,5 +89,5 @@ def _show(shell: Any, tools: Iterable[Tooling]) -> None:
         results[tooling.name] = result
         display(result)
         if tooling.out is not None:
-            result.save(tooling.home / tooling.out)
+            result.save(tooling.out)
     shell.user_ns[RESULTS] = results

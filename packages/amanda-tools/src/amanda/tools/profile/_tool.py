@@ -390,6 +390,7 @@ def _is_fed(context: amanda.OpContext) -> bool:
 @checked
 def profile(
     function: Callable[..., Any],
+    /,
     *inputs: Any,
     warmup: NonNegativeInt = 1,
     calls: PositiveInt = 1,

@@ -17,7 +17,7 @@ from amanda.tools.mapping import StandardMapping
 from amanda.tools.results import parsing
 
 if TYPE_CHECKING:
-    from amanda.tools.trace import Graph, Op, Position, Tensor, TraceResult
+    from amanda.tools.trace import Graph, Op, Position, TraceResult
 
 
 T = TypeVar("T")
@@ -115,17 +115,16 @@ class Counts(amanda.Tool):
         super().__init__()
         self.executions: Counter[tuple[str, str]] = Counter()
         self.depends_on(StandardMapping())
-        self.add_inst_for_op(self._insert_counter)
-        self.add_inst_for_op(self._insert_backward_counter, backward=True)
+        for backward in (False, True):
+            self.add_inst_for_op(self._insert_counter, backward)
 
     def _insert_counter(self, context: amanda.OpContext) -> None:
-        """Insert the routine that counts a forward op."""
-        context.insert_before_op(self._count, inputs=[], op=("forward", context["type"]))
-
-    def _insert_backward_counter(self, context: amanda.OpContext) -> None:
-        """Insert the routine that counts a backward op."""
-        op = ("backward", context["backward_type"])
-        context.insert_before_backward_op(self._count, grad_outputs=[], op=op)
+        """Insert the routine that counts an op."""
+        if context.is_forward():
+            context.insert_before_op(self._count, inputs=[], op=("forward", context["type"]))
+        else:
+            op = ("backward", context["backward_type"])
+            context.insert_before_backward_op(self._count, grad_outputs=[], op=op)
 
     @amanda.observer
     def _count(self, op: tuple[str, str]) -> None:
@@ -179,14 +178,15 @@ def _op_line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
 
 
 def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int, int]) -> str:
-    """Return the name of an input, "_" for no tensor, names of a list in brackets."""
+    """Return the name of an input, or the op that made it and how far back that is; "_" for no tensor.
+
+    Names of a list are in brackets.
+    """
     if isinstance(position, tuple):
         return f"[{', '.join(_input_text(graph, element, reader, numbers) for element in position)}]"
-    return "_" if position is None else _tensor_text(graph, graph.tensors[position], reader, numbers)
-
-
-def _tensor_text(graph: Graph, tensor: Tensor, reader: int, numbers: dict[int, int]) -> str:
-    """Return a name for a tensor: its own, or the op that made it and how far back that is."""
+    if position is None:
+        return "_"
+    tensor = graph.tensors[position]
     # Distances, not numbers, lest one new op change every later line.
     if tensor.producer is None or tensor.producer not in numbers:
         return tensor.name or f"{tensor.kind} {tensor}"

@@ -25,6 +25,7 @@ from amanda.tools.results._files import (
     read_npz,
     read_text,
     reading,
+    schema_of,
     to_json,
 )
 from amanda.tools.results._keyed import KeyedResult, PlacesResult
@@ -36,6 +37,6 @@ __all__ = [
     "NOTHING", "Column", "KeyedResult", "Mergeable", "PlacesResult", "Result", "Table", "TooLargeError",
     "amount", "by_rank", "can_merge", "check_file", "check_schema", "check_size", "field_values",
     "folded", "gather", "in_words", "is_lock", "load", "locked", "made_of", "merge", "not_met",
-    "number_of", "parsing", "read_json", "read_npz", "read_text", "reading", "restored",
+    "number_of", "parsing", "read_json", "read_npz", "read_text", "reading", "restored", "schema_of",
     "shortened", "to_json",
 ]  # fmt: skip

@@ -94,13 +94,11 @@ def html_table(
     numbers: Sequence[bool],
     rows: Sequence[Sequence[tuple[str, Any]]],
     totals: Sequence[str],
-    notes: Sequence[str],
-    first: Sequence[str] = (),
 ) -> str:
     """Return an HTML table.
 
     numbers: True for a column that is aligned to the right.  rows: for each cell its text and its value; the
-    value is the tooltip of shortened text.  first: sentences above the table.
+    value is the tooltip of shortened text.
     """
     marks = [' class="number"' if number else "" for number in numbers]
     head = "".join(
@@ -110,32 +108,25 @@ def html_table(
     foot = "".join(f"<th{mark}>{escape(total)}</th>" for total, mark in zip(totals, marks, strict=True))
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     footer = f"<tfoot><tr>{foot}</tr></tfoot>" if any(totals) else ""
-    html_above, html_below = (
-        "".join(f"<p>{escape(sentence)}</p>" for sentence in each) for each in (first, notes)
-    )
-    return (
-        f'{_STYLE}<div class="amanda-result">{html_above}<table>{caption}<thead><tr>{head}</tr></thead>'
-        f"<tbody>{body}</tbody>{footer}</table>{html_below}</div>"
-    )
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody>{footer}</table>"
 
 
 def _cells(row: Sequence[tuple[str, Any]], marks: Sequence[str]) -> str:
     """Return the cells of a row as HTML.  marks: attributes of each column's cells."""
+    # A tooltip shows text that was shortened.
+    tooltips = [
+        f' title="{escape(value)}"' if isinstance(value, str) and value != text else "" for text, value in row
+    ]
     return "".join(
-        f"<td{mark}{_title_attribute(text, value)}>{escape(text)}</td>"
-        for (text, value), mark in zip(row, marks, strict=True)
+        f"<td{mark}{tooltip}>{escape(text)}</td>"
+        for (text, _), mark, tooltip in zip(row, marks, tooltips, strict=True)
     )
 
 
-def _title_attribute(text: str, value: Any) -> str:
-    """Return the attribute for a tooltip that shows text in full; "" where the cell shows it already."""
-    return f' title="{escape(value)}"' if isinstance(value, str) and value != text else ""
-
-
-def html_sentences(sentences: Sequence[str]) -> str:
-    """Return sentences as HTML, for a result without a table."""
-    paragraphs = "".join(f"<p>{escape(sentence)}</p>" for sentence in sentences)
-    return f'{_STYLE}<div class="amanda-result">{paragraphs}</div>'
+def html_result(above: Sequence[str], table: str, below: Sequence[str]) -> str:
+    """Return a table as HTML, "" without one, with sentences above and below."""
+    first, last = ("".join(f"<p>{escape(text)}</p>" for text in sentences) for sentences in (above, below))
+    return f'{_STYLE}<div class="amanda-result">{first}{table}{last}</div>'
 
 
 def html_page(title: str, content: str) -> str:

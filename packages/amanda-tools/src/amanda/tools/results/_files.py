@@ -255,12 +255,15 @@ def check_schema(content: Any, name: str, version: int, oldest: int = 1) -> int:
 
 
 def schema_of(content: Any) -> str:
-    """Return the schema that a file's content names.  Raises ValueError if it names none."""
+    """Return the schema that a file's content names; raise ValueError if it is none of Amanda's."""
     if not isinstance(content, Mapping):
         raise ValueError("it holds no object with a schema")
-    if not isinstance(content.get("schema"), str):
+    schema = content.get("schema")
+    if not isinstance(schema, str):
         raise ValueError("it names no schema, as what a result's save() writes does")
-    return str(content["schema"])
+    if not schema.startswith("amanda."):
+        raise ValueError(f"its schema is {schema!r}; expected one that begins with 'amanda.'")
+    return schema
 
 
 def in_words(error: Exception) -> str:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
 from amanda.errors import AmandaError
 from amanda.tools.results._files import check_schema, field_values, made_of
-from amanda.tools.results._layout import ROWS_SHOWN, ranges
+from amanda.tools.results._layout import ROWS_SHOWN, View, position_of, ranges, sort_key
 from amanda.tools.results._result import Column, Result
 
 
@@ -55,7 +56,7 @@ class ModuleNode:
         for child in self.children:
             yield from child.all_ops()
 
-    def walk(self, depth: int, level: int = 0) -> Iterator[tuple[int, ModuleNode]]:
+    def walk(self, depth: float = inf, level: int = 0) -> Iterator[tuple[int, ModuleNode]]:
         """Yield the node and those within it down to a depth, each with its level."""
         yield level, self
         if level < depth:
@@ -121,11 +122,13 @@ class TreeResult(Result):
 
     def __init__(self, result: Any, depth: int | None, columns: Sequence[Column], numbers: _Numbers) -> None:
         root = ModuleNode.of(result.ops)
-        depth = root.readable_depth() if depth is None else depth
-        nodes = list(root.walk(depth)) if result.ops else []
+        nodes = list(root.walk()) if result.ops else []
         labels = {node.path: f"{'  ' * level}{node.name or 'total'}" for level, node in nodes}
-        self._rows = [(node.path, *numbers(node)) for _, node in nodes]
-        self._has_own_ops = any(node.ops and node.children for _, node in nodes)
+        self._depth = root.readable_depth() if depth is None else depth
+        # Those of all depths, of which a table may show more or fewer.
+        self._levels = [level for level, _ in nodes]
+        self._all_rows = [(node.path, *numbers(node)) for _, node in nodes]
+        self._own_ops_level = min((level for level, node in nodes if node.ops and node.children), default=inf)
         self._result = result
         self.name, self.remarks = f"{result.name}.tree", result.remarks  # type: ignore[misc]
         self.title = f"{result._subject} by module"
@@ -133,18 +136,36 @@ class TreeResult(Result):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each module, a module before those within; "" is all that was executed."""
-        return self._rows
+        return [row for level, row in zip(self._levels, self._all_rows, strict=True) if level <= self._depth]
+
+    def _printed(self, view: View) -> Result:
+        """Return the tree down to the depth of a view, with the modules of each module sorted."""
+        position = position_of(self.columns, view.sort) if view.sort else None
+        if position is None and view.depth in (None, self._depth):
+            return self
+        printed = copy(self)
+        printed._depth = view.depth or self._depth
+        if position is not None:
+            keys: list[tuple[Any, ...]] = []
+            ancestors: list[Any] = []
+            for level, row in zip(self._levels, self._all_rows, strict=True):
+                # By the keys of all modules around it first, so that a module stays above those within.
+                ancestors[level:] = [(sort_key(self.columns[position], [row[position]]), row[0])]
+                keys.append(tuple(ancestors))
+            order = sorted(range(len(keys)), key=keys.__getitem__)
+            printed._levels = [self._levels[i] for i in order]
+            printed._all_rows = [self._all_rows[i] for i in order]
+        return printed
 
     @property
     def _leading(self) -> int:
         """As many as in the result of all ops."""
-        leading: int = self._result._leading
-        return leading
+        return int(self._result._leading)
 
     def notes(self) -> Sequence[str]:
         """Return the notes of the result of all ops, and a sentence on ops that have no row of their own."""
         own_ops = "The row of a module has its own ops too, beside those of the modules in it."
-        return [*self._result.notes(), *[own_ops] * self._has_own_ops]
+        return [*self._result.notes(), *[own_ops] * (self._own_ops_level <= self._depth)]
 
 
 KeyedT = TypeVar("KeyedT", bound="KeyedResult")

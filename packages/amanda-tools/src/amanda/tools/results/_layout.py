@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from textwrap import TextWrapper
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,13 @@ GAP = 2
 class View:
     """The part of a table that is printed.
 
-    top: number of rows.  sort: name of the column by which they are in order, the largest first; "" for the
-    order of the result.  depth: number of components of a module's path, below which rows are combined.
+    top: number of rows; None for ROWS_SHOWN, and for all of a table that is printed row by row.
+    sort: name of the column by which they are in order, the largest first; "" for the order of the result.
+    depth: number of components of a module's path, below which rows are combined.
     whole: every row and column, with no row combined.  tree: modules as a tree, if the result has one.
     """
 
-    top: int = ROWS_SHOWN
+    top: int | None = None
     sort: str = ""
     depth: int | None = None
     whole: bool = False
@@ -65,18 +66,25 @@ def groups_of(columns: Sequence[Column], rows: Rows, view: View, order: str = ""
     path, alone.  With a depth, a group has the rows of one module at that depth with all modules in it.
     order: the column by which the result is in order.
     """
-    is_long = len(rows) > view.top and not view.whole
+    is_long = len(rows) > (view.top or ROWS_SHOWN) and not view.whole
     groups: list[Rows] = [[row] for row in rows]
     if (is_long or view.depth is not None) and position_of(columns, "module") is not None:
         groups = _combined(columns, rows, view.depth)
     position = position_of(columns, view.sort or order)
     if position is None or not (view.sort or is_long):
         return groups
-    column = columns[position]
+    return sorted(groups, key=lambda group: sort_key(columns[position], [row[position] for row in group]))
+
+
+def sort_key(column: Column, values: Sequence[Any]) -> tuple[bool, Any]:
+    """Return a key for the values of a group: large numbers come first, texts in order, NaN last."""
     if not (column.total or column.number):
-        return sorted(groups, key=lambda group: str(group[0][position]))
-    weigh: Callable[[Iterable[Any]], Any] = sum if column.total or column.folded == "sum" else max
-    return sorted(groups, key=lambda group: -weigh(row[position] or 0 for row in group))
+        return False, str(values[0])
+    numbers = [value or 0 for value in values]
+    # No comparison with NaN holds, so sorted rows would be in any order.
+    if any(number != number for number in numbers):
+        return True, 0
+    return False, -(sum(numbers) if column.total or column.folded == "sum" else max(numbers))
 
 
 def _combined(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[Rows]:
@@ -105,11 +113,6 @@ def _combined(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[
         key = (_INDEX.sub("*", path, count=1), count, *labels)
         groups_by_key.setdefault(key, []).append(row)
     return list(groups_by_key.values())
-
-
-def cells_of(columns: Sequence[Column], group: Rows) -> list[str]:
-    """Return the texts of a row that stands for a group."""
-    return [_cell_text(column, [row[i] for row in group]) for i, column in enumerate(columns)]
 
 
 def _cell_text(column: Column, values: Sequence[Any]) -> str:
@@ -353,8 +356,15 @@ def _table_and_omissions(result: Result, width: int | None, view: View) -> tuple
     groups: Sequence[Rows] = [[row] for row in rows]
     if result._combines:
         groups = groups_of(result.columns, rows, view, result._order)
-    shown = groups if view.whole or not result._combines else groups[: view.top]
-    cells = [[printable(text, line=True) for text in cells_of(result.columns, group)] for group in shown]
+    top = view.top or (ROWS_SHOWN if result._combines else None)
+    shown = groups if view.whole else groups[:top]
+    cells = [
+        [
+            printable(_cell_text(column, [row[i] for row in group]), line=True)
+            for i, column in enumerate(result.columns)
+        ]
+        for group in shown
+    ]
     sort_position = position_of(result.columns, view.sort) if view.sort else None
     columns = [
         replace(column, priority=_SORTED) if i == sort_position else column

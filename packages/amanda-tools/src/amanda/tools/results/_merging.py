@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import amanda
 from amanda.errors import AmandaError
@@ -38,15 +38,12 @@ class Table(Result):
         self._rows, self._notes, self._content = list(rows), tuple(notes), dict(facts or {})
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return the rows."""
         return self._rows
 
     def notes(self) -> Sequence[str]:
-        """Return the notes of the result."""
         return self._notes
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the facts of the result."""
         return self._content
 
     @classmethod
@@ -90,10 +87,7 @@ def _checked_result(content: Mapping[str, Any]) -> Result:
 
 def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
     """Return the result that `to_dict` described; like: a result of the same class, if there is one."""
-    schema = schema_of(content)
-    if not schema.startswith("amanda."):
-        raise ValueError(f"its schema is {schema!r}; expected one that begins with 'amanda.'")
-    name = schema.removeprefix("amanda.")
+    name = schema_of(content).removeprefix("amanda.")
     result_class: Any = type(like) if like is not None and like.name == name else _result_class(name)
     if not hasattr(result_class, "from_dict"):
         return Table.of(content)
@@ -122,23 +116,17 @@ def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple
     Raises ValueError for a description that is none of a column.
     """
     name, unit, merge = description["name"], description.get("unit", ""), description.get("merge", "")
-    if not isinstance(name, str) or not isinstance(unit, str) or merge not in _MERGES:
+    if not isinstance(name, str) or not isinstance(unit, str) or merge not in ("", *_MERGE_FUNCTIONS):
         raise ValueError(f"it has a column {dict(description)}")
+    total = bool(description.get("total"))
     numbers = [number_of(value) for value in values]
     present = [value for value in numbers if value is not None]
-    if not present or not all(isinstance(value, (int, float)) for value in present):
-        if present:
-            merge = ""
-        return Column(
-            name, _text, bool(description.get("total", False)) and not present, unit=unit, merge=merge
-        ), values
+    if not present:
+        return Column(name, _text, total, unit=unit, merge=merge), values
+    if not all(isinstance(value, (int, float)) for value in present):
+        return Column(name, _text, unit=unit), values
     show: Any = partial(amount, unit=unit) if unit == "B" else "{:.1%}".format if unit == "share" else _number
-    return Column(
-        name, show, bool(description.get("total", False)), number=True, unit=unit, merge=merge
-    ), numbers
-
-
-_MERGES = ("", *(word for word in typing.get_args(typing.get_type_hints(Column)["merge"]) if word))
+    return Column(name, show, total, number=True, unit=unit, merge=merge), numbers
 
 
 def _text(value: Any) -> str:
@@ -184,8 +172,15 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
     Raises AmandaError for no results, and for results of several tools or with different columns.
     """
     _check_same_tool(results)
+    first, *others = results.values()
     try:
-        merged = _merge_results(results)
+        if not others:
+            merged = copy(first)
+        elif isinstance(first, Mergeable) and all(type(result) is type(first) for result in others):
+            merged = cast(Result, cast(Any, first).merged(*others))
+        else:
+            has_merging_columns = any(column.merge for column in first.columns)
+            merged = _merge_by_columns(results) if has_merging_columns else by_rank(results)
     except (TypeError, ValueError, LookupError, AttributeError) as error:  # of values that somebody wrote
         raise AmandaError(
             f"results of {_join_names(results)} cannot be put together: {in_words(error)}"
@@ -199,16 +194,6 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
     return merged
 
 
-def _merge_results(results: Mapping[str, Result]) -> Result:
-    """Return results as one, by their class, by their columns, or side by side."""
-    first, *others = results.values()
-    if not others:
-        return copy(first)
-    if isinstance(first, Mergeable) and all(type(result) is type(first) for result in others):
-        return cast(Result, cast(Any, first).merged(*others))
-    return _merge_by_columns(results) if any(column.merge for column in first.columns) else by_rank(results)
-
-
 def by_rank(results: Mapping[str, Result]) -> Table:
     """Return the rows of several results of one tool, with a first column `rank`.
 
@@ -218,18 +203,18 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     _check_same_tool(results)
     first = next(iter(results.values()))
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    cells = [row for result in results.values() for row in _weighted_rows(result)]
-    facts = _merged_facts(first.columns, cells, _source_tool(first) or first.name)
-    if _source_tool(first):
+    rows = [(name, row) for name, result in results.items() for row in result.rows()]
+    if tool := _source_tool(first):
+        # Numbers are of ranks: "host0.rank1".
         ranked = [
-            (_nested_rank(name, row[0]), *row[1:])
-            for name, result in results.items()
-            for row in result.rows()
+            (f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
+            for name, (rank, *cells) in rows
         ]
-        return Table(_RANKS, 1, first.columns, ranked, first.title, notes, facts)
-    rows = [(_rank_number(name), *row) for name, result in results.items() for row in result.rows()]
+        return Table(_RANKS, 1, first.columns, ranked, first.title, notes, {"of": tool})
+    numbered = [(_rank_number(name), *row) for name, row in rows]
     columns = [Column("rank", number=True), *first.columns]
-    return Table(_RANKS, 1, columns, rows, f"{first.title or first.name} by rank", notes, facts)
+    title = f"{first.title or first.name} by rank"
+    return Table(_RANKS, 1, columns, numbered, title, notes, {"of": first.name})
 
 
 def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
@@ -245,77 +230,30 @@ def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 _RANKS = "ranks"
-# The fact that says by column of how many values the mean in each row is, for when it is merged again.
-_VALUES = "values_of_means"
-
 _MERGE_FUNCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "min": min, "max": max}
-
-
-class _Cell(NamedTuple):
-    """A value of a row, and of how many values of single results it is."""
-
-    value: Any
-    value_count: int
 
 
 def _merge_by_columns(results: Mapping[str, Result]) -> Table:
     """Return a table whose rows agree in all columns that do not merge."""
     first = next(iter(results.values()))
-    columns = first.columns
-    keys = [i for i, column in enumerate(columns) if not column.merge]
-    groups: dict[str, list[Sequence[_Cell]]] = {}
-    for row in (row for result in results.values() for row in _weighted_rows(result)):
+    keys = [i for i, column in enumerate(first.columns) if not column.merge]
+    groups: dict[str, list[Sequence[Any]]] = {}
+    for row in (row for result in results.values() for row in result.rows()):
         # By repr, as values of a file may be lists, which are not hashable.
         groups.setdefault(repr([row[i] for i in keys]), []).append(row)
-    merged_rows = [
-        [_merge_cells(column, [row[i] for row in rows]) for i, column in enumerate(columns)]
-        for rows in groups.values()
+    rows = [
+        [_merge_values(column, values) for column, *values in zip(first.columns, *group, strict=True)]
+        for group in groups.values()
     ]
-    rows = [[cell.value for cell in row] for row in merged_rows]
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    facts = _merged_facts(columns, merged_rows, _source_tool(first))
-    return Table(first.name, first.version, columns, rows, first.title, notes, facts)
+    facts = {"of": tool} if (tool := _source_tool(first)) else {}
+    return Table(first.name, first.version, first.columns, rows, first.title, notes, facts)
 
 
-def _merged_facts(
-    columns: Sequence[Column], rows: Sequence[Sequence[_Cell]], source_tool: str
-) -> dict[str, Any]:
-    """Return the facts of a merged table, which a further merge reads.
-
-    "of": the tool, if any.  _VALUES: by column with means, of how many values the mean in each row is.
-    """
-    facts: dict[str, Any] = {"of": source_tool} if source_tool else {}
-    value_counts = {
-        column.name: [row[i].value_count for row in rows]
-        for i, column in enumerate(columns)
-        if column.merge == "mean"
-    }
-    return {**facts, _VALUES: value_counts} if value_counts else facts
-
-
-def _weighted_rows(result: Result) -> list[list[_Cell]]:
-    """Return rows of cells: each value with how many values it is the mean of, 1 in an unmerged result."""
-    counts = result._facts().get(_VALUES, {}) if isinstance(result, Table) else {}
-    return [
-        [
-            _Cell(value, counts[column.name][i] if column.name in counts else int(value is not None))
-            for column, value in zip(result.columns, row, strict=True)
-        ]
-        for i, row in enumerate(result.rows())
-    ]
-
-
-def _merge_cells(column: Column, cells: Sequence[_Cell]) -> _Cell:
-    """Return the cells of one column as one: the first where the column does not merge, or all are empty."""
-    values = [cell.value for cell in cells if cell.value is not None]
-    count = sum(cell.value_count for cell in cells)
-    if not column.merge or not values:
-        return cells[0]
-    if column.merge == "mean":
-        # A mean of means would weigh a rank with few values like one with many.
-        total = sum(cell.value * cell.value_count for cell in cells if cell.value_count)
-        return _Cell(total / count, count)
-    return _Cell(_MERGE_FUNCTIONS[column.merge](values), count)
+def _merge_values(column: Column, values: Sequence[Any]) -> Any:
+    """Return the values of one column as one: the first where the column does not merge; None if all are."""
+    present = [value for value in values if value is not None]
+    return _MERGE_FUNCTIONS[column.merge](present) if column.merge and present else values[0]
 
 
 def _check_same_tool(results: Mapping[str, Result]) -> None:
@@ -346,11 +284,6 @@ def _column_keys(result: Result) -> list[str]:
 def _source_tool(result: Result) -> str:
     """Return the tool of a table by rank; "" for any other result."""
     return str(result._facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
-
-
-def _nested_rank(name: str, rank: int | str) -> str:
-    """Return the name of a rank within a merged result: "host0.rank1"."""
-    return f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}"
 
 
 def _rank_number(name: str) -> int | str:
@@ -400,17 +333,9 @@ def gather(
             if not is_receiver:
                 return None
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-    names = [f"rank{rank}" for rank in ranks]
-    return _merge_texts(result, dict(zip(names, texts, strict=True)), per_rank)
-
-
-def _merge_texts(result: Result, texts: dict[str, str], per_rank: bool) -> Result:
-    """Return the results of ranks, given as JSON, as one.
-
-    Raises AmandaError if a rank gave no result.
-    """
-    missing = [f"{name} gave {text}" for name, text in texts.items() if not text.startswith("{")]
+    text_by_rank = {f"rank{rank}": text for rank, text in zip(ranks, texts, strict=True)}
+    missing = [f"{name} gave {text}" for name, text in text_by_rank.items() if not text.startswith("{")]
     if missing:
         raise AmandaError(f"gather takes the result of a tool on every rank; {', '.join(missing)}")
-    results = {name: restored(json.loads(text), result) for name, text in texts.items()}
+    results = {name: restored(json.loads(text), result) for name, text in text_by_rank.items()}
     return by_rank(results) if per_rank else merge(results)

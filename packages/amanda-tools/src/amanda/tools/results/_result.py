@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
-from amanda.tools.results._display import html_page, html_sentences, html_table, shortened
+from amanda.options import PositiveInt, checked
+from amanda.tools.results._display import html_page, html_result, html_table, shortened
 from amanda.tools.results._files import to_json
-from amanda.tools.results._layout import ROWS_SHOWN, View, as_text, attribute_name, position_of
+from amanda.tools.results._layout import View, as_text, attribute_name, position_of
 
 if TYPE_CHECKING:
     import pandas
@@ -45,7 +46,7 @@ class Column:
     shown: bool = True
     unit: str = ""
     folded: Literal["sum", "mean", "min", "max", ""] = ""
-    merge: Literal["sum", "min", "max", "mean", ""] = ""
+    merge: Literal["sum", "min", "max", ""] = ""
     priority: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
@@ -129,12 +130,13 @@ class Result(ABC):
     def __str__(self) -> str:
         return as_text(self, View())
 
-    def table(self, top: int = ROWS_SHOWN, sort: str = "", depth: int | None = None) -> str:
+    @checked
+    def table(self, top: PositiveInt | None = None, sort: str = "", depth: PositiveInt | None = None) -> str:
         """Return the result as text.
 
-        top: number of rows.  sort: a column, whose largest values come first.  depth: number of components of
-        a module's path, below which rows are combined.
-        Raises AmandaError for another column.
+        top: number of rows; None for 15, and for all rows of a tree.  sort: a column, whose largest values
+        come first.  depth: number of components of a module's path, below which rows are combined.
+        Raises AmandaError for another column, and OptionError for other values.
         """
         if sort and not self._has_column(sort):
             names = [column.name for column in self.columns]
@@ -172,30 +174,27 @@ class Result(ABC):
         """Return the table as HTML, with the leading notes above it and the others below."""
         if (printed := self._printed(View())) is not self:
             return printed._repr_html_()
+        notes = self._sentences
         if not self._shows_table:
-            return html_sentences([*filter(None, [self.title]), *self._sentences])
+            return html_result([*filter(None, [self.title]), *notes], "", ())
         rows = self.rows()
         cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
         numbers = [column.total or column.number for column in self.columns]
-        notes = self._sentences
-        notes_above, notes_below = notes[: self._leading], notes[self._leading :]
         totals = self._totals(rows)
         if any(totals) and not totals[0]:
             totals[0] = "total"
-        return html_table(self.title, names, numbers, cells, totals, notes_below, notes_above)
+        table = html_table(self.title, names, numbers, cells, totals)
+        return html_result(notes[: self._leading], table, notes[self._leading :])
 
     def _cell_texts(self, row: Sequence[Any]) -> list[str]:
         """Return the values of a row as its columns show them; "" for None."""
-        texts = (
-            "" if value is None else column.show(value)
-            for column, value in zip(self.columns, row, strict=True)
-        )
-        # A page has room for the end of a path.
-        return [
-            shortened(text, 44) if column.name == "source" else text
-            for column, text in zip(self.columns, texts, strict=True)
-        ]
+        texts = []
+        for column, value in zip(self.columns, row, strict=True):
+            text = "" if value is None else column.show(value)
+            # A page has room for the end of a path.
+            texts.append(shortened(text, 44) if column.name == "source" else text)
+        return texts
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
         """Return the sums of columns as texts; "" of columns without a total."""

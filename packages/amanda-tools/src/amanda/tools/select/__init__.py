@@ -210,7 +210,10 @@ class Selection:
         names: names of the op's type; by default those in its context.
         """
         self._has_seen_ops = True
-        is_of_type = not self.has_types or self._types(*(names or _type_names(context)))
+        if self.has_types and not names:  # the word of StandardMapping, and the framework's names
+            operator_name = getattr(context.get_op(), "__name__", "")
+            names = (str(context["type"]), str(context.get_forward_op_type()), operator_name)
+        is_of_type = not self.has_types or self._types(*names)
         is_placed = self._modules(*context.get_scopes())
         fits = is_of_type and is_placed and not self._exclude(*context.get_scopes())
         self._matched = self._matched or fits
@@ -303,8 +306,3 @@ def leave_construction(tool: amanda.Tool) -> None:
 def _only_backward(context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine | None:
     """Return the routine of a backward op; None, which drops it, for one of a forward op."""
     return routine if type.is_backward else None
-
-
-def _type_names(context: amanda.OpContext) -> tuple[str, ...]:
-    """Return the names of an op's type: the word of StandardMapping, and the framework's names."""
-    return str(context["type"]), str(context.get_forward_op_type()), getattr(context.get_op(), "__name__", "")

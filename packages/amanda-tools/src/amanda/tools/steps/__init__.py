@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from threading import get_ident
-from typing import Any, Protocol
+from typing import Any
 
 import amanda
 from amanda import interceptor
@@ -23,23 +23,17 @@ from amanda.tools.mapping import in_construction
 __all__ = ["Steps", "Window", "WindowError", "execution_number"]
 
 
-class Counted(Protocol):
-    """A record of an op, with the number of its executions."""
-
-    executions: int
-
-
-def execution_number(record: Counted, run: dict[Any, Any] | None, recomputed: bool) -> int:
+def execution_number(record: Any, run: dict[Any, Any] | None, recomputed: bool) -> int:
     """Return the number of this execution, from 0 on, and count it in `record.executions`.
 
     A recomputation has the number of its first execution, and is not counted.
-    record: hashable.  run, recomputed: of the routine; None and False where nothing runs again.
+    record: of an op; hashable.  run, recomputed: of the routine; None and False where nothing runs again.
     """
     # A checkpoint runs the op again for the backward pass of the same execution.
     if recomputed and run is not None and record in run:
-        number: int = run[record]
-        return number
-    number, record.executions = record.executions, record.executions + 1
+        return int(run[record])
+    number: int = record.executions
+    record.executions += 1
     if run is not None:
         run[record] = number
     return number

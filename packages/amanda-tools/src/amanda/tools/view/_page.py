@@ -22,10 +22,7 @@ from amanda.errors import AmandaError
 from amanda.files import write_file
 from amanda.options import checked
 from amanda.tools.command import exit_status, limit_option, path_to_write
-from amanda.tools.results import Result, number_of, parsing, read_json
-
-# Versions of the schemas of which more is read than the table.
-_NEWEST = {"amanda.trace": 1}
+from amanda.tools.results import Result, check_schema, number_of, parsing, read_json, schema_of
 
 
 @dataclass(frozen=True)
@@ -37,7 +34,7 @@ class Source:
 
     name: str
     schema: str
-    version: int
+    version: Any
     content: Mapping[str, Any]
 
     def list_of(self, key: str) -> list[dict[str, Any]]:
@@ -62,7 +59,7 @@ def read(result: str | Path | Result) -> Source:
 def _checked_source(name: str, content: Any) -> Source:
     """Return the content of a file with its schema, checked.
 
-    Raises AmandaError for a Chrome trace, another schema, and a newer version.
+    Raises AmandaError for a Chrome trace, and ValueError for another schema and for a newer version.
     """
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
@@ -70,19 +67,10 @@ def _checked_source(name: str, content: Any) -> Source:
             f"{name} is a Chrome trace; open it in https://ui.perfetto.dev. A profile saved as "
             '"profile.json" has the times of the same ops for this page'
         )
-    if not isinstance(content, dict):
-        raise AmandaError(f"{name} holds {type(content).__name__}, no object with a schema")
-    schema, version = content.get("schema"), content.get("version")
-    if not isinstance(schema, str) or not schema.startswith("amanda."):
-        raise AmandaError(f"{name} has the schema {schema!r}; expected one that begins with 'amanda.'")
-    if not isinstance(version, int):
-        raise AmandaError(f"{name}: the version of {schema} is {version!r}; expected an integer")
-    if version > _NEWEST.get(schema, version):
-        raise AmandaError(
-            f"{name} is {schema} {version}, newer than {_NEWEST[schema]}, which this amanda-tools reads: "
-            "update amanda-tools"
-        )
-    return Source(name, schema, version, content)
+    schema = schema_of(content)
+    if schema == "amanda.trace":  # of which more is read than the table
+        check_schema(content, "trace", 1)
+    return Source(name, schema, content.get("version"), content)
 
 
 def by_column(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
@@ -131,12 +119,6 @@ def is_about_ops(source: Source) -> bool:
     """Return True if its rows say which op they are about."""
     rows = source.list_of("rows")
     return bool(rows) and all(key in rows[0] for key in KEYS)
-
-
-def ops_named_by(*lists: Iterable[Row]) -> list[dict[str, Any]]:
-    """Return ops without a graph, in the order in which rows name them, each place once."""
-    places = {key_of(row): None for rows in lists for row in rows}
-    return [dict(zip(KEYS, key, strict=True)) for key in places]
 
 
 def table(source: Source, ops: Ops) -> dict[str, Any]:
@@ -277,7 +259,9 @@ def to_page(*results: str | Path | Result, title: str | None = None) -> str:
     heading = title or names
     with parsing(names, "result"):
         data = _embedded(document(sources, heading))
-    style, script = _asset("view.css"), _script()
+    # One function around all, so that the page has no globals; browsers load no modules from files.
+    modules = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    style, script = _asset("view.css"), f'"use strict";\n(() => {{\n{modules}\n}})();\n'
     library = _asset("dagre.min.js").partition("//# sourceMappingURL")[0]
     parts = {
         "title": escape(heading),
@@ -295,8 +279,11 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     """Return all that the page shows, as plain values."""
     trace = next((source for source in sources if source.schema == "amanda.trace"), None)
     tables = [source for source in sources if source is not trace]
-    rows = (source.list_of("rows") for source in tables if is_about_ops(source))
-    ops = ops_named_by(*rows) if trace is None else trace.list_of("ops")
+    if trace is not None:
+        ops = trace.list_of("ops")
+    else:  # those that rows name, in order, each place once
+        rows = (row for source in tables if is_about_ops(source) for row in source.list_of("rows"))
+        ops = [dict(zip(KEYS, key, strict=True)) for key in dict.fromkeys(map(key_of, rows))]
     page_ops = Ops(ops)
     partition = next((source for source in sources if source.schema == "amanda.partition"), None)
     return {
@@ -353,13 +340,6 @@ def _digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _script() -> str:
-    """Return the script of the page."""
-    # One function around all, so that the page has no globals; browsers load no modules from files.
-    modules = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
-    return f'"use strict";\n(() => {{\n{modules}\n}})();\n'
-
-
 def _asset(name: str) -> str:
     """Return the text of a file that the page is made of."""
     return (files("amanda.tools.view") / "page" / name).read_text(encoding="utf-8")
@@ -384,7 +364,7 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
     a result's save(), also gzipped. Of several files, results for the same op are shown together.
     Chrome traces open in https://ui.perfetto.dev instead.
     """
-    page = output or _default_page(files[0])
+    page = output or Path(f"{files[0].name.removesuffix('.gz').removesuffix('.json')}.view.html")
     write_file(page, to_page(*files, title=title))
     sys.stdout.write(f"{page}\n")
     if shown:
@@ -394,8 +374,3 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
 def main(arguments: Sequence[str]) -> int:
     """Make one self-contained HTML page of saved results."""
     return exit_status(_command, "amanda view", arguments)
-
-
-def _default_page(file: Path) -> Path:
-    """Return the page for a file in the working directory: run.view.html for run.json.gz."""
-    return Path(f"{file.name.removesuffix('.gz').removesuffix('.json')}.view.html")

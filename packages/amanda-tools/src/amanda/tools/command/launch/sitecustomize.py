@@ -36,29 +36,30 @@ class Process:
     `contextvars`, without which no program makes a task.
     """
 
-    def __init__(self, handed: dict[str, Any]) -> None:
+    def __init__(self, settings: dict[str, Any]) -> None:
         self.session: Session | None = None
-        self._handed = handed
-        self._names = {*handed["frameworks"], *_OTHERS}
-        self._waits = True
-        self._listens = self._ending = self._failed = False
-        self._waiting: int | None = None
-        self._held: list[set[int]] = []  # the signals that were blocked before each fork under way
+        self._settings = settings
+        self._names = {*settings["frameworks"], *_OTHERS}
+        self._is_waiting = True
+        self._has_listeners = self._is_ending = self._has_failed = False
+        self._pending_signal: int | None = None
+        self._signal_masks: list[set[int]] = []  # the signals that were blocked before each fork under way
         self._openers: list[tuple[Any, str, Any, Any]] = []
 
     @property
     def _is_root(self) -> bool:
-        return bool(os.getpid() == self._handed["root"])
+        return bool(os.getpid() == self._settings["root"])
 
     def begin(self) -> None:
         """Open the scope at once in a rank, for which others wait; in other processes when it is needed."""
-        if (self._is_root and self._handed["is_rank"]) or not self._names.isdisjoint(sys.modules):
+        if self._is_root:
+            self._watch_exit()
+        if (self._is_root and self._settings["is_rank"]) or not self._names.isdisjoint(sys.modules):
             self.open()
             return
         if self._is_root:
             os.environ.setdefault("AMANDA_PROCESS", "main")  # so that other processes know that they are not
             self.listen()
-            self._watch_exit()
             for name in ("execv", "execve"):
                 self._open_before(os, name)
         self._open_before(threading.Thread, "start")
@@ -89,7 +90,7 @@ class Process:
         @wraps(original)
         def opening(*args: Any, **kwargs: Any) -> Any:
             """Open the scope, then call what is in the function's place."""
-            if not self._waits:
+            if not self._is_waiting:
                 return original(*args, **kwargs)
             self.open()
             return getattr(holder, name)(*args, **kwargs)
@@ -104,14 +105,14 @@ class Process:
         @wraps(original)
         def exiting(*status: Any) -> Any:
             """Note the status, then raise SystemExit."""
-            self._failed = bool(status and status[0])
+            self._has_failed = bool(status and status[0])
             return original(*status)
 
         sys.exit = exiting
 
-    def _wait_no_longer(self) -> None:
+    def _stop_waiting(self) -> None:
         """Put back what was replaced to notice the first framework, thread or task."""
-        self._waits = False
+        self._is_waiting = False
         for holder, name, opening, original in self._openers:
             # Something else may have replaced the function since, and keeps its own.
             if getattr(holder, name) is opening:
@@ -121,15 +122,15 @@ class Process:
 
     def open(self) -> None:
         """Open the scope, once."""
-        if not self._waits:
+        if not self._is_waiting:
             return
-        self._wait_no_longer()
+        self._stop_waiting()
         try:
             from amanda.tools.command._session import Session
         except ImportError as error:
             is_absent = (error.name or "").startswith("amanda")
             reason = f"{sys.executable} does not have amanda-tools" if is_absent else error
-            _say(f"no tools in process {os.getpid()}: {reason}")
+            _print_lines(f"no tools in process {os.getpid()}: {reason}")
             return
         self.session = Session(self)
         self.session.open()
@@ -137,8 +138,8 @@ class Process:
 
     def listen(self) -> None:
         """Act at signals that end the process, which forks hold back, and at its end."""
-        if not self._listens:
-            self._listens = True
+        if not self._has_listeners:
+            self._has_listeners = True
             atexit.register(self._end_of_interpreter)
             if hasattr(os, "register_at_fork"):
                 os.register_at_fork(
@@ -160,7 +161,7 @@ class Process:
 
         Without tools the signal would end the child, such as a worker of a pool that is terminated early.
         """
-        self._held.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
+        self._signal_masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
 
     def _begin_in_child(self) -> None:
         """Unblock signals in a forked child; in one without a session, signals end the process at once."""
@@ -171,38 +172,38 @@ class Process:
 
     def _let_signals_through(self) -> None:
         """Unblock the signals that were not blocked before the fork."""
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._held.pop())
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._signal_masks.pop())
 
     def fail(self) -> None:
         """See to the results before the traceback that ends the process, so that the error comes last."""
-        self._failed = True
+        self._has_failed = True
         self.end()
 
     def end(self) -> None:
         """Close the scope and see to the results, before the process ends; a signal waits meanwhile."""
-        self._ending = True
+        self._is_ending = True
         if self.session is not None:
-            self.session.finish(self._failed)
-        elif self._is_root and self._waits:
-            self._wait_no_longer()
+            self.session.finish(self._has_failed)
+        elif self._is_root and self._is_waiting:
+            self._stop_waiting()
             self._report_other_processes()
-        self._ending = False
-        if self._waiting is not None:
-            _die(self._waiting)
+        self._is_ending = False
+        if self._pending_signal is not None:
+            _end_by_signal(self._pending_signal)
 
     def _report_other_processes(self) -> None:
         """Print the results of other processes, or that none has executed an op."""
         try:
-            os.rmdir(self._handed["folder"])  # noqa: PTH106
+            os.rmdir(self._settings["folder"])  # noqa: PTH106
         except OSError:  # other processes have written results
             from amanda.tools.command._gathering import report_other_processes
-            from amanda.tools.command._processes import Handed
+            from amanda.tools.command._processes import RunSettings
 
-            report_other_processes(Handed.get())
+            report_other_processes(RunSettings.get())
         else:
             # An exception that nothing caught is on the screen already.
-            if not (self._handed["quiet"] or self._failed or getattr(sys, "last_type", None)):
-                _say(*self._handed["nothing"])
+            if not (self._settings["quiet"] or self._has_failed or getattr(sys, "last_type", None)):
+                _print_lines(*self._settings["no_op_texts"])
 
     def _end_of_interpreter(self) -> None:
         """See to the results as the interpreter ends, and let an interrupt end it as one."""
@@ -214,11 +215,11 @@ class Process:
 
     def end_by_signal(self, number: int, frame: FrameType | None) -> None:
         """Handle a signal that ends the process: its results are seen to before."""
-        if self._ending:  # as of a worker that is terminated while it exits
-            self._waiting = number
+        if self._is_ending:  # as of a worker that is terminated while it exits
+            self._pending_signal = number
             return
         self.end()
-        _die(number)
+        _end_by_signal(number)
 
 
 class _LoadedModule:
@@ -228,7 +229,6 @@ class _LoadedModule:
         self._module, self._spec = module, module.__spec__
 
     def create_module(self, spec: Any) -> Any:
-        """Return the module."""
         return self._module
 
     def exec_module(self, module: Any) -> None:
@@ -247,13 +247,13 @@ def _spec_of_loaded(name: str) -> Any:
     return module.__spec__
 
 
-def _die(number: int) -> None:
+def _end_by_signal(number: int) -> None:
     """End the process by a signal, as it would end without a handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
 
-def _say(*texts: str) -> None:
+def _print_lines(*texts: str) -> None:
     """Write lines to standard error, after what the program wrote to standard output."""
     with suppress(OSError, ValueError, AttributeError):  # the reader has gone, or the shell has closed it
         sys.stdout.flush()
