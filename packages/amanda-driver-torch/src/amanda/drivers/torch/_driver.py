@@ -42,7 +42,7 @@ from ._overrides import (
     leave_overrides,
     without_function_modes,
 )
-from ._patches import TorchPatches, forget_torch_callables
+from ._patches import COMPOSABLE_FILE, TorchPatches, forget_torch_callables
 from ._reader import make_reader
 from ._requirements import NEWEST_TESTED, check_requirements, count_private_names
 from ._schema import binding
@@ -77,7 +77,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def introduce(self) -> None:
         """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
         super().introduce()
-        self.skip(torch.utils.checkpoint.__file__)
+        self.skip(torch.utils.checkpoint.__file__, COMPOSABLE_FILE)
         for callable_type in _CALLABLE_TYPES:
             interceptor.add_identity_type(callable_type)
         interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
