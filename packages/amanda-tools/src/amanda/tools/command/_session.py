@@ -103,8 +103,10 @@ class Session:
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
-        """Note that an op ran under the tools, so that there are results."""
-        self._saw_op = True
+        """Note that an op ran under the tools, so that there are results, which signals must not end."""
+        if not self._saw_op:
+            self._saw_op = True
+            self._process.listen()
 
     def _is_closed(self) -> bool:
         """Return True if this process has no open scope of its own."""
@@ -231,8 +233,7 @@ class Messages(logging.Handler):
 def before_exec(leave: Callable[[bool], Callable[[], None]]) -> None:
     """Call `leave` whenever `exec` is about to replace the program of this process.
 
-    leave: takes True if the next program runs under the tools; returns a function that withdraws the results
-        that `leave` wrote, which is called if `exec` fails.
+    leave: takes True if the next program runs under the tools; returns a function that withdraws its results.
     """
     for name in ("execv", "execve"):  # which the others of the family call
         setattr(os, name, _leave_before(getattr(os, name), leave))
