@@ -352,7 +352,7 @@ def _has_proxies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True if `torch.fx.symbolic_trace` records the call: an argument is one of its proxies."""
     # Proxies override functions: the first test spares most calls the look at each argument.
     return has_overrides(args, kwargs) and any(
-        isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())
+        isinstance(value, torch.fx.Proxy) for value in spread((*args, *kwargs.values()))
     )
 
 
