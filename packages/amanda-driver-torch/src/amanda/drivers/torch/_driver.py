@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
-from ._collectives import PROCESS_GROUP, is_functional_collective, wait_for_results
+from ._collectives import is_functional_collective, wait_for_results
+from ._detours import set_detours
 from ._kernels import FUNCTION_CALL, is_dispatched_in_backward, is_level_of_function, is_part_of_op
 from ._levels import in_transform, is_within_kernel
 from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
@@ -47,7 +48,7 @@ from ._reader import make_reader
 from ._requirements import NEWEST_TESTED, check_requirements, count_private_names
 from ._schema import binding
 from ._straight_through import plain_straight_through
-from ._targets import NAMESPACES, Target, targets
+from ._targets import Target, targets
 from ._tensors import TorchTensors
 from ._transforms import TransformedTensors
 from ._views import TorchViews
@@ -89,7 +90,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             for site in self._native_sites:
                 site.place()
         else:
-            self._set_detours_as_attributes()
+            set_detours(self.attributes, self._native_sites)
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
         self._detour_call_methods()
         enclose_modules(self.attributes)
@@ -166,19 +167,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 site = Site(call, call, key, digest(key), self.handle, flags)
                 self._detours[holder] = Detour(site)
             self.attributes.set(holder, "__call__", self._detours[holder])
-
-    def _set_detours_as_attributes(self) -> None:
-        """Replace the targets in the modules and classes of torch, where there is no native interceptor."""
-        special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
-        native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
-        holders = [torch, torch.functional, torch.nn.functional, *special, *native]
-        detours = {site.target: Detour(site) for site in self._native_sites}
-        self.attributes.replace(
-            detours, [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_PROCESS_GROUPS]
-        )
-        functions = DetouredFunctions(torch._C._VariableFunctions, detours)
-        self.attributes.set(torch._C, "_VariableFunctions", functions)
-        self.attributes.set(torch._VF, "vf", functions)
 
     def handle(
         self,
@@ -315,7 +303,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 _AS_SUBCLASS: Any = torch.Tensor.as_subclass
 _CALLABLE_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
 RECORDED_AS_IS = "the ops are recorded as they are"
-_PROCESS_GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _TRANSFERS = frozenset({"to", "cpu", "cuda"})
 """Ops by which libraries move parameters to a device anew for each call; each call is the same op."""
@@ -416,21 +403,6 @@ def _run_tanh() -> list[float]:
         y = torch.tanh(x)
         (gradient,) = torch.autograd.grad(y.sum(), x)
         return [*y.tolist(), *gradient.tolist()]
-
-
-class DetouredFunctions:
-    """Stand-in for an object whose functions cannot be set: each function detoured, or as it is."""
-
-    def __init__(self, functions: Any, detours: Mapping[Any, Detour]) -> None:
-        self._functions = functions
-        self._detours = detours
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._functions, name)
-        return self._detours.get(function, function)
-
-    def __dir__(self) -> list[str]:
-        return dir(self._functions)
 
 
 class ScriptedOp:

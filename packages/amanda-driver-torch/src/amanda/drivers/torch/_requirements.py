@@ -94,6 +94,7 @@ OPTIONAL = {
     "_subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__": "ops within ops on fake tensors are seen",
     "_subclasses.meta_utils.MetaConverter.__call__": "ops that make fake tensors of real ones are seen",
     "fx.experimental.proxy_tensor.get_proxy_mode": "graphs by make_fx record the ops of routines",
+    "jit._builtins._find_builtin": "without native code, TorchScript of a scope calls Python",
     "utils.checkpoint._checkpoint_without_reentrant_generator": "recomputed ops have ids of their own",
     "utils.checkpoint.CheckpointFunction.forward": "recomputed ops have ids of their own",
     "utils.checkpoint._recomputation_hook.__init__": "tensors that checkpoints keep are seen as ops",
