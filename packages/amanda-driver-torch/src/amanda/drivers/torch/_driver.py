@@ -312,13 +312,20 @@ _CALLEE_FIRST = _OVERLOADS | {"Function.apply"}
 
 
 _tensor_class: Any = torch.Tensor  # its stubs show the values of properties, not the properties
-_REQUIRES_GRAD, _IS_LEAF = _tensor_class.requires_grad.__get__, _tensor_class.is_leaf.__get__
+_REQUIRES_GRAD, _IS_LEAF, _BASE = (
+    attribute.__get__
+    for attribute in (_tensor_class.requires_grad, _tensor_class.is_leaf, _tensor_class._base)
+)
 
 
 def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is a leaf that needs a gradient, such as weights of code without modules."""
     with WithoutTorchFunction():
-        return bool(_REQUIRES_GRAD(tensor) and _IS_LEAF(tensor))
+        if not _REQUIRES_GRAD(tensor):
+            return False
+        # If the base of a view was written, `is_leaf` makes a node, which is of the op that reads the view.
+        base = _BASE(tensor)
+        return bool((base is None or not _REQUIRES_GRAD(base)) and _IS_LEAF(tensor))
 
 
 def _is_made_by_torch(site: Site, args: tuple[Any, ...], caller: FrameType, is_resumed: bool) -> bool:
