@@ -109,7 +109,8 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
     """Return a context with a path in a new folder, whose contents replace the target when it is left.
 
     The file or folder at the path replaces the target, files beside the path, such as its data, those beside
-    the target.  After an exception, such as KeyboardInterrupt, the target is as it was.
+    the target.  After an exception, such as KeyboardInterrupt, the target is as it was.  A process that is
+    killed leaves the new folder, `.NAME.` and eight letters, with what was to be replaced in it.
     force: whether present files are replaced.  Raises ArtefactError where one is there without it, and
     FileError in place of an OSError.
     """

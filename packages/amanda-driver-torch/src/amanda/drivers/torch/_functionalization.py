@@ -22,10 +22,10 @@ from ._levels import (
 )
 from ._straight_through import has_tangent
 
-VALUE_STAYS = (
+_VALUE_STAYS = (
     "a value that a routine changes stays as it was, within other transforms and where gradients are computed"
 )
-WRITE_IS_LOST = "a write into a view that a differentiable routine replaced reaches the value alone"
+_WRITE_IS_LOST = "a write into a view that a differentiable routine replaced reaches the value alone"
 
 
 def keeps_value(tensor: torch.Tensor) -> bool:
@@ -35,14 +35,14 @@ def keeps_value(tensor: torch.Tensor) -> bool:
     """
     keeps = _is_out_of_reach(tensor)
     if keeps:
-        _report(VALUE_STAYS)
+        _report(_VALUE_STAYS)
     return keeps
 
 
 def report_lost_writes(view: torch.Tensor) -> None:
     """Report that later writes will not reach both a view and the value that replaced it."""
     if _is_out_of_reach(view):
-        _report(WRITE_IS_LOST)
+        _report(_WRITE_IS_LOST)
 
 
 def update_views(values: Sequence[Any]) -> None:

@@ -99,8 +99,9 @@ class TorchPatches:
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
         generator = getattr(checkpoint, name, None)
         if generator is not None:
-            attributes.set(checkpoint, name, _recomputing_in_place(generator))
-            attributes.when_imported(COMPOSABLE, functools.partial(_follow_composable_checkpoint, attributes))
+            in_place = _recomputing_in_place(generator)
+            attributes.set(checkpoint, name, in_place)
+            attributes.when_imported(COMPOSABLE, lambda: _follow_composable_checkpoint(attributes, in_place))
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
             attributes.set(checkpoint.CheckpointFunction, "forward", _forward_recomputing_in_place(forward))
@@ -154,14 +155,18 @@ def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _follow_composable_checkpoint(attributes: Attributes) -> None:
-    """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call."""
+def _follow_composable_checkpoint(attributes: Attributes, in_place: Any) -> None:
+    """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
+
+    in_place: what stands for torch's generator of a checkpoint.
+    """
     module: Any = sys.modules[COMPOSABLE]
     generator = getattr(module, _GENERATOR, None)
     if generator is None:
         return
-    if interceptor.active() is not None and generator is getattr(torch.utils.checkpoint, _GENERATOR):
-        setattr(module, _GENERATOR, getattr(generator, "__wrapped__", generator))
+    if generator is in_place:  # imported in this scope, whose end the module outlives
+        generator = in_place.__wrapped__
+        setattr(module, _GENERATOR, generator)
 
     @functools.wraps(generator)
     def generate(fn: torch.nn.Module, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
