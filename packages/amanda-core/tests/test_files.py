@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import pickle
 import signal
@@ -55,6 +56,46 @@ def test_a_process_that_is_killed_leaves_the_file_as_it_was(tmp_path: Path) -> N
     assert is_part(part)
     assert is_part(part, "a.json")
     assert not is_part(part, "b.json")
+    write_file(path, "after")
+    assert path.read_text() == "after"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writers_of_a_file_at_the_same_time_have_parts_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    with replacing(path) as first:
+        first.write_text("first")
+        with replacing(path) as second:
+            second.write_text("second")
+        assert path.read_text() == "second"
+        with replacing(path) as third:
+            third.write_text("third")
+    assert path.read_text() == "first"
+    assert first not in (second, third)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no such locks")
+def test_a_file_system_without_locks_has_nothing_left_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    path = write_file(tmp_path / "a.json", "text")
+    assert path.read_text() == "text"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_link_in_the_place_of_a_part_is_not_followed(tmp_path: Path) -> None:
+    with replacing(tmp_path / "a.json") as part:
+        part.write_text("text")
+    precious = write_file(tmp_path / "precious", "text")
+    part.symlink_to(precious)
+    write_file(tmp_path / "a.json", "new")
+    assert precious.read_text() == "text"
+    assert (tmp_path / "a.json").read_text() == "new"
 
 
 def test_an_interrupt_leaves_nothing_behind(tmp_path: Path) -> None:

@@ -398,3 +398,17 @@ def test_a_thread_of_autograd_that_recomputes_what_ran_outside_of_scopes_is_repo
         Starting.run(61, y.backward)
     assert not tool.runs["tanh"]
     assert [entry.what for entry in scope.report if entry.what.startswith("thread ")]
+
+
+@pytest.mark.parametrize("depth", [0, 62])
+def test_a_transform_on_a_thread_of_autograd_does_not_differentiate_gradients(
+    depth: int, backward_ops: Any
+) -> None:
+    def transform() -> None:
+        torch.func.grad(lambda x: x.sin().sum())(torch.ones(2))
+
+    with amanda.apply(backward_ops()) as scope:
+        for _ in range(2):
+            leaf(1).sin().sum().backward()
+        Starting.run(depth, transform)
+    assert "the first differentiation of gradients" not in [entry.what for entry in scope.report]

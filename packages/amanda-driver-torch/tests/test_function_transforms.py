@@ -582,6 +582,67 @@ def test_ops_under_functionalize_are_seen_and_leave_all_bits(
     assert not [entry for entry in scope.report if "run as they are" in entry.reason]
 
 
+FUNCTIONALIZED_WITHIN: dict[str, Callable[[Function], Function]] = FUNCTIONALIZED | {
+    "under grad": lambda f: grad(lambda x: functionalize(f)(x).sum()),
+    "under jvp": lambda f: lambda x: jvp(functionalize(f), (x,), (x,))[1],
+    "under hessian": lambda f: hessian(lambda x: functionalize(f)(x).sum()),
+    "of vmap of grad": lambda f: (
+        lambda x: functionalize(vmap(grad(lambda x: f(x).sum())))(torch.stack([x, 2 * x]))
+    ),
+}
+FIRST_AND_LAST = torch.tensor([0, 2])
+WRITES: dict[str, Function] = {
+    "zero_": lambda y: y.zero_(),
+    "fill_": lambda y: y.fill_(2),
+    "masked_fill_": lambda y: y.masked_fill_(X > 0, 0),
+    "index_put_": lambda y: y.index_put_((FIRST_AND_LAST,), torch.ones(2)),
+    "index_fill_": lambda y: y.index_fill_(0, FIRST_AND_LAST, 1),
+    "add_": lambda y: y.add_(1),
+    "write into a view": lambda y: y.view(3, 1).zero_().view(3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop because:UserWarning")
+@pytest.mark.parametrize("act", [nothing, cloned])
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("name", FUNCTIONALIZED_WITHIN)
+def test_ops_in_place_under_functionalize_have_their_gradients(
+    name: str, write: str, act: Callable[..., Any]
+) -> None:
+    def run() -> list[list[float] | None] | str:
+        """Return value and gradient, or torch's error, as torch differentiates not all of these."""
+        x = X.clone().requires_grad_()
+        try:
+            result = program(x)
+            if result.requires_grad:
+                result.sum().backward()
+        except RuntimeError as error:
+            return str(error)
+        return [result.tolist(), None if x.grad is None else x.grad.tolist()]
+
+    program = FUNCTIONALIZED_WITHIN[name](lambda x: WRITES[write](x.clone()).sin())
+    bare = run()
+    with amanda.apply(Everywhere(act)):
+        assert [run(), run()] == [bare, bare]
+
+
+def test_a_differentiable_value_of_an_op_in_place_has_its_gradient_under_functionalize() -> None:
+    @amanda.differentiable
+    def triple(y: Tensor) -> Tensor:
+        return 3 * y
+
+    x = X.clone().requires_grad_()
+    with amanda.apply(At("add_", after=triple)):
+        functionalize(lambda x: x.clone().add_(1))(x).sum().backward()
+    assert torch.equal(x.grad, torch.full((3,), 3.0))  # type: ignore[arg-type]
+
+
+def test_a_differentiable_value_of_a_view_is_named_in_the_report_under_functionalize() -> None:
+    with amanda.apply(At("view", after=amanda.differentiable(torch.clone))) as scope:
+        functionalize(vmap(lambda x: (x := x.clone(), x.view(3).zero_())[0]))(ROWS)
+    assert ["reaches the value alone" in entry.reason for entry in scope.report] == [True]
+
+
 def test_a_changed_value_acts_under_functionalize_alone() -> None:
     with amanda.apply(At("sin", after=lambda y: 3 * y)) as scope:
         tripled = functionalize(torch.sin)(X)

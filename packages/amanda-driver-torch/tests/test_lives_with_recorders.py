@@ -55,6 +55,21 @@ def test_a_recorded_graph_has_no_op_of_a_routine(
     assert caplog.text.count(entry.reason) == 1
 
 
+@pytest.mark.parametrize(
+    "program",
+    [lambda x: torch.cat([x, x]), lambda x: torch.cat(tensors=[x, x]), lambda x: X[x, 0]],
+    ids=["list", "list by name", "index"],
+)
+def test_an_op_that_takes_traced_tensors_in_a_list_is_recorded_as_it_is(program: Any) -> None:
+    types: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: types.append(context.get_op_type()))
+    with amanda.apply(tool) as scope:
+        torch.fx.symbolic_trace(program)
+    assert not types
+    assert [entry.what for entry in scope.report] == ["torch.fx.symbolic_trace"]
+
+
 def test_a_strict_export_in_a_scope_has_no_op_of_a_routine() -> None:
     bare = [node.name for node in exported(Program(), strict=True).nodes]
     with amanda.apply(doubling()):

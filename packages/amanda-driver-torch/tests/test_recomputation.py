@@ -1,7 +1,9 @@
 """What torch.utils.checkpoint runs again is the same execution again."""
 
 import gc
+import importlib
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable import checkpoint as checkpoint_module
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -35,6 +38,25 @@ def nested(function: Callable[[Tensor], Tensor], x: Tensor, use_reentrant: bool)
     return outer.asin()
 
 
+class Calling(nn.Module):
+    """A module that calls a function."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x)
+
+
+def composable(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    module = function if isinstance(function, nn.Module) else Calling(function)
+    if not module._forward_pre_hooks:
+        checkpoint_module(module)
+    output: Tensor = module(x)
+    return output
+
+
 KINDS: dict[str, Kind] = {
     "reentrant": partial(checkpoint, use_reentrant=True),
     "non-reentrant": partial(checkpoint, use_reentrant=False),
@@ -44,6 +66,7 @@ KINDS: dict[str, Kind] = {
         checkpoint, use_reentrant=False,
         context_fn=lambda: create_selective_checkpoint_contexts(policy),  # type: ignore[no-untyped-call]
     ),
+    "composable": composable,
 }  # fmt: skip
 
 
@@ -180,6 +203,36 @@ def test_a_recomputation_to_its_end_is_the_same_execution() -> None:
     expected = trained(None, Scaling())
     with set_checkpoint_early_stop(False):
         assert equal(expected, trained(KINDS["non-reentrant"], Scaling()))
+
+
+def test_recomputed_ops_have_the_ids_of_their_first_execution(kind: Kind) -> None:
+    ids: dict[bool, set[int]] = {False: set(), True: set()}
+
+    class Identifying(amanda.Tool):
+        def __init__(self) -> None:
+            self.add_inst_for_op(self.analyse)
+
+        def analyse(self, context: amanda.OpContext) -> None:
+            context.insert_after_op(self.hear, outputs=[], op_id=context.get_op_id())
+
+        @amanda.observer
+        def hear(self, op_id: int, *, recomputed: bool) -> None:
+            ids[recomputed].add(op_id)
+
+    trained(kind, Identifying())
+    assert len(ids[True]) > 1
+    assert ids[True] <= ids[False]
+
+
+def test_a_checkpoint_of_modules_that_is_imported_in_a_scope_is_torchs_own_after_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = "torch.distributed._composable.checkpoint_activation"
+    monkeypatch.delitem(sys.modules, name)
+    with amanda.apply(Scaling()):
+        module: Any = importlib.import_module(name)
+    generator = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    assert module._checkpoint_without_reentrant_generator is generator
 
 
 def test_rounds_of_a_loop_recall_their_own_decisions(kind: Kind) -> None:

@@ -272,3 +272,29 @@ def test_a_stance_of_the_compiler_that_the_program_takes_in_a_scope_stays() -> N
         assert torch._dynamo.eval_frame._stance.stance == "fail_on_recompile"
     finally:
         torch.compiler.set_stance(before.stance)
+
+
+def test_each_function_that_equals_another_has_its_own() -> None:
+    x = torch.eye(2)
+    seen: list[str] = []
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: seen.append(context.get_op_type()))
+    assert torch.mm == torch.dsmm  # one C function
+    with amanda.apply(tool):
+        torch.mm(x, x)
+        torch.spmm(x, x)
+        torch._C._VariableFunctions.mm(x, x)
+        torch._VF.mm(x, x)
+    assert seen == ["mm"] * 4
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_torchscript_that_is_compiled_in_a_scope_calls_no_python() -> None:
+    with amanda.apply(amanda.Tool()):
+        scripted = torch.jit.script(rectified)
+    assert "aten::relu" in str(scripted.graph)
+    assert torch.equal(scripted(X), X.relu())
+
+
+def rectified(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x)

@@ -277,6 +277,30 @@ def test_workers_that_are_terminated_while_they_exit_leave_their_results(script:
     assert calls(script.parent / "out" / "flops.json", "linear") == 2 * 8
 
 
+FORKED = """
+import os, signal
+
+def state():
+    return signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+child = os.fork()
+if child == 0:
+    before = state()
+    model(torch.rand(5, 4))
+    print("default", before, state(), flush=True)
+    os.kill(os.getpid(), signal.SIGTERM)
+print("ends by", os.waitpid(child, 0)[1])
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_has_handlers_of_signals_once_it_has_results(script: Path) -> None:
+    script.write_text(MODEL + FORKED)
+    run = amanda_run(script.parent, "-t", "flops", "-o", "out", "train.py")
+    assert run.stdout.startswith(f"default True False\nends by {int(signal.SIGTERM)}\n")
+    assert len(list((script.parent / "out").glob("process*.flops.json"))) == 1
+
+
 BUDGET = """
 for _ in range(2):
     model(torch.rand(200, 4)).sum().backward()

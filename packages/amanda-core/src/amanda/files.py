@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -17,6 +18,9 @@ from shutil import rmtree
 from tempfile import TemporaryFile, mkdtemp
 
 from amanda.errors import ArtefactError, FileError, MissingFileError
+
+if sys.platform != "win32":
+    import fcntl
 
 __all__ = [
     "check_file_to_write", "check_folder_to_write", "file_beside", "is_part", "naming", "replacing",
@@ -39,7 +43,8 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Return a context with the path of a new file, which replaces the file at `path` when it is left.
 
-    After an exception, or if the process is killed, the file is as it was before.  A new file has the mode
+    After an exception, or if the process is killed, the file is as it was before.  What a killed process left
+    beside it is taken over by the next one that writes the file.  A new file has the mode
     that the umask leaves, a replaced file keeps its mode.  For something other than a file, such as a pipe,
     the path is the pipe's own.
     Raises FileError in place of an OSError.
@@ -51,12 +56,8 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if target.exists() and not target.is_file():
             yield target
             return
-        # Beside the target, since a file is replaced as a whole within one file system alone.
-        part = target.with_name(f".{target.name[:_MAX_NAME_LENGTH]}.{token_hex(4)}.part")
+        part, handle = _begin_part(target)
         try:
-            # Created by `open`, so that the umask decides its mode; `tempfile` makes files for the owner
-            # alone.
-            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
             yield part
             if target.exists():
                 with suppress(OSError):  # a file system without modes
@@ -67,6 +68,40 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             with suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
+        finally:
+            if handle is not None:
+                os.close(handle)
+
+
+def _begin_part(target: Path) -> tuple[Path, int | None]:
+    """Make the part of a file, under a lock if the system has locks; take over a part that has no writer."""
+    # Beside the target, since a file is replaced as a whole within one file system alone.
+    prefix = f".{target.name[:_MAX_NAME_LENGTH]}"
+    if sys.platform != "win32":
+        with suppress(OSError):  # another writer has the part, or the file system has no locks
+            part = target.with_name(f"{prefix}.{0:08x}.part")
+            return part, _lock(part)
+    part = target.with_name(f"{prefix}.{token_hex(4)}.part")
+    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    return part, None
+
+
+def _lock(part: Path) -> int:
+    """Open or make a file and lock it, until its handle is closed; raise OSError if another handle has it."""
+    # Made by `open`, so that the umask decides its mode; `tempfile` makes files for the owner alone.
+    handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Since it was opened, its writer may have moved it to its place.
+        if not os.path.samestat(os.fstat(handle), part.stat()):
+            raise BlockingIOError
+        os.truncate(handle, 0)
+    except BaseException as error:
+        os.close(handle)
+        if not isinstance(error, BlockingIOError):  # a file system without locks: the file is of no use
+            part.unlink(missing_ok=True)
+        raise
+    return handle
 
 
 @contextmanager
@@ -74,7 +109,8 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
     """Return a context with a path in a new folder, whose contents replace the target when it is left.
 
     The file or folder at the path replaces the target, files beside the path, such as its data, those beside
-    the target.  After an exception, such as KeyboardInterrupt, the target is as it was.
+    the target.  After an exception, such as KeyboardInterrupt, the target is as it was.  A process that is
+    killed leaves the new folder, `.NAME.` and eight letters, with what was to be replaced in it.
     force: whether present files are replaced.  Raises ArtefactError where one is there without it, and
     FileError in place of an OSError.
     """

@@ -8,7 +8,7 @@ import torch
 from torch._higher_order_ops.map import map as mapped
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import amanda
 
@@ -65,12 +65,25 @@ def start() -> torch.Tensor:
     return torch.zeros((), dtype=torch.int64)
 
 
+POLICY_CALLS: list[str] = []
+
+
+def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    POLICY_CALLS.append(str(op))
+    return CheckpointPolicy.MUST_SAVE if "addmm" in str(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def by_policy() -> Any:
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
 BODIES: dict[str, Callable[[torch.Tensor], Any]] = {
     "cond": lambda x: torch.cond(x.sum() > 0, layer, torch.cos, (x,)),
     "map_impl": lambda x: mapped(layer, x),
     "scan": lambda x: scan(lambda carry, row: (carry + row, layer(row)), torch.zeros(3), x)[1],
     "while_loop": lambda x: while_loop(lambda i, x: i < 2, lambda i, x: (i + 1, layer(x)), (start(), x))[1],
     "nested": lambda x: torch.cond(x.sum() > 0, lambda x: mapped(layer, x), torch.cos, (x,)),
+    "tag_activation_checkpoint": lambda x: checkpoint(layer, x, use_reentrant=False, context_fn=by_policy),
 }
 bodies = pytest.mark.parametrize("name", BODIES)
 
@@ -327,26 +340,13 @@ def test_a_checkpoint_with_routines_saves_no_more_than_without() -> None:
     assert saved_tensors(*compiled_model("plain")) > bare
 
 
-def test_ops_that_recompute_by_a_policy_of_the_user_are_named() -> None:
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
-    def context_fn() -> Any:
-        return create_selective_checkpoint_contexts([torch.ops.aten.sin.default])
-
-    def program(x: torch.Tensor) -> torch.Tensor:
-        result: torch.Tensor = checkpoint(
-            lambda x: x.sin().cos(), x, use_reentrant=False, context_fn=context_fn
-        )
-        return result.exp()
-
-    compiled = torch.compile(program, backend="aot_eager", fullgraph=True)
-    x = torch.ones(3, requires_grad=True)
-    bare, tool = compiled(x), Acting()
-    with amanda.apply(tool, compiled="instrument") as scope:
-        assert torch.equal(compiled(x), bare)
-    assert [op for op, *_ in tool.ops] == ["exp"]
-    (entry,) = scope.report
-    assert (entry.what, "1 sin, 1 cos" in entry.reason) == ("tag_activation_checkpoint", True)
+def test_a_policy_of_the_user_decides_about_the_ops_of_routines_too() -> None:
+    function = compiled_body("tag_activation_checkpoint")
+    step_of(function)
+    POLICY_CALLS.clear()
+    with amanda.apply(AtLinear(amanda.traceable(unchanged)), compiled="instrument"):
+        step_of(function)
+    assert {"aten.addmm.default", "aten.clone.default", "aten.sin.default"} <= set(POLICY_CALLS)
 
 
 @pytest.mark.slow

@@ -51,12 +51,16 @@ class Attributes:
         # A class may store another object than the one that was set.
         self._replaced[-1] = _ReplacedAttribute(holder, name, before, vars(holder).get(name))
 
-    def replace(self, stand_ins: Mapping[Any, Any], holders: Iterable[Any]) -> None:
+    def replace(
+        self, stand_ins: Mapping[Any, Any] | Iterable[tuple[Any, Any]], holders: Iterable[Any]
+    ) -> None:
         """Set the stand-in of a target wherever a module or class has the target as an attribute.
 
-        stand_ins: by target.  holders: the modules and classes.
+        stand_ins: by target, or pairs, for targets that are equal and not identical.
+        holders: the modules and classes.
         """
-        by_target = {id(target): stand_in for target, stand_in in stand_ins.items()}
+        pairs = stand_ins.items() if isinstance(stand_ins, Mapping) else stand_ins
+        by_target = {id(target): stand_in for target, stand_in in pairs}
         for holder in holders:
             # All names, since programs import a target by any: `torch.add` is in three modules.
             for name in dir(holder):

@@ -7,6 +7,7 @@ import threading
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from types import FrameType
 from typing import Any, ClassVar
 
@@ -103,19 +104,12 @@ class Autograd(EagerDriver):
         """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""
 
         # `remove_abandoned_hooks` looks for frames of this function by its name, and reads `backward` there.
-        @functools.wraps(original)
-        def run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        def run_backward(is_transform: bool, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none."""
-            # A pass within a pass may run on a thread of the engine, to which no context variable comes.
-            if (caller_activation := activation_of_pass_caller()) is not None:
-                # Within it, `activation_of_pass_caller` returns None: the call comes here once.
-                with in_force(caller_activation):
-                    return run_backward(outputs, *args, **kwargs)
             activation = interceptor.active()
             # By place come after `outputs`: gradients, whether to keep the graph, whether to create one.
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
-            is_transform = _is_run_by_transform(sys._getframe(1))
             create_graph = create_graph and not (is_transform and _records_nothing_below(outputs, *args))
             if activation is not None:
                 report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
@@ -140,7 +134,16 @@ class Autograd(EagerDriver):
             backward.settle_plans(keeps_graph)
             return result
 
-        return run_backward
+        @functools.wraps(original)
+        def run_in_scope(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+            """Run a pass in the scope of its caller."""
+            is_transform = _is_run_by_transform(sys._getframe(1))
+            # A pass within a pass may run on a thread of the engine, to which no context variable comes.
+            caller_activation = activation_of_pass_caller()
+            with nullcontext() if caller_activation is None else in_force(caller_activation):
+                return run_backward(is_transform, outputs, *args, **kwargs)
+
+        return run_in_scope
 
 
 def _is_run_by_transform(caller: FrameType) -> bool:

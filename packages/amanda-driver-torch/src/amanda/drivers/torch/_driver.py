@@ -25,7 +25,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
-from ._collectives import PROCESS_GROUP, is_functional_collective, wait_for_results
+from ._collectives import is_functional_collective, wait_for_results
+from ._detours import set_detours
 from ._kernels import FUNCTION_CALL, is_dispatched_in_backward, is_level_of_function, is_part_of_op
 from ._levels import in_transform, is_within_kernel
 from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
@@ -42,12 +43,12 @@ from ._overrides import (
     leave_overrides,
     without_function_modes,
 )
-from ._patches import TorchPatches, forget_torch_callables
+from ._patches import COMPOSABLE_FILE, TorchPatches, forget_torch_callables
 from ._reader import make_reader
 from ._requirements import ESSENTIAL, NEWEST_TESTED, count_private_names, warn_of_absent_names
 from ._schema import binding
 from ._straight_through import plain_straight_through
-from ._targets import NAMESPACES, Target, targets
+from ._targets import Target, targets
 from ._tensors import TorchTensors
 from ._transforms import TransformedTensors
 from ._views import TorchViews
@@ -74,7 +75,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def introduce(self) -> None:
         """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
         super().introduce()
-        self.skip(torch.utils.checkpoint.__file__)
+        self.skip(torch.utils.checkpoint.__file__, COMPOSABLE_FILE)
         for callable_type in _CALLABLE_TYPES:
             interceptor.add_identity_type(callable_type)
         interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
@@ -85,7 +86,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         if interceptor.NATIVE:
             self.attributes.place(self._targets_by_site)
         else:
-            self._set_detours_as_attributes()
+            set_detours(self.attributes, self._targets_by_site)
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
         self._detour_call_methods()
         enclose_modules(self.attributes)
@@ -155,19 +156,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 site = Site(call, call, key, digest(key), self.handle, flags)
                 self._detours[holder] = Detour(site)
             self.attributes.set(holder, "__call__", self._detours[holder])
-
-    def _set_detours_as_attributes(self) -> None:
-        """Replace the targets in the modules and classes of torch, where there is no native interceptor."""
-        special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
-        native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
-        holders = [torch, torch.functional, torch.nn.functional, *special, *native]
-        detours = {site.target: Detour(site) for site in self._targets_by_site}
-        self.attributes.replace(
-            detours, [*holders, torch.Tensor, torch.autograd.function._SingleLevelFunction, *_PROCESS_GROUPS]
-        )
-        functions = DetouredFunctions(torch._C._VariableFunctions, detours)
-        self.attributes.set(torch._C, "_VariableFunctions", functions)
-        self.attributes.set(torch._VF, "vf", functions)
 
     def handle(
         self,
@@ -304,7 +292,6 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 _AS_SUBCLASS: Any = torch.Tensor.as_subclass
 _CALLABLE_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
 RECORDED_AS_IS = "the ops are recorded as they are"
-_PROCESS_GROUPS = [PROCESS_GROUP] if PROCESS_GROUP else []
 _SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
 _TRANSFERS = frozenset({"to", "cpu", "cuda"})
 """Ops by which libraries move parameters to a device anew for each call; each call is the same op."""
@@ -314,13 +301,20 @@ _CALLEE_FIRST = _OVERLOADS | {"Function.apply"}
 
 
 _tensor_class: Any = torch.Tensor  # its stubs show the values of properties, not the properties
-_REQUIRES_GRAD, _IS_LEAF = _tensor_class.requires_grad.__get__, _tensor_class.is_leaf.__get__
+_REQUIRES_GRAD, _IS_LEAF, _BASE = (
+    attribute.__get__
+    for attribute in (_tensor_class.requires_grad, _tensor_class.is_leaf, _tensor_class._base)
+)
 
 
 def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
     """Return True if a tensor is a leaf that needs a gradient, such as weights of code without modules."""
     with WithoutTorchFunction():
-        return bool(_REQUIRES_GRAD(tensor) and _IS_LEAF(tensor))
+        if not _REQUIRES_GRAD(tensor):
+            return False
+        # If the base of a view was written, `is_leaf` makes a node, which is of the op that reads the view.
+        base = _BASE(tensor)
+        return bool((base is None or not _REQUIRES_GRAD(base)) and _IS_LEAF(tensor))
 
 
 def _is_made_by_torch(site: Site, args: tuple[Any, ...], caller: FrameType, is_resumed: bool) -> bool:
@@ -341,7 +335,7 @@ def _has_proxies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return True if `torch.fx.symbolic_trace` records the call: an argument is one of its proxies."""
     # Proxies override functions: the first test spares most calls the look at each argument.
     return has_overrides(args, kwargs) and any(
-        isinstance(value, torch.fx.Proxy) for value in (*args, *kwargs.values())
+        isinstance(value, torch.fx.Proxy) for value in spread((*args, *kwargs.values()))
     )
 
 
@@ -405,21 +399,6 @@ def _run_tanh() -> list[float]:
         y = torch.tanh(x)
         (gradient,) = torch.autograd.grad(y.sum(), x)
         return [*y.tolist(), *gradient.tolist()]
-
-
-class DetouredFunctions:
-    """Stand-in for an object whose functions cannot be set: each function detoured, or as it is."""
-
-    def __init__(self, functions: Any, detours: Mapping[Any, Detour]) -> None:
-        self._functions = functions
-        self._detours = detours
-
-    def __getattr__(self, name: str) -> Any:
-        function = getattr(self._functions, name)
-        return self._detours.get(function, function)
-
-    def __dir__(self) -> list[str]:
-        return dir(self._functions)
 
 
 class ScriptedOp:

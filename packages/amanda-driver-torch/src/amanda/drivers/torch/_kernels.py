@@ -65,12 +65,16 @@ def is_level_of_function(frame: FrameType) -> bool:
 
     frame: of the call.  The program's own call, at the level of all transforms in force, is the op.
     """
-    if frame.f_globals.get("__name__") == type(FUNCTION_CALL).__module__:
+    caller: FrameType | None = frame
+    while caller is not None and str(caller.f_globals.get("__name__")).startswith("amanda.interceptor"):
+        caller = caller.f_back  # of a detour, without the native interceptor
+    if caller is None:
+        return False
+    if caller.f_globals.get("__name__") == type(FUNCTION_CALL).__module__:
         return True
-    if frame.f_code is _CALL_FROM_APPLY:
+    if caller.f_code is _CALL_FROM_APPLY:
         return True  # the native `apply`, which makes this call, is the op
-    caller = frame.f_back
-    return caller is not None and caller.f_code is _FUNCTION_CALL_CODE
+    return caller.f_back is not None and caller.f_back.f_code is _FUNCTION_CALL_CODE
 
 
 _FUNCTION_CALL_CODE = type(FUNCTION_CALL).__call__.__code__

@@ -12,6 +12,7 @@ _functorch: Any = torch._C._functorch
 in_transform = torch._C._are_functorch_transforms_active
 """Return True while a function transform, such as vmap or grad, is in force."""
 is_wrapped = _functorch.is_functorch_wrapped_tensor
+level_of = _functorch.maybe_get_level
 
 
 def is_within_kernel() -> bool:
@@ -47,7 +48,7 @@ def all_layers(values: Iterable[Any]) -> list[torch.Tensor]:
 def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
     """Return the axis of each batch in the innermost tensor, by the level of its vmap."""
     axes: list[tuple[int, int]] = [
-        (_functorch.maybe_get_level(layer), _functorch.maybe_get_bdim(layer))
+        (level_of(layer), _functorch.maybe_get_bdim(layer))
         for layer in layers(tensor)
         if _functorch.is_batchedtensor(layer)
     ]
@@ -104,22 +105,17 @@ def call_with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], te
     return results[0]
 
 
+FUNCTIONALIZE: Any = _functorch.TransformType.Functionalize
+
+
 def transforms_in_force() -> Sequence[Any]:
     """Return the transforms in force, the outermost first."""
     return _functorch.get_interpreter_stack() or ()
 
 
-_FUNCTIONALIZE: Any = _functorch.TransformType.Functionalize
-
-
 def is_functionalized() -> bool:
     """Return True under torch.func.functionalize, which replaces ops that write."""
-    return any(transform.key() == _FUNCTIONALIZE for transform in transforms_in_force())
-
-
-def is_only_functionalized() -> bool:
-    """Return True if torch.func.functionalize is the only transform in force."""
-    return all(transform.key() == _FUNCTIONALIZE for transform in transforms_in_force())
+    return any(transform.key() == FUNCTIONALIZE for transform in transforms_in_force())
 
 
 def has_tangents() -> bool:
@@ -143,12 +139,12 @@ def _batches_of_value_and_tangents(tensor: torch.Tensor) -> dict[tuple[int, ...]
     """Return the batches of a tensor's value, under (), and of its tangents, under their levels."""
     if not is_wrapped(tensor):
         return {(): {}}
-    level, inner = _functorch.maybe_get_level(tensor), _functorch.get_unwrapped(tensor)
+    level, inner = level_of(tensor), _functorch.get_unwrapped(tensor)
     components = _batches_of_value_and_tangents(inner)
     if _functorch.is_batchedtensor(tensor):
         size = inner.shape[_functorch.maybe_get_bdim(tensor)]
         return {levels: {**batches, level: size} for levels, batches in components.items()}
-    with _without_transforms_above(level):
+    with without_transforms_above(level):
         tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     if tangent is not None:
         components |= {
@@ -158,7 +154,7 @@ def _batches_of_value_and_tangents(tensor: torch.Tensor) -> dict[tuple[int, ...]
 
 
 @contextmanager
-def _without_transforms_above(level: int) -> Iterator[None]:
+def without_transforms_above(level: int) -> Iterator[None]:
     """Leave the transforms within a level, which would take the wrappers of the level for plain tensors."""
     stack: list[Any] = []
     try:

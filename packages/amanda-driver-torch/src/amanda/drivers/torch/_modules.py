@@ -41,6 +41,12 @@ def enclose_modules(attributes: Attributes) -> None:
     attributes.enclose(torch.nn.Module, place_by_path(_path_within), _METHODS)
 
 
+def call_within(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module whose call is the innermost region already."""
+    call = type(module).__call__
+    return (call.__wrapped__ if type(call) is Enclosure else call)(module, *args, **kwargs)
+
+
 @contextmanager
 def plain_module_calls() -> Iterator[None]:
     """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it."""

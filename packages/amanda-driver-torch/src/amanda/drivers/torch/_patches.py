@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +23,7 @@ from ._autograd import activation_of_pass_caller
 from ._collectives import patch_reducers_to_report
 from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
 from ._control_flow import run_control_flow_op_by_op
+from ._modules import call_within
 from ._requirements import log_once, torch_attribute
 
 if TYPE_CHECKING:
@@ -34,7 +36,10 @@ UNSEEN_IN_WORKERS = (
     "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
 )
 _RESET = "_MultiProcessingDataLoaderIter._reset"
-_GENERATORS = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
+COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
+COMPOSABLE_FILE = str(Path(torch.__file__).parent.joinpath(*COMPOSABLE.split(".")[1:]).with_suffix(".py"))
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_GENERATORS = (f"{_GENERATOR}_impl", _GENERATOR)
 """Names of the function that runs a checkpoint: since torch 2.14, and before."""
 
 INTERNAL_FUNCTIONS = {
@@ -94,7 +99,9 @@ class TorchPatches:
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
         generator = getattr(checkpoint, name, None)
         if generator is not None:
-            attributes.set(checkpoint, name, _recomputing_in_place(generator))
+            in_place = _recomputing_in_place(generator)
+            attributes.set(checkpoint, name, in_place)
+            attributes.when_imported(COMPOSABLE, lambda: _follow_composable_checkpoint(attributes, in_place))
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
             attributes.set(checkpoint.CheckpointFunction, "forward", _forward_recomputing_in_place(forward))
@@ -146,6 +153,28 @@ def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
             return (yield from generator(recompute, *args, **kwargs))
 
     return generate
+
+
+def _follow_composable_checkpoint(attributes: Attributes, in_place: Any) -> None:
+    """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
+
+    in_place: what stands for torch's generator of a checkpoint.
+    """
+    module: Any = sys.modules[COMPOSABLE]
+    generator = getattr(module, _GENERATOR, None)
+    if generator is None:
+        return
+    if generator is in_place:  # imported in this scope, whose end the module outlives
+        generator = in_place.__wrapped__
+        setattr(module, _GENERATOR, generator)
+
+    @functools.wraps(generator)
+    def generate(fn: torch.nn.Module, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+        # The checkpoint begins within the call of the module, so its place is in that call already.
+        generate_in_place = getattr(torch.utils.checkpoint, _GENERATOR)
+        return generate_in_place(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
+
+    attributes.set(module, _GENERATOR, generate)
 
 
 def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:

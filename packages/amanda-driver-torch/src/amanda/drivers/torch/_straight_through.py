@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from ._levels import in_transform
+from ._levels import in_transform, is_functionalized
 
 
 class StraightThrough(torch.autograd.Function):
@@ -75,6 +75,8 @@ def straight_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tenso
     recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
     if original.is_nested and original.layout is torch.strided:
         return _cloned_through(original, value) if recorded else value
+    if in_transform() and is_functionalized():  # for which torch has no rule of autograd.Function
+        return original if recorded or has_tangent(original) else value
     if has_tangent(original) or in_transform():
         return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
     if recorded:

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from amanda import interceptor
 from amanda.action import marks
-from amanda.backend import Call, State, Trace
+from amanda.backend import Call, Trace
 from amanda.eager import Saved
 from amanda.plan import BatchedShape, spread
 
 from ._autograd import NodeBracket
+from ._functionalization import keeps_value, update_views
 from ._levels import (
     all_layers,
     batch_axes,
@@ -24,9 +24,7 @@ from ._levels import (
     has_tangents,
     innermost,
     is_functionalized,
-    is_only_functionalized,
     is_wrapped,
-    layers,
     tangents,
     with_batches_first,
     without_transforms,
@@ -36,9 +34,6 @@ from ._storages import same_bits
 from ._straight_through import StraightThrough
 from ._tensors import TorchTensors, cast_to_fit, shape_of
 
-UNCHANGED = (
-    "a value that a routine changes stays as it was, within other transforms and where gradients are computed"
-)
 _NODES_OF_AN_OP = 32
 """Nodes that are taken for those of one op, which a rule for vmap or for tangents may compute by several."""
 
@@ -89,7 +84,8 @@ class TransformedTensors(TorchTensors):
 
     def written_later(self, values: Sequence[Any]) -> Saved | None:
         """Return a context that runs an op in place beside tensors that a routine may write later."""
-        if torch.is_grad_enabled() and has_tangents():
+        # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
+        if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
             return RunBeside()
         return super().written_later(values)
 
@@ -101,18 +97,24 @@ class TransformedTensors(TorchTensors):
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
         value = self._batched_like(original, self._cast_to_fit(original, value))
-        # Integers have no gradient, and an inference tensor enters no graph.
-        if not (original.is_floating_point() or original.is_complex()) or original.is_inference():
+        if keeps_value(original):
+            return original
+        # Integers have no gradient, and an inference tensor enters no graph.  With `functionalize` nothing
+        # is differentiated here.
+        if is_functionalized() or original.is_inference() or not _is_differentiable(original):
             return value
-        if is_functionalized():  # for which torch has no rule of autograd.Function
-            return _value_where_functionalized(original, value)
         result: torch.Tensor = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
         return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
+        if not isolated and is_functionalized() and isinstance(value, torch.Tensor):
+            target.masked_scatter_(torch.ones_like(target, dtype=torch.bool), value)
+            return
         if not isolated or not isinstance(value, torch.Tensor):
             super().write(target, value, isolated)
+            return
+        if keeps_value(target):
             return
         # The tensor as it was gets the gradient of the tensor as it is: no Function with a rule for vmap
         # can write into its argument.
@@ -174,17 +176,8 @@ class RunBeside(Saved):
         return target.copy_(copy)
 
 
-def _value_where_functionalized(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` if nothing is differentiated and no other transform is in force, else `original`.
-
-    Under other transforms a write into a view of `original` would not reach `value`.
-    """
-    if is_only_functionalized() and not any(layer.requires_grad for layer in layers(original)):
-        return value
-    activation = interceptor.ACTIVATION.get(None)
-    if activation is not None and isinstance(activation.state, State):
-        activation.state.report("torch.func.functionalize", UNCHANGED)
-    return original
+def _is_differentiable(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _shape_of(value: Any) -> Hashable:
@@ -209,6 +202,7 @@ def running_routine(values: Sequence[Any]) -> Iterator[None]:
         with without_transforms():
             yield
         return
+    update_views(values)
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:

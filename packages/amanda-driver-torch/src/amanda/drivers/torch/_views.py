@@ -8,6 +8,7 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
+from ._functionalization import report_lost_writes
 from ._level_ties import LevelTie
 from ._levels import innermost, is_wrapped, with_batches_first, without_transforms
 from ._overrides import as_class_of
@@ -76,6 +77,7 @@ class TorchViews(Views):
         """
         if any(map(is_wrapped, (view, value, *holders))):
             self.drop_unused()
+            report_lost_writes(view)
             tie = LevelTie(self, view, value, on_death)
             self._level_ties.append(tie)
             return tie

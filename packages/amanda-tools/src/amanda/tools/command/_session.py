@@ -104,8 +104,10 @@ class Session:
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
-        """Note that an op ran under the tools, so that there are results."""
-        self._saw_op = True
+        """Note that an op ran under the tools, so that there are results, which signals must not end."""
+        if not self._saw_op:
+            self._saw_op = True
+            self._process.listen()
 
     def _is_closed(self) -> bool:
         """Return True if this process has no open scope of its own."""
@@ -232,8 +234,7 @@ class Messages(logging.Handler):
 def before_exec(write: Callable[[bool], Callable[[], None]]) -> None:
     """Call `write` whenever `exec` is about to replace the program of this process.
 
-    write: takes True if the next program runs under the tools; returns a function that withdraws the results
-        that `write` wrote, which is called if `exec` fails.
+    write: takes True if the next program runs under the tools; returns a function that withdraws its results.
     """
 
     def execute(original: Callable[..., Any], path: Any, argv: Any, *env: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Bodies of control flow in a graph (`cond`, `while_loop`, `scan`, `map`), with traceable routines in them.
+"""Bodies in a graph, of control flow and of checkpoints with a policy, with traceable routines in them.
 
 Compilers trace a body by itself, any number of times. So a body takes traceable routines alone: a call of
 Python needs an effect, which torch allows in no body. Tensors that routines hold become operands of the op.
@@ -27,10 +27,20 @@ if TYPE_CHECKING:
 
 
 class ControlFlow(NamedTuple):
-    """Positions among an op's arguments: of its bodies, and of the operands that each body takes last."""
+    """Positions among an op's arguments: of its bodies, and of the operands that each body takes last.
+
+    operands_position: of the tuple of operands; None if all arguments behind the bodies are operands.
+    """
 
     body_positions: tuple[int, ...]
-    operands_position: int
+    operands_position: int | None
+
+    def operands(self, node: Node) -> Any:
+        """Return the operands of an op's node; None if the node has other arguments than expected."""
+        if self.operands_position is None:
+            return node.args[len(self.body_positions) :]
+        is_expected = not node.kwargs and len(node.args) == self.operands_position + 1
+        return node.args[self.operands_position] if is_expected else None
 
 
 _CONTROL_FLOW = {
@@ -38,6 +48,7 @@ _CONTROL_FLOW = {
     "map_impl": ControlFlow((0,), 2),
     "scan": ControlFlow((0,), 3),
     "while_loop": ControlFlow((0, 1), 3),
+    "tag_activation_checkpoint": ControlFlow((0,), None),
 }
 
 
@@ -54,9 +65,9 @@ def find_bodies(
     make_rewriting: returns the rewriting of a body.
     """
     flow = _CONTROL_FLOW.get(str(node.target))
-    if flow is None or node.kwargs or len(node.args) != flow.operands_position + 1:
+    operands = None if flow is None else flow.operands(node)
+    if flow is None or operands is None:
         return None
-    operands: Any = node.args[flow.operands_position]
     weights = [
         symbols.parameter_of(node_runs[value].value) if value in node_runs else None for value in operands
     ]
@@ -169,6 +180,7 @@ class _BodyCopy(GraphCopy):
         self, body: GraphModule, program: GraphProgram, held_tensors: Sequence[torch.Tensor]
     ) -> None:
         super().__init__(body, program, calls_python=False)
+        self._module.meta.update(body.meta)  # where torch finds the policy of a checkpoint
         places = [node for node in self._module.graph.nodes if node.op == "placeholder"]
         values = [place.meta.get("example_value") for place in places]
         mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)

@@ -81,10 +81,13 @@ class GraphCopy:
         self,
         node: Node,
         bodies: Mapping[str, GraphModule],
-        position: int,
+        position: int | None,
         held_tensors: Sequence[torch.Tensor],
     ) -> None:
-        """Replace bodies of a higher-order op by name, and append tensors to the operands at a position."""
+        """Replace bodies of a higher-order op by name, and append tensors to the operands at a position.
+
+        position: of a tuple of operands; None if the last arguments are the operands.
+        """
         twin = self._twins[node]
         args: list[Any] = list(twin.args)
         for name, body in bodies.items():
@@ -93,7 +96,11 @@ class GraphCopy:
             with self._module.graph.inserting_before(twin):
                 body_node = self._module.graph.get_attr(new_name)
             args = [body_node if getattr(arg, "target", None) == name else arg for arg in args]
-        args[position] = (*args[position], *(self._node_of_held_tensor(tensor) for tensor in held_tensors))
+        held_nodes = [self._node_of_held_tensor(tensor) for tensor in held_tensors]
+        if position is None:
+            args += held_nodes
+        else:
+            args[position] = (*args[position], *held_nodes)
         twin.args = tuple(args)
 
     def insert_before_output(self, instrumented: InstrumentedCall) -> bool:

@@ -138,6 +138,7 @@ class Process:
 
     def listen(self) -> None:
         """Act at signals that end the process, which forks hold back, and at its end."""
+        # Called again in a forked child, which begins without the handlers.
         if not self._has_listeners:
             self._has_listeners = True
             atexit.register(self._end_of_interpreter)
@@ -164,10 +165,9 @@ class Process:
         self._signal_masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP}))
 
     def _begin_in_child(self) -> None:
-        """Unblock signals in a forked child; in one without a session, signals end the process at once."""
-        if self.session is None:
-            # There is nothing to save, and a handler in Python may come too late to end a lock's wait.
-            self._replace_handlers(self.end_by_signal, signal.SIG_DFL)
+        """Unblock signals in a forked child; until the child has run an op, they end it at once."""
+        # There is nothing to save, and a handler in Python may come too late to end a lock's wait.
+        self._replace_handlers(self.end_by_signal, signal.SIG_DFL)
         self._let_signals_through()
 
     def _let_signals_through(self) -> None:

@@ -1,0 +1,59 @@
+"""Detours as attributes of torch's modules and classes, where there is no native interceptor."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from amanda.backend import Attributes
+from amanda.interceptor import Detour, Site
+
+from ._collectives import PROCESS_GROUP
+from ._requirements import torch_attribute
+from ._targets import NAMESPACES
+
+_FIND_BUILTIN = "_find_builtin"
+
+
+def set_detours(attributes: Attributes, sites: Iterable[Site]) -> None:
+    """Replace the targets of some sites by detours, wherever torch has them as attributes."""
+    # No dict by target: `torch.mm` equals `torch.dsmm`, which calls the same C function.
+    detours = [(site.target, Detour(site)) for site in sites]
+    special = (torch.special, torch.linalg, torch.fft, torch.sparse, torch.nested)
+    native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
+    holders = [torch, torch.functional, torch.nn.functional, *special, *native]
+    classes = [torch.Tensor, torch.autograd.function._SingleLevelFunction]
+    attributes.replace(detours, [*holders, *classes, *([PROCESS_GROUP] if PROCESS_GROUP else [])])
+    functions = DetouredFunctions(torch._C._VariableFunctions, detours)
+    attributes.set(torch._C, "_VariableFunctions", functions)
+    attributes.set(torch._VF, "vf", functions)
+    _keep_detours_out_of_scripts(attributes)
+
+
+def _keep_detours_out_of_scripts(attributes: Attributes) -> None:
+    """Make TorchScript compile a detour as the function in its place, not as a call of Python."""
+    find_builtin = torch_attribute(f"jit._builtins.{_FIND_BUILTIN}")
+    if find_builtin is None:
+        return
+
+    def find_builtin_of(function: Any) -> Any:
+        return find_builtin(function.__wrapped__ if type(function) is Detour else function)
+
+    # `_recursive` has imported the function by name.
+    for module in map(torch_attribute, ("jit._builtins", "jit._recursive")):
+        if hasattr(module, _FIND_BUILTIN):
+            attributes.set(module, _FIND_BUILTIN, find_builtin_of)
+
+
+class DetouredFunctions:
+    """Stand-in for an object whose functions cannot be set: each function detoured, or as it is."""
+
+    def __init__(self, functions: Any, detours: Sequence[tuple[Any, Detour]]) -> None:
+        self._functions = functions
+        self._detours = {id(target): detour for target, detour in detours}
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._functions, name)
+        return self._detours.get(id(function), function)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._functions)
