@@ -13,7 +13,8 @@ def copied(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
         return value
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
-    if not plain or value.is_nested:
+    # Strides of a sample under a function transform are not those of the batch.
+    if not plain or value.is_nested or torch._C._functorch.is_functorch_wrapped_tensor(value):
         return value.clone()
     overlaps = any(n > 1 and step == 0 for n, step in zip(value.size(), value.stride(), strict=True))
     if value.is_quantized or overlaps:
