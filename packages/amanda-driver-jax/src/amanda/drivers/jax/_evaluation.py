@@ -93,7 +93,7 @@ def _as_function(program: Any, form: Callable[..., Any] = _unchanged, *options: 
 
         def function(*args: Any) -> Any:
             closed: Any = reference()
-            if isinstance(closed, core.Jaxpr):
+            if not hasattr(closed, "consts"):  # before JAX 0.12, a program without its constants
                 return core.eval_jaxpr(closed, (), *args)
             return core.jaxpr_as_fun(closed)(*args)
 

@@ -8,15 +8,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import jax
 from amanda.backend import TensorMap
-from jax._src import callback, core, dtypes, effects, shard_alike, sharding_impls
+from jax._src import callback, core, dtypes, effects, sharding_impls
 from jax._src.interpreters import ad, batching, mlir
-from jax._src.lib.mlir.dialects import hlo
+from jax.extend.mlir.dialects import sdy, stablehlo
 
 from ._traces import INSERTION, TAP, add_note, argument_of, primal
 
@@ -97,6 +98,8 @@ def raise_failure() -> None:
         raise error
 
 
+_SHARDING_GROUPS = count(1 << 32)
+"""Numbers of groups of values that are sharded alike, apart from the numbers that JAX gives."""
 ORIGINALS = Originals()
 straight_p = core.Primitive("amanda_straight")
 tap_p = core.Primitive("amanda_tap")
@@ -165,8 +168,11 @@ def _straight_lowered(ctx: Any, original: Any, value: Any) -> Any:
     """Lower `straight_through`: shard the value, which a callback puts on one device, like the original."""
     context = ctx.module_context.axis_context
     if isinstance(context, sharding_impls.ShardingContext) and context.num_devices > 1:
-        value = hlo.optimization_barrier([value])  # the callback itself stays on its device
-        _, value = shard_alike._group_shard(ctx, original, value, ctx.avals_in[0], ctx.avals_out[0])
+        value = stablehlo.optimization_barrier([value])  # the callback itself stays on its device
+        if jax.config.jax_use_shardy_partitioner:  # without it XLA chooses the sharding
+            group = next(_SHARDING_GROUPS)
+            sdy.sharding_group(original, group)
+            sdy.sharding_group(value, group)
     return [value]
 
 

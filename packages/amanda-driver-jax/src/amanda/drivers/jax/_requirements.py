@@ -34,13 +34,16 @@ ESSENTIAL = {
     "separate_consts",
     "interpreters.pxla": "ExecuteReplicated.__call__",
     "pjit": "UNSPECIFIED _infer_params _run_python_pjit jit_p make_jit_cpp_cache",
-    "shard_alike": "_group_shard",
     "sharding_impls": "ShardingContext",
     "source_info_util": "current",
-    "tree_util": "FlatTree.flatten_static_argnums_argnames",
     "util": "weakref_cache_key_types",
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
+FLATTENING = (
+    "flattree:flatten_static_argnums_argnames",  # since 0.11
+    "tree_util:FlatTree.flatten_static_argnums_argnames",
+)
+"""Places of the function that flattens the arguments of a jitted function, the newest first."""
 
 FUNCTIONS_OF_OPS = {
     "lax.lax:_reduction_jaxpr": "functions of scatter, reduce_window and select_and_scatter",
@@ -63,11 +66,21 @@ def check_requirements() -> None:
     # JAX keeps these names below `jax._src`, and changes them between minor versions without notice.
     essential = ((module, name) for module, names in ESSENTIAL.items() for name in names.split())
     absent = lacking(f"jax._src.{module}:{name}" for module, name in essential)
+    if len(lacking(f"jax._src.{name}" for name in FLATTENING)) == len(FLATTENING):
+        absent.append(f"jax._src.{FLATTENING[0]}")
     if absent:
         raise DriverError(
             f"JAX {jax.__version__} lacks {', '.join(absent).replace(':', '.')}, on which amanda-driver-jax "
             f"leans; it was tested with JAX up to {NEWEST_TESTED}: install that, or a newer amanda-driver-jax"
         )
+
+
+def flatten_arguments(args: Any, kwargs: Any, static_argnums: Any, static_argnames: Any) -> Any:
+    """Return the leaves of the arguments of a jitted function, in a `FlatTree` of JAX's."""
+    present = (name for name in FLATTENING if not lacking([f"jax._src.{name}"]))
+    module, _, path = next(present).partition(":")
+    flatten = attrgetter(path)(sys.modules[f"jax._src.{module}"])
+    return flatten(args, kwargs, static_argnums, static_argnames)
 
 
 def wrap_optional(attributes: Attributes, name: str, wrapped: Wrapped) -> None:
