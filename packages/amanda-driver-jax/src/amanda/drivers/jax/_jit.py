@@ -11,6 +11,7 @@ import jax
 from amanda import interceptor
 from amanda.backend import Attributes, State
 from jax._src import core, pjit
+from jax.extend.core.primitives import jit_p
 
 from ._contexts import ToolStackPrograms, cache_key_of, set_cache_key, with_cache_key, without_tools
 from ._primitives import ORIGINALS
@@ -164,7 +165,7 @@ def _run_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             p = p.params
             # Not JAX's fast path, which would skip the guards from the second call on.
             with without_tools():
-                flat = pjit.jit_p.bind(*args_flat, **p.params)
+                flat = jit_p.bind(*args_flat, **p.params)
             results = jax.tree_util.tree_unflatten(p.out_tree, flat)
             ORIGINALS.record_all(results, originals)
             return results, flat, None, None, _NO_PROGRAM, None, None, ()

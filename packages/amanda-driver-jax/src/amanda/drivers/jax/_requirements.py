@@ -13,29 +13,23 @@ from amanda.errors import DriverError
 Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
-NEWEST_TESTED = "0.10"
+NEWEST_TESTED = "0.12"
 
 # Private names, which any release of JAX may change. All are looked up before the first is patched.
 ESSENTIAL = {
-    "ad_checkpoint": "remat_p.bind",
-    "callback": "_callback_op_sharding emit_python_callback",
+    "callback": "_callback_op_sharding",
     "config": "config_ext.unset jax_jit_cpp_cache_obj._obj.set_local jax_jit_cpp_cache_obj._obj.swap_local",
-    "core": "Jaxpr Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace jaxpr_as_fun jaxprs_in_params "
-    "set_current_trace subjaxprs trace_ctx trace_state_clean typeof",
+    "core": "eval_trace trace_ctx trace_state_clean",
     "dispatch": "runtime_tokens.block_until_ready",
-    "dtypes": "extended float0 prng_key",
     "effects": "control_flow_allowed_effects custom_derivatives_allowed_effects lowerable_effects "
     "ordered_effects partial_eval_kept_effects remat_allowed_effects shardable_ordered_effects",
     "interpreters.ad": "JVPTrace JVPTracer LinearizeTrace LinearizeTracer Zero backward_pass3 "
     "instantiate_zeros linear_transpose2 primitive_jvps primitive_transposes",
     "interpreters.batching": "BatchTracer bdim_at_front moveaxis primitive_batchers",
-    "interpreters.mlir": "TokenSet register_lowering",
     "interpreters.partial_eval": "DynamicJaxprTrace.new_const DynamicJaxprTracer JaxprTrace JaxprTracer "
     "separate_consts",
     "interpreters.pxla": "ExecuteReplicated.__call__",
-    "pjit": "UNSPECIFIED _infer_params _run_python_pjit jit_p make_jit_cpp_cache",
-    "sharding_impls": "ShardingContext",
-    "source_info_util": "current",
+    "pjit": "UNSPECIFIED _infer_params _run_python_pjit make_jit_cpp_cache",
     "util": "weakref_cache_key_types",
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
