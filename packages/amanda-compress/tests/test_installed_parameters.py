@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from repository import repository_path
 
 import amanda
 from amanda.testing import FakeDriver, attached, fake
@@ -26,7 +27,7 @@ from amanda.tools.weights import (
     parameter_store,
 )
 
-SOURCE = Path(__file__).parents[3] / "tests" / "plugins" / "fake-arrays"
+SOURCE = repository_path("tests/plugins/fake-arrays")
 
 
 def forget() -> None:

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import children
 import pytest
+from repository import repository_path
 
-PLUGINS = Path(__file__).parents[3] / "tests" / "plugins"
+PLUGINS = repository_path("tests/plugins")
 
 
 @pytest.fixture(scope="session")

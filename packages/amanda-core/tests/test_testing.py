@@ -71,7 +71,9 @@ def test_a_capability_that_no_test_knows_is_an_error() -> None:
         type("Tests", (DriverTests,), {"lacks": {"flight": "no wings"}})
 
 
-def test_the_tests_of_a_suite_are_collected_from_the_foot_of_the_ladder_to_its_top() -> None:
+def test_the_tests_of_a_suite_are_collected_from_the_foot_of_the_ladder_to_its_top(
+    pytestconfig: pytest.Config,
+) -> None:
     suite = f"{Path(__file__).with_name('test_fake_driver.py')}::TestFakeDriver"
     command = [
         sys.executable,
@@ -85,7 +87,7 @@ def test_the_tests_of_a_suite_are_collected_from_the_foot_of_the_ladder_to_its_t
         "",
         suite,
     ]
-    listed = children.run(command, cwd=Path(__file__).parents[3]).stdout
+    listed = children.run(command, cwd=pytestconfig.rootpath).stdout
     names = re.findall(r"::(test_\w+)", listed)
     # The suite marks its gaps anew, so they come after what it inherits.
     order = dict.fromkeys(

@@ -73,7 +73,9 @@ class Tape:
             program, consts = trace.tangent_trace.to_jaxpr(
                 [value.tangent], self._info, source_info_util.current()
             )
-            accums = [ad.ValAccum(variable.aval) for variable in program.invars]
+            # Since JAX 0.12 the constants are the first of these.
+            variables = program.invars[len(program.invars) - len(trace.leaves) :]
+            accums = [ad.ValAccum(variable.aval) for variable in variables]
             ad.backward_pass3(program, True, consts, accums, [jnp.ones_like(value.primal)])
         for (array, _), accum in zip(trace.leaves.values(), accums, strict=True):
             gradient = accum.freeze()

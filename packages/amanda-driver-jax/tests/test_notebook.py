@@ -6,14 +6,14 @@ import contextlib
 import io
 import json
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
+from repository import repository_path
 
 pytestmark = pytest.mark.usefixtures("attached_driver")
 
-NOTEBOOK = Path(__file__).parents[3] / "examples" / "tutorial_jax.ipynb"
+NOTEBOOK = repository_path("examples/tutorial_jax.ipynb")
 
 
 @pytest.mark.slow

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import threading
-from pathlib import Path
 from typing import Any
 
 import mindspore as ms
@@ -12,10 +11,9 @@ import numpy as np
 import pytest
 from mindspore import Parameter, Tensor, mint, nn, ops
 from mindspore.common._grad_function import _Function
+from repository import repository_path
 
 import amanda
-
-ROOT = Path(__file__).parents[3]
 
 
 class Named(amanda.Tool):
@@ -190,7 +188,7 @@ def test_threads_train_in_scopes_of_their_own() -> None:
 
 @pytest.mark.parametrize("page", ["docs/mindspore.md", "packages/amanda-driver-mindspore/README.md"])
 def test_the_snippets_of_the_pages_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    text = (ROOT / page).read_text()
+    text = repository_path(page).read_text()
     snippets = re.findall(r"^```py(?:thon)?\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert snippets
     for snippet in snippets:

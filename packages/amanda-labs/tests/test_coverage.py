@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from repository import repository_path
 from torch import Tensor, nn
 
 import amanda
@@ -90,7 +90,7 @@ def test_types_without_a_word_are_listed() -> None:
 
 
 def test_the_vocabulary_is_that_of_the_page() -> None:
-    page = (Path(__file__).parents[3] / "docs/vocabulary.md").read_text()
+    page = repository_path("docs/vocabulary.md").read_text()
     tables = page[page.index("## Words of `type`") : page.index("## Words of your own")]
     listed = {
         word

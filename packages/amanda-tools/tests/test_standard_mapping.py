@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from repository import repository_path
 from seen_types import types_in
 from torch import nn
 
@@ -18,12 +18,10 @@ from amanda.interceptor import NATIVE
 from amanda.testing import never
 from amanda.tools.mapping import StandardMapping, itemsize
 
-VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
-
 
 def documented() -> list[tuple[str, str]]:
-    pairs = []
-    for row in VOCABULARY.read_text().split("## Words of `type`")[1].split("##")[0].splitlines():
+    pairs, page = [], repository_path("docs/vocabulary.md").read_text()
+    for row in page.split("## Words of `type`")[1].split("##")[0].splitlines():
         if row.startswith("| `"):
             words, spellings = (re.findall(r"`(.+?)`", cell) for cell in re.split(r"(?<!\\)\|", row)[1:3])
             if len(words) == 1:
@@ -54,7 +52,7 @@ def test_the_documented_words_are_given(words: str, spelling: str) -> None:
 
 
 def test_every_documented_word_is_reached() -> None:
-    rows = VOCABULARY.read_text().split("## Words of `type`")[1].split("##")[0]
+    rows = repository_path("docs/vocabulary.md").read_text().split("## Words of `type`")[1].split("##")[0]
     assert all(len(row.split("|")) >= 4 for row in rows.splitlines() if row.startswith("| `"))
 
 

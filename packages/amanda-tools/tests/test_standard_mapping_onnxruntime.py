@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,11 +10,11 @@ import onnx
 import onnxruntime
 import pytest
 from onnx import helper, numpy_helper
+from repository import repository_path
 
 import amanda
 from amanda.tools.mapping import StandardMapping, _onnxruntime
 
-PAGE = Path(__file__).parents[3] / "docs" / "vocabulary.md"
 KEYS = ("type", "weight_index", "layout", "weight_layout")
 
 
@@ -118,7 +117,7 @@ def test_conv1d_is_told_from_conv3d() -> None:
 
 
 def test_the_documented_words_are_these() -> None:
-    section = PAGE.read_text().split("## ONNX Runtime")[1].split("## ")[0]
+    section = repository_path("docs/vocabulary.md").read_text().split("## ONNX Runtime")[1].split("## ")[0]
     rows = [re.findall(r"`(.+?)`", row) for row in section.splitlines() if row.startswith("| `")]
     assert {name: word for word, *names in rows for name in names} == _onnxruntime.WORDS
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from repository import repository_path
 from seen_types import types_in
 
 import amanda
 from amanda.tools.mapping import StandardMapping, _tensorflow
-
-VOCABULARY = Path(__file__).parents[3] / "docs" / "vocabulary.md"
-
 
 A, B = tf.constant([[1.0, 2.0], [3.0, 4.0]]), tf.constant([[0.5, 1.0], [1.5, 2.0]])
 X, W = tf.ones([1, 6, 6, 2]), tf.ones([3, 3, 2, 4])
@@ -63,7 +60,7 @@ def test_the_words_of_the_vocabulary_are_given(word: str, run: Callable[[], Any]
 
 
 def test_the_documented_words_are_these() -> None:
-    section = VOCABULARY.read_text().split("## TensorFlow")[1].split("## ")[0]
+    section = repository_path("docs/vocabulary.md").read_text().split("## TensorFlow")[1].split("## ")[0]
     rows = [re.findall(r"`(.+?)`", row) for row in section.splitlines() if row.startswith("| `")]
     assert {name: word for word, *names in rows for name in names} == _tensorflow.WORDS
 

@@ -10,7 +10,6 @@ import jax
 from amanda import interceptor
 from amanda.backend import BackwardStep, EagerDriver, Operation, State, Trace
 from amanda.plan import spread
-from jax._src import core
 from jax._src.interpreters import ad
 from jax._src.util import weakref_cache_key_types
 
@@ -163,7 +162,7 @@ class TappedExecution:
 def _split_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return the symbols in a value, and a function that returns the value with other symbols in place."""
     leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda leaf: leaf is None)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, core.Tracer)]
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
     if not places:
         return [], lambda symbols: value
     constants = [None if i in places else leaf for i, leaf in enumerate(leaves)]
@@ -178,7 +177,7 @@ def _split_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 
 
 def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in run.items() if not isinstance(value, core.Tracer)}
+    return {name: value for name, value in run.items() if not isinstance(value, jax.core.Tracer)}
 
 
 weakref_cache_key_types.add(TappedExecution)  # so a tap in a cache of JAX keeps no execution alive

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from amanda.backend import Call, Operation
 from amanda.interceptor import Site
-from jax._src import core
+from jax.extend.core import Primitive
 
 from ._autodiff import TappedExecution
 from ._traces import INSERTION, add_note
@@ -42,9 +42,7 @@ class PrimitiveCall(Call):
 
     op: Operation
 
-    def __init__(
-        self, site: Site, primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any]
-    ) -> None:
+    def __init__(self, site: Site, primitive: Primitive, args: Sequence[Any], params: dict[str, Any]) -> None:
         self._site, self._primitive, self._params = site, primitive, params
         self._has_run = False
         self.op = site.op

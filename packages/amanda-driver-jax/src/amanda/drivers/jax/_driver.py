@@ -18,6 +18,7 @@ from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from amanda.plan import run_routine
 from jax._src import core
 from jax._src.interpreters import partial_eval as pe
+from jax.extend.core import Primitive
 
 from ._autodiff import TappedExecution, instrument_backward, run_carrying
 from ._calls import (
@@ -88,8 +89,8 @@ class JaxDriver(Arrays, EagerDriver):
     def __init__(self) -> None:
         # By name, too: functions of JAX with rules, such as `jax.nn.relu`, share a primitive, and are ops of
         # their own.
-        self._detours: dict[tuple[core.Primitive, str], Detour] = {}
-        self._primitives: dict[Site, core.Primitive] = {}
+        self._detours: dict[tuple[Primitive, str], Detour] = {}
+        self._primitives: dict[Site, Primitive] = {}
         self._places = ModulePlaces()
         # A site for rules alone: what a rule binds are ops at the place of the rule's call.
         self._rules = self.site(_call_rule, Operation("custom_vjp_call"), "forward rules", TRANSPARENT)
@@ -102,7 +103,7 @@ class JaxDriver(Arrays, EagerDriver):
     def attach(self) -> None:
         """Intercept binds of primitives, trace functions anew for tools, and instrument backward passes."""
         # Every op of JAX, eager or traced, comes through `bind`.
-        self.attributes.set(core.Primitive, "bind", self._intercept_binds(core.Primitive.bind))
+        self.attributes.set(Primitive, "bind", self._intercept_binds(Primitive.bind))
         instrument_jit(self.attributes)
         instrument_backward(self.attributes)
         raise_failures_of_programs(self.attributes)
@@ -125,7 +126,7 @@ class JaxDriver(Arrays, EagerDriver):
     def _intercept_binds(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap `Primitive.bind`: ops go to the tools; parts of ops, programs and tangents go to JAX."""
 
-        def bind(primitive: core.Primitive, *args: Any, **params: Any) -> Any:
+        def bind(primitive: Primitive, *args: Any, **params: Any) -> Any:
             """Bind an op through its detour, a program anew if its ops were not seen, all else by JAX."""
             activation = interceptor.active()
             if activation is None:
@@ -160,7 +161,7 @@ class JaxDriver(Arrays, EagerDriver):
         return bind
 
     def _bind_op(
-        self, original: Callable[..., Any], primitive: core.Primitive, args: Sequence[Any],
+        self, original: Callable[..., Any], primitive: Primitive, args: Sequence[Any],
         params: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Bind an op through its detour, which is made at the first bind; return its outputs."""
@@ -180,7 +181,7 @@ class JaxDriver(Arrays, EagerDriver):
             follow_conversion(args[0], outputs, places_among(interceptor.subjects()))
         return outputs
 
-    def _make_detour(self, original: Callable[..., Any], primitive: core.Primitive, name: str) -> Detour:
+    def _make_detour(self, original: Callable[..., Any], primitive: Primitive, name: str) -> Detour:
         """Return the detour of a primitive: its binds become calls of a site named `name`."""
         target: Any = partial(_bind_suspended, original, primitive)
         flags = IMPLEMENTATION
@@ -191,7 +192,7 @@ class JaxDriver(Arrays, EagerDriver):
         return Detour(site)
 
     def _call_custom(
-        self, original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
+        self, original: Callable[..., Any], primitive: Primitive, *args: Any, **params: Any
     ) -> Any:
         """Bind a function with rules for its derivatives, whose rule runs for the tools."""
         if primitive.name == "custom_vjp_call":
@@ -296,7 +297,7 @@ def _run_carrying(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -
 
 
 def _run_op_twice(
-    original: Callable[..., Any], primitive: core.Primitive, args: Sequence[Any], params: dict[str, Any],
+    original: Callable[..., Any], primitive: Primitive, args: Sequence[Any], params: dict[str, Any],
     run: Callable[[Sequence[Any]], Any],
 ) -> Any:  # fmt: skip
     """Run an op as JAX has it and, by `run`, for the tools."""
@@ -313,9 +314,7 @@ def _run_op_twice(
     return results if several else results[0]
 
 
-def _bind_suspended(
-    original: Callable[..., Any], primitive: core.Primitive, *args: Any, **params: Any
-) -> Any:
+def _bind_suspended(original: Callable[..., Any], primitive: Primitive, *args: Any, **params: Any) -> Any:
     """Bind a primitive while nothing is intercepted, since binds inside it are parts of the op."""
     with interceptor.Suspension():
         return original(primitive, *args, **params)

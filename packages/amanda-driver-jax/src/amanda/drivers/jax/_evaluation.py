@@ -11,7 +11,9 @@ from types import FrameType
 from typing import Any
 
 import jax
-from jax._src import ad_checkpoint, core, pjit
+from jax._src import pjit
+from jax.extend.core import jaxpr_as_fun, jaxprs_in_params, subjaxprs
+from jax.extend.core.primitives import remat_p
 
 from ._contexts import without_tools
 from ._primitives import CALLBACKS
@@ -19,8 +21,8 @@ from ._traces import TAP, collecting_notes, is_within_jit
 from ._twins import is_differentiable, run_twice, wants_backward
 
 # JAX does not tell a primitive who binds it, so the code of the calling frame is compared.
-_EVALUATION_CODE = core.eval_jaxpr.__code__
-_REMAT_CODE = ad_checkpoint.remat_p.bind.__code__
+_EVALUATION_CODE = jax.core.eval_jaxpr.__code__
+_REMAT_CODE = remat_p.bind.__code__
 _PREFIX = "amanda_"
 _JAX = str(Path(jax.__file__).parent)
 _ROUTINES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
@@ -46,7 +48,7 @@ def holds_routines(program: Any) -> bool:
     if program not in _ROUTINES:
         _ROUTINES[program] = any(
             equation.primitive.name.startswith(_PREFIX) for equation in program.eqns
-        ) or any(map(holds_routines, core.subjaxprs(program)))
+        ) or any(map(holds_routines, subjaxprs(program)))
     return _ROUTINES[program]
 
 
@@ -55,7 +57,7 @@ def was_traced_apart(frame: FrameType, params: dict[str, Any]) -> bool:
 
     frame: of the caller of `bind`: an evaluation by JAX, or an interpreter that is not JAX's.
     """
-    programs = list(core.jaxprs_in_params(params))
+    programs = list(jaxprs_in_params(params))
     if not programs or any(map(holds_routines, programs)):
         return False
     return evaluated_program(frame) is not None or not frame.f_code.co_filename.startswith(_JAX)
@@ -63,7 +65,12 @@ def was_traced_apart(frame: FrameType, params: dict[str, Any]) -> bool:
 
 def retracing_function(name: str, params: dict[str, Any]) -> ProgramFunction | None:
     """Return a function that runs a loop, branches or a function by JAX's public API; None for others."""
-    return _RETRACERS[name](**params) if name in _RETRACERS else None
+    if name not in _RETRACERS:
+        return None
+    try:
+        return _RETRACERS[name](**params)
+    except (TypeError, KeyError):  # this JAX gives the primitive other parameters
+        return None
 
 
 def _unchanged(function: ProgramFunction) -> ProgramFunction:
@@ -93,19 +100,21 @@ def _as_function(program: Any, form: Callable[..., Any] = _unchanged, *options: 
 
         def function(*args: Any) -> Any:
             closed: Any = reference()
-            if isinstance(closed, core.Jaxpr):
-                return core.eval_jaxpr(closed, (), *args)
-            return core.jaxpr_as_fun(closed)(*args)
+            if not hasattr(closed, "consts"):  # before JAX 0.12, a program without its constants
+                return jax.core.eval_jaxpr(closed, (), *args)
+            return jaxpr_as_fun(closed)(*args)
 
         functions[form, options] = form(function, *options)
     return functions[form, options]
 
 
-def _retraced_scan(
-    *, jaxpr: Any, num_consts: int, num_carry: int, length: int, reverse: bool, unroll: int, **_: Any
-) -> ProgramFunction:
+def _retraced_scan(*, jaxpr: Any, length: int, reverse: bool, unroll: int, **params: Any) -> ProgramFunction:
     """Return a function that runs the program of a scan by `jax.lax.scan`."""
     body = _as_function(jaxpr)
+    if "ft_in" in params:  # since JAX 0.11
+        num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
+    else:
+        num_consts, num_carry = params["num_consts"], params["num_carry"]
 
     def run(*args: Any) -> Sequence[Any]:
         consts, carry, xs = (
@@ -185,7 +194,7 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
     So the condition, with its routines, is computed in the body. JAX rewrites such a loop likewise, but only
     when it compiles, and without the choice by row that a loop under vmap needs.
     """
-    condition, body = core.jaxpr_as_fun(cond_jaxpr), core.jaxpr_as_fun(body_jaxpr)
+    condition, body = jaxpr_as_fun(cond_jaxpr), jaxpr_as_fun(body_jaxpr)
 
     def run(*args: Any) -> Any:
         cond_consts = args[:cond_nconsts]

@@ -19,9 +19,10 @@ from amanda import interceptor
 from amanda.backend import Action, Attributes, OpFacts, State
 from amanda.errors import RoutineError
 from amanda.plan import run_routine, spread
-from jax._src import core, dispatch, dtypes
+from jax._src import dispatch
 from jax._src.interpreters import pxla
 from jax._src.util import weakref_cache_key_types
+from jax.extend.core import set_current_trace
 
 from ._contexts import ToolStackPrograms
 from ._modules import WeightStack, places_among, stacks_of
@@ -150,7 +151,7 @@ def _static_value(leaf: Any) -> Any:
     """Return a stand-in for a value that a callback cannot get; None for an array of numbers."""
     if is_numeric(leaf):
         return None
-    if is_tensor(leaf) or isinstance(leaf, core.Tracer):
+    if is_tensor(leaf) or isinstance(leaf, jax.core.Tracer):
         return jax.ShapeDtypeStruct(np.shape(leaf), getattr(leaf, "dtype", jax.dtypes.float0))
     return leaf
 
@@ -171,7 +172,7 @@ def insert_callback(
     job = RoutineJob(action, facts, leaves, tree, shapes, counts)
     token = RoutineToken(len(execution), len(slices), observes, State.current(), job)
     result_like = execution if observes else [*execution, *arrays]
-    with core.set_current_trace(base_trace()):
+    with set_current_trace(base_trace()):
         inputs = arrays or _empty_dependences(values)
         results = call_python(token, result_like, *execution, *inputs, *slices)
     if execution:
@@ -192,13 +193,13 @@ def _empty_dependences(values: list[Any]) -> list[Any]:
     A callback depends on them, so that under vmap it is called for each row of any of the tensors.
     """
     tensors = {
-        id(value): value for value in spread(values) if is_tensor(value) and value.dtype != dtypes.float0
+        id(value): value for value in spread(values) if is_tensor(value) and value.dtype != jax.dtypes.float0
     }
     return [_empty_slice(value) for value in tensors.values()]
 
 
 def _empty_slice(value: Any) -> Any:
-    if dtypes.issubdtype(value.dtype, dtypes.prng_key):
+    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
         value = jax.random.key_data(value)
     return jax.lax.slice(jax.numpy.reshape(without_derivative(value), -1), (0,), (0,))
 
@@ -207,7 +208,7 @@ def _execution_number(run: dict[str, Any], values: list[Any]) -> Any:
     """Return the symbol of an execution's number, which each routine passes to the next to order them."""
     if _EXECUTION not in run:
         # Below the traces of derivatives, since a number has none.
-        with core.set_current_trace(base_trace()):
+        with set_current_trace(base_trace()):
             (run[_EXECUTION],) = call_python(begin_execution, [_NUMBER], *_empty_dependences(values))
     return run[_EXECUTION]
 

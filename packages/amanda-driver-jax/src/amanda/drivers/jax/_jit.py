@@ -11,11 +11,11 @@ import jax
 from amanda import interceptor
 from amanda.backend import Attributes, State
 from jax._src import core, pjit
-from jax._src.tree_util import FlatTree
+from jax.extend.core.primitives import jit_p
 
 from ._contexts import ToolStackPrograms, cache_key_of, set_cache_key, with_cache_key, without_tools
 from ._primitives import ORIGINALS
-from ._requirements import FUNCTIONS_OF_OPS, wrap_optional
+from ._requirements import FUNCTIONS_OF_OPS, flatten_arguments, wrap_optional
 from ._traces import (
     INSERTION,
     TAP,
@@ -95,9 +95,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             findings = _Findings(notes)
         elif _is_of_jax(fun, info):
             # Functions of `jax.numpy` are jitted one by one: op by op they have ids at the user's line.
-            inputs = FlatTree.flatten_static_argnums_argnames(
-                args, kwargs, info.static_argnums, info.static_argnames
-            )
+            inputs = flatten_arguments(args, kwargs, info.static_argnums, info.static_argnames)
             return _OpByOpFunction(partial(original, fun, info, args, kwargs), inputs), []
         else:
             program, flat, findings = _trace_outermost(original, activation.state, fun, info, args, kwargs)
@@ -167,7 +165,7 @@ def _run_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
             p = p.params
             # Not JAX's fast path, which would skip the guards from the second call on.
             with without_tools():
-                flat = pjit.jit_p.bind(*args_flat, **p.params)
+                flat = jit_p.bind(*args_flat, **p.params)
             results = jax.tree_util.tree_unflatten(p.out_tree, flat)
             ORIGINALS.record_all(results, originals)
             return results, flat, None, None, _NO_PROGRAM, None, None, ()

@@ -8,15 +8,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import jax
 from amanda.backend import TensorMap
-from jax._src import callback, core, dtypes, effects, shard_alike, sharding_impls
-from jax._src.interpreters import ad, batching, mlir
-from jax._src.lib.mlir.dialects import hlo
+from jax._src import callback, effects
+from jax._src.interpreters import ad, batching
+from jax.extend.core import Primitive
+from jax.extend.mlir.dialects import sdy, stablehlo
+from jax.interpreters import mlir
 
 from ._traces import INSERTION, TAP, add_note, argument_of, primal
 
@@ -43,7 +46,7 @@ class Originals:
             and isinstance(original, jax.Array)
         ):
             # Nothing else may hold an original symbol; arrays are held weakly, since each takes memory.
-            if isinstance(original, core.Tracer):
+            if isinstance(original, jax.core.Tracer):
                 self._original_of[result_value] = lambda: original
             else:
                 self._last.append(original)
@@ -97,17 +100,19 @@ def raise_failure() -> None:
         raise error
 
 
+_SHARDING_GROUPS = count(1 << 32)
+"""Numbers of groups of values that are sharded alike, apart from the numbers that JAX gives."""
 ORIGINALS = Originals()
-straight_p = core.Primitive("amanda_straight")
-tap_p = core.Primitive("amanda_tap")
-call_p = core.Primitive("amanda_call")
+straight_p = Primitive("amanda_straight")
+tap_p = Primitive("amanda_tap")
+call_p = Primitive("amanda_call")
 tap_p.multiple_results = call_p.multiple_results = True
 
 
 def straight_through(original: Any, value: Any) -> Any:
     """Return `value` with the derivatives of `original`."""
     add_note(INSERTION)
-    if not isinstance(original, core.Tracer):  # nothing is differentiated or staged here
+    if not isinstance(original, jax.core.Tracer):  # nothing is differentiated or staged here
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
     return ORIGINALS.record(straight_p.bind(original, value), original)
 
@@ -135,13 +140,13 @@ def call_python(function: Callable[..., Any], results: Sequence[Any], *arrays: A
     thread of JAX's pool, and a running program may hold them all.
     """
     avals = tuple(
-        core.ShapedArray(result.shape, dtypes.canonicalize_dtype(result.dtype)) for result in results
+        jax.core.ShapedArray(result.shape, jax.dtypes.canonicalize_dtype(result.dtype)) for result in results
     )
     return list(call_p.bind(*arrays, function=function, avals=avals, mapped=()))
 
 
 def _has_tangent(value: Any) -> bool:
-    return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+    return isinstance(value, jax.core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
 def with_mapped_axis_first(args: Any, dims: Any) -> list[Any]:
@@ -164,9 +169,12 @@ def _straight_batched(args: Any, dims: Any) -> Any:
 def _straight_lowered(ctx: Any, original: Any, value: Any) -> Any:
     """Lower `straight_through`: shard the value, which a callback puts on one device, like the original."""
     context = ctx.module_context.axis_context
-    if isinstance(context, sharding_impls.ShardingContext) and context.num_devices > 1:
-        value = hlo.optimization_barrier([value])  # the callback itself stays on its device
-        _, value = shard_alike._group_shard(ctx, original, value, ctx.avals_in[0], ctx.avals_out[0])
+    if isinstance(context, mlir.ShardingContext) and context.num_devices > 1:
+        value = stablehlo.optimization_barrier([value])  # the callback itself stays on its device
+        if jax.config.jax_use_shardy_partitioner:  # without it XLA chooses the sharding
+            group = next(_SHARDING_GROUPS)
+            sdy.sharding_group(original, group)
+            sdy.sharding_group(value, group)
     return [value]
 
 
@@ -276,7 +284,7 @@ def _by_row(function: Callable[..., Any], avals: Sequence[Any], mapped: Sequence
 def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> Any:
     """Lower a call of Python to a callback of XLA, ordered among other callbacks by a token."""
     call = _by_row(function, avals, mapped)
-    results, token, _ = callback.emit_python_callback(
+    results, token, _ = mlir.emit_python_callback(
         ctx, lambda *arrays: tuple(call(*map(np.asarray, arrays))), ctx.tokens_in.get(CALLBACKS), list(args),
         ctx.avals_in, ctx.avals_out, has_side_effect=True, returns_token=True,
         sharding=callback._callback_op_sharding(ctx.module_context.axis_context, None, ctx.avals_out),

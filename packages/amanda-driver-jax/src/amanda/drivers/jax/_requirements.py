@@ -12,36 +12,35 @@ from amanda.backend import Attributes, lacking
 Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
-NEWEST_TESTED = "0.10"
+NEWEST_TESTED = "0.12"
 
 # JAX keeps these names below `jax._src`, and changes them between minor versions without notice.
 _ESSENTIAL = {
-    "ad_checkpoint": "remat_p.bind",
-    "callback": "_callback_op_sharding emit_python_callback",
+    "callback": "_callback_op_sharding",
     "config": "config_ext.unset jax_jit_cpp_cache_obj._obj.set_local jax_jit_cpp_cache_obj._obj.swap_local",
-    "core": "Jaxpr Primitive.bind ShapedArray Tracer eval_jaxpr eval_trace jaxpr_as_fun jaxprs_in_params "
-    "set_current_trace subjaxprs trace_ctx trace_state_clean typeof",
+    "core": "eval_trace trace_ctx trace_state_clean",
     "dispatch": "runtime_tokens.block_until_ready",
-    "dtypes": "extended float0 prng_key",
     "effects": "control_flow_allowed_effects custom_derivatives_allowed_effects lowerable_effects "
     "ordered_effects partial_eval_kept_effects remat_allowed_effects shardable_ordered_effects",
     "interpreters.ad": "JVPTrace JVPTracer LinearizeTrace LinearizeTracer Zero backward_pass3 "
     "instantiate_zeros linear_transpose2 primitive_jvps primitive_transposes",
     "interpreters.batching": "BatchTracer bdim_at_front moveaxis primitive_batchers",
-    "interpreters.mlir": "TokenSet register_lowering",
     "interpreters.partial_eval": "DynamicJaxprTrace.new_const DynamicJaxprTracer JaxprTrace JaxprTracer "
     "separate_consts",
     "interpreters.pxla": "ExecuteReplicated.__call__",
-    "pjit": "UNSPECIFIED _infer_params _run_python_pjit jit_p make_jit_cpp_cache",
-    "shard_alike": "_group_shard",
-    "sharding_impls": "ShardingContext",
-    "source_info_util": "current",
-    "tree_util": "FlatTree.flatten_static_argnums_argnames",
+    "pjit": "UNSPECIFIED _infer_params _run_python_pjit make_jit_cpp_cache",
     "util": "weakref_cache_key_types",
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
-PRIVATE_NAMES = tuple(
-    f"jax._src.{module}:{name}" for module, names in _ESSENTIAL.items() for name in names.split()
+_FLATTENINGS = (
+    "flattree:flatten_static_argnums_argnames",  # since 0.11
+    "tree_util:FlatTree.flatten_static_argnums_argnames",
+)
+FLATTENING = next((name for name in _FLATTENINGS if not lacking([f"jax._src.{name}"])), _FLATTENINGS[0])
+"""The function that flattens the arguments of a jitted function."""
+PRIVATE_NAMES = (
+    *(f"jax._src.{module}:{name}" for module, names in _ESSENTIAL.items() for name in names.split()),
+    f"jax._src.{FLATTENING}",
 )
 
 FUNCTIONS_OF_OPS = {
@@ -58,6 +57,13 @@ OPTIONAL = {
     "stages:Compiled.__call__": "executables that were compiled ahead of time are not reported",
 }
 """Consequences of the absence of optional names, which the log states."""
+
+
+def flatten_arguments(args: Any, kwargs: Any, static_argnums: Any, static_argnames: Any) -> Any:
+    """Return the leaves of the arguments of a jitted function, in a `FlatTree` of JAX's."""
+    module, _, path = FLATTENING.partition(":")
+    flatten = attrgetter(path)(sys.modules[f"jax._src.{module}"])
+    return flatten(args, kwargs, static_argnums, static_argnames)
 
 
 def wrap_optional(attributes: Attributes, name: str, wrapped: Wrapped) -> None:

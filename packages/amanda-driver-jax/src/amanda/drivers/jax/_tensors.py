@@ -7,7 +7,7 @@ import numpy as np
 
 import jax
 from amanda.backend import UnwrittenTensors, complex_error, shape_error
-from jax._src import core
+from jax.extend.core import set_current_trace
 
 from ._primitives import ORIGINALS, straight_through
 from ._traces import base_trace, is_staged, is_tensor, needs_gradient, primal
@@ -46,7 +46,7 @@ class Arrays(UnwrittenTensors):
         For the result of a function that ran twice, the routine gets the result of its ops.
         """
         lent_values = [_value_by_ops(without_derivative(value)) for value in values]
-        with core.set_current_trace(base_trace()):
+        with set_current_trace(base_trace()):
             result = func(*lent_values, **kwargs)
         # A routine that returns a value unchanged must give back the tracer with its derivative.
         value_of_lent = {
@@ -76,7 +76,7 @@ class Arrays(UnwrittenTensors):
 
 def _value_by_ops(value: Any) -> Any:
     original = ORIGINALS.of(value) if isinstance(value, jax.Array) else value
-    return value if isinstance(original, core.Tracer) else original
+    return value if isinstance(original, jax.core.Tracer) else original
 
 
 def without_derivative(value: Any) -> Any:
@@ -87,7 +87,7 @@ def without_derivative(value: Any) -> Any:
     # The primal of a staged program still depends on its arguments, whose derivative is taken later.
     if not isinstance(value, jax.core.Tracer) or not is_staged():
         return value
-    with core.set_current_trace(base_trace()):
+    with set_current_trace(base_trace()):
         return jax.lax.stop_gradient(value)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 import jax
-from jax._src import core, dtypes
+from jax._src import core
 from jax._src.interpreters import ad, batching
 from jax._src.interpreters import partial_eval as pe
 
@@ -83,7 +83,7 @@ def _is_of_trace(value: Any) -> bool:
     Without the check symbols are held, for tools that follow a value out of the part.
     """
     is_checked = jax.config.jax_check_tracer_leaks
-    return is_checked and isinstance(value, core.Tracer) and value._trace is core.trace_ctx.trace
+    return is_checked and isinstance(value, jax.core.Tracer) and value._trace is core.trace_ctx.trace
 
 
 def take_part_originals() -> list[Any]:
@@ -101,8 +101,8 @@ def is_numeric(value: Any) -> bool:
     """Return True for an array of a type that NumPy has: not of random keys, and not of float0."""
     return (
         is_tensor(value)
-        and not dtypes.issubdtype(value.dtype, dtypes.extended)
-        and value.dtype != dtypes.float0
+        and not jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
+        and value.dtype != jax.dtypes.float0
     )
 
 

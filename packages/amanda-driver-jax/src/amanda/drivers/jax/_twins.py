@@ -12,15 +12,16 @@ from typing import Any
 
 import jax
 from amanda.backend import State
-from jax._src import core
-from jax._src.interpreters import ad, batching, mlir
+from jax._src.interpreters import ad, batching
 from jax._src.util import weakref_cache_key_types
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from ._primitives import ORIGINALS, with_mapped_axis_first
 from ._traces import INSERTION, TAP, collecting_notes
 
-gate_p = core.Primitive("amanda_gate")
-join_p = core.Primitive("amanda_join")
+gate_p = Primitive("amanda_gate")
+join_p = Primitive("amanda_join")
 
 
 class _RunningTwins(threading.local):
@@ -132,7 +133,7 @@ def _tangent_of(value: Any) -> Any:
 
 def is_differentiable(value: Any) -> bool:
     """Return True for a symbol of a type that has derivatives."""
-    return isinstance(value, core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
+    return isinstance(value, jax.core.Tracer) and jax.numpy.issubdtype(value.dtype, jax.numpy.inexact)
 
 
 def _gate_jvp(primals: Any, tangents: Any, **params: Any) -> Any:

@@ -17,8 +17,10 @@ import jax
 from amanda import interceptor
 from amanda.backend import Action, OpFacts, Reads, State
 from amanda.graph import History, Reading
-from jax._src import core, pjit, source_info_util
+from jax._src import core, pjit
 from jax._src.interpreters import partial_eval as pe
+from jax.extend import source_info_util
+from jax.extend.core import set_current_trace
 
 from ._tensors import Arrays
 from ._traces import ARRAYS, is_within_jit
@@ -52,7 +54,7 @@ class JaxReads(Reads):
         """Return True if a place has the value that was read, or any array if the array is an input."""
         now = place.read(place.holder, place.name)
         if place.key in self.inputs:
-            return isinstance(now, ARRAYS) and core.typeof(now) == core.typeof(place.value)
+            return isinstance(now, ARRAYS) and jax.typeof(now) == jax.typeof(place.value)
         if place.key in self._copies:
             copy = self._copies[place.key]
             return isinstance(now, np.ndarray) and now.dtype == copy.dtype and np.array_equal(now, copy)
@@ -106,7 +108,7 @@ class Variant:
     def lift(self, place: Reading) -> Any:
         """Return the symbol of a new input of the program, for which a place is read at each call."""
         # Outside of the trace, so that the constant is an array, which a call can pass, and no symbol.
-        with core.set_current_trace(core.eval_trace):
+        with set_current_trace(core.eval_trace):
             constant = jax.numpy.array(place.value)  # a copy, whose `id` stands for this place alone
         self._constants.append(constant)
         self.inputs[id(constant)] = place
@@ -136,7 +138,7 @@ class LiftedArrays(Arrays):
         closed, form = jax.make_jaxpr(func, return_shape=True)(*values)
         places = [item for item in self._variant.reads if isinstance(item.value, ARRAYS)]
         consts = [self._lift_constant(item, places) for item in closed.consts]
-        results = core.eval_jaxpr(closed.jaxpr, consts, *jax.tree_util.tree_leaves(values))
+        results = jax.core.eval_jaxpr(closed.jaxpr, consts, *jax.tree_util.tree_leaves(values))
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(form), results)
 
     def _lift_constant(self, const: Any, places: Sequence[Reading]) -> Any:
