@@ -73,7 +73,7 @@ def test_rows_are_the_same_merged_in_one_step_or_in_several(tmp_path: Path) -> N
 
 
 def test_results_of_several_tools_are_not_merged() -> None:
-    with pytest.raises(AmandaError, match="of one tool are merged: rank0 has seen 1, rank1 has flops 1"):
+    with pytest.raises(AmandaError, match="of one tool are merged: rank0 has seen 1, rank1 has flops 2"):
         merge({"rank0": Seen([]), "rank1": FlopsResult([])})
     with pytest.raises(AmandaError, match="no result"):
         merge({})
@@ -103,7 +103,7 @@ def test_results_that_are_told_by_other_keys_are_not_merged() -> None:
             AmandaError, match="of one tool are merged: a has flops by rank, b has stats by rank"
         ):
             together({"a": by_rank({"rank0": flops}), "b": by_rank({"rank0": stats})})
-        with pytest.raises(AmandaError, match="of one tool are merged: a has flops 1, b has flops by rank"):
+        with pytest.raises(AmandaError, match="of one tool are merged: a has flops 2, b has flops by rank"):
             together({"a": flops, "b": by_rank({"rank0": flops})})
         with pytest.raises(AmandaError, match=r"same columns.*: a has x, y; b has y, x"):
             together({name: Table("ours", 1, [Column(key) for key in order], [])
@@ -190,9 +190,9 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         ('{"schema": "other.flops"}', "its schema is 'other.flops'; expected one that begins with 'amanda.'"),
         (
             '{"schema": "amanda.flops", "version": 9}',
-            "version 1 is read here; it is newer: update the distrib",
+            "version 2 is read here; it is newer: update the distrib",
         ),
-        ('{"schema": "amanda.flops", "version": 1}', "it lacks 'places'"),
+        ('{"schema": "amanda.flops", "version": 2}', "it lacks 'places'"),
     ):
         path.write_text(text)
         assert command([str(path)]) == 1
