@@ -364,7 +364,7 @@ def torch_versions(session: nox.Session, version: str) -> None:
 @nox.session
 def newest(session: nox.Session) -> None:
     """Run the conformance suites on the newest version of each framework; `-- --pre` takes candidates too."""
-    frameworks = ("torch", "tensorflow-cpu", "onnx", "onnxruntime", "jax")
+    frameworks = ("torch", "tensorflow-cpu", "onnx", "onnxruntime", "jax", "flax", "optax")
     session.install("--quiet", "--upgrade", *session.posargs, *frameworks, *group("drivers"), "hypothesis")
     session.install("--quiet", "--no-deps", *editable(*DISTRIBUTIONS))
     session.run("python", "-m", "amanda", "doctor")
