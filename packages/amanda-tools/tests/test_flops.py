@@ -289,3 +289,10 @@ def test_parameters_stay_apart_in_a_file(tmp_path: Path) -> None:
     loaded = results.load(tmp_path / "flops.json")
     assert isinstance(loaded, FlopsResult)
     assert loaded.tree().rows() == flops.result.tree().rows()
+
+
+def test_a_file_of_the_first_version_is_read() -> None:
+    keys = {"phase": "forward", "type": "linear", "module": "a", "source": "a.py:1"}
+    place = {**keys, "calls": 2, "macs": 6, "flops": 12, "parameters": 6, "bytes": 8, "estimate": 0}
+    content = {"schema": "amanda.flops", "version": 1, "places": [place, {**place, "macs": 9}]}
+    assert [row.parameters for row in FlopsResult.from_dict(content)] == [6]

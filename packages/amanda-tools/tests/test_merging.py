@@ -190,7 +190,7 @@ def test_what_cannot_be_merged_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         ('{"schema": "other.flops"}', "its schema is 'other.flops'; expected one that begins with 'amanda.'"),
         (
             '{"schema": "amanda.flops", "version": 9}',
-            "version 2 is read here; it is newer: update the distrib",
+            "versions 1 to 2 are read here; it is newer: update the distrib",
         ),
         ('{"schema": "amanda.flops", "version": 2}', "it lacks 'places'"),
     ):

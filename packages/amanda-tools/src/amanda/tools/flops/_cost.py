@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -226,8 +226,8 @@ class OpCost:
 
     calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
     no formula knows, or shapes are not known even as it runs.
-    parameters: number and elements of each parameter that it reads; a number is of one parameter in the whole
-    result.  bytes: of the tensors that it reads and writes.
+    parameters: key and elements of each parameter that it reads; a key is of one parameter in the whole result.
+    bytes: of the tensors that it reads and writes.
     estimate: where no formula knows, the MACs of one execution if the op is a product of its largest inputs.
     """
 
@@ -238,7 +238,7 @@ class OpCost:
     calls: int = 0
     macs: int | None = 0
     flops: int | None = 0
-    parameters: tuple[tuple[Hashable, int], ...] = ()
+    parameters: tuple[tuple[str, int], ...] = ()
     bytes: int = 0
     estimate: int = 0
 
@@ -282,15 +282,16 @@ class FlopsResult(PlacesResult[OpCost]):
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> FlopsResult:
-        """Return the result that `to_dict` described.
+        """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
+        version = check_schema(content, cls.name, cls.version)
 
-        Raises ValueError for another schema, and for version 1, which does not tell parameters apart.
-        """
-        check_schema(content, cls.name, cls.version, oldest=2)
-        places = [
-            {**place, "parameters": tuple((int(number), int(size)) for number, size in place["parameters"])}
-            for place in content["places"]
-        ]
+        def parameters(place: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+            """Return what an op reads; in version 1 ops of one line are taken for readers of the same."""
+            if version == 1:
+                return ((f"{place['module']} {place['source']} {place['type']}", int(place["parameters"])),)
+            return tuple((str(number), int(elements)) for number, elements in place["parameters"])
+
+        places = [{**place, "parameters": parameters(place)} for place in content["places"]]
         return super().from_dict({**content, "places": places})
 
     def tree(self, depth: int | None = None) -> Result:

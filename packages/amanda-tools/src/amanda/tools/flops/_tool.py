@@ -122,7 +122,7 @@ class FlopsTool(amanda.Tool):
         numbers: dict[Hashable, int] = {}  # in the order of modules, which is that of other ranks too
         for place in executed:
             place.parameters = tuple(
-                (numbers.setdefault(parameter, len(numbers)), elements)
+                (str(numbers.setdefault(parameter, len(numbers))), elements)
                 for parameter, elements in place.parameters
             )
         return FlopsResult([*executed, *self._uncounted.values()], self._by, self._depth)
