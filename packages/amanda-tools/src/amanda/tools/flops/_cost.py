@@ -226,7 +226,7 @@ class OpCost:
 
     calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
     no formula knows, or shapes are not known even as it runs.
-    parameters: key and elements of each parameter that it reads; a key is of one parameter in all of a result.
+    parameters: key and elements of each parameter that it reads; a key is of one parameter in a whole result.
     bytes: of the tensors that it reads and writes.
     estimate: where no formula knows, the MACs of one execution if the op is a product of its largest inputs.
     """
