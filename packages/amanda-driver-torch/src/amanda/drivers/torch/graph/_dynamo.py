@@ -1,14 +1,18 @@
-"""Frames that dynamo must skip, and guards: when it has to compile a graph for tools again, or to drop it.
+"""Frames that dynamo must skip, guards, and the user's code that the nodes of its graphs come from.
 
-The frames are those of Amanda's own code, and of the routines of tools.
+The frames are those of Amanda's own code, and of the routines of tools. A guard decides when dynamo has to
+compile a graph for tools again, or to drop it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 from amanda import interceptor
 from amanda.graph import History
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
@@ -18,8 +22,11 @@ from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.types import ConvertFrameReturn
 
 from .._compiled_callables import asks_for_graphs
+from .._modules import stack_without_wrappers
 
 if TYPE_CHECKING:
+    from torch.fx import Node
+
     from ._ops import GraphProgram
 
 _SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
@@ -27,6 +34,13 @@ _SKIP = FrameExecStrategy(FrameAction.SKIP, FrameAction.SKIP)
 
 SKIP_ONCE = ConvertFrameReturn(_SKIP, apply_to_code=False)
 """Dynamo's result for a frame that runs without dynamo in this call alone."""
+
+_FRAMEWORK = (f"{Path(torch.__file__).parent}/", f"{Path(__file__).parents[1]}/")
+_FRAME = re.compile(r'File "(.+?)", line (\d+)')
+_ROOT = re.compile(r"^[LG]\[[^\]]*\]\.?")
+_ITEM = re.compile(r"\[['\"]?([^\]'\"]+)['\"]?\]")
+# Since torch 2.14 a module that compiles itself is found by `__self__` of its call.
+_CONTAINERS = {"_modules", "__self__", ""}
 
 
 def skip_result(frame: Any) -> ConvertFrameReturn | None:
@@ -95,3 +109,25 @@ def guard_by_lifetime(entries: object) -> None:
         builder.id_ref(entries, "tools of a scope")
 
     install_guard(GlobalStateSource().make_guard(guard))
+
+
+def source_of(node: Node) -> str:
+    """Return the "file:line" of the user's code that leads to a node; "" if it is unknown."""
+    # dynamo stores the stack as text; the last frame that is not torch's or Amanda's is the user's.
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    user_frames = [f"{file}:{line}" for file, line in frames if not file.startswith(_FRAMEWORK)]
+    return user_frames[-1] if user_frames else ""
+
+
+def scope_of(node: Node, prefix: str = "") -> str:
+    """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
+    calls = [(_dotted_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
+    # The stack lists the enclosing modules from the outermost on, with full paths.
+    path = stack_without_wrappers(calls[-1][0], calls) if calls else ""
+    return ".".join(part for part in (prefix, path) if part)
+
+
+def _dotted_path(path: str) -> str:
+    """Return a path of dynamo's as `named_modules` spells it: "layers.0" for "L['self'].layers['0']"."""
+    dotted = _ITEM.sub(r".\1", _ROOT.sub("", path))
+    return ".".join(part for part in dotted.split(".") if part not in _CONTAINERS)

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import ParameterPaths, part_of
 from ._bodies import ControlFlowBodies, find_bodies
+from ._dynamo import scope_of, source_of
 from ._graph_copy import GraphCopy
 from ._instrumented import (
     BackwardSite,
@@ -32,7 +33,6 @@ from ._memory import (
     observers_of_written_memory,
 )
 from ._node_runs import NativeCall, NodeRun, run_graph, uninstrumented
-from ._node_source import scope_of, source_of
 from ._observers import can_wait
 from ._ops import TENSORS, GraphProgram
 from ._routine_trials import RoutineTrials
