@@ -10,7 +10,7 @@ from jax._src import pjit
 from jax._src.export import _export
 
 import amanda
-from amanda.drivers.jax import JaxDriver
+from amanda.drivers.jax import JaxDriver, _requirements
 from amanda.testing import attached
 from amanda.tools.kit import RequiredNames
 
@@ -28,6 +28,14 @@ def test_a_name_without_which_nothing_is_instrumented_is_reported(monkeypatch: p
         pass
     (entry,) = scope.report
     assert "jax._src.pjit._infer_params" in str(entry)
+
+
+def test_a_name_that_is_in_none_of_its_places_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_requirements, "FLATTENING", ("pjit:_moved", "tree_util:_moved"))
+    with attached(JaxDriver), amanda.apply(amanda.Tool()) as scope:
+        pass
+    (entry,) = scope.report
+    assert "jax._src.pjit._moved" in str(entry)
 
 
 def test_what_is_not_done_without_an_optional_name_is_logged(

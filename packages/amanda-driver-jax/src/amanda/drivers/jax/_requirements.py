@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from functools import cache
 from operator import attrgetter
 from typing import Any
 
@@ -71,10 +72,15 @@ def check_requirements() -> None:
 
 def flatten_arguments(args: Any, kwargs: Any, static_argnums: Any, static_argnames: Any) -> Any:
     """Return the leaves of the arguments of a jitted function, in a `FlatTree` of JAX's."""
-    present = (name for name in FLATTENING if not lacking([f"jax._src.{name}"]))
-    module, _, path = next(present).partition(":")
-    flatten = attrgetter(path)(sys.modules[f"jax._src.{module}"])
-    return flatten(args, kwargs, static_argnums, static_argnames)
+    return _flattening()(args, kwargs, static_argnums, static_argnames)
+
+
+@cache  # functions of JAX are called often, and a look for an absent module is slow
+def _flattening() -> Callable[..., Any]:
+    """Return the function that flattens arguments, from where the running JAX has it."""
+    module, _, path = next(name for name in FLATTENING if not lacking([f"jax._src.{name}"])).partition(":")
+    function: Callable[..., Any] = attrgetter(path)(sys.modules[f"jax._src.{module}"])
+    return function
 
 
 def wrap_optional(attributes: Attributes, name: str, wrapped: Wrapped) -> None:
