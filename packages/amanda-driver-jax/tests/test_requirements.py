@@ -11,6 +11,7 @@ from jax._src.export import _export
 
 import amanda
 from amanda.drivers.jax import JaxDriver
+from amanda.drivers.jax._requirements import first_present
 from amanda.testing import attached
 from amanda.tools.kit import RequiredNames
 
@@ -28,6 +29,11 @@ def test_a_name_without_which_nothing_is_instrumented_is_reported(monkeypatch: p
         pass
     (entry,) = scope.report
     assert "jax._src.pjit._infer_params" in str(entry)
+
+
+def test_a_name_that_moved_is_found() -> None:
+    assert first_present("pjit:_moved", "pjit:_infer_params") == "pjit:_infer_params"
+    assert first_present("pjit:_moved", "tree_util:_moved") == "pjit:_moved"
 
 
 def test_what_is_not_done_without_an_optional_name_is_logged(

@@ -32,11 +32,17 @@ _ESSENTIAL = {
     "util": "weakref_cache_key_types",
 }
 """Names below a module of `jax._src`; without one of these nothing is instrumented."""
-_FLATTENINGS = (
+
+
+def first_present(*names: str) -> str:
+    """Return the first of several names below `jax._src` that JAX has; the first of all if it has none."""
+    return next((name for name in names if not lacking([f"jax._src.{name}"])), names[0])
+
+
+FLATTENING = first_present(
     "flattree:flatten_static_argnums_argnames",  # since 0.11
     "tree_util:FlatTree.flatten_static_argnums_argnames",
 )
-FLATTENING = next((name for name in _FLATTENINGS if not lacking([f"jax._src.{name}"])), _FLATTENINGS[0])
 """The function that flattens the arguments of a jitted function."""
 PRIVATE_NAMES = (
     *(f"jax._src.{module}:{name}" for module, names in _ESSENTIAL.items() for name in names.split()),
