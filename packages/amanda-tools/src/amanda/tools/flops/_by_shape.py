@@ -312,3 +312,37 @@ def is_always_or_never_view(kind: str, context: amanda.OpContext, is_view: bool)
         return not is_view
     # With a memory format an op copies where strides differ, and returns its input where they do not.
     return kind in _ALWAYS_COPIES and context.get_attrs().get("memory_format") is None
+
+
+class ParameterKeys:
+    """Keys of the parameters that live ops read, by which a result tells parameters apart.
+
+    A model that was dropped and is made again gets the same keys, so a program of many models adds to the
+    counts of one: a key is the type, module and line of the op that read the parameter first, and a number.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[Hashable, tuple[Hashable, int]] = {}
+        self._numbers: dict[Hashable, set[int]] = {}  # in use, by the other parts of the keys
+        self._first_read: dict[int, list[Hashable]] = {}  # parameters by the op that read them first
+
+    def keyed(self, context: amanda.OpContext) -> tuple[tuple[Hashable, int], ...]:
+        """Return the keys and the elements of the parameters that an op reads."""
+        return tuple((self._key(context, read), elements) for read, elements in context["parameters_read"])
+
+    def _key(self, context: amanda.OpContext, parameter: Hashable) -> Hashable:
+        key = self._keys.get(parameter)
+        if key is None:
+            place = (context["type"], context.get_scope(), context.get_source())
+            used = self._numbers.setdefault(place, set())
+            number = next(number for number in range(len(used) + 1) if number not in used)
+            used.add(number)
+            key = self._keys[parameter] = place, number
+            self._first_read.setdefault(context.get_op_id(), []).append(parameter)
+        return key
+
+    def forget(self, op_id: int) -> None:
+        """Forget the parameters that an op read first, which the program dropped."""
+        for parameter in self._first_read.pop(op_id, ()):
+            place, number = self._keys.pop(parameter)
+            self._numbers[place].discard(number)

@@ -31,7 +31,7 @@ from amanda.tools.mapping import local, share, torch_shape
 
 
 def write_pytorch_facts(context: amanda.OpContext) -> None:
-    """Write `parameters`, `backward_macs` and the like in PyTorch's terms.
+    """Write `parameters_read`, `backward_macs` and the like in PyTorch's terms.
 
     is_function: an autograd.Function, or an operator of a library; either may call ops in Python.
     """
@@ -45,7 +45,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     is_forward = context["phase"] == "forward"
     # An optimizer reads parameters to update them, which are not parameters of a layer.
     owned = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
-    context["parameters"] = tuple((interceptor.ordinal(value), local(value).numel()) for value in owned)
+    context["parameters_read"] = [(interceptor.ordinal(value), local(value).numel()) for value in owned]
     context["backward_macs"] = _backward_macs
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
@@ -247,14 +247,14 @@ def gradient_bytes(context: ShapedContext | amanda.OpContext, grads: Sequence[An
 
 
 def write_default_facts(context: amanda.OpContext) -> None:
-    """Write `parameters`, `backward_macs` and the like, as any framework tells them."""
+    """Write `parameters_read`, `backward_macs` and the like, as any framework tells them."""
     # Backward ops share the context of their forward op: what is there already was written at that op.
-    if "parameters" not in context:
+    if "parameters_read" not in context:
         weight = context["weight_index"]
-        context["parameters"] = ()
+        context["parameters_read"] = []
         if weight is not None:
             elements = size(context["shape"](context.get_inputs()[weight]))
-            context["parameters"] = ((("op", context.get_op_id()), elements),)
+            context["parameters_read"] = [(("weight", context.get_op_id()), elements)]
         context["backward_macs"] = _macs_of_each_gradient
         context["extents"] = context["shape"]
         context["inside"] = None

@@ -12,6 +12,7 @@ from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
     AnyShapeCount,
     FirstShapeCount,
+    ParameterKeys,
     ShapeCounts,
     ShapedContext,
     are_plain,
@@ -97,6 +98,7 @@ class FlopsTool(amanda.Tool):
         self._ops: dict[int, dict[Hashable, _Counts]] = {}  # by id of the op; its backward ops too
         self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
         self._uncounted: dict[Hashable, OpCost] = {}
+        self._parameters = ParameterKeys()
         self._modules: dict[str, int] = {}  # in the order in which they ran first
         self._computing_ops = 0  # ops analysed so far that compute
         self._composite_types: set[str] = set()  # types of ops whose own ops, called in Python, are counted
@@ -141,6 +143,7 @@ class FlopsTool(amanda.Tool):
         # Ids of ops may be used again, and the counters of a dropped op would be added to another op's.
         for op in self._ops.pop(op_id, {}).values():
             self._settle_counts(op)
+        self._parameters.forget(op_id)
 
     def _settle_counts(self, op: _Counts) -> None:
         """Move the counts of an op to the places of their costs."""
@@ -178,6 +181,7 @@ class FlopsTool(amanda.Tool):
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
         names = (context.get_forward_op_type(), context["type"])
+        context["parameters"] = self._parameters.keyed(context)
         context["complex_products"] = self._model.complex_products(context)
         is_eager, is_known = context.is_eager(), has_shapes(names, shapes)
         # The cheapest way: one counter of shapes, and no analysis when shapes change.
