@@ -293,6 +293,7 @@ class FlopsTool(amanda.Tool):
         """Compute the cost of a backward op, and insert the routine that counts its executions."""
         # The forward op did not run: a framework drops ops of which the gradient alone is used.
         if "cost" not in context:
+            context["parameters"] = self._parameters.keyed(context)
             context["complex_products"] = self._model.complex_products(context)
             skipped = self._place_at_shapes(context)
             context["cost"] = None if skipped.flops is None else Cost(skipped.macs or 0, skipped.flops)
