@@ -2,8 +2,8 @@
 
     python benchmarks/tasks.py [TASK ...]
 
-A task is a folder of tasks/: bare.py is the program, the others are the program with a tool in it. Lines are
-those that a diff adds or changes. Seconds are of whole processes, imports included, the median of five in
+A task is a folder of tasks/: bare.py is the program, the others are the program with a tool in it, and model.py
+is what they share. Lines are those that a diff adds or changes. Seconds are of whole processes, imports included, the median of five in
 turn; `amanda run` has no file, since it runs bare.py as it is.
 """
 
@@ -51,6 +51,7 @@ def measure(task: str) -> None:
     ways = {
         path.stem: ([sys.executable, str(path)], lines_added(path))
         for path in sorted((HERE / task).glob("*.py"))
+        if path.stem != "model"
     }
     if task in COMMANDS:
         ways["amanda run"] = ([sys.executable, "-m", "amanda", "run", COMMANDS[task], str(bare)], 0)
