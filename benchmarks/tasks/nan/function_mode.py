@@ -21,7 +21,7 @@ class FirstNan(TorchFunctionMode):
         if not self.found and holds_nan(tree_leaves(out)) and not holds_nan(inputs):
             self.found = True
             caller = next(
-                frame for frame in reversed(traceback.extract_stack()) if "torch" not in frame.filename
+                frame for frame in reversed(traceback.extract_stack()[:-1]) if "torch" not in frame.filename
             )
             print(f"{function.__name__} at {caller.filename}:{caller.lineno}")
         return out
