@@ -3,8 +3,8 @@
     python benchmarks/tasks.py [TASK ...]
 
 A task is a folder of tasks/: bare.py is the program, model.py what its programs share, and the others are the
-program with a tool in it. Lines are those that a diff adds or changes. Seconds are of whole processes, imports
-included, the median of five in turn; `amanda run` has no file, since it runs bare.py as it is.
+program with a tool in it. Lines are those that a diff adds or changes. Seconds are of whole processes,
+imports included, the median of five in turn; `amanda run` has no file, since it runs bare.py as it is.
 """
 
 import argparse
