@@ -3,14 +3,19 @@
 from typing import Any
 
 import torch
+from torch.nn.utils._expanded_weights.expanded_weights_impl import ExpandedWeight
 
 
 def copied(value: Any) -> Any:
     """Return a new tensor with the values and, unless they overlap, the strides of another.
 
-    What is no tensor, or has no values yet, is returned as it is.
+    What is no tensor, has no values yet, or is of a class that cannot be copied, is returned as it is.
     """
-    if not isinstance(value, torch.Tensor) or torch.nn.parameter.is_lazy(value):
+    if (
+        not isinstance(value, torch.Tensor)
+        or torch.nn.parameter.is_lazy(value)
+        or type(value) is ExpandedWeight
+    ):
         return value
     plain = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
     # Strides of a sample under a function transform are not those of the batch.
