@@ -213,7 +213,7 @@ def test_ops_are_selected_by_type_and_module_and_tensors_by_index() -> None:
         ("outputs[1]", "int64")
     ]
     _, tool = injected(lambda: model(x), type="conv2d")
-    assert "No op was selected; there were linear, relu" in str(tool.result)
+    assert "No op was selected; the ops' types were linear, relu" in str(tool.result)
 
 
 def test_inputs_are_changed_for_the_op_alone_and_weights_are_left_as_they_are() -> None:

@@ -74,6 +74,17 @@ def test_runs_of_a_session_are_steps() -> None:
     check_times(result)
 
 
+def test_an_op_that_reads_a_tensor_of_unknown_rank_has_a_time() -> None:
+    with tf.Graph().as_default():
+        x = v1.placeholder(tf.float32)
+        y = tf.nn.relu(x)
+        tool = ProfileTool()
+        with v1.Session() as session, amanda.apply(tool):
+            session.run(y, {x: np.ones((4, 8))})
+    (relu,) = (op for op in tool.result.ops if op.type == "relu")
+    assert relu.calls == relu.timed == 1
+
+
 def test_a_slow_op_of_a_graph_is_what_takes_long() -> None:
     with tf.Graph().as_default():
         x = tf.ones((600, 600))

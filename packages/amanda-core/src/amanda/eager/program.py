@@ -31,6 +31,7 @@ def cache_program(
 ) -> None:
     """Store a native program for calls of this form, if native code can execute the plan.
 
+    Stores None where calls of this form have no work.
     key: the call_cache's key of the form.  state: state of a thread; part of the key.
     """
     needs_grad = ops.gradients(call.inputs)
@@ -42,6 +43,7 @@ def cache_program(
         return
     if not ops.runs_natively:
         return
+    # Plans of the chain are of one op: any has its facts.
     facts = plan.chain[0].context._facts
     run_dicts = plan.run_dicts(ops, state.is_recorded)
     leave_trace = None
@@ -50,6 +52,7 @@ def cache_program(
         if leave_trace is None:
             return
     refuses = None
+    # An in-place op or `out=` whose outputs routines may replace.
     if call.targets and needs_grad is not None and plan.has_output_routines:
         if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
             return

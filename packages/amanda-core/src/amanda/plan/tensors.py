@@ -246,15 +246,15 @@ class BatchedShape(tuple[int, ...]):
 
 def sample_count(shapes: Any) -> int:
     """Return how many samples an execution with these shapes computes: 1 without a vmap."""
-    return prod(_sizes_by_level(shapes).values())
+    return prod(_sizes_by_vmap_level(shapes).values())
 
 
-def _sizes_by_level(shapes: Any) -> dict[int, int]:
+def _sizes_by_vmap_level(shapes: Any) -> dict[int, int]:
     """Return the sizes of the batches of shapes, or of nested lists of shapes, by the level of the vmap."""
     if isinstance(shapes, BatchedShape):
         return dict(shapes.batches)
     sizes: dict[int, int] = {}
     if isinstance(shapes, (list, tuple)):
         for shape in shapes:
-            sizes.update(_sizes_by_level(shape))
+            sizes.update(_sizes_by_vmap_level(shape))
     return sizes

@@ -61,8 +61,11 @@ def _shape(value: Any) -> tuple[int, ...]:
     return shape
 
 
-def _change(value: Any) -> tuple[Any, Any]:
-    """Return a size before and after a removal; raise ValueError for one that does not become smaller."""
+def _size_change(value: Any) -> tuple[Any, Any]:
+    """Return a size, or sizes by axis, before and after a removal; raise ValueError for one that grows.
+
+    An extent may stay as it was; if it shrinks, it ends above 0.  Raises TypeError for what is no size.
+    """
     before, after = map(_extent, value)
     old_extents, new_extents = ((size,) if type(size) is int else size for size in (before, after))
     pairs = zip(old_extents, new_extents, strict=True)
@@ -87,7 +90,7 @@ _FIELDS = {
     "packed": (_instance(dict), "the attributes of a tensor"),
     "ties": (_instance(str), "the name of a tensor"),
     "shapes": (_shape, "the extents of a tensor"),
-    "sizes": (_change, "a size before and a smaller one after a removal of channels"),
+    "sizes": (_size_change, "a size before a removal of channels and a size after it that is no larger"),
 }
 """Fields of a `Checkpoint` that the record has by name: a function that reads a value, and what it is."""
 

@@ -97,9 +97,10 @@ class PruneSchedule:
             return self.begin
         if self.end is not None and step >= self.end:
             return self.end
+        interval = self.frequency or 1  # a schedule with an end and no frequency updates at each step
         # The last update that was due, also if the program missed that step: weights of conditional branches
         # are not read at each.
-        return step - (step - self.begin) % (self.frequency or 1)
+        return step - (step - self.begin) % interval
 
     @property
     def final_update(self) -> int:

@@ -228,6 +228,7 @@ class _BackwardPass:
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path.
 
+        Nodes that another pass under way has hooked are left to that pass; leaves in a transform get none.
         The pass is under way from here on, until `remove_hooks`.
         """
         self._find_marked_nodes(outputs)
@@ -239,6 +240,7 @@ class _BackwardPass:
         for node, mark, number in self._marked_nodes:
             node_type, trace = type(node), mark.trace
             is_leaf = node_type is AccumulateGrad
+            # The backward op's place among those of its op, see LEAF_PLACE.
             if not is_leaf:
                 place = number - mark.start
             elif isinstance(node.variable, torch.nn.Parameter):
@@ -260,6 +262,7 @@ class _BackwardPass:
                 if settled is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
                     before, after, hooks_for_shapes = settled
+                    # These hooks depend on the shapes of vmaps' batches.
                     if hooks_for_shapes is not None:
                         before, after, _ = hooks_for_shapes(
                             without_ended_batches(mark.shapes or trace.shapes)
@@ -363,7 +366,8 @@ def remove_abandoned_hooks() -> None:
     ]
     if not unfinished:
         return
-    # A pass is alive if its frame is on this thread's stack; an interrupt may have skipped its `finally`.
+    # A pass is alive if a frame of `run_backward`, with the pass in the local `backward`, is on this thread's
+    # stack: an interrupt may have skipped its `finally`.
     running_ids = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:

@@ -371,12 +371,15 @@ class InjectResult(Result):
         return {"injected": self.total, "executions": self.executions}
 
     def notes(self) -> Sequence[str]:
-        """Return sentences on the number of elements, and on the types of ops if none was selected."""
+        """Return sentences on the number of elements, and on a table that `limit` cut.
+
+        If no op was selected, a sentence names the types that ops had.
+        """
         notes = [f"{self.total:,} elements changed in {self.executions:,} executions of the selected ops."]
         if self.total > len(self.injections):
             notes.append(
                 f"The table has the first {len(self.injections):,} elements; raise `limit` for more."
             )
         if self._unselected_types:
-            notes.append(f"No op was selected; there were {', '.join(self._unselected_types)}.")
+            notes.append(f"No op was selected; the ops' types were {', '.join(self._unselected_types)}.")
         return notes

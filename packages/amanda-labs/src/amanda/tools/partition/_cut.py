@@ -122,12 +122,12 @@ class _OrderedOps:
     def __init__(self, work: StepWork, request: CutRequest, positions: Stages) -> None:
         self._work, self._request, self._positions = work, request, positions
         costs, activations = work.total, work.activations
-        self._cost_ends, self._activation_ends = (
+        self._cost_sums, self._activation_sums = (
             # Running sums: the load of any range is one difference.
             np.concatenate(([0.0], np.cumsum(values)))
             for values in (costs, activations)
         )
-        self._copies, self._crossing = request.parameter_copies(work), work.crossing
+        self._copies, self._crossing_bytes = request.parameter_copies(work), work.crossing
 
     def memory(self) -> float:
         """Return the least memory of a device with which all stages fit."""
@@ -144,7 +144,7 @@ class _OrderedOps:
             """Return the bytes across the link ahead of a stage, for each start; inf beyond the limit."""
             # A stage that is too slow is not an option, however few bytes cross ahead of it.
             bytes_across: Floats = np.where(
-                self._stage_load(stage, end, parameter_bytes) <= limit, self._crossing[:end], np.inf
+                self._stage_load(stage, end, parameter_bytes) <= limit, self._crossing_bytes[:end], np.inf
             )
             return bytes_across
 
@@ -157,16 +157,19 @@ class _OrderedOps:
 
     def _stage_memory(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
         """Return the bytes of a stage that ends ahead of a position, for each start."""
-        activations = self._activation_ends[end] - self._activation_ends[:end]
+        activations = self._activation_sums[end] - self._activation_sums[:end]
         memory: Floats = self._copies * parameter_bytes + self._request.in_flight(stage) * activations
         return memory
 
     def _stage_load(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
-        """Return the cost of a stage or of the link ahead of it, for each start; inf if it does not fit."""
+        """Return the cost of a stage or of the link ahead of it, the larger, for each start.
+
+        inf for a stage that does not fit.
+        """
         load: Floats = np.maximum(
             # Stages and links work at the same time: the slower of the two counts.
-            self._cost_ends[end] - self._cost_ends[:end],
-            self._request.byte_cost * self._crossing[:end],
+            self._cost_sums[end] - self._cost_sums[:end],
+            self._request.byte_cost * self._crossing_bytes[:end],
         )
         if self._request.memory is not None:
             load[self._stage_memory(stage, end, parameter_bytes) > self._request.memory] = np.inf

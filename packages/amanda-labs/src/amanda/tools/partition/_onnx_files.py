@@ -123,9 +123,10 @@ def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[st
         for name in op.reads
     ]
     for op in graph.constants.values():
-        # A constant may be selected itself, as a fake-quantised weight is.
-        facts = tool.ops.get(op.outputs[0])
-        names_read += op.outputs if facts is not None and facts.selected else ()
+        # A constant may be selected itself, as a fake-quantised weight is.  Ops are keyed by first outputs.
+        op_facts = tool.ops.get(op.outputs[0])
+        names_read += op.outputs if op_facts is not None and op_facts.selected else ()
+    # Values that ops compute from inputs of the model are no constants.
     return {
         name for name in graph.with_constants(names_read)
         if name in graph.initializers or name in graph.sparse or name in graph.constants
@@ -141,19 +142,19 @@ def _shared_constants(
     constant with the same values as a protected one.
     """
     graph = tool.graph
-    public: dict[str, str] = {}
+    public_reader_of: dict[str, str] = {}
     for op, is_protected in zip(graph.ops, is_selected, strict=True):
         if not is_protected:
-            public |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
+            public_reader_of |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
     # Outputs that no op makes: constants, or inputs handed on.
     passed_through = [name for name in graph.outputs if name not in graph.producer_of]
-    public |= dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
+    public_reader_of |= dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
     # Exporters store the same values under several names; a public twin would give a protected one away.
     secrets = (name for name in protected_names if not _may_be_public(graph, name, folder))
     secret_with_bytes = {_constant_bytes(graph, name, folder): name for name in secrets}
-    # No bytes stand for values that may be public.
+    # b"" stands for a computed value, which has no bytes in the file, and for one number repeated, no secret.
     secret_with_bytes.pop(b"", None)
-    for name, reader in public.items():
+    for name, reader in public_reader_of.items():
         if name in protected_names and _may_be_public(graph, name, folder):
             yield name
         elif name in protected_names:

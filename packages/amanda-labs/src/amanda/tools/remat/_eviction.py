@@ -200,18 +200,24 @@ class Eviction:
         while pending:
             for ref in pending.pop().refs:
                 maker = ref.storage.maker
-                if maker is not None and maker not in ancestors and maker.committed != self._generation:
+                if maker is not None and maker not in ancestors and not self._is_committed(maker):
                     ancestors.add(maker)
                     pending.append(maker)
         # In the order of execution inputs are decided before the ops that read them.
         return sorted(ancestors, key=lambda operation: operation.number)
 
+    def _is_committed(self, operation: ReplayableOp) -> bool:
+        return operation.committed == self._generation
+
     def _is_recoverable(self, storage: Storage, recomputable: set[ReplayableOp]) -> bool:
-        """Return True for a storage that is alive, or that ops in the set can make again."""
+        """Return True for a storage whose maker is in the set, or is committed to run again.
+
+        A storage without a maker has to be alive.
+        """
         maker = storage.maker
         if maker is None:
             return storage.live_memory is not None
-        return maker in recomputable or maker.committed == self._generation
+        return maker in recomputable or self._is_committed(maker)
 
     def _keep_alive(self, ref: InputRef) -> None:
         """Hold the storage of an input that no op can make again, for recomputations that read it."""
@@ -227,7 +233,7 @@ class Eviction:
         Its memory is held if a committed recomputation may read it.
         """
         maker, storage.maker = storage.maker, None
-        if maker is not None and maker.committed == self._generation and storage.copy is None:
+        if maker is not None and self._is_committed(maker) and storage.copy is None:
             self.ledger.keep_alive(storage, self.torch.byte_tensor(storage.live_memory))
 
 

@@ -69,8 +69,12 @@ class Session:
             Printer().say(f"no tools in process {os.getpid()}: {error}")
 
     def _start(self, settings: RunSettings) -> None:
-        """Make the tools and apply them."""
+        """Make the tools, apply them, and hold the lock of a rank.
+
+        Signals are heard where results are saved at intervals, and in ranks.
+        """
         tools = settings.toolings()
+        # Tools without a selected phase leave out the construction of models, unless it is asked for.
         for tooling in tools:
             if not settings.construction and tooling.phase is None:
                 leave_construction(tooling.tool)
@@ -83,7 +87,7 @@ class Session:
         self._results = ProcessResults(settings, tools, messages.texts, self._label)
         self._has_failed = False
         self._rank: Rank | None = None
-        # The lock is taken before the scope opens: no other rank may print while this one runs.
+        # Rank takes the lock, before the scope opens: no other rank may print while this one runs.
         if settings.together and self._pid == settings.root:
             self._rank = Rank(settings.folder, self._label)
         self._scope.start()

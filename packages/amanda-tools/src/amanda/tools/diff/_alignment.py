@@ -36,13 +36,17 @@ def matching_positions(keys: Sequence[Hashable], other_keys: Sequence[Hashable])
     # difflib's time grows with the square of repeated keys, as layers have them: equal ends, which nearly
     # always are all, go without it.  autojunk would drop every key that makes up over 1 % of the ops.
     shorter = min(len(keys), len(other_keys))
-    start = next((i for i in range(shorter) if keys[i] != other_keys[i]), shorter)
-    end = next((i for i in range(shorter - start) if keys[-1 - i] != other_keys[-1 - i]), shorter - start)
-    yield from ((i, i) for i in range(start))
-    middle = keys[start : len(keys) - end], other_keys[start : len(other_keys) - end]
+    equal_at_start = next((i for i in range(shorter) if keys[i] != other_keys[i]), shorter)
+    rest = shorter - equal_at_start
+    equal_at_end = next((i for i in range(rest) if keys[-1 - i] != other_keys[-1 - i]), rest)
+    yield from ((i, i) for i in range(equal_at_start))
+    middle = (
+        keys[equal_at_start : len(keys) - equal_at_end],
+        other_keys[equal_at_start : len(other_keys) - equal_at_end],
+    )
     for first, second, size in SequenceMatcher(None, *middle, autojunk=False).get_matching_blocks():
-        yield from ((start + first + i, start + second + i) for i in range(size))
-    yield from ((len(keys) - i, len(other_keys) - i) for i in range(end, 0, -1))
+        yield from ((equal_at_start + first + i, equal_at_start + second + i) for i in range(size))
+    yield from ((len(keys) - i, len(other_keys) - i) for i in range(equal_at_end, 0, -1))
 
 
 def same_ops(

@@ -277,22 +277,23 @@ class RunComparison:
     def _compare_cause(self, cause: Cause, effect: Comparison, effect_pair: Pair) -> Compared:
         """Return the tensors and a comparison of the op that is the cause.
 
-        An op that a run lacks is compared by what the next op, the effect, reads of it.
+        Of an op that a run lacks, the error and the tensors are those of what the next op, the effect, reads
+        of it.
         """
         if cause.entry_a is not None and cause.entry_b is not None:
             pair = cause.entry_a, cause.entry_b
-            sides = [(entry.op, entry.execution) for entry in pair]
-            return pair, self._compare_match(OpMatch([pair], ([sides[0]], [sides[1]])))
-        side = 0 if cause.entry_a is not None else 1
+            execution_a, execution_b = [(entry.op, entry.execution) for entry in pair]
+            return pair, self._compare_match(OpMatch([pair], ([execution_a], [execution_b])))
+        run_index = 0 if cause.entry_a is not None else 1
         entry = cause.entry_a or cause.entry_b
         assert entry is not None
-        op = self._runs[side].ops[entry.op]
+        op = self._runs[run_index].ops[entry.op]
         comparison = Comparison(
             op.phase, op.type, op.module, op.source, other_type="", other_module="", other_source="",
             execution=entry.execution, relative=cause.error, cosine=None,
             largest=entry.summary.statistics.largest, exact=effect.exact, tolerance=effect.tolerance,
             by_type=effect.by_type, dtypes=(entry.dtype, entry.dtype), expected=effect.expected,
-            only="ab"[side], reason=cause.reason,
+            only="ab"[run_index], reason=cause.reason,
         )  # fmt: skip
         return effect_pair, comparison
 

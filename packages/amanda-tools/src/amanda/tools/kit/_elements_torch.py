@@ -12,7 +12,7 @@ from torch import Tensor
 from amanda.tools.kit._tensors import RequiredNames, Samples
 from amanda.tools.mapping import local, torch_dtype, whole
 
-_REFUSES = "says itself what operations do, and tools call none of it"
+_DECIDES_ITSELF = "says itself what operations do, and tools call none of it"
 _FUNCTIONS = (
     "_add_batch_dim", "get_unwrapped", "is_batchedtensor", "is_functorch_wrapped_tensor",
     "maybe_get_bdim", "maybe_get_level", "peek_interpreter_stack", "pop_dynamic_layer_stack",
@@ -37,7 +37,10 @@ def is_wrapped(x: Tensor) -> bool:
 
 
 def why_unread(x: Tensor) -> str | None:
-    """Return why a tensor of a subclass cannot be read, without a call of what the subclass overrides."""
+    """Return why a tensor of a subclass cannot be read, without a call of what the subclass overrides.
+
+    None for a tensor that can be read, and for a DTensor, of which the shard is read.
+    """
     from torch._subclasses.fake_tensor import FakeTensor
 
     tensor_class = type(x)
@@ -45,12 +48,14 @@ def why_unread(x: Tensor) -> str | None:
         return "it has a shape and no elements, as a FakeTensor"
     name = torch_dtype(x)
     # The mapping marks a class that says itself what ops do by brackets.
-    if name is None or name.endswith("]"):
+    decides_itself = name is None or name.endswith("]")
+    if decides_itself:
         return (
             f"it is packed, {name}"
             if hasattr(tensor_class, "__tensor_flatten__")
-            else f"{tensor_class.__name__} {_REFUSES}"
+            else f"{tensor_class.__name__} {_DECIDES_ITSELF}"
         )
+    # A DTensor or the result of a collective: what this process holds is read, as a rule a plain tensor.
     if local(x) is not x:
         return None
     # A subclass may count or refuse reads of its attributes, which belong to the program.

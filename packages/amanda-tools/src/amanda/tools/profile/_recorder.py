@@ -328,11 +328,11 @@ class Recorder:
 
         return begin, end
 
-    def parallel_routines(self, place: OpProfile, is_fed: bool) -> Routines:
+    def parallel_routines(self, place: OpProfile, has_tensor_input: bool) -> Routines:
         """Return routines for an op of a graph, which begins and ends on any thread, within one run.
 
         Executions of an op that overlap, in a loop, are taken to end in the order of their begin.
-        is_fed: True if the op has an input, at whose arrival it begins.
+        has_tensor_input: True if the op reads a tensor, at whose arrival it begins.
         """
 
         @amanda.innermost
@@ -352,7 +352,7 @@ class Recorder:
                 place.add(now - start, 0)
                 self.log.add(place, start, now, GRAPH)
             # An op without inputs has no begin: it is counted without time.
-            elif not is_fed and self.recording:
+            elif not has_tensor_input and self.recording:
                 place.calls += 1
 
         return begin, end

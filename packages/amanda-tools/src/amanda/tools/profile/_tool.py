@@ -318,11 +318,11 @@ class ProfileTool(amanda.Tool):
             insert_before(self._record_inputs, storages=facts.storages, sequence=sequence)
             insert_after(self._record_outputs, place=place, storages=facts.storages, saved=saved)
         elif self._follows_memory and facts.nbytes is not None:
-            insert_after(self._add_output_bytes, place=place, nbytes=facts.nbytes)
+            insert_after(self._add_output_bytes, place=place, bytes_of=facts.nbytes)
         if facts.parallel:
-            is_fed = _is_fed(context)
-            begin, end = self._recorder.parallel_routines(place, is_fed)
-            if is_fed:
+            has_tensor_input = _has_tensor_input(context)
+            begin, end = self._recorder.parallel_routines(place, has_tensor_input)
+            if has_tensor_input:
                 insert_before(begin)
         else:
             begin, end = self._recorder.nested_routines(place, self._probes(facts))
@@ -371,20 +371,23 @@ class ProfileTool(amanda.Tool):
             self._recorder.memory.record_storages(saved(values, self._sequences[get_ident()]), place)
 
     @amanda.observer
-    def _add_output_bytes(self, *values: Any, place: OpProfile, nbytes: Any, recomputed: bool) -> None:
-        """Add the bytes of an op's outputs to what it has allocated."""
+    def _add_output_bytes(self, *values: Any, place: OpProfile, bytes_of: Any, recomputed: bool) -> None:
+        """Add the bytes of an op's outputs to what it has allocated, while the profile records.
+
+        Those of a recomputed op go to its recomputation.
+        """
         if recomputed:
             place = self._recorder.recomputation(place)
         if self._recorder.recording:
-            place.allocated = (place.allocated or 0) + nbytes(values)
+            place.allocated = (place.allocated or 0) + bytes_of(values)
 
 
-def _is_fed(context: amanda.OpContext) -> bool:
-    """Return True if the op has an input, at whose arrival the op begins."""
+def _has_tensor_input(context: amanda.OpContext) -> bool:
+    """Return True if the op reads a tensor or a list, or a gradient: at its arrival the op begins."""
     if context.is_backward():
         return bool(context.get_grad_outputs())
-    values, shape = context.get_inputs(), context["shape"]
-    return any(isinstance(value, (list, tuple)) or shape(value) is not None for value in values)
+    is_tensor = context["dtype"]  # a tensor of unknown rank has a type and no shape
+    return any(isinstance(value, (list, tuple)) or is_tensor(value) for value in context.get_inputs())
 
 
 @checked

@@ -98,11 +98,17 @@ class Statistics:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Statistics:
-        """Return the statistics that `to_dict` described."""
+        """Return the statistics that `to_dict` described.
+
+        Raises ValueError for a value of another type or a negative count, KeyError for a missing field.
+        """
+        # None stands for an infinity, the default of the extremes of an empty set.
         fields = {name: value[name] for name in cls.__dataclass_fields__ if value[name] is not None}
         statistics = made_of(cls, fields)
-        s = statistics
-        if min(s.count, s.nan, s.inf, s.negative_inf, s.zeros, s.m2) < 0:
+        counts = (
+            statistics.count, statistics.nan, statistics.inf, statistics.negative_inf, statistics.zeros,
+        )  # fmt: skip
+        if min(*counts, statistics.m2) < 0:
             raise ValueError(f"its statistics are {dict(value)}")
         return statistics
 

@@ -122,7 +122,7 @@ class StatsResult(Result):
         return f"{counts_text}; the largest magnitude is {entry.statistics.largest:.3g}, {place}."
 
     def _printed(self, view: Any) -> Result:
-        """Return the result with floating tensors first: integers are mostly indices."""
+        """Return the result with floating tensors first, in every view: integers are mostly indices."""
         ordered = tuple(sorted(self.measured, key=lambda entry: entry.is_integer))
         if ordered == self.measured:
             return self

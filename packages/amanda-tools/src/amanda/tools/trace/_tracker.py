@@ -384,12 +384,16 @@ class ExecutionTracker:
             self.values.note_call(context, list(indices_at(self._recorder.ops[index].op.inputs)))
 
     def current_inputs(self, context: amanda.OpContext) -> list[int]:
-        """Return the indices of the present inputs of a context's op, for a backward op of the gradients."""
+        """Return the indices of the inputs that a context's op has now; of a backward op, of the gradients.
+
+        Summands stand for a gradient that autograd added up.  Tensors without an index are left out.
+        """
         values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or []
         if context.is_backward():
-            _, arrived = self.values.incoming_gradients(len(values), take=False)
-            if any(arrived):
-                return [index for sent in arrived for index in sent]
+            # `take=False`: the op itself takes the summands when it runs.
+            _, summands_by_gradient = self.values.incoming_gradients(len(values), take=False)
+            if any(summands_by_gradient):
+                return [index for summands in summands_by_gradient for index in summands]
         indices = map(self._tensors.current_index, filter(self.values.is_tensor, leaves(values)))
         return [index for index in indices if index is not None]
 

@@ -309,7 +309,10 @@ def _name(value: Any) -> str | None:
 def _move_labels(
     type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family
 ) -> list[Family]:
-    """Return the outputs of an op, as arrays, for labels in place of the tensor that it moves."""
+    """Return the outputs of an op, as arrays, for labels in place of the tensor that it moves.
+
+    family: labels of the tensor, one for each element along its channels, broadcast to its shape.
+    """
     import tensorflow as tf
 
     # Raw ops are named as ops are, so that any op that moves elements is run on labels without a table.
@@ -317,8 +320,11 @@ def _move_labels(
     labels = tf.constant(np.ascontiguousarray(np.broadcast_to(family, values[label_position].shape)))
     inputs = [labels if i == label_position else value.tensor for i, value in enumerate(values)]
     # The raw op of Squeeze has a parameter `axis` for its attribute `squeeze_dims`.
-    renamed = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}
-    names = list(signature(compute).parameters)  # inputs, and then attributes
-    keywords = {name: renamed[name] for name in names[len(inputs) :] if renamed.get(name) is not None}
-    outputs = compute(**dict(zip(names, inputs, strict=False)), **keywords)
+    raw_attributes = {**attributes, "axis": attributes.get("axis", attributes.get("squeeze_dims"))}
+    names = list(signature(compute).parameters)
+    input_names, attribute_names = names[: len(inputs)], names[len(inputs) :]
+    keywords = {
+        name: raw_attributes[name] for name in attribute_names if raw_attributes.get(name) is not None
+    }
+    outputs = compute(**dict(zip(input_names, inputs, strict=False)), **keywords)
     return [value.numpy() for value in leaves([outputs])]

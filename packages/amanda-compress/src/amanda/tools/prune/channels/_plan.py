@@ -129,8 +129,9 @@ def importance_scores(
 ) -> Any:
     """Return the importance of each channel of a group; the least important is removed first.
 
-    "l1" and "l2" are norms over all weights of the group, over their mean, so that groups compare.  "taylor"
-    is the sum of (weight * gradient)**2 (Molchanov et al. 2019, eq. 8).  number: of the group, for "random".
+    "l1" and "l2" are norms over all weights of more than one axis, over their mean, so that groups compare.
+    "taylor" is the sum of (weight * gradient)**2 (Molchanov et al. 2019, eq. 8).  number: of the group, for
+    "random".
     Raises PruneError for a function with another result than a number for each channel, and for "taylor"
     without gradients.
     """
@@ -139,7 +140,7 @@ def importance_scores(
     values = group.values(tensors)
     if callable(importance):
         result = importance(values)
-        importances = _exact(result) if hasattr(result, "shape") else np.asarray(result, float)
+        importances = _as_float64(result) if hasattr(result, "shape") else np.asarray(result, float)
         if importances.shape != (len(group),) or not np.isfinite(importances).all():
             raise PruneError(
                 f"importance gave values of shape {importances.shape} for {group.name}; it returns a finite "
@@ -148,20 +149,22 @@ def importance_scores(
         return importances
     if importance == "taylor":
         for member in group.members:
+            # Vectors, such as biases, do not count, see `ChannelGroup.values`.
             if tensors[member.name].ndim > 1 and tensors[member.name].grad is None:
                 raise PruneError(
                     f'importance="taylor" reads gradients, and {member.name} has none: call backward() '
                     "before prepare(model, example)"
                 )
         gradients = group.values({member.name: tensors[member.name].grad for member in group.members})
-        rows = np.concatenate([_exact(values[name] * gradients[name]) for name in values], 1)
+        rows = np.concatenate([_as_float64(values[name] * gradients[name]) for name in values], 1)
         return np.square(rows).sum(1)
-    rows = np.concatenate([_exact(tensor) for tensor in values.values()], 1)
+    rows = np.concatenate([_as_float64(tensor) for tensor in values.values()], 1)
+    # Means instead of norms: over their mean below, both are the same.
     importances = np.abs(rows).mean(1) if importance == "l1" else np.sqrt(np.square(rows).mean(1))
     return importances / max(importances.mean(), np.finfo(float).tiny)
 
 
-def _exact(tensor: Any) -> Any:
+def _as_float64(tensor: Any) -> Any:
     """Return a tensor as an array of float64."""
     tensors = tensors_of(tensor)
     return np.asarray(tensors.to_numpy(tensors.detach(tensor)), float)
@@ -283,18 +286,19 @@ class RemovalPlan:
     latency: float | None = None
 
     def choose_channels(self, choice: ChannelOptions) -> None:
-        """Set the groups, the channels that are kept, and the reasons for whole layers."""
+        """Set the groups, the channels that are kept, the work that remains, and reasons for whole layers."""
         tensors = self.subject.tensors()
-        notes = self.tracing.notes
-        notes.labels.settle()
+        labels, work = self.tracing.notes.labels, self.tracing.notes.work
+        # From here on each family varies along one axis: groups are final.
+        labels.settle()
         self.groups = removable_groups(self.tracing)
         importances = [
             importance_scores(group, i, tensors, choice.importance, choice.seed)
             for i, group in enumerate(self.groups)
         ]
-        self.keep_masks = choice.budget.choose_keep_masks(self.groups, importances, notes.labels, notes.work)
-        self.alive = alive_labels(notes.labels, self.groups, self.keep_masks)
-        self.remaining_work = share_of_work(notes.work, self.alive)
+        self.keep_masks = choice.budget.choose_keep_masks(self.groups, importances, labels, work)
+        self.alive = alive_labels(labels, self.groups, self.keep_masks)
+        self.remaining_work = share_of_work(work, self.alive)
         self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:

@@ -336,12 +336,12 @@ def glu(call: FollowedOp) -> Sequence[Families]:
 
 
 def prelu(call: FollowedOp) -> Sequence[Families]:
-    """Match channels with slopes, where each has one."""
-    value, weight = call.inputs[:2]
-    if prod(weight.shape) == 1:
+    """Match channels, along axis 1, with their slopes; one slope for all matches none."""
+    value, slopes = call.inputs[:2]
+    if prod(slopes.shape) == 1:
         return same_channels(call)
     channels = call.along(call.of(value), 1)
-    call.match_vector(channels, weight)
+    call.match_vector(channels, slopes)
     return [shaped(channels, 1, value.ndim)]
 
 

@@ -182,8 +182,8 @@ def gptq(
 ) -> Codes:
     """Return the integers of a matrix of weights, column by column.
 
-    Otherwise the scales of a group that does not span the matrix are those of its columns when the block that
-    it begins in has been reached, as in the authors' code.
+    Without `act_order`, the scales of a group that does not span the matrix are those of its columns when the
+    block that it begins in has been reached, as in the authors' code.
     Integers and scales are in the order of the matrix.  Inputs that are always 0 have weights 0.
 
     Source: Frantar et al. 2022, algorithm 1.

@@ -379,15 +379,15 @@ def _reads_number(node: Node, args: Sequence[Any]) -> bool:
 
 
 def callee(node: Node, module: GraphModule) -> Callable[..., Any]:
-    """Return the callable of a node."""
+    """Return what a node calls; for a method, a callable that takes the receiver first."""
     if node.op == "call_function":
         return node.target  # type: ignore[return-value]
     if node.op == "call_module":
         return module.get_submodule(node.target)  # type: ignore[arg-type]
-    return _BoundMethod(str(node.target))
+    return _MethodByName(str(node.target))
 
 
-class _BoundMethod:
+class _MethodByName:
     """Callable that calls a method of its first argument."""
 
     def __init__(self, name: str) -> None:

@@ -188,7 +188,8 @@ class LateObservers:
         Observers of backward ops are called in the backward pass.
         """
         execution = GraphExecution(self._program)
-        start = sequence()
+        # Autograd's nodes from this number on are the graph's.
+        first_number = sequence()
         try:
             with interceptor.Suspension():
                 outputs = compiled(*args)
@@ -197,15 +198,15 @@ class LateObservers:
             raise
         self._call_observers(self._forward, execution)
         if self._backward:
-            self._call_after_backward(outputs, args, start, execution)
+            self._call_after_backward(outputs, args, first_number, execution)
         return outputs
 
     def _call_after_backward(
-        self, outputs: Any, args: Sequence[Any], start: int, execution: GraphExecution
+        self, outputs: Any, args: Sequence[Any], first_number: int, execution: GraphExecution
     ) -> None:
         """Hook the node of the compiled backward pass to call the observers of backward ops."""
         tensors = [leaf for leaf in tree_flatten((outputs, args))[0] if isinstance(leaf, torch.Tensor)]
-        nodes = [node for node, _ in backward_nodes(tensors, start, sequence())]
+        nodes = [node for node, _ in backward_nodes(tensors, first_number, sequence())]
         # One hook at the node for all backward ops of the graph: they run together.
         graph_node = next((node for node in nodes if type(node).__name__ == _NODE), None)
         if graph_node is not None:
