@@ -149,7 +149,7 @@ class ShapeCounts(amanda.ShapeTally):
     def _place_of_op(self, cost: OpCost, calls: int) -> OpCost:
         # Ops with equal keys share their costs, so these may be those of another op.
         module, source = self._context.get_scope(), self._context.get_source()
-        parameters = self._context["parameters"]
+        parameters = self._context["parameters"] if cost.parameters else ()
         return replace(cost, module=module, source=source, parameters=parameters, calls=calls)
 
     def _shaped(self, shapes: tuple[Any, ...]) -> ShapedContext:
