@@ -177,7 +177,7 @@ def test_trials_without_a_fault_are_in_no_rate() -> None:
 def test_what_cannot_be_a_campaign_is_said() -> None:
     with pytest.raises(InjectError, match="output of the program varies"):
         campaign(lambda: torch.rand(3), type="rand")
-    with pytest.raises(InjectError, match=r"has a tensor for this fault.*there were neg"):
+    with pytest.raises(InjectError, match=r"has a tensor for this fault.*types were neg"):
         campaign(lambda: torch.ones(3).neg(), type="conv2d")
     with pytest.raises(InjectError, match="trials is 0"):
         Campaign(InjectTool(), trials=0)
