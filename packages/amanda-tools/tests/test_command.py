@@ -303,7 +303,7 @@ def test_the_command_line_comes_before_the_configuration() -> None:
     config = [ToolSpec("flops", {"module": "a", "out": "x.json"}), ToolSpec("nan")]
     line = [ToolSpec.parse("flops:module=b"), ToolSpec.parse("flops:module=c"), ToolSpec("stats")]
     specs = merge_specs(config, line)
-    assert [(spec.name, spec.given) for spec in specs] == [
+    assert [(spec.name, spec.options) for spec in specs] == [
         ("flops", {"module": ["b"], "out": "x.json"}),
         ("nan", {}),
         ("flops", {"module": ["c"]}),

@@ -67,7 +67,7 @@ def _command(
     specs = get_config(config, tools, such_as="-t prune").tools
     for spec in specs:
         # A file is run by programs that count no steps, so a window of steps would be open for good.
-        if steps := _STEPS & spec.given.keys():
+        if steps := _STEPS & spec.options.keys():
             selectors = ", ".join(sorted(steps))
             raise SpecError(f"tool {spec.name}: {selectors} chooses steps, and a file has none")
     toolings = make_tools(specs)

@@ -108,7 +108,7 @@ def _command(
     toolings = make_tools(configuration.tools, alone=True)  # so that errors come before the program starts
     for spec, tooling in zip(configuration.tools, toolings, strict=True):
         if tooling.out is not None:  # absolute, for processes that start in another folder
-            spec.given["out"] = str(tooling.out)
+            spec.options["out"] = str(tooling.out)
     _check_column(sort, toolings)
     # Of a whole model people ask first which parts take most.
     is_tree = is_model(program[0]) and not sort and top is None
@@ -237,7 +237,7 @@ def launch(
     # none has failed, and has said why.
     is_expected = is_model(program[0]) or not {"-h", "--help"}.isdisjoint(program)
     settings = RunSettings(
-        tools=[(tool.name, dict(tool.given)) for tool in tools], folder=folder, root=os.getpid(),
+        tools=[(tool.name, dict(tool.options)) for tool in tools], folder=folder, root=os.getpid(),
         output=None if output is None else str(output), frameworks=frameworks, together=shared is not None,
         is_rank=is_in_rank(),
         no_op_texts=[] if is_expected else [no_op_text(name, frameworks) for name in names], **options,

@@ -227,7 +227,7 @@ class ToolSpec:
     """The registered name of a tool, and values for its options: texts, or values of a configuration file."""
 
     name: str
-    given: dict[str, OptionValue] = field(default_factory=dict)
+    options: dict[str, OptionValue] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, text: str) -> ToolSpec:
@@ -256,7 +256,7 @@ class ToolSpec:
         """Return `NAME:option=value,...`, or the name alone."""
         options = [
             f"{name}={'+'.join(map(str, value)) if isinstance(value, list) else value}"
-            for name, value in self.given.items()
+            for name, value in self.options.items()
         ]
         return f"{self.name}:{','.join(options)}" if options else self.name
 
@@ -269,7 +269,7 @@ class ToolSpec:
         """
         kind = _class(self.name)
         options = options_of(kind)
-        values = {name: self._read(name, value, options) for name, value in self.given.items()}
+        values = {name: self._read(name, value, options) for name, value in self.options.items()}
         required = [option for option in options.values() if option.default is REQUIRED]
         missing = [str(option) for option in required if option.name not in values]
         if missing:
@@ -330,12 +330,12 @@ def split_tools(word: str) -> list[str]:
 
 def merge_specs(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
-    specs = [ToolSpec(spec.name, dict(spec.given)) for spec in first]
+    specs = [ToolSpec(spec.name, dict(spec.options)) for spec in first]
     # The first of several with one name is the one to be overridden.
     specs_by_name = {spec.name: spec for spec in reversed(specs)}
     for spec in second:
         if spec.name in specs_by_name:
-            specs_by_name.pop(spec.name).given.update(spec.given)
+            specs_by_name.pop(spec.name).options.update(spec.options)
         else:
             specs.append(spec)
     return specs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import amanda
@@ -335,7 +336,7 @@ class ParameterKeys:
         if key is None:
             place = (context["type"], context.get_scope(), context.get_source())
             used = self._numbers.setdefault(place, set())
-            number = next(number for number in range(len(used) + 1) if number not in used)
+            number = next(number for number in count(len(used)) if number not in used)
             used.add(number)
             key = self._keys[parameter] = place, number
             self._first_read.setdefault(context.get_op_id(), []).append(parameter)

@@ -92,7 +92,7 @@ def unread_sentence(role: str, reason: str, kind: str, where: str) -> str:
 
 _NOT_READ = " is not read: "
 _NAMED_UNREAD = 3
-"""Tensors that are not read for one reason and have a sentence each; more share one."""
+"""How many tensors that are not read for the same reason have a sentence each; more share a sentence."""
 
 
 def folded_unread(sentences: Iterable[str]) -> list[str]:

@@ -163,7 +163,7 @@ def _split_options(text: str) -> tuple[str, dict[str, Any]]:
     name, _, last = text.rpartition(":")
     if not name or "=" not in last:
         return text, {}
-    values = ToolSpec.parse(f"model:{last}").given
+    values = ToolSpec.parse(f"model:{last}").options
     try:
         return name, {key: yaml.safe_load(value[-1]) for key, value in values.items()}  # type: ignore[index]
     except yaml.YAMLError as error:

@@ -251,7 +251,7 @@ def _merge_by_columns(results: Mapping[str, Result]) -> Table:
 
 
 def _merge_values(column: Column, values: Sequence[Any]) -> Any:
-    """Return the values of one column as one: the first where the column does not merge; None if all are."""
+    """Merge the values of a column: into the first if it does not merge, into None if all are None."""
     present = [value for value in values if value is not None]
     return _MERGE_FUNCTIONS[column.merge](present) if column.merge and present else values[0]
 

@@ -1,4 +1,4 @@
-"""What tools see of an operation of a graph: its facts, variables and tensors, and its eager computation."""
+"""Facts of an operation of a graph that tools see: its variables and tensors, and its eager computation."""
 
 from __future__ import annotations
 
