@@ -29,6 +29,7 @@ _NO_ACTIONS = Actions()
 def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
     """Compile the actions at an analysed backward op to native hooks; None where Python has to run them.
 
+    Where a routine takes shapes, the result only has `at`, which creates the hooks of each execution.
     op, place: type of the backward op, and its place among the backward ops of the forward op.
     """
     if ops.reader is None or trace.facts is None:
@@ -39,13 +40,13 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     backward_id = trace.facts.backward_id(op.__name__, place)
     if any(backward_id not in plan.backward.actions for plan in trace.plan.plans_with_backward):
         return None
-    by_plan = [plan.backward.actions[backward_id] for plan in trace.plan.plans_with_backward]
+    actions_by_plan = [plan.backward.actions[backward_id] for plan in trace.plan.plans_with_backward]
     # Hooks run around the kernel; a replacement's result has to be put in its place by Python.
-    if any(actions.replace for actions in by_plan):
+    if any(actions.replace for actions in actions_by_plan):
         return None
     facts = trace.facts.at_backward(op, backward_id, True)
     facts.drop_values()
-    merged = Actions.merged(by_plan)
+    merged = Actions.merged(actions_by_plan)
     # The dict belongs to one execution, and these hooks are shared by all executions.
     if any(action.takes_run for action in merged.all):
         return None
@@ -55,7 +56,7 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     if (merged.before and before is None) or (merged.after and after is None):
         return None  # too many values for native code
 
-    def with_shapes(*shapes: tuple[Any, ...]) -> NativeStep:
+    def create_hooks(*shapes: tuple[Any, ...]) -> NativeStep:
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
         return NativeStep(
             None if before is None else before.hook(reader, resume, merged.before, *shapes),
@@ -63,7 +64,7 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
         )
 
     takes_shapes = any(action.takes_shapes for action in merged.all)
-    return NativeStep(None, None, with_shapes) if takes_shapes else with_shapes()
+    return NativeStep(None, None, create_hooks) if takes_shapes else create_hooks()
 
 
 class NativeStep(NamedTuple):
@@ -97,15 +98,15 @@ class _PythonContinuation:
     ) -> tuple[Any, ...] | None:
         """Run the routines from the resumption's step on; return the gradients, or None if none changed."""
         step, returned = resumption.step, resumption.returned
-        values = changed = list(grads)
+        initial_grads = current_grads = list(grads)
         with interceptor.Suspension(), self._ops.reading():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED
-                    changed = run_routine(
-                        self._ops, action, changed, self._facts, {}, False, (), result, shapes=shapes
+                    current_grads = run_routine(
+                        self._ops, action, current_grads, self._facts, {}, False, (), result, shapes=shapes
                     )
-        return None if changed is values else tuple(changed)
+        return None if current_grads is initial_grads else tuple(current_grads)
 
 
 class BackwardStep:
@@ -148,10 +149,10 @@ class BackwardStep:
         unanalysed = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
         if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
-            self._expect_further_op(plan)
+            self._note_new_backward_op(plan)
         elif facts.dropped:
             if actions is not None and unanalysed:
-                self._report_dropped(unanalysed)
+                self._report_dropped_values(unanalysed)
         else:
             if not plan.is_backward_analysed(self.id):
                 trace.pending.add(self.id)
@@ -166,7 +167,7 @@ class BackwardStep:
             return stack.backward_tools
         return [*filter(self._state.is_open, stack.backward_tools)]
 
-    def _report_dropped(self, tools: Sequence[AnyTool]) -> None:
+    def _report_dropped_values(self, tools: Sequence[AnyTool]) -> None:
         """Report that tools do not analyse the op, since the values that it read are gone."""
         names = ", ".join(type(tool).__name__ for tool in tools)
         if not self._state.cache:
@@ -179,7 +180,7 @@ class BackwardStep:
             reason = "it came after a pass that did not retain the graph, so what the op read is gone"
         self._state.report(subject, reason, self._facts.source)
 
-    def _expect_further_op(self, plan: Plan) -> None:
+    def _note_new_backward_op(self, plan: Plan) -> None:
         """Record and report that the op has a backward op which no earlier pass had, as for other shapes.
 
         The next passes analyse it.  The op's native programs are dropped, so that these passes store values.
@@ -209,8 +210,8 @@ class BackwardStep:
     @property
     def has_work(self) -> bool:
         """Return True if an analysis or an open tool's action is due, so that the driver has to add hooks."""
-        recorded = (action for actions in self._actions for action in actions.all)
-        return bool(self._unanalysed or any(map(self._is_open, recorded)))
+        all_actions = (action for actions in self._actions for action in actions.all)
+        return bool(self._unanalysed or any(map(self._is_open, all_actions)))
 
     def before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Run analyses and routines before the op; return the gradients that enter the op."""
@@ -220,8 +221,8 @@ class BackwardStep:
             self._actions[i] = self._analyse_before(plan, tools)
         # A framework may run the op again within this pass; that run analyses nothing.
         self._unanalysed = []
-        recorded = [action for actions in self._actions for action in actions.before]
-        for action in in_running_order(recorded, False):
+        actions_before = [action for actions in self._actions for action in actions.before]
+        for action in in_running_order(actions_before, after=False):
             grads = self._run_routine(action, grads)
         # AccumulateGrad takes over a gradient without a copy only if nobody else holds a reference to it.
         self._facts.grad_outputs = None
@@ -266,13 +267,13 @@ class BackwardStep:
         for plan, pending in self._pending:
             pending.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
             pending.store()
-            has_died = self._trace.op_id not in plan.stack.plans  # with its model, during the pass
-            if self._state.cache and has_died:
+            op_has_died = self._trace.op_id not in plan.stack.plans  # with its model, during the pass
+            if self._state.cache and op_has_died:
                 # Nothing else will drop the plan that was stored just now.
                 plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
-        recorded = [action for actions in self._actions for action in actions.after]
-        for action in in_running_order(recorded, True):
+        actions_after = [action for actions in self._actions for action in actions.after]
+        for action in in_running_order(actions_after, after=True):
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
         # An op with analyses to come stays pending, since it still needs the execution's values.

@@ -83,7 +83,7 @@ class Call(ABC):
         return [*values, *written], lambda changed: rebuild(list(changed[:result_count]))
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Return the user's tensors that the op has written, for `Views.wrote`."""
+        """Return the user's tensors that the op has written, for `Views.copy_writes`."""
         return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
 
     # True here: an op that is not known to be harmless is checked for writes at its first execution.

@@ -66,6 +66,7 @@ class EagerDriver(EagerOps, Driver):
     ) -> Any:
         """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
 
+        Tools see nothing of a call for which the op's only plan has no work, or that meets an `obstacle`.
         call_cache: native programs and plans of the op; None before its first execution.
         key: key of the call's form, under which a program may be stored; 0 where none may.
         resumption: where to go on with an execution that native code has begun; None where the call starts.
@@ -137,9 +138,9 @@ class EagerDriver(EagerOps, Driver):
         """Run the routines of a plan and the op between them; return the op's result for the program.
 
         analysis: the analysis to complete after the op, at its first execution.
-        last_called, returned: index of the routine that native code called last, and its result; -1 where it
-        called none.
-        changed_inputs: inputs after the routines that native code called; None for the call's inputs.
+        last_called, returned: index of the routine that native code called last, and its result, which is not
+        yet among the inputs; -1 where native code called none.
+        changed_inputs: inputs after the earlier routines; None for the call's inputs.
         """
         # The facts of the first execution, without values: errors and notes name the same op at each
         # execution.
@@ -147,11 +148,12 @@ class EagerDriver(EagerOps, Driver):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         # Created before the routines run: nodes that these create must be told from the op's.
         tracing = self.tracing() if plan.has_backward_routines else None
-        actions = plan.actions(state.recall is not None)
+        is_recomputation = state.recall is not None
+        actions = plan.actions(is_recomputation)
         run = plan.run_dicts(self, state.is_recorded).dict_for_python(actions.before[: last_called + 1])
         shapes: tuple[Any, ...] | None = None
         if _may_need_shapes(plan, call, analysis):
-            shapes = (self.shapes(call.inputs),)
+            shapes = (self.shapes(call.inputs),)  # those of the outputs follow once the op has run
         for i, action in enumerate(actions.before):
             if i >= last_called:
                 result = returned if i == last_called else NOT_CALLED
@@ -194,13 +196,14 @@ class EagerDriver(EagerOps, Driver):
         written = call.written(inputs, values)
         if written and saved is None and plan.has_output_routines:
             saved = self.saved_of(written, values)
-        after = plan.actions(state.recall is not None).after
-        changed = self._run_after(after, values, written, facts, run, state, shapes, inputs, saved=saved)
+        # Asked for once more: the analyses after the op may have completed the plan.
+        after = plan.actions(is_recomputation).after
+        final_values = self._run_after(after, values, written, facts, run, state, shapes, inputs, saved=saved)
         if self.views is not None:
-            changed = self._link_views(
-                self.views, call, inputs, values, changed, facts, _inputs_isolated(plan, state)
+            final_values = self._tie_replaced_views(
+                self.views, call, inputs, values, final_values, facts, _inputs_isolated(plan, state)
             )
-        return outputs if changed is values else rebuild(changed)
+        return outputs if final_values is values else rebuild(final_values)
 
     def _write_back(
         self, call: Call, inputs: list[Any], versions: list[Any], values: list[Any]
@@ -224,20 +227,21 @@ class EagerDriver(EagerOps, Driver):
             [original_of.get(id(value), value) for value in inputs],
         )
 
-    def _link_views(
+    def _tie_replaced_views(
         self,
         views: Views,
         call: Call,
         inputs: list[Any],
         values: list[Any],
-        changed: list[Any],
+        final_values: list[Any],
         facts: OpFacts,
         isolated: bool,
     ) -> list[Any]:
-        """Link values from routines with the views that they replaced; return the outputs to use.
+        """Tie values from routines to the views that they replaced; return the outputs to use.
 
-        Copies what the op has written to the other sides of links.  An output that is an input which a
+        Copies what the op has written to the other sides of ties.  An output that is an input which a
         routine replaced by an equal value becomes the program's own input.
+        values, final_values: outputs before and after the routines.
         isolated: whether the routines before the op took no part in autodiff.
         """
         if inputs is not call.inputs:
@@ -251,22 +255,22 @@ class EagerDriver(EagerOps, Driver):
                     return self.results(call, call.invoke(call.inputs), call.inputs)[0]
 
             if isolated:
-                original_of = self._find_returned_inputs(call.inputs, inputs, changed, rerun)
+                original_of = self._find_returned_inputs(call.inputs, inputs, final_values, rerun)
                 if original_of:
                     values = [original_of.get(id(value), value) for value in values]
-                    changed = [original_of.get(id(value), value) for value in changed]
-        if inputs is not call.inputs or changed is not values:
-            changed = self.known_to_autodiff(call.inputs, inputs, values, changed)
+                    final_values = [original_of.get(id(value), value) for value in final_values]
+        if inputs is not call.inputs or final_values is not values:
+            final_values = self.known_to_autodiff(call.inputs, inputs, values, final_values)
         if inputs is not call.inputs:
-            views.link_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
-        if changed is not values:
-            changed = views.link_outputs(inputs, values, changed, (facts.name, facts.source))
+            views.tie_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
+        if final_values is not values:
+            final_values = views.tie_outputs(inputs, values, final_values, (facts.name, facts.source))
         # `views` is true while there are ties.
         if views and call.mutable:
-            views.wrote(call.writes(inputs, values))
+            views.copy_writes(call.writes(inputs, values))
         if views and call.may_write_unseen():
-            views.settle()
-        return changed
+            views.copy_unseen_writes()
+        return final_values
 
     def _find_returned_inputs(
         self,
@@ -312,24 +316,25 @@ class EagerDriver(EagerOps, Driver):
         copy_saved = None if saved is None else saved.copy_before_write
         for action in actions:
             mutable = [i for i, value in enumerate(values) if is_among(value, written)]
-            changed = run_routine(
+            new_values = run_routine(
                 self, action, values, facts, run, state.autodiff, mutable, returned, copy_saved, shapes
             )
-            if changed is not values and not (action.differentiable or state.autodiff):
-                changed = self._keep_returned_inputs(values, changed, inputs)
-            values, returned = changed, NOT_CALLED
+            if new_values is not values and not (action.differentiable or state.autodiff):
+                new_values = self._restore_returned_inputs(values, new_values, inputs)
+            # Native code has called the first routine at most.
+            values, returned = new_values, NOT_CALLED
         return values
 
-    def _keep_returned_inputs(
-        self, values: list[Any], changed: Sequence[Any], inputs: Sequence[Any]
+    def _restore_returned_inputs(
+        self, values: list[Any], new_values: Sequence[Any], inputs: Sequence[Any]
     ) -> list[Any]:
-        """Return changed outputs with inputs that the op returned instead of equal tensors of a routine.
+        """Return the outputs after a routine, with inputs that the op returned instead of equal tensors.
 
-        Returns `values` itself if these are all.
+        Returns `values`, the outputs before the routine, if no other output has changed.
         """
         outputs = [
             old if new is not old and self.is_handed_back(old, inputs) and self.same(old, new) else new
-            for old, new in zip(values, changed, strict=True)
+            for old, new in zip(values, new_values, strict=True)
         ]
         return values if all(map(operator.is_, values, outputs)) else outputs
 
@@ -349,25 +354,25 @@ class EagerDriver(EagerOps, Driver):
         values, rebuild = self.results(call, outputs, inputs)
         actions = plan.actions(state.recall is not None)
         # Steps count the routines before the op, then those after it.
-        first = step - len(actions.before)
-        if first < 0:  # native code stopped at the op's own result
-            first, returned = 0, NOT_CALLED
+        start = step - len(actions.before)  # the routine after the op at which native code stopped
+        if start < 0:  # native code stopped at the op's own result
+            start, returned = 0, NOT_CALLED
         written = call.written(inputs, values)
         saved = self.saved_of(written, values) if written else None
-        remaining, shapes = actions.after[first:], (self.shapes(call.inputs), self.shapes(values))
-        first_uncalled = first if returned is NOT_CALLED else first + 1
+        shapes = (self.shapes(call.inputs), self.shapes(values))
+        first_uncalled = start if returned is NOT_CALLED else start + 1
         run: dict[str, Any] = {}
         if any(action.takes_run for action in actions.after[first_uncalled:]):
             called = (*actions.before, *actions.after[:first_uncalled])
             run = plan.run_dicts(self, state.is_recorded).dict_for_python(called, plan.has_backward_routines)
-        changed = self._run_after(
-            remaining, values, written, facts, run, state, shapes, inputs, returned, saved
+        final_values = self._run_after(
+            actions.after[start:], values, written, facts, run, state, shapes, inputs, returned, saved
         )
         if self.views is not None:
-            changed = self._link_views(
-                self.views, call, inputs, values, changed, facts, _inputs_isolated(plan, state)
+            final_values = self._tie_replaced_views(
+                self.views, call, inputs, values, final_values, facts, _inputs_isolated(plan, state)
             )
-        return outputs if changed is values else rebuild(changed)
+        return outputs if final_values is values else rebuild(final_values)
 
     def _run_op(
         self,
@@ -412,7 +417,7 @@ class EagerDriver(EagerOps, Driver):
 
     def _must_see_writes(self, stack: ToolStack, op_id: int) -> bool:
         """Return True if views have to follow the writes of an op."""
-        return self.views is not None and self.views.watching and op_id in stack.writing_ops
+        return self.views is not None and self.views.watches_writes and op_id in stack.writing_ops
 
     def finish(self, trace: Trace, may_run_again: bool = True) -> None:
         """Mark the backward ops of an execution as analysed.
@@ -423,7 +428,7 @@ class EagerDriver(EagerOps, Driver):
 
     def closing(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced; report the others."""
-        for name, source in () if self.views is None else self.views.release():
+        for name, source in () if self.views is None else self.views.untie_all():
             report.add(
                 f"what is written after the scope into a result of {name}, or into what that was a view of",
                 "a routine gave the result another value, so the two no longer share memory", source,

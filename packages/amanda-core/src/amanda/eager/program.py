@@ -51,15 +51,15 @@ def cache_program(
         leave_trace = _trace_recorder(ops, call_cache, plan, actions, run_dicts, call, needs_grad, facts)
         if leave_trace is None:
             return
-    refuses = None
+    refuses_argument = None
     # An in-place op or `out=` whose outputs routines may replace.
     if call.targets and needs_grad is not None and plan.has_output_routines:
         if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
             return
         # The op's own backward may have saved the tensor that a routine then writes into; where the driver
         # cannot replace the saved tensor by a copy, Python runs the call.
-        refuses = ops.saves_out_of_reach
-    program = _build_program(ops, plan, actions, run_dicts, call, facts, leave_trace, refuses)
+        refuses_argument = ops.saves_out_of_reach
+    program = _build_program(ops, plan, actions, run_dicts, call, facts, leave_trace, refuses_argument)
     if program is not None:
         call_cache.learn(key, program)
 
@@ -93,7 +93,10 @@ def _trace_recorder(
     mutable, unreturned = tuple(call.mutable), tuple(call.unreturned(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
-        """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.made_between`."""
+        """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.made_between`.
+
+        Drops the op's programs where executions may share one trace from now on.
+        """
         run = run_dicts.dict_for_backward(actions.before, actions.after)
         trace = Trace(facts.op_id, needs_grad, plan, run)
         values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned]
@@ -116,12 +119,13 @@ def _build_program(
     call: Call,
     facts: OpFacts,
     leave_trace: Callable[..., None] | None,
-    refuses: Callable[[Any], bool] | None,
+    refuses_argument: Callable[[Any], bool] | None,
 ) -> interceptor.Program | None:
     """Return the native program for calls of this form; None where Python has to execute the plan.
 
     leave_trace: called with the clock readings around the op, if backward ops have to be traced.
-    refuses: returns True for a first argument with which Python has to run the call; None if there is none.
+    refuses_argument: returns True for a first argument with which Python has to run the call; None if native
+    code can run all calls.
 
     Native code calls the routines and checks that they did not modify their arguments. A returned tensor of
     the same dtype, shape and device replaces the original; after any other result Python continues.
@@ -148,11 +152,11 @@ def _build_program(
         value if source == _DEFAULT else None for value, source in zip(call.inputs, sources, strict=True)
     )
     is_traced = leave_trace is not None
-    routines = run_dicts.native_routines(ops, actions.before, actions.after, is_traced)
+    native_routines = run_dicts.native_routines(ops, actions.before, actions.after, is_traced)
     return _program_of_routines(
-        actions.before, actions.after, facts, sources, constants, plan, leave_trace, refuses, replacement,
-        takes_equals, is_traced and plan.backward_takes_shapes, tuple(call.unreturned(None)),
-        routines=routines, replaced_by=actions.replace,
+        actions.before, actions.after, facts, sources, constants, plan, leave_trace, refuses_argument,
+        replacement, takes_equals, is_traced and plan.backward_takes_shapes, tuple(call.unreturned(None)),
+        native_routines=native_routines, replacement_action=actions.replace,
     )  # fmt: skip
 
 
@@ -165,22 +169,25 @@ def _program_of_routines(
     before: Sequence[Action],
     after: Sequence[Action],
     facts: OpFacts,
-    *form: Any,
-    routines: Mapping[Action, Routine] = MappingProxyType({}),
-    replaced_by: Action | None = None,
+    *arguments_of_op: Any,
+    native_routines: Mapping[Action, Routine] = MappingProxyType({}),
+    replacement_action: Action | None = None,
 ) -> interceptor.Program | None:
     """Return a native program; None where its routines take more values than native code can hold.
 
-    form: further arguments of `interceptor.Program`, for programs with an op.
-    routines: functions to call instead of an action's own.  replaced_by: the action instead of the op.
+    arguments_of_op: further arguments of `interceptor.Program`, for programs with an op.
+    native_routines: functions to call instead of an action's own.  replacement_action: runs instead of the
+    op; its step is one of the further arguments.
     """
-    reporter = _ErrorReporter((*before, *after, *([] if replaced_by is None else [replaced_by])), facts)
-    steps = [
-        tuple(_routine_step(action, routines.get(action, action.func)) for action in actions)
+    # Native code reports errors by the index of a step; the replacement is the last.
+    replacement_actions = [] if replacement_action is None else [replacement_action]
+    reporter = _ErrorReporter((*before, *after, *replacement_actions), facts)
+    steps_before, steps_after = (
+        tuple(_routine_step(action, native_routines.get(action, action.func)) for action in actions)
         for actions in (before, after)
-    ]
+    )
     try:
-        return interceptor.Program(*steps, reporter, *form)
+        return interceptor.Program(steps_before, steps_after, reporter, *arguments_of_op)
     except ValueError:  # more values than the fixed arrays of native code hold
         return None
 
@@ -195,27 +202,30 @@ def _replacement_step(
     if action.takes_run or action.takes_original or action.reads:
         return None
     inputs = call.inputs
-    positions, named = list(action.select or ()), dict[str, int]()
+    positions, position_by_name = list(action.select or ()), dict[str, int]()
     if action.select is None:
 
         def holds_tensors(position: int) -> bool:
             return any(map(ops.is_tensor, spread([inputs[position]])))
 
-        positions, named = replacement_arguments(
+        # Positions stand for the inputs: native code takes the values of each call from there.
+        positions, position_by_name = replacement_arguments(
             action.parameters, range(len(inputs)), call.names, holds_tensors
         )
     elif any(position >= len(inputs) for position in positions):
         return None
-    arguments, kwargs = [inputs[i] for i in positions], {name: inputs[i] for name, i in named.items()}
+    arguments = [inputs[position] for position in positions]
+    kwargs = {name: inputs[position] for name, position in position_by_name.items()}
     # A call that would raise is left to Python, whose error lists the op's values.
     if (
-        named.keys() & action.kwargs.keys()
+        position_by_name.keys() & action.kwargs.keys()
         or signature_error(action, inputs, call.names, arguments, kwargs) is not None
     ):
         return None
     isolated = False  # a replacement takes part in autodiff
-    step = action.func, (*positions, *named.values()), dict(action.kwargs), action.tool._amanda.lock, isolated
-    return step, tuple(named)
+    select = (*positions, *position_by_name.values())
+    step = action.func, select, dict(action.kwargs), action.tool._amanda.lock, isolated
+    return step, tuple(position_by_name)
 
 
 def _routine_step(action: Action, routine: Routine) -> tuple[Any, ...]:

@@ -48,30 +48,30 @@ class Tie(ABC):
         """Return the view, outside autodiff."""
 
     @abstractmethod
-    def carry(self, start: Hashable, written: Any) -> Any:
+    def copy_across(self, start: Hashable, written: Any) -> Any:
         """Copy written elements from one end to the other; return the elements written there, None if none.
 
         start: the memory that was written.  written: which part of the memory.
         """
 
     @abstractmethod
-    def drifted(self) -> Any:
-        """Return the side that was written without the driver since the last copy; None if neither was."""
+    def side_written_unseen(self) -> Any:
+        """Return the side that was written past the driver since the last copy; None if neither was."""
 
     @abstractmethod
-    def rejoin(self) -> bool:
+    def turn_into_view(self) -> bool:
         """Turn the value into a view again if its contents equal the view's; return True if it is one."""
 
 
 class Views(ABC):
     """The ties of living values.
 
-    watching: whether there was a tie since the last scope opened. From then on ops that write run in Python,
-    so that their writes are seen.
+    watches_writes: whether there was a tie since the last scope opened. From then on ops that write run in
+    Python, so that their writes are seen.
     """
 
     def __init__(self) -> None:
-        self.watching = False
+        self.watches_writes = False
         _all_views.add(self)
         self._ties: dict[Hashable, list[Tie]] = {}
         self._labels: dict[Tie, Label] = {}
@@ -82,7 +82,7 @@ class Views(ABC):
     def memory(self, value: Any) -> Hashable:
         """Return the identity of a tensor's memory; None where it has none or the memory is unknown."""
 
-    def parts_of(self, value: Any) -> Sequence[Any]:
+    def components_of(self, value: Any) -> Sequence[Any]:
         """Return the tensors that a composite tensor consists of; for a plain tensor, the tensor itself."""
         return (value,)
 
@@ -91,11 +91,11 @@ class Views(ABC):
         return True
 
     @abstractmethod
-    def is_lent(self, value: Any) -> bool:
+    def is_in_foreign_memory(self, value: Any) -> bool:
         """Return True if a tensor lies in memory of another library, such as a NumPy array's."""
 
     @abstractmethod
-    def tie(
+    def create_tie(
         self, view: Any, value: Any, is_input: bool, on_death: Callable[[Tie], None],
         holders: Sequence[Any] = (),
     ) -> Tie:  # fmt: skip
@@ -106,25 +106,25 @@ class Views(ABC):
         """
 
     @abstractmethod
-    def laid_out(self, view: Any, value: Any) -> Any:
+    def copy_in_layout(self, view: Any, value: Any) -> Any:
         """Return a differentiable copy of a tensor with its own memory and, if possible, a view's strides."""
 
     @abstractmethod
-    def shares(self, value: Any) -> bool:
+    def shares_memory(self, value: Any) -> bool:
         """Return True if a tensor certainly shares its memory."""
 
     @abstractmethod
-    def alike(self, first: Any, second: Any) -> bool:
+    def have_same_layout(self, first: Any, second: Any) -> bool:
         """Return True if two tensors have the same layout, so that an op returns views of both or neither."""
 
     @abstractmethod
-    def parts(self, values: Sequence[Any]) -> dict[Hashable, Any]:
+    def written_parts(self, values: Sequence[Any]) -> dict[Hashable, Any]:
         """Return the written part of each memory, for some written tensors."""
 
     def __bool__(self) -> bool:
         return bool(self._ties)
 
-    def link_inputs(
+    def tie_inputs(
         self,
         originals: Sequence[Any],
         replacements: Sequence[Any],
@@ -139,83 +139,84 @@ class Views(ABC):
         flat_outputs = spread(outputs)
         memories_of_outputs = [self._memories(output) for output in flat_outputs]
         for view, value in _replaced_pairs(originals, replacements):
-            view_parts, value_parts = self.parts_of(view), self.parts_of(value)
+            view_parts, value_parts = self.components_of(view), self.components_of(value)
             if len(view_parts) != len(value_parts):
                 continue
             for view_part, value_part in zip(view_parts, value_parts, strict=True):
                 value_memory = self.memory(value_part)
-                overlapping = [
+                views_of_value = [
                     output for output, memories in zip(flat_outputs, memories_of_outputs, strict=True)
                     if any(self._reaches(memory, {value_memory}) for memory in memories)
                 ]  # fmt: skip
-                if value_memory is None or not overlapping or view_part.shape != value_part.shape:
+                if value_memory is None or not views_of_value or view_part.shape != value_part.shape:
                     continue
                 # Otherwise the program may drop the value and keep an output in its memory, which then
                 # decides how long the tie lives.
-                is_held = value_part is value and all(
-                    self.keeps_alive(output, value) for output in overlapping
+                value_outlives_outputs = value_part is value and all(
+                    self.keeps_alive(output, value) for output in views_of_value
                 )
                 # Of tensors with the same layout the op returns views of both; else it has to run to tell.
-                overlaps_view = (is_held and self.alike(view_part, value_part)) or any(
-                    self.memory(view_part) in self._memories(output) for output in spread(rerun())
-                )
-                if overlaps_view:
-                    self._add_tie(view_part, value_part, True, label, () if is_held else overlapping)
+                op_returns_views = (
+                    value_outlives_outputs and self.have_same_layout(view_part, value_part)
+                ) or any(self.memory(view_part) in self._memories(output) for output in spread(rerun()))
+                if op_returns_views:
+                    holders = () if value_outlives_outputs else views_of_value
+                    self._add_tie(view_part, value_part, True, label, holders)
 
-    def link_outputs(
+    def tie_outputs(
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
     ) -> list[Any]:
         """Tie values that replaced outputs to these outputs if they are views; return the values to use."""
         # Read before any output is linked, which changes what lies in which memory.
         input_memories = {id(tensor): self._memories(tensor) for tensor in spread(inputs)}
         return [
-            self._link_output(old, new, input_memories, label)
+            self._tie_output(old, new, input_memories, label)
             for old, new in zip(outputs, replacements, strict=True)
         ]
 
-    def wrote(self, values: Sequence[Any]) -> None:
+    def copy_writes(self, values: Sequence[Any]) -> None:
         """Copy an op's writes into these tensors to the other sides of their ties."""
-        parts = [part for value in values for part in self.parts_of(value)]
+        parts = [part for value in values for part in self.components_of(value)]
         tied_parts = [part for part in parts if self.memory(part) in self._ties]
         if tied_parts:
-            self._copy_across(self.parts(tied_parts))
+            self._copy_along_ties(self.written_parts(tied_parts))
 
-    def settle(self) -> None:
+    def copy_unseen_writes(self) -> None:
         """Copy writes that no driver has seen, such as under `amanda.disabled()`.
 
-        What cannot be copied is noted for `release`.
+        What cannot be copied is noted for `untie_all`.
         """
         for tie in list(self._labels):
-            side = tie.drifted()
+            side = tie.side_written_unseen()
             if side is not None:
                 try:
-                    self._copy_across(self.parts([side]))
+                    self._copy_along_ties(self.written_parts([side]))
                 except Exception:  # frameworks forbid some writes, as into an expanded tensor
                     self._lost.append(self._labels[tie])
 
-    def release(self) -> Iterator[Label]:
+    def untie_all(self) -> Iterator[Label]:
         """Turn values back into views as the last scope closes; forget all ties.
 
         Yields the labels of ties that stay apart, since contents would change, and of writes that were lost.
         """
-        self.settle()
+        self.copy_unseen_writes()
         for tie in self._living_ties():
-            if not tie.rejoin():
+            if not tie.turn_into_view():
                 yield self._labels[tie]
         self._ties.clear()
         yield from self._lost
         self._labels.clear()
         self._lost.clear()
-        self.watching = False
+        self.watches_writes = False
 
     def _memories(self, value: Any) -> set[Hashable]:
         """Return the memories that a tensor lies in."""
-        return {memory for memory in map(self.memory, self.parts_of(value)) if memory is not None}
+        return {memory for memory in map(self.memory, self.components_of(value)) if memory is not None}
 
-    def _link_output(
+    def _tie_output(
         self, view: Any, value: Any, input_memories: dict[int, set[Hashable]], label: Label
     ) -> Any:
-        """Tie a routine's value to the output that it replaced; return it, or a copy that can be tied.
+        """Tie a routine's value to the output that it replaced; return the value, or a copy that can be tied.
 
         Returns the value untied where no write could reach both.
         input_memories: the memories of the op's inputs, by the input's `id`.
@@ -226,56 +227,54 @@ class Views(ABC):
             if not isinstance(value, (list, tuple)) or len(value) != len(view):
                 return value
             linked_values = [
-                self._link_output(*pair, input_memories, label) for pair in zip(view, value, strict=True)
+                self._tie_output(*pair, input_memories, label) for pair in zip(view, value, strict=True)
             ]
             return tuple(linked_values) if isinstance(value, tuple) else linked_values
-        memory, value_memory = self.memory(view), self.memory(value)
-        memories = set().union(*input_memories.values())
-        if memory is None:
-            return self._link_parts(view, value, memories, label)
-        if value_memory is None or value_memory == memory or view.shape != value.shape:
+        view_memory, value_memory = self.memory(view), self.memory(value)
+        memories_of_inputs = set().union(*input_memories.values())
+        if view_memory is None:
+            return self._tie_components(view, value, memories_of_inputs, label)
+        if value_memory is None or value_memory == view_memory or view.shape != value.shape:
             return value  # a differentiable routine may return another shape, which has no elements in common
         # The output has memory of its own, so nothing else can be written through it.
-        if not (self._reaches(memory, memories) or self.is_lent(view)):
+        if not (self._reaches(view_memory, memories_of_inputs) or self.is_in_foreign_memory(view)):
             return value
-        if (
-            # The value lies in memory that something else reads, or has other strides: a copy of it can be
-            # tied.
-            value_memory in memories
-            or value_memory in self._ties
-            or self.shares(value)
-            or not self.alike(view, value)
-        ):
-            value = self.laid_out(view, value)
+        is_read_elsewhere = (
+            value_memory in memories_of_inputs or value_memory in self._ties or self.shares_memory(value)
+        )
+        if is_read_elsewhere or not self.have_same_layout(view, value):
+            value = self.copy_in_layout(view, value)  # which can be tied
         self._add_tie(view, value, id(view) in input_memories, label)
         return value
 
     def _reaches(self, memory: Hashable, memories: set[Hashable]) -> bool:
-        """Return True if a memory is among some memories, or if ties lead from it to one of them."""
-        waiting = [memory]
-        while waiting:
-            if not memories.isdisjoint(waiting):
+        """Return True if a memory is among some memories, or if ties of its values lead to one of them."""
+        starts = [memory]
+        while starts:
+            if not memories.isdisjoint(starts):
                 return True
-            ties = [tie for start in waiting for tie in self._ties.get(start, ()) if tie.ends[0] == start]
-            waiting = [tie.ends[1] for tie in ties]
+            ties = [tie for start in starts for tie in self._ties.get(start, ()) if tie.ends[0] == start]
+            starts = [tie.ends[1] for tie in ties]
         return False
 
-    def _link_parts(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
+    def _tie_components(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
         """Tie the parts of a composite value, such as a sparse tensor, to the parts that they replaced."""
-        pairs = self._part_pairs(view, value, memories)
+        pairs = self._replaced_component_pairs(view, value, memories)
         if any(
             self.memory(value_part) in memories or self.memory(value_part) in self._ties
             for _, value_part in pairs
         ):
-            value = self.laid_out(view, value)
-            pairs = self._part_pairs(view, value, memories)
+            value = self.copy_in_layout(view, value)
+            pairs = self._replaced_component_pairs(view, value, memories)
         for part, value_part in pairs:
             self._add_tie(part, value_part, False, label, (value,))
         return value
 
-    def _part_pairs(self, view: Any, value: Any, memories: set[Hashable]) -> list[tuple[Any, Any]]:
+    def _replaced_component_pairs(
+        self, view: Any, value: Any, memories: set[Hashable]
+    ) -> list[tuple[Any, Any]]:
         """Return the parts of a view that lie in some memories, each with the part that replaced it."""
-        parts = self.parts_of(view), self.parts_of(value)
+        parts = self.components_of(view), self.components_of(value)
         return [
             (part, value_part) for part, value_part in zip(*parts, strict=False)
             if part.shape == value_part.shape and self.memory(part) != self.memory(value_part)
@@ -291,12 +290,12 @@ class Views(ABC):
             return  # a cycle of ties would copy a write forever
         if any(tie.ends[0] == value_memory for tie in self._ties.get(value_memory, ())):
             return
-        tie = self.tie(view, value, is_input, self._drop_tie, holders)
+        tie = self.create_tie(view, value, is_input, self._drop_tie, holders)
         self._labels[tie] = label
         for memory in tie.ends:
             self._ties.setdefault(memory, []).append(tie)
-        if not self.watching:
-            self.watching = True
+        if not self.watches_writes:
+            self.watches_writes = True
             for stack in list(plan_lifetimes.stacks):
                 stack.run_writes_in_python()
 
@@ -306,7 +305,8 @@ class Views(ABC):
         While other ties start at views of the value, the tie stays as a link between them and the base.
         """
         value_memory, view_memory = tie.ends
-        if tie not in self._labels or any(other is not tie for other in self._ties.get(value_memory, ())):
+        connects_ties = any(other is not tie for other in self._ties.get(value_memory, ()))
+        if tie not in self._labels or connects_ties:
             return
         del self._labels[tie]
         for memory in tie.ends:
@@ -322,33 +322,33 @@ class Views(ABC):
     def _living_ties(self) -> list[Tie]:
         return [tie for tie in list(self._labels) if tie.value is not None]
 
-    def _copy_across(self, parts: dict[Hashable, Any]) -> None:
-        """Copy writes along all ties; this ends, since ties have no cycle."""
-        waiting: list[tuple[Hashable, Any, Tie | None]] = [
+    def _copy_along_ties(self, parts: dict[Hashable, Any]) -> None:
+        """Copy written parts along all ties; this ends, since ties have no cycle.  parts: by their memory."""
+        queue: list[tuple[Hashable, Any, Tie | None]] = [
             (memory, written, None) for memory, written in parts.items()
         ]
-        while waiting:
-            memory, written, source_tie = waiting.pop(0)
+        while queue:
+            memory, written, source_tie = queue.pop(0)
             for tie in list(self._ties.get(memory, ())):
                 # The tie over which a write came must not carry it back.
                 if tie is source_tie:
                     continue
-                copied = tie.carry(memory, written)
+                copied = tie.copy_across(memory, written)
                 if copied is not None:
                     value_memory, view_memory = tie.ends
                     other_memory = view_memory if memory == value_memory else value_memory
-                    waiting.append((other_memory, copied, tie))
+                    queue.append((other_memory, copied, tie))
 
 
-def settle_all() -> None:
+def copy_all_unseen_writes() -> None:
     """Copy writes that the program has made while instrumentation was off."""
     for views in list(_all_views):
-        views.settle()
+        views.copy_unseen_writes()
 
 
 # Weak, since a driver of a test goes away with its views.
 _all_views: weakref.WeakSet[Views] = weakref.WeakSet()
-when_enabled_again.append(settle_all)
+when_enabled_again.append(copy_all_unseen_writes)
 
 
 def _replaced_pairs(originals: Sequence[Any], replacements: Sequence[Any]) -> list[tuple[Any, Any]]:

@@ -41,7 +41,7 @@ class MindSporeViews(Views):
         value = value.tensor if type(value) is TensorElements else value
         return (memory_of(value) or None) if isinstance(value, Tensor) else None
 
-    def parts_of(self, value: Any) -> Sequence[Any]:
+    def components_of(self, value: Any) -> Sequence[Any]:
         """Return the tensor itself, or nothing for a value without memory."""
         return () if self.memory(value) is None else (value,)
 
@@ -49,35 +49,35 @@ class MindSporeViews(Views):
         """Return True for the tensor itself: a view keeps the memory of its base alive, not the base."""
         return view is value
 
-    def is_lent(self, value: Any) -> bool:
+    def is_in_foreign_memory(self, value: Any) -> bool:
         """Return False."""
         return False
 
-    def tie(
+    def create_tie(
         self, view: Any, value: Any, is_input: bool, on_death: Callable[[Tie], None],
         holders: Sequence[Any] = (),
     ) -> Tie:  # fmt: skip
         """Tie a value to a view for as long as the program has the value, or a view of the value."""
         return StorageTie(self, view, value, on_death, holders)
 
-    def laid_out(self, view: Any, value: Any) -> Any:
+    def copy_in_layout(self, view: Any, value: Any) -> Any:
         """Copy a tensor."""
         return value.copy()
 
-    def shares(self, value: Any) -> bool:
+    def shares_memory(self, value: Any) -> bool:
         """Return True for a tensor that is a part of its memory, and for a parameter."""
         return isinstance(value, Parameter) or value.untyped_storage().size() != value.nbytes
 
-    def alike(self, first: Any, second: Any) -> bool:
+    def have_same_layout(self, first: Any, second: Any) -> bool:
         """Return True if two tensors have the same strides."""
         return list(first.stride()) == list(second.stride())
 
-    def wrote(self, values: Sequence[Any]) -> None:
+    def copy_writes(self, values: Sequence[Any]) -> None:
         """Copy the elements that an op has written to tied tensors."""
         # In a gradient, an assignment to elements of a tensor gives the tensor new memory.
         for value in values:
             self._move_ties(value.tensor if type(value) is TensorElements else value)
-        super().wrote(values)
+        super().copy_writes(values)
 
     def _move_ties(self, tensor: Any) -> None:
         """Update the ties of a tensor that has new memory."""
@@ -91,7 +91,7 @@ class MindSporeViews(Views):
                     self._ties[former_memory].remove(tie)
                     self._ties.setdefault(memory, []).append(tie)
 
-    def parts(self, values: Sequence[Any]) -> dict[Hashable, "MemoryElements"]:
+    def written_parts(self, values: Sequence[Any]) -> dict[Hashable, "MemoryElements"]:
         """Return the elements of tensors by their memory."""
         parts: dict[Hashable, MemoryElements] = {}
         for value in values:
@@ -165,7 +165,7 @@ class StorageTie(Tie):
         """The view."""
         return self._view
 
-    def carry(self, start: Hashable, written: MemoryElements) -> MemoryElements | None:
+    def copy_across(self, start: Hashable, written: MemoryElements) -> MemoryElements | None:
         """Copy the written elements to the other side of the tie; return them, or None if there are none."""
         value = self.value
         if value is None:
@@ -180,10 +180,10 @@ class StorageTie(Tie):
         part.add(target, marks)
         return part
 
-    def drifted(self) -> None:
+    def side_written_unseen(self) -> None:
         """Return None: MindSpore has no sign of an unseen write."""
 
-    def rejoin(self) -> bool:
+    def turn_into_view(self) -> bool:
         """Give the value the memory of the view if their contents are equal; return False otherwise.
 
         Also return False if other tensors lie in the memory of the value.

@@ -59,7 +59,7 @@ class LevelTie(Tie):
         if not self.is_used:
             self._on_death(self)
 
-    def carry(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
+    def copy_across(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
         """Copy written elements to the other side, as an op of the program would; return them there.
 
         None is returned, and nothing copied, if the write was elsewhere in the storage.
@@ -78,7 +78,7 @@ class LevelTie(Tie):
         with without_transforms(), torch.no_grad():
             return WrittenPart(with_batches_first(target)[1], marks)
 
-    def drifted(self) -> torch.Tensor | None:
+    def side_written_unseen(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy; None if neither has."""
         now, before = self._current_versions(), self._versions
         return next(
@@ -90,7 +90,7 @@ class LevelTie(Tie):
             None,
         )
 
-    def rejoin(self) -> bool:
+    def turn_into_view(self) -> bool:
         """Return False if the program still uses the value, which stays apart from the view."""
         return not self.is_used
 

@@ -45,7 +45,7 @@ class TorchViews(Views):
         with torch._C.DisableTorchFunctionSubclass():
             return storage_id(value)
 
-    def parts_of(self, value: Any) -> Sequence[Any]:
+    def components_of(self, value: Any) -> Sequence[Any]:
         """Return the strided tensors that a tensor consists of, such as the values of a sparse one."""
         return (value,) if type(value) is WrittenElements else strided_parts(value)
 
@@ -58,11 +58,11 @@ class TorchViews(Views):
             or getattr(view, "_base", None) is (value if value._base is None else value._base)
         )
 
-    def is_lent(self, value: torch.Tensor) -> bool:
+    def is_in_foreign_memory(self, value: torch.Tensor) -> bool:
         """Return True for memory from outside of torch, which torch cannot resize."""
         return not innermost(value).untyped_storage().resizable()
 
-    def tie(
+    def create_tie(
         self,
         view: torch.Tensor,
         value: torch.Tensor,
@@ -86,7 +86,7 @@ class TorchViews(Views):
         is_known = is_input or (view._is_view() and (view._base is None or is_strided(view._base)))
         return TensorTie(self, view, value, is_known, on_death)
 
-    def laid_out(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def copy_in_layout(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
         if is_wrapped(view):
             return torch.empty_like(view).copy_(value)
@@ -99,15 +99,15 @@ class TorchViews(Views):
             tie.drop_if_unused()
         self._level_ties = [tie for tie in self._level_ties if tie.is_used]
 
-    def shares(self, value: torch.Tensor) -> bool:
+    def shares_memory(self, value: torch.Tensor) -> bool:
         """Return True if a tensor is a view of another, or a parameter."""
         return value._is_view() or (value.requires_grad and value.is_leaf)
 
-    def alike(self, first: torch.Tensor, second: torch.Tensor) -> bool:
+    def have_same_layout(self, first: torch.Tensor, second: torch.Tensor) -> bool:
         """Return True if two tensors have the same strides."""
         return first.stride() == second.stride()
 
-    def parts(self, values: Sequence[Any]) -> dict[Hashable, WrittenPart]:
+    def written_parts(self, values: Sequence[Any]) -> dict[Hashable, WrittenPart]:
         """Return the elements that the tensors are of each storage, by storage."""
         parts: dict[Hashable, WrittenPart] = {}
         with without_transforms():
@@ -186,7 +186,7 @@ class TensorTie(Tie):
             data = data.conj() if self._is_conj else data
             return data._neg_view() if self._is_neg else data
 
-    def carry(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
+    def copy_across(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
         """Copy written elements to the other side, as an op of the program would; return them there.
 
         None is returned, and nothing copied, if the write was elsewhere or the value's memory is gone.
@@ -226,7 +226,7 @@ class TensorTie(Tie):
         finally:  # the copy itself must not count as a write of the program
             self._versions = self._current_versions()
 
-    def drifted(self) -> torch.Tensor | None:
+    def side_written_unseen(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy; None if neither has.
 
         None, too, for a value that was given other memory.
@@ -239,7 +239,7 @@ class TensorTie(Tie):
             return self._detached_value if value is None else value
         return self._full_view if view_version != old_view_version else None
 
-    def rejoin(self) -> bool:
+    def turn_into_view(self) -> bool:
         """Give the value the memory of the view, if that holds the same; return False if it does not."""
         value, view = self.value, self._full_view
         if value is None:
@@ -283,7 +283,7 @@ class PartTie(TensorTie):
         data: torch.Tensor | None = self._detached_value
         return data
 
-    def rejoin(self) -> bool:
+    def turn_into_view(self) -> bool:
         """Give the holders the memory of the view, where torch lets them take it.
 
         Returns False if the values differ, or if a holder still has the value's memory.
@@ -303,7 +303,7 @@ class PartTie(TensorTie):
 
     def _parts_in_memory(self) -> list[torch.Tensor]:
         """Return the parts of the holders that lie in the memory of the value."""
-        parts = (part for holder in self._holders for part in self._views.parts_of(holder()))
+        parts = (part for holder in self._holders for part in self._views.components_of(holder()))
         return [part for part in parts if self._views.memory(part) == self.ends[0]]
 
     def _current_versions(self) -> tuple[Sequence[int | None], int]:
