@@ -29,7 +29,7 @@ def configured() -> Any:
     yield
     from amanda.plan.lifetime import parameter_slots, plan_lifetimes
 
-    interceptor.configure(interceptor.codes.describe, plan_lifetimes.on_death, parameter_slots.adopt)
+    interceptor.configure(interceptor.codes.describe, plan_lifetimes.on_death, parameter_slots.record)
 
 
 @native_only

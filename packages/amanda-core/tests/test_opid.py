@@ -187,7 +187,7 @@ def deaths() -> Iterator[list[int]]:
     try:
         yield heard
     finally:
-        interceptor.configure(codes.describe, plan_lifetimes.on_death, parameter_slots.adopt)
+        interceptor.configure(codes.describe, plan_lifetimes.on_death, parameter_slots.record)
 
 
 def test_ordinals_grow_and_are_not_given_again() -> None:

@@ -15,7 +15,7 @@ from amanda.errors import DependencyCycleError, ToolError
 from amanda.options import Name, checked, deprecated, warn_deprecated
 from amanda.plan.action import Action, InstrumentationPoint, routine_name
 from amanda.plan.context import OpContext
-from amanda.plan.lifetime import ParameterSlot, forget_all, forget_ops, parameter_slots
+from amanda.plan.lifetime import ParameterSlot, forget_plans_of, forget_plans_of_ops, parameter_slots
 from amanda.plan.tools import (
     Admission,
     AnalysisRoutine,
@@ -231,9 +231,9 @@ class Tool:
         For a tool that learns from later ops how to treat an earlier op, or whose options have changed.
         """
         if op_ids is None:
-            forget_all(self)
+            forget_plans_of(self)
         else:
-            forget_ops(self, op_ids)
+            forget_plans_of_ops(self, op_ids)
 
     def scope_entered(self) -> None:
         """Prepare for a scope with this tool, which has opened: the counterpart of `scope_left`.
@@ -286,7 +286,7 @@ class Tool:
         """
         if isinstance(variable, ParameterSlot):
             return variable.identity
-        slot_ordinal = None if owner is None else parameter_slots.ordinal(owner, variable)
+        slot_ordinal = None if owner is None else parameter_slots.find_ordinal(owner, variable)
         return interceptor.ordinal(variable) if slot_ordinal is None else slot_ordinal
 
     @staticmethod
@@ -411,7 +411,7 @@ class Tool:
         tool_state.former.update(_select_trainable(tool_state.state.get("values", {})))
         # A copy, since `keep` takes values out of it.
         tool_state.state, tool_state.loaded = {}, dict(state)
-        forget_all(self)
+        forget_plans_of(self)
 
     def parameters(self) -> Iterator[Any]:
         """Yield the values of `keep` that an optimizer may train: those that require a gradient."""

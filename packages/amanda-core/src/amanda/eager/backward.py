@@ -200,11 +200,11 @@ class BackwardStep:
         Call this method where the state `settles`, for a trace of the state's own stack.
         """
         # Executions of one op have nodes of the same types (`op`) at the same places.
-        native_step = trace.plan.backward.steps.get((op, place))
+        native_step = trace.plan.backward.native_steps.get((op, place))
         if native_step is None:
             native_step = _compile_hooks(ops, trace, op, place)
             if native_step is not None:
-                trace.plan.backward.steps[op, place] = native_step
+                trace.plan.backward.native_steps[op, place] = native_step
         return native_step
 
     @property

@@ -371,25 +371,26 @@ def replacement_arguments(
     # with.
     if parameters is None:
         return [value for value in inputs if holds_tensors(value)], {}
-    named_inputs = _with_names(inputs, names)
+    inputs_with_names = _with_names(inputs, names)
     # The routine was written for this op's schema, so position tells what each input is.
     if parameters.variadic or len(parameters.positional) >= len(inputs):
-        by_name = {name: value for value, name in named_inputs if name in parameters.named}
-        return [value for value, name in named_inputs if name not in by_name], by_name
+        by_name = {name: value for value, name in inputs_with_names if name in parameters.named}
+        return [value for value, name in inputs_with_names if name not in by_name], by_name
     parameter_names = {*parameters.positional, *parameters.named}
     by_name = {
         name: value
-        for value, name in named_inputs
+        for value, name in inputs_with_names
         if name and not holds_tensors(value) and (name in parameter_names or parameters.any_name)
     }
-    by_position = [value for value, name in named_inputs if name not in by_name]
+    by_position = [value for value, name in inputs_with_names if name not in by_name]
     tensors = [value for value in by_position if holds_tensors(value)]
     free_positions = sum(name not in by_name for name in parameters.positional)
     # With more free parameters than tensors, the routine takes the op's leading inputs by position, numbers
     # among them, provided that no tensor comes after these.
-    leading = by_position[:free_positions]
-    leading_has_all_tensors = sum(map(holds_tensors, leading)) == len(tensors)
-    return (leading if len(tensors) < free_positions and leading_has_all_tensors else tensors), by_name
+    leading_inputs = by_position[:free_positions]
+    leading_has_all_tensors = sum(map(holds_tensors, leading_inputs)) == len(tensors)
+    takes_leading = len(tensors) < free_positions and leading_has_all_tensors
+    return (leading_inputs if takes_leading else tensors), by_name
 
 
 def signature_error(
@@ -409,18 +410,16 @@ def signature_error(
     try:
         inspect.signature(action.func).bind(*args, **{**injected, **action.kwargs, **kwargs})
     except TypeError as error:
-        available = ", ".join(f"{i}{name and f': {name}'} ({_type_and_shape(value)})" for i, (value, name) in
-                          enumerate(_with_names(inputs, names)))  # fmt: skip
-        keyword = "outputs" if action.type.is_after else "inputs"
-        keyword = f"grad_{keyword}" if action.type.is_backward else keyword
         message = f"{action} cannot be called with {len(args)} value{'s' * (len(args) != 1)}: {error}. "
         unexpected = re.search(r"unexpected keyword argument '(?P<name>\w+)'", str(error))
         if unexpected is not None:
             name = unexpected["name"]
             return RoutineError(f"{message}Give the routine a parameter {name}, or leave {name}= away")
+        keyword = "outputs" if action.type.is_after else "inputs"
+        keyword = f"grad_{keyword}" if action.type.is_backward else keyword
         return RoutineError(
-            f"{message}The op has {available or 'no values'} here. Select values, as by {keyword}=[0], give "
-            "the routine a parameter for each, or pass others as keywords, "
+            f"{message}The op has {_listed_values(inputs, names)} here. Select values, as by {keyword}=[0], "
+            "give the routine a parameter for each, or pass others as keywords, "
             f"{action.type.value}(routine, name=value)"
         )
     except ValueError:  # `inspect` knows no signature: the routine is written in C
@@ -430,6 +429,15 @@ def signature_error(
 
 def _with_names(inputs: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, str]]:
     return [(value, names[i] if i < len(names) else "") for i, value in enumerate(inputs)]
+
+
+def _listed_values(inputs: Sequence[Any], names: Sequence[str]) -> str:
+    """Return the values with position, name and type, for messages: "0: input (Tensor (2, 3))"."""
+    values = [
+        f"{f'{i}: {name}' if name else i} ({_type_and_shape(value)})"
+        for i, (value, name) in enumerate(_with_names(inputs, names))
+    ]
+    return ", ".join(values) or "no values"
 
 
 def _type_and_shape(value: Any) -> str:

@@ -58,7 +58,7 @@ class PendingPlan(Generic[PlanT]):
             return context.trigger_callback(point)
         key = context.get_backward_op_id(), point
         # Copies, since an analysis may write any key of the context at any time.
-        initial = context_before = dict(context)
+        initial_context = context_before = dict(context)
         # A tool of this scope sees what a dependency in a scope around wrote at the same point, also where
         # that plan was made in an earlier execution.
         if source.outer_plans:
@@ -66,12 +66,12 @@ class PendingPlan(Generic[PlanT]):
                 _apply_changes(context, outer_plan.context_changes.get(key, {}))
             context_before = dict(context)
         recorded = context.trigger_callback(point)
-        changes = _changes(context_before, context)
+        changes = _context_changes(context_before, context)
         if changes:
             source.context_changes[key] = {**source.context_changes.get(key, {}), **changes}
         # A scope within starts before the op, so it needs the context without what came after the op.
         if point is InstrumentationPoint.AFTER_FORWARD_OP:
-            source.changes_to_undo = _changes(context, initial)
+            source.changes_to_undo = _context_changes(context, initial_context)
         return recorded
 
     def _add_actions(self, recorded: Sequence[Action]) -> None:
@@ -81,14 +81,14 @@ class PendingPlan(Generic[PlanT]):
             scope_actions.add(recorded)
 
 
-def _changes(first: Mapping[str, Any], second: Mapping[str, Any]) -> ContextChanges:
-    """Return the changes that lead from the first state of a context to the second.
+def _context_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> ContextChanges:
+    """Return the changes that lead from one state of a context to another.
 
-    Keys that only the first state has are `DELETED`.
+    Keys that only the state before has are `DELETED`.
     """
     # Compared by identity: equality of tensors has no truth value, and computing it would run ops.
-    changes = {key: value for key, value in second.items() if first.get(key, DELETED) is not value}
-    changes.update(dict.fromkeys(first.keys() - second.keys(), DELETED))
+    changes = {key: value for key, value in after.items() if before.get(key, DELETED) is not value}
+    changes.update(dict.fromkeys(before.keys() - after.keys(), DELETED))
     return changes
 
 
@@ -122,11 +122,12 @@ class PendingBackwardPlan(PendingPlan[Actions]):
         if len(tools) == len(stack.backward_tools):
             super().__init__(Actions(), OpContext(facts, stack.analyse, source.context), source)
             return
-        earlier = {} if ignore_earlier else source.backward.partial.get(facts.backward_op_id or 0, {}).copy()
+        stored_records = source.backward.partial_records.get(facts.backward_op_id or 0, {})
+        earlier_records = {} if ignore_earlier else stored_records.copy()
         # Tools that analyse the op once more replace what they recorded before.
         self._recorded = {
             (point, i): actions
-            for (point, i), actions in earlier.items()
+            for (point, i), actions in earlier_records.items()
             if not any(stack.routines[point][i].tool is tool for tool in tools)
         }
         analyse = partial(stack.analyse, part=AnalysisPart(tools, self._recorded))
@@ -148,26 +149,23 @@ class PendingBackwardPlan(PendingPlan[Actions]):
 
         Does nothing if another thread has stored the actions of all tools.
         """
-        backward_id, record, stack = (
-            self.context.get_backward_op_id(),
-            self._source.backward,
-            self._source.stack,
-        )
+        backward_id, record = self.context.get_backward_op_id(), self._source.backward
+        stack = self._source.stack
         assert backward_id is not None
         with self._record_lock:
             if self._recorded is None:
                 record.actions[backward_id] = self.plan
-                record.partial.pop(backward_id, None)
+                record.partial_records.pop(backward_id, None)
                 return
-            if backward_id in record.actions and backward_id not in record.partial:
+            if backward_id in record.actions and backward_id not in record.partial_records:
                 return  # another thread, or pass, had all tools
-            recorded = record.partial.setdefault(backward_id, {})
+            recorded = record.partial_records.setdefault(backward_id, {})
             recorded.update(self._recorded)
             record.actions[backward_id] = Actions.from_records(recorded)
             routine_count = sum(len(stack.routines[point]) for point in stack.routines if point.is_backward)
             if len(recorded) == routine_count:
                 # Every tool has analysed the op, so nobody asks any more which tool recorded what.
-                del record.partial[backward_id]
+                del record.partial_records[backward_id]
 
 
 class PendingPlans:
@@ -225,9 +223,12 @@ class OpAnalysis:
         # Whether shapes are a part of a key is decided for each op where calls are eager, and for all ops
         # together in a graph.
         eager_id = facts.op_id if facts.namespace[-1] == "eager" else None
-        for member in stack.chain:
-            member_key = key if member is stack else member.plan_key(ops, facts.inputs or (), eager_id)
-            plan = self._find_or_analyse(member, member_key, plan, cache)
+        for chain_stack in stack.chain:  # the outermost first: the plan of each is the outer one of the next
+            if chain_stack is not stack:
+                chain_key = chain_stack.plan_key(ops, facts.inputs or (), eager_id)
+            else:
+                chain_key = key
+            plan = self._find_or_analyse(chain_stack, chain_key, plan, cache)
         assert plan is not None
         self.plan = plan
         plan.merge_actions()

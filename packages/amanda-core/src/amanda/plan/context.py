@@ -11,7 +11,7 @@ from amanda.plan.action import NO_KWARGS, Action, ActionType, InstrumentationPoi
 from amanda.plan.facts import (
     OpFacts,
     Selection,
-    check_point,
+    check_action_at_point,
     check_replacement,
     resolve_positions,
     selected_positions,
@@ -141,7 +141,7 @@ class OpContext(dict[str, Any]):
                 'routines of eager mode, of a tool that has registered one with guard="read"; at other '
                 "points read the shapes of tensors, or give a routine a keyword `shapes`"
             )
-        # `ToolStack.keep` makes shapes a part of the key of this op's plans from now on.
+        # `ToolStack.store_plan` makes shapes a part of the key of this op's plans from now on.
         self._facts.reads_shapes = True
         return tuple(self._facts.input_shapes)
 
@@ -205,11 +205,14 @@ class OpContext(dict[str, Any]):
         """
         point, tool = self._point, self._tool
         # Outside of analysis, as in a context that a tool keeps, nothing is known to be too early.
-        if point is None or tool is None or _gives(point, is_backward, is_after):
+        if point is None or tool is None or _point_gives(point, is_backward, is_after):
             return
         routines = tool._amanda.analyses
-        here = [routine.callback for routine in routines if routine.point is point]
-        if any(r.callback in here and _gives(r.point, is_backward, is_after) for r in routines):
+        callbacks = [routine.callback for routine in routines if routine.point is point]
+        if any(
+            routine.callback in callbacks and _point_gives(routine.point, is_backward, is_after)
+            for routine in routines
+        ):
             return
         options = [
             name for name, needed in (("backward", is_backward), ("require_outputs", is_after)) if needed
@@ -430,15 +433,15 @@ class OpContext(dict[str, Any]):
     # The name and its argument are the paper's.
     def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
         """Run the analysis routines of a point; return the actions that they recorded."""
-        first = len(self._actions)
+        earlier_count = len(self._actions)
         self._point = i_point
         try:
             self._analyse(self, i_point)
         except BaseException:
-            del self._actions[first:]  # another thread may make the analysis again
+            del self._actions[earlier_count:]  # another thread may make the analysis again
             raise
         self._point = self._tool = None
-        return tuple(self._actions[first:])
+        return tuple(self._actions[earlier_count:])
 
     def _input_at(self, index: int | str, method: str) -> Any:
         """Return an input by position or name.  method: name of the calling method, for errors."""
@@ -474,17 +477,17 @@ class OpContext(dict[str, Any]):
                 f"{kind.value} was called outside an analysis routine; actions are recorded while "
                 "the callback given to add_inst_for_op runs"
             )
-        check_point(self._facts, kind, self._point)
+        check_action_at_point(self._facts, kind, self._point)
         if kind.is_replacement:
             check_replacement(self._facts, kind, self._tool, self._actions)
-        wrapped: Routine | None = func
+        routine: Routine | None = func
         # Checked before and wrapped after: a wrapper sees only routines that the op can take.
         for wrap in self._tool._amanda.wrappers:
-            wrapped = None if wrapped is None else wrap(self, kind, wrapped)
-        if wrapped is None:
+            routine = None if routine is None else wrap(self, kind, routine)
+        if routine is None:
             return
         positions = None if select is None else selected_positions(self._facts, kind, select)
-        action = Action(kind, wrapped, self._tool, positions, dict(kwargs) or NO_KWARGS, reads)
+        action = Action(kind, routine, self._tool, positions, dict(kwargs) or NO_KWARGS, reads)
         if action.takes_shapes and not self.is_eager():
             raise ActionError(
                 f"{action} has a keyword `shapes`, which eager mode alone gives; {self._facts.name} is an op "
@@ -493,6 +496,6 @@ class OpContext(dict[str, Any]):
         self._actions.append(action)
 
 
-def _gives(point: InstrumentationPoint, is_backward: bool, is_after: bool) -> bool:
+def _point_gives(point: InstrumentationPoint, is_backward: bool, is_after: bool) -> bool:
     """Return True for a point of a pass, and after the op if `is_after`."""
     return point.is_backward == is_backward and (point.is_after or not is_after)

@@ -199,12 +199,12 @@ def add_note(error: BaseException, note: str) -> None:
 class explain_errors:
     """Context that adds tool, op, id, point, module path and the user's line to an exception."""
 
-    __slots__ = ("_at", "_facts", "_tool")
+    __slots__ = ("_action_or_point", "_facts", "_tool")
 
-    def __init__(self, facts: OpFacts, tool: AnyTool, at: str) -> None:
+    def __init__(self, facts: OpFacts, tool: AnyTool, action_or_point: str) -> None:
         self._facts = facts
         self._tool = tool
-        self._at = at
+        self._action_or_point = action_or_point
 
     def __enter__(self) -> None:
         return None
@@ -213,21 +213,22 @@ class explain_errors:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         if error is not None:
-            add_note(error, error_note(self._facts, self._tool, self._at))
+            add_note(error, error_note(self._facts, self._tool, self._action_or_point))
 
 
-def error_note(facts: OpFacts, tool: Any, at: str) -> str:
+def error_note(facts: OpFacts, tool: Any, action_or_point: str) -> str:
     """Return a note for an error: the tool, the action or point, the op, its module and the user's line."""
     op_id = facts.op_id if facts.backward_op_id is None else facts.backward_op_id
     where = f", module {facts.scope}" if facts.scope else ""
     line = f", called from {facts.source}" if facts.source else ""
-    return f"[amanda] tool {type(tool).__name__}, {at} of {facts.name} (op {op_id:#018x}{where}{line})"
+    op = f"{facts.name} (op {op_id:#018x}{where}{line})"
+    return f"[amanda] tool {type(tool).__name__}, {action_or_point} of {op}"
 
 
 Selection = int | str | Sequence[int | str] | None
 
 
-def check_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
+def check_action_at_point(facts: OpFacts, kind: ActionType, point: InstrumentationPoint) -> None:
     """Raise ActionError for an action that the point at which it is recorded does not allow.
 
     Forward actions belong to forward points, backward actions to backward points.  In eager mode the op has
@@ -291,13 +292,19 @@ def resolve_positions(
         # True would be taken for position 1.
         is_position = isinstance(key, int) and not isinstance(key, bool)
         if not is_position or (count is not None and not -count <= int(key) < count):
-            described_values = ", ".join(names) if names and count is not None else "given by position"
-            similar_names = get_close_matches(str(key), names, n=1) if count is not None else []
-            raise ActionError(
-                f"{method} of {facts.name} was asked for {key!r}; it has "
-                f"{'some' if count is None else count} value{'s' * (count != 1)} ({described_values})"
-                + (f"; did you mean {similar_names[0]!r}?" if similar_names else "")
-            )
+            raise _no_such_value(facts, key, method, count)
         position = int(key)
         positions.append(position + count if count is not None and position < 0 else position)
     return tuple(positions)
+
+
+def _no_such_value(facts: OpFacts, key: int | str, method: str, count: int | None) -> ActionError:
+    """Return the error for a position or name of which the op has no value, with the names that there are."""
+    names = list(facts.names)
+    described_values = ", ".join(names) if names and count is not None else "given by position"
+    similar_names = get_close_matches(str(key), names, n=1) if count is not None else []
+    return ActionError(
+        f"{method} of {facts.name} was asked for {key!r}; it has "
+        f"{'some' if count is None else count} value{'s' * (count != 1)} ({described_values})"
+        + (f"; did you mean {similar_names[0]!r}?" if similar_names else "")
+    )

@@ -33,46 +33,46 @@ class ParameterSlots:
         if slot_of not in self._finders:
             self._finders.append(slot_of)
 
-    def ordinal(self, owner: Any, value: Any) -> int | None:
-        """Return the ordinal of a value in a slot of an object.
+    def find_ordinal(self, owner: Any, value: Any) -> int | None:
+        """Return the ordinal of the slot of an object that holds a value: that of the slot's first value.
 
         None where no slot of the object holds the value, or where no op has read the slot.
         """
         slot = self._slot(owner, value)
         return None if slot is None else self._ordinals.get(interceptor.ordinal(owner), {}).get(slot)
 
-    def adopt(self, owner: Any, value: Any, ordinal: int) -> tuple[int, bool]:
-        """Return the ordinal of the first value in the slot that holds a value, and True if it is final.
+    def record(self, owner: Any, value: Any, value_ordinal: int) -> tuple[int, bool]:
+        """Record the slot that holds a value; return the slot's ordinal, and True if it is final.
 
-        Records the slot.  Drops the plans under the value's own ordinal, if the slot has another.
-        ordinal: the value's own ordinal, returned where no slot holds the value; it is final if no driver
-        has registered a finder.
+        Drops the plans under the value's own ordinal, if the slot had another value first.
+        value_ordinal: the value's own ordinal, returned where no slot holds the value; it is final if no
+        driver has registered a finder.
         """
         slot, owner_ordinal = self._slot(owner, value), interceptor.ordinal(owner)
         if slot is None or not owner_ordinal:
-            return ordinal, not self._finders
-        first_ordinal = self.adopt_at(owner_ordinal, slot, ordinal)
+            return value_ordinal, not self._finders
+        slot_ordinal = self.record_at(owner_ordinal, slot, value_ordinal)
         # From now on ops that read the tensor have the ids of the slot's first tensor: plans under its own
         # number are never looked up again.
-        if first_ordinal != ordinal:
-            plan_lifetimes.on_death(ordinal)
-        return first_ordinal, True
+        if slot_ordinal != value_ordinal:
+            plan_lifetimes.on_death(value_ordinal)
+        return slot_ordinal, True
 
-    def adopt_at(self, owner_ordinal: int, slot: Hashable, ordinal: int) -> int:
-        """Return the ordinal of the first value in a slot, which is the one passed if there was none."""
-        first_ordinal = self._ordinals.setdefault(owner_ordinal, {}).setdefault(slot, ordinal)
-        self._slot_ordinals.add(first_ordinal)
-        return first_ordinal
+    def record_at(self, owner_ordinal: int, slot: Hashable, value_ordinal: int) -> int:
+        """Record a slot with the value in it; return the slot's ordinal, that of the first value there."""
+        slot_ordinal = self._ordinals.setdefault(owner_ordinal, {}).setdefault(slot, value_ordinal)
+        self._slot_ordinals.add(slot_ordinal)
+        return slot_ordinal
 
-    def release(self, ordinal: int) -> Iterable[int]:
+    def forget_owner(self, ordinal: int) -> Iterable[int]:
         """Forget the slots of a dead object; return the ordinals that no living object has from now on.
 
         ordinal: that of the dead object.
         """
-        slots = self._ordinals.pop(ordinal, {}).values()
-        self._slot_ordinals.difference_update(slots)
+        slot_ordinals = self._ordinals.pop(ordinal, {}).values()
+        self._slot_ordinals.difference_update(slot_ordinals)
         # While its owner lives, a slot's first tensor may be gone and the parameter still be there.
-        return [*slots] if ordinal in self._slot_ordinals else [ordinal, *slots]
+        return [*slot_ordinals] if ordinal in self._slot_ordinals else [ordinal, *slot_ordinals]
 
     def _slot(self, owner: Any, value: Any) -> Hashable:
         slots = (slot_of(owner, value) for slot_of in self._finders)
@@ -92,8 +92,8 @@ class ParameterSlot:
 
         value: what lies in the slot now; slots that share it, as of tied parameters, have one identity.
         """
-        owner_ordinal, ordinal = interceptor.ordinal(owner), interceptor.ordinal(value)
-        self.identity = parameter_slots.adopt_at(owner_ordinal, slot, ordinal)
+        owner_ordinal, value_ordinal = interceptor.ordinal(owner), interceptor.ordinal(value)
+        self.identity = parameter_slots.record_at(owner_ordinal, slot, value_ordinal)
 
 
 class PlanLifetimes:
@@ -117,7 +117,7 @@ class PlanLifetimes:
         if ordinals:
             self.subjects_of[op_id] = ordinals.union(self.subjects_of.get(op_id, ()))
 
-    def forget_all(self, tool: AnyTool) -> None:
+    def forget_plans_of(self, tool: AnyTool) -> None:
         """Forget every plan of the stacks with the tool."""
         for stack in list(self.stacks):
             if any(member is tool for member in stack.applied):
@@ -125,7 +125,7 @@ class PlanLifetimes:
                 stack.rewrites.clear()
                 stack.table.clear()
 
-    def forget_ops(self, tool: AnyTool, op_ids: Iterable[int]) -> None:
+    def forget_plans_of_ops(self, tool: AnyTool, op_ids: Iterable[int]) -> None:
         """Forget the plans of some ops in stacks with the tool, and the graphs rewritten for these stacks."""
         dropped_ids = tuple(op_ids)
         for stack in list(self.stacks):
@@ -136,16 +136,16 @@ class PlanLifetimes:
 
     def on_death(self, ordinal: int) -> None:
         """Drop the plans bound to an object that died."""
-        for dead_ordinal in parameter_slots.release(ordinal):
+        for dead_ordinal in parameter_slots.forget_owner(ordinal):
             self._drop_ops_of(dead_ordinal)
 
     def _drop_ops_of(self, ordinal: int) -> None:
         """Drop the plans of all ops that were bound to an object."""
         for op_id in self.ops_of.pop(ordinal, ()):
             # A parameter that outlives short-lived modules would collect the ids of their ops for ever.
-            for subject in self.subjects_of.pop(op_id, ()):
-                if subject in self.ops_of:
-                    self.ops_of[subject].discard(op_id)
+            for subject_ordinal in self.subjects_of.pop(op_id, ()):
+                if subject_ordinal in self.ops_of:
+                    self.ops_of[subject_ordinal].discard(op_id)
             for stack in list(self.stacks):
                 stack.drop_dead_op(op_id)
 
@@ -154,7 +154,7 @@ plan_lifetimes = PlanLifetimes()
 parameter_slots = ParameterSlots()
 bind_to_subjects = plan_lifetimes.bind
 """`bind_to_subjects(op_id, subjects)`: drop the plans of an op when one of the subjects dies."""
-forget_all = plan_lifetimes.forget_all
-forget_ops = plan_lifetimes.forget_ops
+forget_plans_of = plan_lifetimes.forget_plans_of
+forget_plans_of_ops = plan_lifetimes.forget_plans_of_ops
 # The interceptor imports nothing of this room, so it is told here whom to call.
-interceptor.configure(codes.describe, plan_lifetimes.on_death, parameter_slots.adopt)
+interceptor.configure(codes.describe, plan_lifetimes.on_death, parameter_slots.record)

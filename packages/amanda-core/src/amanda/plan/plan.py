@@ -51,13 +51,13 @@ class Actions:
     def from_records(cls, recorded: RecordedActions) -> Actions:
         """Return the actions that analysis routines recorded, in the order of the routines."""
 
-        def running_order(routine: tuple[InstrumentationPoint, int]) -> tuple[bool, int]:
+        def analysis_order(routine: tuple[InstrumentationPoint, int]) -> tuple[bool, int]:
             # By side first: an action recorded after the op must not run ahead of one recorded before the op.
             point, index_in_stack = routine
             return point.is_after, index_in_stack
 
         actions = cls()
-        for routine in sorted(recorded, key=running_order):
+        for routine in sorted(recorded, key=analysis_order):
             actions.add(recorded[routine])
         return actions
 
@@ -109,17 +109,17 @@ class BackwardRecord:
     returns it), so records of all its backward ops are kept for each such answer.
 
     actions: actions of the plan's scope, by the id of the backward op.
-    partial: actions by analysis routine, for backward ops that only some of the tools have analysed.
+    partial_records: actions by analysis routine, for backward ops that only some of the tools have analysed.
     analysed_for: each `needs_grad` for which every backward op has been analysed.
     inactive_for: each `needs_grad` for which no tool acts at any backward op.
-    steps: actions of all scopes in a driver's native form, by the driver's name of a backward op's place.
+    native_steps: actions of all scopes in native form, by the type and the place of a backward op.
     """
 
-    __slots__ = ("actions", "analysed_for", "inactive_for", "partial", "steps")
+    __slots__ = ("actions", "analysed_for", "inactive_for", "native_steps", "partial_records")
 
     def __init__(self) -> None:
         self.actions: dict[int, Actions] = {}
-        self.partial: dict[int, RecordedActions] = {}
+        self.partial_records: dict[int, RecordedActions] = {}
         self.invalidate()
 
     def invalidate(self) -> None:
@@ -130,7 +130,7 @@ class BackwardRecord:
         self.analysed_for: set[Hashable] = set()
         # None stands for an execution of which autodiff records nothing, so no backward op will come.
         self.inactive_for: set[Hashable] = {None}
-        self.steps: dict[Hashable, Any] = {}
+        self.native_steps: dict[Hashable, Any] = {}
 
 
 # Most tools have no routines for backward ops, and a program has thousands of plans.
@@ -152,7 +152,7 @@ class Plan(Actions):
 
     __slots__ = (
         "_outer_plans",
-        "_recomputation",
+        "_recomputation_actions",
         "_recorded_run_dicts",
         "_run_dicts",
         "backward",
@@ -173,7 +173,7 @@ class Plan(Actions):
         # Made when first asked for: few plans have routines that take `run`.
         self._run_dicts: RunDicts | None = None
         self._recorded_run_dicts: RecordedRunDicts | None = None
-        self._recomputation: Actions | None = None
+        self._recomputation_actions: Actions | None = None
         self.has_backward_routines: bool = stack.wants_backward or (
             outer is not None and outer.has_backward_routines
         )
@@ -203,20 +203,20 @@ class Plan(Actions):
         """Set the plan's actions from those that the tools of the chain have recorded so far."""
         merged = Actions.merged([plan.scope_actions for plan in self.chain])
         self.before, self.replace, self.after = merged.before, merged.replace, merged.after
-        self._recomputation = None
+        self._recomputation_actions = None
 
-    def actions(self, recomputed: bool) -> Actions:
+    def actions(self, is_recomputation: bool) -> Actions:
         """Return the actions at an execution; in a recomputation without routines that are not called again.
 
-        recomputed: whether a framework runs the execution again.
+        is_recomputation: whether a framework runs the execution again.
         """
-        if not recomputed:
+        if not is_recomputation:
             return self
-        if self._recomputation is None:
-            recomputation = self._recomputation = Actions()
-            recomputed_actions = [action.for_recomputation() for action in self.all]
-            recomputation.add(action for action in recomputed_actions if action is not None)
-        return self._recomputation
+        if self._recomputation_actions is None:
+            actions = self._recomputation_actions = Actions()
+            repeated_actions = [action.for_recomputation() for action in self.all]
+            actions.add(action for action in repeated_actions if action is not None)
+        return self._recomputation_actions
 
     @property
     def has_output_routines(self) -> bool:
@@ -245,30 +245,30 @@ class Plan(Actions):
     @property
     def takes_run(self) -> bool:
         """Return True if a routine at the op, or at an analysed backward op, takes `run`."""
-        forward = [plan.scope_actions for plan in self.chain]
-        backward = [actions for plan in self.chain for actions in plan.backward.actions.values()]
-        return any(action.takes_run for actions in (*forward, *backward) for action in actions.all)
+        at_op = [plan.scope_actions for plan in self.chain]
+        at_backward_ops = [actions for plan in self.chain for actions in plan.backward.actions.values()]
+        return any(action.takes_run for actions in (*at_op, *at_backward_ops) for action in actions.all)
 
     @property
     def backward_takes_shapes(self) -> bool:
         """Return True if a routine at an analysed backward op takes shapes."""
-        backward = [
+        at_backward_ops = [
             actions for plan in self.plans_with_backward for actions in plan.backward.actions.values()
         ]
-        return any(action.takes_shapes for actions in backward for action in actions.all)
+        return any(action.takes_shapes for actions in at_backward_ops for action in actions.all)
 
     def tools_to_analyse(self, backward_id: int, tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
         """Return the tools among `tools`, of the plan's stack, that have not analysed a backward op."""
-        recorded = self.backward.partial.get(backward_id)
-        if recorded is None:  # all tools have analysed the op, or none
+        partial_records = self.backward.partial_records.get(backward_id)
+        if partial_records is None:  # all tools have analysed the op, or none
             return () if backward_id in self.backward.actions else tools
         # `list`, since another thread may add records meanwhile.
-        analysed_by = {id(self.stack.routines[point][i].tool) for point, i in list(recorded)}
+        analysed_by = {id(self.stack.routines[point][i].tool) for point, i in list(partial_records)}
         return [tool for tool in tools if id(tool) not in analysed_by]
 
     def is_backward_analysed(self, backward_id: int) -> bool:
         """Return True if all tools of the plan's stack have analysed a backward op."""
-        return backward_id in self.backward.actions and backward_id not in self.backward.partial
+        return backward_id in self.backward.actions and backward_id not in self.backward.partial_records
 
     def is_backward_complete(self, needs_grad: Hashable) -> bool:
         """Return True if every backward op of executions with this need of gradients has been analysed.

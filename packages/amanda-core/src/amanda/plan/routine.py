@@ -75,25 +75,25 @@ def _put_results(
     mutable: Sequence[int],
     copy_saved: Callable[[], None] | None,
 ) -> list[Any]:
-    """Return the values with a routine's results at some positions; write results into mutable tensors.
+    """Return the values with a routine's results at some positions; copy them into mutable tensors.
 
     Returns `values` itself if each result is the value that it would replace: callers compare by identity.
     """
-    changed = values
+    new_values = values
     for position, result in zip(positions, results, strict=True):
         original = values[position]
         if result is original:
             continue
-        if changed is values:
-            changed = list(values)
+        if new_values is values:
+            new_values = list(values)
         if position in mutable:
             # Backward ops have saved the tensor itself; the write would change what they compute.
             if copy_saved is not None:
                 copy_saved()
             write_into(ops, original, result, isolated)
         else:
-            changed[position] = substitute(ops, original, result) if isolated else result
-    return changed
+            new_values[position] = substitute(ops, original, result) if isolated else result
+    return new_values
 
 
 def failed(
@@ -108,13 +108,13 @@ def failed(
     """
     # Outputs and gradients have no names in a schema.
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
-    signature_failure = (
+    error_instead = (
         signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
     )
     if isinstance(error, RoutineError) and str(error).startswith("a routine "):
         error.args = (str(error).replace("a routine", str(action), 1),)  # drivers know no action
-    add_note(signature_failure or error, error_note(facts, action.tool, str(action)))
-    return signature_failure
+    add_note(error_instead or error, error_note(facts, action.tool, str(action)))
+    return error_instead
 
 
 def run_replacement(
@@ -142,17 +142,18 @@ def run_replacement(
         copies = spread(inputs[i] for i in targets)
         versions = ops.versions(copies)
         if action.select is None and action.type is REPLACE_OP:
-            selection, named = replacement_arguments(
+            arguments, arguments_by_name = replacement_arguments(
                 action.parameters, inputs, facts.names, partial(_holds_tensors, ops)
             )
-            kwargs = {**kwargs, **named}
+            kwargs = {**kwargs, **arguments_by_name}
         else:
-            selection = inputs if action.select is None else picked_by(action, inputs, facts)
+            arguments = inputs if action.select is None else picked_by(action, inputs, facts)
         with action.tool._amanda.lock:
-            result = _call_replacement(ops, action, selection, kwargs, inputs, facts.names)
+            result = _call_replacement(ops, action, arguments, kwargs, inputs, facts.names)
         if not targets or result is NotImplemented:
             return result
         user_tensors = [values[i] for i in targets]
+        # A replacement that returns nothing has written into its arguments.
         results = copies if result is None else spread([result])
         _write_results(ops, action, results, spread(user_tensors), copies, versions)
         # The program goes on with its own tensors, as after the op.
@@ -281,7 +282,23 @@ def _call_routine(
                 raise mutation_error(action, index)
     if arguments is selection:
         return matched(action, result, selection)
-    # A copy that the routine handed back unwritten is replaced by the original, so that no write follows.
+    return _restore_unwritten(ops, action, result, selection, arguments, versions)
+
+
+def _restore_unwritten(
+    ops: TensorOps,
+    action: Action,
+    result: Any,
+    selection: Sequence[Any],
+    arguments: Sequence[Any],
+    versions: Sequence[Any],
+) -> Sequence[Any] | None:
+    """Return a routine's result for each selected value, with originals for unwritten arguments.
+
+    arguments: detached or copied values, which the routine received.  versions: theirs before its call.
+    Returns None where the routine returned None and wrote into no argument.
+    """
+    # Where the original comes back, no write into the user's tensor follows.
     original_of_unwritten = {
         id(argument): original
         for argument, original, version in zip(arguments, selection, versions, strict=True)
@@ -322,7 +339,7 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
     if isinstance(result, (list, tuple)) and len(result) == len(picked):
         return result
     count = len(result) if isinstance(result, (list, tuple)) else 1
-    raise _wrong_count(action, count, len(picked))
+    raise _wrong_count_error(action, count, len(picked))
 
 
 def _single_result(action: Action, result: Any, argument: Any) -> Sequence[Any]:
@@ -341,7 +358,7 @@ def _single_result(action: Action, result: Any, argument: Any) -> Sequence[Any]:
     # Several values for one tensor: the routine was written for more inputs than it selects.
     has_many_values = isinstance(value, (list, tuple)) and not expects_list and len(value) != 1
     if has_many_values and argument is not None and hasattr(argument, "shape"):
-        raise _wrong_count(action, len(value), 1)
+        raise _wrong_count_error(action, len(value), 1)
     return result if is_sequence_of_one else (result,)
 
 
@@ -419,7 +436,7 @@ def _require_list(original: Sequence[Any], result: Any) -> Sequence[Any]:
     )
 
 
-def _wrong_count(action: Action, count: int, expected: int) -> RoutineError:
+def _wrong_count_error(action: Action, count: int, expected: int) -> RoutineError:
     """Return the error for a routine that returned more or fewer values than it was given."""
     values = "value" if expected == 1 else "values"
     return RoutineError(

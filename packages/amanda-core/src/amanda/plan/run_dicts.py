@@ -44,42 +44,43 @@ class RunDicts:
         """Remove and return this thread's dict, which native code no longer needs; {} where there is none."""
         return self._dict_by_thread.pop(get_ident(), {})
 
-    def dict_for_python(self, called: Sequence[Action], traced: bool = False) -> dict[str, Any]:
+    def dict_for_python(
+        self, called_natively: Sequence[Action], shared_with_backward: bool = False
+    ) -> dict[str, Any]:
         """Return the dict for Python, which executes an op, or continues after native code.
 
         The dict of native code is removed here: Python holds it from now on.
-        called: the actions whose routines native code has called.
-        traced: whether native code may have passed the dict to backward ops.
+        called_natively: the actions whose routines native code has called.
+        shared_with_backward: whether native code may have passed the dict to backward ops.
         """
-        begun = any(action.takes_run for action in called)
-        run = self._dict_by_thread.pop(get_ident(), None) if begun or traced else None
+        was_begun = any(action.takes_run for action in called_natively)
+        run = self._dict_by_thread.pop(get_ident(), None) if was_begun or shared_with_backward else None
         if run is not None:
             return run
         # If a routine was called and no dict is there, native code has dropped it after the last routine.
-        return {} if begun else self.new_dict()
+        return {} if was_begun else self.new_dict()
 
     def native_routines(
-        self, ops: TensorOps, before: Sequence[Action], after: Sequence[Action], traced: bool
+        self, ops: TensorOps, before: Sequence[Action], after: Sequence[Action], shared_with_backward: bool
     ) -> dict[Action, Routine]:
         """Return, for the actions that take `run`, routines that native code calls without `run`.
 
-        traced: whether the dict is passed to backward ops once the op has run, before the routines after it.
+        The first of them begins the dict, the last ends it.
+        shared_with_backward: whether the dict is passed to backward ops once the op has run, before the
+        routines after it.
         """
-        earlier, later = ([action for action in side if action.takes_run] for side in (before, after))
         # None stands for the moment when the dict goes to the backward ops, between the routines of both
         # sides: `dict_for_backward` begins or ends the dict where it is the first or the last user.
-        users = [*earlier, *([None] if traced else []), *later]
-        first, last = 0, len(users) - 1
-        return {
-            action: _with_run_dict(
-                ops,
-                action,
-                self.begin if i == first else self._dict_of_thread,
-                self.end if i == last else None,
-            )
-            for i, action in enumerate(users)
-            if action is not None
-        }
+        users: list[Action | None] = [action for action in before if action.takes_run]
+        users += [None] if shared_with_backward else []
+        users += [action for action in after if action.takes_run]
+        last = len(users) - 1
+        routines = {}
+        for i, action in enumerate(users):
+            if action is not None:
+                current_dict = self.begin if i == 0 else self._dict_of_thread
+                routines[action] = _with_run_dict(ops, action, current_dict, self.end if i == last else None)
+        return routines
 
     def dict_for_backward(self, before: Sequence[Action], after: Sequence[Action]) -> dict[str, Any]:
         """Return the dict for the backward ops, at the moment when native code has run the op.
@@ -152,7 +153,7 @@ class RunRecord:
         """Add an execution at its start."""
         self._executions.setdefault(op_id, []).append(execution)
 
-    def close(self) -> None:
+    def drop_tensors(self) -> None:
         """Drop the tensors in the dicts; call at the end of the checkpointed function."""
         for executions in self._executions.values():
             for execution in executions:
@@ -166,18 +167,18 @@ class RunRecord:
 class Recall:
     """The executions of a record, as a recomputation comes to them."""
 
-    __slots__ = ("_executions", "_next")
+    __slots__ = ("_counts", "_executions")
 
     def __init__(self, executions: Mapping[int, Sequence[_RecordedExecution]]) -> None:
         self._executions = executions
-        self._next: dict[int, int] = {}
+        self._counts: dict[int, int] = {}  # of executions so far, by op
 
     def next_dict(self, op_id: int) -> dict[str, Any]:
         """Return a copy of `run` of the op's next execution; {} where the op did not execute before."""
         # A recomputation runs the ops of the checkpoint in the same order, so the count says which execution
         # it is.
-        number = self._next.get(op_id, 0)
-        self._next[op_id] = number + 1
+        number = self._counts.get(op_id, 0)
+        self._counts[op_id] = number + 1
         executions = self._executions.get(op_id, ())
         # A copy, since a checkpoint may be recomputed more than once.
         return dict(executions[number].run) if number < len(executions) else {}

@@ -52,7 +52,7 @@ class ToolStack:
         # Compared later: a tool whose routines have changed since needs another stack.
         self._versions = [tool._amanda.version for tool in applied]
         self.routines = {
-            point: routines_at(point, (*self._outer_tools_at(point), *self.tools), applied)
+            point: routines_at(point, (*self._inactive_outer_tools(point), *self.tools), applied)
             for point in InstrumentationPoint
         }
         self.guards: list[RegisteredRoutine] = [*(parent.guards if parent else ())]
@@ -64,8 +64,10 @@ class ToolStack:
         self.keyed_by_callables = any(callable(routine.guard) for routine in self.guards)
         self.intercepts = any(tool.intercepts for tool in applied)
         backward_points = [point for point in self.routines if point.is_backward]
-        backward_ids = {id(routine.tool) for point in backward_points for routine in self.routines[point]}
-        self.backward_tools = tuple(tool for tool in applied if id(tool) in backward_ids)
+        backward_tool_ids = {
+            id(routine.tool) for point in backward_points for routine in self.routines[point]
+        }
+        self.backward_tools = tuple(tool for tool in applied if id(tool) in backward_tool_ids)
         self.wants_backward = bool(self.backward_tools)
         self.double_backward = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
@@ -80,8 +82,11 @@ class ToolStack:
         """Return True unless a tool's routines or restrictions have changed since the stack was created."""
         return self._versions == [tool._amanda.version for tool in self.applied]
 
-    def _outer_tools_at(self, point: InstrumentationPoint) -> list[AnyTool]:
-        """Return the tools of stacks around that may take part at a point only for tools of this stack."""
+    def _inactive_outer_tools(self, point: InstrumentationPoint) -> list[AnyTool]:
+        """Return the tools of stacks around whose routines do not run at a point for any tool there.
+
+        They may run in this stack, for a tool of this stack that depends on them.
+        """
         outer_stacks = self.chain[:-1]
         active_ids = {id(routine.tool) for stack in outer_stacks for routine in stack.routines[point]}
         return [tool for stack in outer_stacks for tool in stack.tools if id(tool) not in active_ids]
@@ -98,8 +103,8 @@ class ToolStack:
             tool = routine.tool
             if part is not None and not any(tool is member for member in part.tools):
                 continue
-            context._tool, earlier_action_count = tool, len(context._actions)
-            tool_state = tool._amanda
+            context._tool, tool_state = tool, tool._amanda
+            earlier_action_count = len(context._actions)
             try:
                 with tool_state.lock:
                     # Here and not when the op died: an object may die at any line, also under the tool's
@@ -137,7 +142,7 @@ class ToolStack:
             return ops.signature(inputs)
         key: list[Hashable] = [ops.signature(inputs)]
         for routine in self.guards if self.keyed_by_callables else ():
-            if callable(routine.guard):
+            if callable(routine.guard):  # not "shape" or "read"
                 try:
                     # A list of its own: a guard that empties it must not change the call.
                     key.append(routine.guard(list(inputs)))
@@ -165,7 +170,7 @@ class ToolStack:
             del plans[next(iter(plans))]
 
     def enable_double_backward(self) -> bool:
-        """Enable double backward; return True if records of analysed backward ops were invalidated."""
+        """Expect backward ops of backward ops; return True if records of analysed ones were invalidated."""
         if self.double_backward:
             return False
         invalidated = False
@@ -221,15 +226,16 @@ def stack_for(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
         return ToolStack(tools, parent)
     outer_stacks = parent.chain if parent else ()
     # With the versions: a tool with other routines than before must not find the plans of these.
+    tools_by_scope = [*(stack.tools for stack in outer_stacks), tools]
     key = tuple(
-        tuple((tool._amanda.number, tool._amanda.version) for tool in tools_of_scope)
-        for tools_of_scope in (*(stack.tools for stack in outer_stacks), tools)
+        tuple((tool._amanda.number, tool._amanda.version) for tool in scope_tools)
+        for scope_tools in tools_by_scope
     )
-    stacks = tools[-1]._amanda.stacks
-    if key not in stacks:
-        stacks[key] = ToolStack(tools, parent)
-    stack: ToolStack = stacks[key]
-    stacks.move_to_end(key)
-    while len(stacks) > STACKS_PER_TOOL:
-        stacks.popitem(last=False)  # the one that was used longest ago
+    stored_stacks = tools[-1]._amanda.stacks
+    if key not in stored_stacks:
+        stored_stacks[key] = ToolStack(tools, parent)
+    stack: ToolStack = stored_stacks[key]
+    stored_stacks.move_to_end(key)
+    while len(stored_stacks) > STACKS_PER_TOOL:
+        stored_stacks.popitem(last=False)  # the one that was used longest ago
     return stack

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -212,15 +212,15 @@ def routines_at(
             routines += [routine for routine in _routines_of(tool, point) if not routine.closing]
     # In reverse, so that of two tools with closing routines the dependency closes last.
     for tool in reversed(tools):
-        closing = [routine for routine in _routines_of(tool, point) if routine.closing]
-        if closing and takes_part(tool, point, applied):
-            indices = [
+        closing_routines = [routine for routine in _routines_of(tool, point) if routine.closing]
+        if closing_routines and takes_part(tool, point, applied):
+            dependent_indices = [
                 i
                 for i, routine in enumerate(routines)
                 if routine.tool is tool or depends_on(routine.tool, tool)
             ]
-            end = indices[-1] + 1 if indices else len(routines)
-            routines[end:end] = closing
+            end = dependent_indices[-1] + 1 if dependent_indices else len(routines)
+            routines[end:end] = closing_routines
     return tuple(routines)
 
 
@@ -236,11 +236,11 @@ def takes_part(tool: AnyTool, point: InstrumentationPoint, applied: Sequence[Any
         dependent for dependent in applied if depends_on(dependent, tool) and not dependent.follows_dependents
     ]
     # A tool that nobody depends on was applied for itself.
-    return not dependents or any(any(_routines_of(dependent, point)) for dependent in dependents)
+    return not dependents or any(_routines_of(dependent, point) for dependent in dependents)
 
 
-def _routines_of(tool: AnyTool, point: InstrumentationPoint) -> Iterator[RegisteredRoutine]:
-    return (routine for routine in tool._amanda.analyses if routine.point is point)
+def _routines_of(tool: AnyTool, point: InstrumentationPoint) -> list[RegisteredRoutine]:
+    return [routine for routine in tool._amanda.analyses if routine.point is point]
 
 
 def _without_plugins(hook: str, **arguments: Any) -> None:

@@ -59,7 +59,7 @@ class Recomputation:
                 yield
         finally:
             # Also after an exception: a framework may catch it and compute the part again.
-            self._record.close()
+            self._record.drop_tensors()
 
     def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function, which is the part of the program, for the first time; record its executions."""

@@ -256,7 +256,7 @@ class _BackwardPass:
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
             if may_use_settled and plan.stack is stack:
-                settled = plan.backward.steps.get((node_type, place)) or BackwardStep.settled(
+                settled = plan.backward.native_steps.get((node_type, place)) or BackwardStep.settled(
                     self._driver, trace, node_type, place
                 )
                 if settled is not None:
