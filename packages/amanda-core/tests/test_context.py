@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import pickle
 import re
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from amanda import ActionType, InstrumentationPoint, Namespace, OpContext, Tool
 from amanda.action import Action, marks, routine_name
 from amanda.context import OpFacts
 from amanda.errors import ActionError, AmandaError, MissingKeyError, NamespaceError, ReplaceConflictError
+from amanda.plan.action import signature_error
 
 BEFORE, AFTER = InstrumentationPoint.BEFORE_FORWARD_OP, InstrumentationPoint.AFTER_FORWARD_OP
 BEFORE_BACKWARD = InstrumentationPoint.BEFORE_BACKWARD_OP
@@ -405,3 +407,11 @@ def test_a_context_tells_whether_the_op_has_run() -> None:
         backward = {"backward_op": ReluBackward, "backward_op_id": 99} if point.is_backward else {}
         recorded(lambda context: points.append(context.is_after()), point, **backward)
     assert points == [False, True, False, True]
+
+
+def test_the_error_of_a_signature_names_the_argument_that_selects_values() -> None:
+    for kind in ActionType:
+        (argument,) = [name for name in signature(getattr(OpContext, kind.value)).parameters
+                       if name in ("inputs", "outputs", "grad_inputs", "grad_outputs")]  # fmt: skip
+        action = Action(kind, lambda: None, Tool(), None, {})
+        assert f"Select values, as by {argument}=[0]" in str(signature_error(action, [1.0], [], [1.0], {}))

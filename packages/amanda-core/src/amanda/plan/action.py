@@ -415,7 +415,8 @@ def signature_error(
         if unexpected is not None:
             name = unexpected["name"]
             return RoutineError(f"{message}Give the routine a parameter {name}, or leave {name}= away")
-        keyword = "outputs" if action.type.is_after else "inputs"
+        # The gradients of the outputs enter a backward op, those of the inputs leave it.
+        keyword = "outputs" if action.type.is_after != action.type.is_backward else "inputs"
         keyword = f"grad_{keyword}" if action.type.is_backward else keyword
         return RoutineError(
             f"{message}The op has {_listed_values(inputs, names)} here. Select values, as by {keyword}=[0], "
