@@ -143,27 +143,29 @@ class Inlining:
         self.analysed += 1
         op_type = str(plan.context.get("type") or facts.op_type or facts.name)
         self._types.setdefault(op_type)
-        self._note_admitted_tools(plan.context)
+        self._record_admitted_tools(plan.context)
         for action in plan.all:
-            why = _obstacle(action)
-            if why:
-                self.refuse(action, facts, why)
+            obstacle = _inlining_obstacle(action)
+            if obstacle:
+                self.refuse(action, facts, obstacle)
             else:
                 self._actions.append((action, facts, op_type))
         # Dropped although nothing is written then: the other routines are tried, and one error names all.
-        plan.before = tuple(action for action in plan.before if not _obstacle(action))
-        plan.after = tuple(action for action in plan.after if not _obstacle(action))
-        plan.replace = None if plan.replace and _obstacle(plan.replace) else plan.replace
+        plan.before = tuple(action for action in plan.before if not _inlining_obstacle(action))
+        plan.after = tuple(action for action in plan.after if not _inlining_obstacle(action))
+        if plan.replace and _inlining_obstacle(plan.replace):
+            plan.replace = None
 
-    def _note_admitted_tools(self, context: OpContext) -> None:
-        """Note the tools whose restrictions admit an op; the analysis does not say which these are."""
-        for tool in self.state.stack.tools if self.state.stack is not None else ():
-            if id(tool) not in self._admitted_tools and all(
-                admits(context) for admits in tool._amanda.admissions
-            ):
+    def _record_admitted_tools(self, context: OpContext) -> None:
+        """Record the tools whose restrictions admit an op; the analysis does not say which these are."""
+        tools = () if self.state.stack is None else self.state.stack.tools
+        for tool in tools:
+            if id(tool) in self._admitted_tools:
+                continue
+            if all(admits(context) for admits in tool._amanda.admissions):
                 self._admitted_tools.add(id(tool))
 
-    def leave_idle(self, tool: Tool) -> None:
+    def report_idle_tool(self, tool: Tool) -> None:
         """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
         tools = in_dependency_order([tool])
         # A mapping inserts nothing itself, and a tool may leave all work to one that it depends on.
@@ -178,7 +180,7 @@ class Inlining:
             why = "it is restricted to other ops (type=, module=)"
         self.leave(type(tool).__name__, f"it inserts nothing at any op: {why}")
 
-    def check(self, source: Path) -> None:
+    def check_result(self, source: Path) -> None:
         """Raise an error where a routine was refused, or no routine was recorded."""
         if self._refused:
             # All at once: a user marks several routines before the next attempt.
@@ -254,24 +256,24 @@ def instrument(
         "model": source.name,
     }
     if cutting_tools:
-        _check_alone(tools)
+        _check_only_tool(tools)
         return _write_in_parts(cutting_tools[0], kind, source, target, force, metadata)
     with disabled():
         artefact = kind(source)
         _prepare_tools(artefact, ordered_tools)
         inlining = _new_inlining(ordered_tools)
         artefact.instrument(inlining)
-        _note_backward_tools(inlining, ordered_tools)
+        _report_backward_tools(inlining, ordered_tools)
         for tool in tools:
-            inlining.leave_idle(tool)
-        inlining.check(source)
-        _check_state(ordered_tools, source)
+            inlining.report_idle_tool(tool)
+        inlining.check_result(source)
+        _check_loaded_state_used(ordered_tools, source)
         with replacing_all(target, force) as path:
             artefact.write(path, metadata)
     return Instrumented(target, kind.kind, inlining.analysed, inlining.inlined, inlining.left)
 
 
-def _check_alone(tools: Sequence[Tool]) -> None:
+def _check_only_tool(tools: Sequence[Tool]) -> None:
     """Raise ArtefactError where a tool that writes several files comes with other tools."""
     if len(tools) > 1:
         names = ", ".join(type(tool).__name__ for tool in tools)
@@ -307,7 +309,10 @@ def _new_inlining(tools: Sequence[Tool]) -> Inlining:
 
 
 def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
-    """Analyse every op in advance for tools that ask for it, such as a tool with one budget for all ops."""
+    """Analyse every op in advance for tools that ask for it, such as a tool with one budget for all ops.
+
+    Does nothing where no tool asks.
+    """
     prepared_tools = []
     with ExitStack() as preparations:
         for tool in tools:
@@ -319,7 +324,7 @@ def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
             artefact.instrument(_new_inlining(in_dependency_order(prepared_tools)))
 
 
-def _note_backward_tools(inlining: Inlining, tools: Sequence[Tool]) -> None:
+def _report_backward_tools(inlining: Inlining, tools: Sequence[Tool]) -> None:
     """Note in `inlining` each tool with routines for backward ops: a file holds the forward pass alone.
 
     Tools with `follows_dependents`, such as a mapping, are not noted: they have these routines for the tools
@@ -331,7 +336,7 @@ def _note_backward_tools(inlining: Inlining, tools: Sequence[Tool]) -> None:
             inlining.leave(f"backward ops for {type(tool).__name__}", "a file holds the forward pass alone")
 
 
-def _check_state(tools: Iterable[Tool], source: Path) -> None:
+def _check_loaded_state_used(tools: Iterable[Tool], source: Path) -> None:
     """Raise ArtefactError for loaded state that no op has used: it belongs to another model."""
     for tool in tools:
         unused = list(tool._amanda.loaded)
@@ -348,7 +353,7 @@ def _listed_names(names: Collection[str]) -> str:
     return ", ".join([*islice(names, _MAX_LISTED), *ellipsis])
 
 
-def _obstacle(action: Action) -> str:
+def _inlining_obstacle(action: Action) -> str:
     """Return the reason why a routine cannot be inlined, as far as its marks tell; "" where it may be."""
     if not action.traceable:
         return "it is not marked @amanda.traceable"

@@ -134,10 +134,12 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
             with self._lock:
                 guarded_copies = copies.setdefault(key, GuardedCopies(self.reads))
                 analysis = GraphAnalysis(state, self.tensors, stack, guarded_copies.history)
-                copy = guarded_copies.find() or self._rewrite_guarded(graph, owner, analysis, guarded_copies)
+                copy = guarded_copies.find() or self._rewrite_and_store(
+                    graph, owner, analysis, guarded_copies
+                )
         return copy
 
-    def _rewrite_guarded(
+    def _rewrite_and_store(
         self,
         graph: Any,
         owner: Any,

@@ -106,9 +106,10 @@ class Insertion:
     ) -> list[Any]:
         """Call routines on values; return the flat tensors that go back into the graph."""
         for action in actions:
-            previous, values = values, run_routine(ops, action, values, self.facts, run, state.autodiff)
-            if values is not previous:
-                self.check(action, previous, values)
+            new_values = run_routine(ops, action, values, self.facts, run, state.autodiff)
+            if new_values is not values:
+                self.check(action, values, new_values)
+            values = new_values
         return self.results(values)
 
     def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
@@ -140,16 +141,15 @@ class Insertion:
             )
             raise self.facts.explain(error, action)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
-        read_gradients = list(self.read_gradients)
         output_count = len(self.output_positions)
         if output_count == 1 and len(results) != 1:
             return results  # one output that is a list
         if len(results) == output_count:
             return spread(results)
-        if read_gradients and len(results) == len(read_gradients):
+        if self.read_gradients and len(results) == len(self.read_gradients):
             gradients: list[Any] = [None] * output_count
-            for position, value in zip(read_gradients, results, strict=True):
-                gradients[position] = value
+            for position, gradient in zip(self.read_gradients, results, strict=True):
+                gradients[position] = gradient
             return gradients
         noun = "gradients" if action.type.is_backward else "outputs"
         error = RoutineError(
@@ -255,8 +255,8 @@ class Execution:
         """
         entries = self.stores[place]
         unread_count = self._unread_counts.get((reader, place), len(entries))
-        index = max(unread_count - 1, 0)
-        self._unread_counts[reader, place] = index
+        index = max(unread_count - 1, 0)  # the last that the reader has not had
+        self._unread_counts[reader, place] = index  # as many come before it
         return entries[index]
 
     def runs_action(self, action: Action) -> bool:

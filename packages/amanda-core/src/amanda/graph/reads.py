@@ -92,7 +92,7 @@ class Reads:
         for value in action.kwargs.values():
             self.reach(value)
         # What an attribute leads to may add holders and names, so repeat until no pair is new.
-        while new_pairs := self._unfollowed_attributes():
+        while new_pairs := self._attributes_to_follow():
             for holder, name in new_pairs:
                 self._followed.add((id(holder), name))
                 self._follow_attribute(holder, name)
@@ -103,9 +103,9 @@ class Reads:
         for action in actions:
             self.follow(action)
         # A place that changed before the tracing was not set by it.
-        steady = [place for place in self if self._holds(place)]
+        unchanged_places = [place for place in self if self._is_unchanged(place)]
         yield
-        self.settle(steady)
+        self.settle(unchanged_places)
 
     def settle(self, places: Iterable[Reading] | None = None) -> None:
         """Drop places whose value has changed since it was read: the traced routines have set them.
@@ -116,8 +116,9 @@ class Reads:
             attributes = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
             if any(attribute is not _MISSING for attribute in attributes):
                 self.written[name] = None
-        changed = [place for place in (self if places is None else places) if not self._holds(place)]
-        for place in changed:
+        candidates = list(self) if places is None else places
+        changed_places = [place for place in candidates if not self._is_unchanged(place)]
+        for place in changed_places:
             self.written[self.name_of(place)] = None
             self._excluded.add(place.key)
             del self._places[place.key]
@@ -179,8 +180,8 @@ class Reads:
             return
         if isinstance(value, FunctionType):
             self.reach(getattr(value, "__wrapped__", None))  # the decorator may be of another package
-        has_package = isinstance(value, (FunctionType, ModuleType, type))
-        if has_package and _home_package(value) not in self._packages:
+        is_code = isinstance(value, (FunctionType, ModuleType, type))
+        if is_code and _home_package(value) not in self._packages:
             return
         self._visited[id(value)] = value
         if isinstance(value, FunctionType):
@@ -199,7 +200,8 @@ class Reads:
                 # Statically, since to ask the object may compute, or call ops.
                 method = inspect.getattr_static(type(value), name, None)
                 method = getattr(method, "__wrapped__", method)  # a driver may have put an `Enclosure` around
-                self.reach(method if isinstance(method, FunctionType) else None)
+                if isinstance(method, FunctionType):
+                    self.reach(method)
 
     def read(self, holder: Any, name: str) -> Any:
         """Record an attribute; return its value, or None if each reading creates another value."""
@@ -211,11 +213,11 @@ class Reads:
     def __iter__(self) -> Iterator[Reading]:
         return iter(self._places.values())
 
-    def _holds(self, place: Reading) -> bool:
+    def _is_unchanged(self, place: Reading) -> bool:
         """Return True if a place has the value that was read earlier."""
         return self.is_same(place.read(place.holder, place.name), place.value)
 
-    def _unfollowed_attributes(self) -> list[tuple[Any, str]]:
+    def _attributes_to_follow(self) -> list[tuple[Any, str]]:
         """Return pairs of an object and a name in the routines' code that have not been followed."""
         return [
             (holder, name)
@@ -226,7 +228,7 @@ class Reads:
 
     def _follow_code(self, function: FunctionType) -> None:
         """Record the globals, closure cells and defaults that a function's code reads."""
-        names, names_set = names_of(function.__code__)
+        names, names_set = names_in_code(function.__code__)
         self._names_set.update(dict.fromkeys(names_set))
         for name in names:
             self._names[name] = None
@@ -258,12 +260,12 @@ class Reads:
             self.reach(self.read(holder, name))
 
     def _read_place(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
-        """Record a place and return its value; None if missing, or if each reading creates another value.
+        """Record a place; return its value, or None where it has none, or another one at each reading.
 
-        A place of which each reading creates another value is not recorded, nor one that the routines set.
+        Not recorded is a place that has another value at each reading, or that the routines set.
         """
         place = Reading(read, holder, name, read(holder, name))
-        if not self._holds(place):  # a second reading gave another value
+        if not self._is_unchanged(place):  # a second reading gave another value
             return None
         if place.key not in self._excluded:
             self._places.setdefault(place.key, place)
@@ -271,10 +273,10 @@ class Reads:
 
 
 @lru_cache(maxsize=1024)
-def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def names_in_code(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of attributes and globals in code, and the names that it sets outside of its frame.
 
-    With those of functions defined in the code.
+    With those of functions defined in the code, and with strings that may be the names of attributes.
     """
     names, names_set = list(code.co_names), []
     for instruction in dis.get_instructions(code):
@@ -288,7 +290,7 @@ def names_of(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     names += [text for text in code.co_consts if isinstance(text, str) and text.isidentifier()]
     for inner_code in code.co_consts:
         if isinstance(inner_code, CodeType):
-            inner_names, inner_names_set = names_of(inner_code)
+            inner_names, inner_names_set = names_in_code(inner_code)
             names += inner_names
             names_set += inner_names_set
     return tuple(names), tuple(names_set)
@@ -343,9 +345,9 @@ def _home_package(value: Any) -> str:
 
 CopyT = TypeVar("CopyT")
 
-_VALUES = 8
+_MAX_VALUES = 8
 """Number of distinct values after which a guard stops building copies, and number of cached copies."""
-_COPIES = 32
+_MAX_COPIES = 32
 """Number of copies after which every changed value is volatile: few values, but many combinations."""
 
 
@@ -356,13 +358,13 @@ class History:
     not rebuilt for a volatile place.
     """
 
-    def __init__(self, reads: type[Reads], limit: int = _VALUES) -> None:
+    def __init__(self, reads: type[Reads], limit: int = _MAX_VALUES) -> None:
         self.limit = limit
         self.reads = reads
         self._values: dict[tuple[int, Any], list[Any]] = {}
         self._holders: dict[int, Any] = {}  # keeps their ids from being reused
 
-    def take(self, reads: Reads) -> None:
+    def record(self, reads: Reads) -> None:
         """Record the values that the routines of a graph have read, at most `limit` at each place."""
         for place in reads:
             self._holders[id(place.holder)] = place.holder
@@ -407,10 +409,10 @@ class GuardedCopies(Generic[CopyT]):
 
     def add(self, copy: CopyT, reads: Reads) -> None:
         """Store a copy with the values that its routines have read; called under the driver's lock."""
-        self.history.take(reads)
+        self.history.record(reads)
         # A tuple is replaced as a whole, so that `find` needs no lock.
-        self._entries = ((reads, copy), *self._entries)[:_VALUES]
+        self._entries = ((reads, copy), *self._entries)[:_MAX_VALUES]
         self._copy_count += 1
-        if self._copy_count == _COPIES:
+        if self._copy_count == _MAX_COPIES:
             # From now on every place that has had two values is volatile.
             self.history.limit = 2

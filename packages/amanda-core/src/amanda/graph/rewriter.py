@@ -203,18 +203,21 @@ class Rewriter(ABC, Generic[NodeT]):
         inputs += extra_inputs
         flat_outputs = output_side.flat(output_positions)
         output_symbols = [output_side.symbols[i] for i in flat_outputs]
-        place = self.insertion(actions, facts, input_side.count, input_positions, sizes, output_positions)
+        insertion = self.insertion(actions, facts, input_side.count, input_positions, sizes, output_positions)
         # Only on demand: creating the function takes time.
         if actions[0].takes_original and facts.original is not None:
-            place.original = facts.original()
-        place.reads = len(extra_inputs)
+            insertion.original = facts.original()
+        insertion.reads = len(extra_inputs)
         results = self._write_insertion(
-            self.formed(place, output_symbols, input_side, output_side), inputs, output_symbols, input_side
+            self.formed(insertion, output_symbols, input_side, output_side),
+            inputs,
+            output_symbols,
+            input_side,
         )
         if results is None:
             return False
         for i, (ref, symbol) in zip(flat_outputs, results, strict=True):
-            # A routine that returns nothing leaves the graph as it is, which then runs itself.
+            # A routine that returns nothing leaves the names as they are; the graph itself runs if all do.
             self.rewriting.changed |= ref != output_side.refs[i]
             output_side.refs[i], output_side.symbols[i] = ref, symbol
         return True
@@ -236,7 +239,7 @@ class Rewriter(ABC, Generic[NodeT]):
         if trace_obstacle is None or may_run_once:
             constants = [self.constant(value.symbol) for value in inputs]
             if constants and all(value is not None for value in constants):
-                return self._write_traced(actions, lambda: self._fold(place, inputs, constants))
+                return self._write_traced(actions, lambda: self._fold_constants(place, inputs, constants))
         if trace_obstacle is None:
             try:
                 return self._write_traced(actions, lambda: self.inline(place, inputs, outputs, side))
@@ -245,10 +248,10 @@ class Rewriter(ABC, Generic[NodeT]):
         if rewriting.written or not self.calls_python:
             # In a body a routine that is not marked traceable was not meant to be traced: then the reason is
             # that Python cannot run there.
-            names_obstacle = actions[0].traceable or rewriting.written
-            rewriting.refuse(actions, facts, trace_obstacle if names_obstacle else _PYTHON_IN_BODY)
+            was_to_be_traced = actions[0].traceable or rewriting.written
+            rewriting.refuse(actions, facts, trace_obstacle if was_to_be_traced else _PYTHON_IN_BODY)
             return None
-        if trace_obstacle:
+        if trace_obstacle:  # not "", which stands for a reason that is not reported
             self.report_python_call(place, trace_obstacle)
         rewriting.free |= bool(outputs) and self.may_change_shapes(place)
         rewriting.changed = True
@@ -290,7 +293,9 @@ class Rewriter(ABC, Generic[NodeT]):
         """Return the routines' results for constants, or for symbols that record computations."""
         return place.run(Execution(self.rewriting.state, self.rewriting.ops, {}), values)
 
-    def _fold(self, place: Insertion, inputs: Sequence[Value], constants: Sequence[Any]) -> list[Value]:
+    def _fold_constants(
+        self, place: Insertion, inputs: Sequence[Value], constants: Sequence[Any]
+    ) -> list[Value]:
         """Call routines once, on constants, and store the results in the graph."""
         results = self.results(place, constants)
         self.rewriting.folded += place.actions

@@ -71,7 +71,7 @@ class GraphAnalysis:
         """Analyse a backward op of an analysed op; return its actions.  facts: from `OpFacts.at_backward`."""
         backward_id = facts.backward_op_id
         assert backward_id is not None
-        by_plan: list[Actions] = []
+        actions_by_plan: list[Actions] = []
         pending_plans: list[PendingBackwardPlan] = []
         plan = self.plans.get(facts.op_id)
         for scope_plan in () if plan is None or self.closed else plan.plans_with_backward:
@@ -81,13 +81,13 @@ class GraphAnalysis:
                 pending_plan.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
                 pending_plans.append(pending_plan)
                 actions = pending_plan.plan
-            by_plan.append(actions)
+            actions_by_plan.append(actions)
         facts.grad_inputs = list(grad_inputs)
         for pending_plan in pending_plans:
             pending_plan.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
             pending_plan.store()
         self._facts.append(facts)
-        return Actions.merged(by_plan)
+        return Actions.merged(actions_by_plan)
 
     def finish(self, graph: Any = None) -> None:
         """Drop every symbol from the contexts, and bind the plans to the life of the graph."""
@@ -241,14 +241,16 @@ class Side:
         Positions beyond the node's values, and values with an unread tensor, are left out.
         """
         count = self.count
-        positions = set(range(count)) if None in selections else set()
-        positions |= {
-            # Positions may be negative, as in Python's lists.
-            position % count
-            for select in selections
-            for position in select or ()
-            if -count <= position < count
-        }
+        if None in selections:
+            positions = set(range(count))
+        else:
+            positions = {
+                # Positions may be negative, as in Python's lists.
+                position % count
+                for select in selections
+                for position in select or ()
+                if -count <= position < count
+            }
         return sorted(position for position in positions if self.unread.isdisjoint(self._range(position)))
 
     def flat(self, positions: Sequence[int]) -> list[int]:

@@ -190,7 +190,7 @@ class FunctionVariants:
             yield variant
         finally:
             _VARIANT.reset(token)
-            self._history.take(variant.reads)
+            self._history.record(variant.reads)
 
 
 _VARIANT: ContextVar[Variant | None] = ContextVar("variant of the function that is traced", default=None)

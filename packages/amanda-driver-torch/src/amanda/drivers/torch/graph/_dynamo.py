@@ -81,7 +81,7 @@ def guard_by_reads(program: GraphProgram, history: History) -> None:
     reads.settle()
     for entry in reads.unfollowed(program.traced, "a compiled graph"):
         program.report(*entry)
-    history.take(reads)
+    history.record(reads)
     # Weakly: dynamo keeps guards as long as the user's function, which must not keep the tools alive.
     reference = ref(reads)
 
