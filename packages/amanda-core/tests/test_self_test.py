@@ -49,7 +49,7 @@ class UntriedDriver(NewerDriver):
 @pytest.fixture(autouse=True)
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each test be the first of its process."""
-    monkeypatch.setattr(attachment, "_tried", set())
+    monkeypatch.setattr(attachment, "_tried_drivers", set())
 
 
 def test_a_newer_version_is_said_once_with_the_number_of_checks(caplog: pytest.LogCaptureFixture) -> None:

@@ -74,9 +74,9 @@ class Attachment:
         self._drivers: dict[type[Driver], Driver] = {}
         self._attached: list[Driver] = []
         self._faulty: list[FaultyDriver] = []
-        self._broken_reasons: dict[str, str] = {}  # by the subject of the report
-        self._tried: set[type[Driver]] = set()
-        self._awaited: list[Callable[[], object]] = []
+        self._failure_reasons: dict[str, str] = {}  # by the subject of the report
+        self._tried_drivers: set[type[Driver]] = set()
+        self._import_watches: list[Callable[[], object]] = []
         self._threads = Threads()
 
     def open(self, scope: Scope, intercepts: bool) -> None:
@@ -92,14 +92,14 @@ class Attachment:
             if len(self._intercepting) == 1:
                 self._threads.attach()
                 self._attach_loaded()
-                self._await_others()
+                self._attach_at_import()
             elif self._faulty:  # what an import lacked may be there by now
                 self._attach_loaded()
             if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
-                self._broken_reasons["drivers"] = reason
-            watch(self._intercepting)
+                self._failure_reasons["drivers"] = reason
+            report_threads_outside(self._intercepting)
             # Told to every scope: each report stands for itself.
-            for subject, reason in self._broken_reasons.items():
+            for subject, reason in self._failure_reasons.items():
                 scope.report.add(subject, reason)
 
     def close(self, scope: Scope) -> None:
@@ -116,7 +116,7 @@ class Attachment:
                 finally:
                     self._detach_all()
 
-    def abandon(self) -> list[Scope]:
+    def detach_in_child(self) -> list[Scope]:
         """Detach everything in a forked child; return the scopes that were open."""
         # A thread of the parent may hold the lock, and that thread is not in this process.
         self._lock = threading.RLock()
@@ -161,7 +161,7 @@ class Attachment:
                 # Switches of tools are frequent, and most drivers have nothing to follow.
                 if kind.switched is not Driver.switched:
                     when_switched.append(driver.switched)
-                self._check_version(driver)
+                self._try_on_untested_version(driver)
             except BaseException as error:
                 if driver is not None:
                     self._detach(driver)
@@ -172,19 +172,22 @@ class Attachment:
                 reason = str(error) if isinstance(error, DriverError) else f"attaching failed: {error!r}"
                 # For the driver's author; the report is for the user.
                 logger.debug("%s cannot be attached", kind.__name__, exc_info=error)
-                self._broken_reasons[kind.__name__] = reason
+                self._failure_reasons[kind.__name__] = reason
                 for scope in self._intercepting:
                     scope.report.add(kind.__name__, reason)
                 return
             hooks.call("amanda_driver_attached", driver=driver)
 
-    def _check_version(self, driver: Driver) -> None:
-        """Try a driver, once in a process, on a version of its framework that its tests never ran on."""
-        if type(driver) not in self._tried and (note := self.installed.version_note(driver)):
+    def _try_on_untested_version(self, driver: Driver) -> None:
+        """Try a driver, once in a process, on a version of its framework that its tests never ran on.
+
+        Raises DriverError if it cannot serve that version, else reports that it was tried.
+        """
+        if type(driver) not in self._tried_drivers and (note := self.installed.version_note(driver)):
             # To the first scope alone: nothing is left out, so that later reports need not repeat it.
             for scope in self._intercepting:
                 scope.report.add(driver.framework, note)
-        self._tried.add(type(driver))
+        self._tried_drivers.add(type(driver))
 
     def _detach(self, driver: Driver) -> None:
         """Detach a driver, and forget it only then: after an interrupt the next closing begins here again."""
@@ -197,21 +200,21 @@ class Attachment:
         """Attach all drivers whose framework has been imported; note those that cannot be used."""
         kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
         self._faulty = [*self.installed.faulty_drivers()]
-        self._broken_reasons = {plugin.name: plugin.message for plugin in self._faulty}
+        self._failure_reasons = {plugin.name: plugin.message for plugin in self._faulty}
         for kind in kinds:
             self.attach(kind)
 
-    def _await_others(self) -> None:
+    def _attach_at_import(self) -> None:
         """Attach the drivers of frameworks that are not imported yet as soon as these are imported."""
         for framework in self.installed.absent_frameworks():
-            self._awaited.append(when_imported(framework, self._attach_loaded))
+            self._import_watches.append(when_imported(framework, self._attach_loaded))
 
     def _detach_all(self) -> None:
         """Leave frameworks, threads and the interceptor as they were found."""
         interceptor.watch_outside(None)
         # A kept exception holds frames, with the tensors in them.
         interceptor.forget_failures()
-        undo(self._awaited)
+        undo(self._import_watches)
         while self._attached:
             driver = self._attached[-1]
             self._detach(driver)
@@ -229,16 +232,16 @@ OUTSIDE = (
 _this_thread = threading.local()
 
 
-def watch(scopes: Collection[Scope]) -> None:
+def report_threads_outside(scopes: Collection[Scope]) -> None:
     """Name, in the reports of these open scopes, each thread that runs ops where no scope is in force.
 
     A thread that opens scopes itself, such as this one, knows what runs outside of them, and is not named.
     """
     _this_thread.opens_scopes = True
-    interceptor.watch_outside(partial(_name_thread, scopes))
+    interceptor.watch_outside(partial(_report_thread, scopes))
 
 
-def _name_thread(scopes: Collection[Scope]) -> bool:
+def _report_thread(scopes: Collection[Scope]) -> bool:
     """Report this thread to scopes and return True; a thread that opens scopes itself is not reported.
 
     Returns False, and reports nothing, where tools are switched off just now, or a routine's thread runs.

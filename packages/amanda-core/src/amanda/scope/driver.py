@@ -88,13 +88,13 @@ class Driver(ABC):
         That is the code of the framework's packages, and of the driver's own below `amanda.drivers`.
         """
         for name in (self.framework, *self.packages):
-            for root in _roots(name):
+            for root in _code_locations(name):
                 codes.add_root(root, FRAMEWORK)
         # Of base classes too: a driver may derive from one of another mode of its framework.
         for kind in type(self).__mro__:
             if kind.__module__.startswith(_DRIVERS):
                 package = _DRIVERS + kind.__module__.removeprefix(_DRIVERS).partition(".")[0]
-                for root in _roots(package):
+                for root in _code_locations(package):
                     self.skip(root)
 
     def skip(self, *code: str | CodeType) -> None:
@@ -167,7 +167,7 @@ def check_private_names(names: Iterable[str], subject: str, framework: str, newe
     )
 
 
-def _roots(name: str) -> Iterator[str]:
+def _code_locations(name: str) -> Iterator[str]:
     """Yield the folders of a package, or the file of a module; nothing if it is not installed."""
     module = sys.modules.get(name)
     try:

@@ -111,7 +111,7 @@ class Report(list[Uninstrumented]):
         groups: dict[tuple[str, str], list[Uninstrumented]] = {}
         for entry in self:
             groups.setdefault(_group_key(entry), []).append(entry)
-        labels = [_label(entries, key in self._truncated_groups) for key, entries in groups.items()]
+        labels = [_group_label(entries, key in self._truncated_groups) for key, entries in groups.items()]
         width = min(_MAX_NAMES_WIDTH, max(map(len, labels)))
         lines = []
         for label, (first, *_) in zip(labels, groups.values(), strict=True):
@@ -134,7 +134,7 @@ def _group_key(entry: Uninstrumented) -> tuple[str, str]:
     return _kind_and_name(entry.what)[0], entry.reason
 
 
-def _label(entries: Sequence[Uninstrumented], is_truncated: bool) -> str:
+def _group_label(entries: Sequence[Uninstrumented], is_truncated: bool) -> str:
     """Return a label for entries of one kind, with the first few names.
 
     is_truncated: whether there were more entries than the report stores.

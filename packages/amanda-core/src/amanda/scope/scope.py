@@ -37,14 +37,14 @@ class Scope(interceptor.Extent):
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
         for tool in tools:
             if not is_tool(tool):
-                raise ToolError(f"apply wants tools, not {shown(tool)}{_hint(tool)}")
+                raise ToolError(f"apply wants tools, not {shown(tool)}{_hint_for(tool)}")
         self._tools = tools
         self.compiled = compiled
         # Two flags: an interrupt may come after the scope has closed and before its tools have been told.
         self._open = self._unsettled = False
-        self._token: object = None
-        self._joined: tuple[AnyTool, ...] = ()  # the tools that no scope around had open already
-        self._calls = interceptor.statistics()
+        self._activation_token: object = None
+        self._joined_tools: tuple[AnyTool, ...] = ()  # the tools that no scope around had open already
+        self._statistics_at_entry = interceptor.statistics()
         # Those of the contexts in which it is open.
         self._activations: set[ReferenceType[interceptor.Activation]] = set()
         self._forked = False
@@ -70,15 +70,15 @@ class Scope(interceptor.Extent):
             )
         self._forked = False
         self._unsettled = True
-        self._calls = interceptor.statistics()
+        self._statistics_at_entry = interceptor.statistics()
         try:
             # As a whole: a Ctrl-C between two of its steps would leave drivers attached without a scope.
-            uninterrupted(self._enter)
-            for tool in self._joined:
+            uninterrupted(self._activate)
+            for tool in self._joined_tools:
                 self._notify_entered(tool)
             hooks.call("amanda_scope_entered", scope=self)
         except BaseException:
-            uninterrupted(self._leave)
+            uninterrupted(self._deactivate)
             self._unsettled = False
             raise
         return self
@@ -90,12 +90,12 @@ class Scope(interceptor.Extent):
             self.report.add(f"options of {type(tool).__name__}", text)
         tool.scope_entered()
 
-    def _enter(self) -> None:
+    def _activate(self) -> None:
         """Attach drivers and activate the tools in this context."""
         outer = State.current()
         # A tool acts once per op, at its outermost place.
         tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
-        self._joined = tuple(tools)
+        self._joined_tools = tuple(tools)
         stack = stack_for(tools, outer.stack) if tools else outer.stack
         state = replace(outer, stack=stack, scopes=(*outer.scopes, self))
         attachment.open(self, stack is None or stack.intercepts)
@@ -104,7 +104,7 @@ class Scope(interceptor.Extent):
         # Before `set`, which may activate it and then fail to allocate the token.
         for scope in state.scopes:
             scope.add_activation(activation)
-        self._token = interceptor.ACTIVATION.set(activation)
+        self._activation_token = interceptor.ACTIVATION.set(activation)
         notify_switched()
         # Ids at the top level count from the start of the scope, so that each scope finds the same ids.
         interceptor.reset_root()
@@ -117,16 +117,16 @@ class Scope(interceptor.Extent):
         if not self._unsettled:
             raise ScopeError("this scope is not open; start() or a with statement opens it")
         try:
-            uninterrupted(self._leave)
-        except BaseException:  # an interrupt may have come before `_leave` ran
-            uninterrupted(self._leave)
+            uninterrupted(self._deactivate)
+        except BaseException:  # an interrupt may have come before `_deactivate` ran
+            uninterrupted(self._deactivate)
             raise
         finally:
             with ExitStack() as stack:  # notifies every tool, also after an exception of another tool
-                for tool in reversed(self._joined):
+                for tool in reversed(self._joined_tools):
                     stack.callback(self._notify_left, tool)
         self._unsettled = False
-        slow_calls_text = describe_slow_calls(self._calls, interceptor.statistics())
+        slow_calls_text = describe_slow_calls(self._statistics_at_entry, interceptor.statistics())
         # A scope within, which is still open, will report the same calls.
         if slow_calls_text and not self._inner_scopes():
             self.report.add("calls of ops", slow_calls_text)
@@ -134,30 +134,34 @@ class Scope(interceptor.Extent):
 
     def _notify_left(self, tool: AnyTool) -> None:
         """Notify a tool that the scope has closed; report selections that no op has matched, once."""
-        self._joined = tuple(joined for joined in self._joined if joined is not tool)
-        logged = tool._amanda.logged
-        for text in tool.unmatched():
-            selection = text.partition(";")[0]  # the names after it differ from scope to scope
-            subject = f"what was selected for {type(tool).__name__}"
-            reported = ((entry.what, entry.reason.partition(";")[0]) for entry in self.report)
-            if (subject, selection) not in reported:
-                self.report.add(subject, text, is_logged=selection not in logged)
-            logged.add(selection)
+        self._joined_tools = tuple(
+            joined_tool for joined_tool in self._joined_tools if joined_tool is not tool
+        )
+        logged_selections = tool._amanda.logged
+        subject = f"what was selected for {type(tool).__name__}"
+        for sentence in tool.unmatched():
+            selection = sentence.partition(";")[0]  # the names after it differ from scope to scope
+            reported_selections = {
+                entry.reason.partition(";")[0] for entry in self.report if entry.what == subject
+            }
+            if selection not in reported_selections:
+                self.report.add(subject, sentence, is_logged=selection not in logged_selections)
+            logged_selections.add(selection)
         tool.scope_left()
 
-    def _leave(self) -> None:
+    def _deactivate(self) -> None:
         """Undo the steps of opening that have run."""
-        token, self._open = self._token, False
+        token, self._open = self._activation_token, False
         inner_scopes = self._inner_scopes()
         interceptor.keep_failure(None)
         try:
             # With generators that take turns, an outer scope may close first: the inner scope then restores
             # the state from before both.
             if token is not None and inner_scopes:
-                inner_scopes[0]._token = token
+                inner_scopes[0]._activation_token = token
             elif token is not None:
                 restore(interceptor.ACTIVATION, token)
-            self._token = None
+            self._activation_token = None
         finally:
             try:
                 deactivate(list(self._activations))
@@ -169,8 +173,8 @@ class Scope(interceptor.Extent):
         """Return the open scopes within this one, the outermost first, in this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         scopes: tuple[Scope, ...] = () if activation is None else activation.state.scopes
-        scopes_within = scopes[scopes.index(self) + 1 :] if self in scopes else ()
-        return [scope for scope in scopes_within if not scope.closed]
+        inner_scopes = scopes[scopes.index(self) + 1 :] if self in scopes else ()
+        return [scope for scope in inner_scopes if not scope.closed]
 
     def add_activation(self, activation: interceptor.Activation) -> None:
         """Register an activation with this scope, so that `deactivate` finds it in whatever context it is."""
@@ -182,7 +186,7 @@ class Scope(interceptor.Extent):
 
     def is_open_with(self, tool: AnyTool) -> bool:
         """Return True while the scope is open with a tool; False for a tool that a scope around has."""
-        return self._open and any(joined is tool for joined in self._joined)
+        return self._open and any(joined_tool is tool for joined_tool in self._joined_tools)
 
     def update_routines(self) -> None:
         """Activate the present routines and dependencies of the tools from the next op on.
@@ -190,14 +194,14 @@ class Scope(interceptor.Extent):
         Notifies new dependencies that the scope has opened.  Raises DependencyCycleError; then nothing has
         changed.
         """
-        joined_earlier = self._joined
+        joined_earlier = self._joined_tools
         further_tools = [
             tool
             for tool in in_dependency_order(self._tools)
-            if not any(interchangeable(tool, joined) for joined in joined_earlier)
+            if not any(interchangeable(tool, earlier_tool) for earlier_tool in joined_earlier)
         ]
         new_dependencies = [tool for tool in further_tools if not scopes_with(tool)]
-        self._joined = (*new_dependencies, *joined_earlier)
+        self._joined_tools = (*new_dependencies, *joined_earlier)
         uninterrupted(lambda: deactivate(list(self._activations)))
         notify_switched()
         for tool in new_dependencies:
@@ -263,7 +267,7 @@ class Scope(interceptor.Extent):
         return f"<{'closed' if self.closed else 'open'} scope of {names or 'no tools'}>"
 
 
-def _hint(value: object) -> str:
+def _hint_for(value: object) -> str:
     """Return the end of the message for a value that is not a tool: what to write instead."""
     if isinstance(value, type):
         return f"; give an instance: {value.__name__}()"
@@ -308,7 +312,7 @@ def scopes_with(tool: AnyTool) -> list[Scope]:
 def _close_in_child() -> None:
     """Close all scopes in a forked child: the child has only the forking thread, and fresh locks."""
     interceptor.forked()
-    scopes = attachment.abandon()
+    scopes = attachment.detach_in_child()
     for scope in scopes:
         scope._open = scope._unsettled = False
         scope._forked = True

@@ -174,7 +174,7 @@ def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> N
     try:
         for activation in activations:
             state = activation.state.remaining()
-            activation.become(state.activation() if state.scopes else _inactive())
+            activation.become(state.activation() if state.scopes else _inactive_activation())
     except BaseException:  # such as a RecursionError: rather no instrumentation than that of a closed scope
         for activation in activations:
             activation.active = False
@@ -182,13 +182,13 @@ def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> N
 
 
 @cache
-def _inactive() -> interceptor.Activation:
+def _inactive_activation() -> interceptor.Activation:
     """Return an activation that intercepts nothing; its stack is for ops under way on other threads."""
     return interceptor.Activation(None, State(ToolStack((), None)), False)
 
 
 @contextmanager
-def _switched(**changes: bool) -> Iterator[None]:
+def _with_switches(**changes: bool) -> Iterator[None]:
     """Put the current state with changed fields in force.  changes: `enabled`, `cache` or `autodiff`."""
     with activated(replace(State.current(), **changes)):  # type: ignore[arg-type]
         yield
@@ -196,14 +196,14 @@ def _switched(**changes: bool) -> Iterator[None]:
 
 def enabled() -> AbstractContextManager[None]:
     """Instrument inside this context, also within `disabled`."""
-    return _switched(enabled=True)
+    return _with_switches(enabled=True)
 
 
 @contextmanager
 def disabled() -> Iterator[None]:
     """Instrument nothing inside this context."""
     try:
-        with _switched(enabled=False):
+        with _with_switches(enabled=False):
             yield
     finally:
         for settle in when_enabled_again:
@@ -212,22 +212,22 @@ def disabled() -> Iterator[None]:
 
 def cache_enabled() -> AbstractContextManager[None]:
     """Cache plans inside this context: an op's analysis runs once."""
-    return _switched(cache=True)
+    return _with_switches(cache=True)
 
 
 def cache_disabled() -> AbstractContextManager[None]:
     """Cache no plans inside this context: an op's analysis runs at each execution."""
-    return _switched(cache=False)
+    return _with_switches(cache=False)
 
 
 def autodiff_enabled() -> AbstractContextManager[None]:
     """Make every routine take part in the backward pass, as if marked `@differentiable`."""
-    return _switched(autodiff=True)
+    return _with_switches(autodiff=True)
 
 
 def autodiff_disabled() -> AbstractContextManager[None]:
     """Keep routines outside the backward pass, unless they are marked `@differentiable`."""
-    return _switched(autodiff=False)
+    return _with_switches(autodiff=False)
 
 
 def is_enabled() -> bool:

@@ -32,7 +32,7 @@ class Threads:
 
     def attach(self) -> None:
         """Patch the functions; modules that are not imported yet are patched at their import."""
-        self._replace(threading.Thread, "start", _thread_start)
+        self._replace(threading.Thread, "start", _start_in_scopes)
         # Libraries that start threads without `threading.Thread`.
         for name in ("start_new_thread", "start_new"):
             self._replace(_thread, name, _pass_scopes, 0)
@@ -78,7 +78,7 @@ class Threads:
             self._replace(pool, name, _pass_scopes, 1, "func", 2, "iterable")
 
 
-def _thread_start(original: Function) -> Function:
+def _start_in_scopes(original: Function) -> Function:
     """Stand-in for `Thread.start`: the thread runs in the state of the starting thread."""
 
     def start(self: threading.Thread) -> None:
