@@ -31,9 +31,9 @@ class Attributes:
     """Attributes of a framework that are set for a while, and other changes that are undone with them."""
 
     def __init__(self) -> None:
-        self._replaced: list[_ReplacedAttribute] = []
-        self._steps: list[Callable[[], object]] = []
-        self._placed: list[Iterable[Site]] = []
+        self._replaced_attributes: list[_ReplacedAttribute] = []
+        self._undo_steps: list[Callable[[], object]] = []
+        self._placed_sites: list[Iterable[Site]] = []
 
     def set(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class until `restore`.
@@ -45,11 +45,11 @@ class Attributes:
         # Not `getattr`: an inherited attribute is deleted at the end, not set.
         before = vars(holder).get(name, _MISSING)
         # Recorded first, since an interrupt may come between setting and recording.
-        self._replaced.append(_ReplacedAttribute(holder, name, before, value))
-        with _keeping_sequence_slot(holder, name):
+        self._replaced_attributes.append(_ReplacedAttribute(holder, name, before, value))
+        with _sequence_slot_preserved(holder, name):
             setattr(holder, name, value)
         # A class may store another object than the one that was set.
-        self._replaced[-1] = _ReplacedAttribute(holder, name, before, vars(holder).get(name))
+        self._replaced_attributes[-1] = _ReplacedAttribute(holder, name, before, vars(holder).get(name))
 
     def replace(
         self, stand_ins: Mapping[Any, Any] | Iterable[tuple[Any, Any]], holders: Iterable[Any]
@@ -60,20 +60,20 @@ class Attributes:
         holders: the modules and classes.
         """
         pairs = stand_ins.items() if isinstance(stand_ins, Mapping) else stand_ins
-        by_target = {id(target): stand_in for target, stand_in in pairs}
+        stand_in_of = {id(target): stand_in for target, stand_in in pairs}
         for holder in holders:
             # All names, since programs import a target by any: `torch.add` is in three modules.
             for name in dir(holder):
                 value = inspect.getattr_static(holder, name, None)
                 if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
                     value = value.__func__
-                if id(value) in by_target:
-                    self.set(holder, name, by_target[id(value)])
+                if id(value) in stand_in_of:
+                    self.set(holder, name, stand_in_of[id(value)])
 
     def place(self, sites: Iterable[Site]) -> None:
         """Place the native stubs of sites until `restore`.  sites: the same at each iteration."""
         # Recorded first, since an interrupt may come between placing and recording.
-        self._placed.append(sites)
+        self._placed_sites.append(sites)
         for site in sites:
             site.place()
 
@@ -94,10 +94,10 @@ class Attributes:
             code = getattr(getattr(kind, name, None), "__code__", None)
             if code is None or "__call__" not in vars(kind):
                 raise TypeError(f"{kind.__name__} cannot be enclosed: it has no {name} of its own in Python")
-            for region_code in (
-                code,
-                *(inner for inner in code.co_consts if isinstance(inner, types.CodeType)),
-            ):
+            codes_of_inner_functions = [
+                constant for constant in code.co_consts if isinstance(constant, types.CodeType)
+            ]
+            for region_code in (code, *codes_of_inner_functions):
                 # Walks of call sites end here, so that an op does not depend on who calls the module.
                 codes.add_code(region_code, BOUNDARY)
         call = vars(kind)["__call__"]
@@ -121,29 +121,29 @@ class Attributes:
 
     def when_imported(self, module: str, callback: Callable[[], object]) -> None:
         """Call `callback` once the module has been imported, unless `restore` comes first."""
-        self._steps.append(when_imported(module, callback))
+        self._undo_steps.append(when_imported(module, callback))
 
     def on_restore(self, step: Callable[[], object]) -> None:
         """Call `step` as `restore` begins; a step that raises is called again by the next `restore`."""
-        self._steps.append(step)
+        self._undo_steps.append(step)
 
     @staticmethod
     def serves_again(holder: Any, name: str) -> bool:
         """Return True if the attribute is a function of the program around a stand-in of an earlier scope."""
-        return _wraps(_outlived.get((holder, name)), vars(holder).get(name))
+        return _leads_to(vars(holder).get(name), _outlived_stand_ins.get((holder, name)))
 
     def restore(self) -> None:
         """Undo every step, then every `set`, last first; then remove the stubs of sites.
 
         An attribute that the program has set meanwhile is the program's.
         """
-        undo(self._steps)
+        undo(self._undo_steps)
         # Each entry is dropped after its attribute is back: an interrupt in between only repeats a step.
-        while self._replaced:
-            holder, name, before, stored = self._replaced[-1]
+        while self._replaced_attributes:
+            holder, name, before, stored = self._replaced_attributes[-1]
             is_ours = vars(holder).get(name, _MISSING) is stored
             if is_ours:
-                with _keeping_sequence_slot(holder, name):
+                with _sequence_slot_preserved(holder, name):
                     if before is not _MISSING:
                         setattr(holder, name, before)
                     else:
@@ -151,23 +151,23 @@ class Attributes:
             # Else the program has set another value, or `set` was interrupted.  A function of the program may
             # go on calling ours: then the next scope reuses that.
             elif type(stored) is types.FunctionType:
-                _outlived[holder, name] = stored
-            self._replaced.pop()
-        while self._placed:
-            for site in self._placed[-1]:
+                _outlived_stand_ins[holder, name] = stored
+            self._replaced_attributes.pop()
+        while self._placed_sites:
+            for site in self._placed_sites[-1]:
                 site.remove()
-            self._placed.pop()
+            self._placed_sites.pop()
 
 
-_outlived: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()
+_outlived_stand_ins: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()
 """Stand-ins in whose place the program has put something, by holder and name."""
 
 
-def _wraps(stand_in: Any, value: Any) -> bool:
+def _leads_to(function: Any, stand_in: Any) -> bool:
     """Return True if a function has a stand-in in its closure, or in that of a function that it wraps."""
     if stand_in is None:
         return False
-    referents = [value]
+    referents = [function]
     for _ in range(_WRAPPING_DEPTH):
         referents = [referent for referent in gc.get_referents(*referents) if isinstance(referent, _WRAPPING)]
         if any(referent is stand_in for referent in referents):
@@ -183,7 +183,7 @@ _HEAP_TYPE = 1 << 9  # a class whose attributes can be set
 
 
 @contextmanager
-def _keeping_sequence_slot(holder: Any, name: str) -> Iterator[None]:
+def _sequence_slot_preserved(holder: Any, name: str) -> Iterator[None]:
     """Return a context that sets an attribute; a class, and those that inherit it, become no sequences by it.
 
     CPython fills a slot of the class when it gets `__getitem__` or `__setitem__`; the slot is put back.

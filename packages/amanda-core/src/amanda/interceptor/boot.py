@@ -33,7 +33,7 @@ def check_interpreter(face: Face) -> int:
     """
     # The empty context keeps the test's activation from the program, and the program's from the test.
     try:
-        return Context().run(_count_checks, face)
+        return Context().run(_run_checks, face)
     except Exception as error:
         failure = str(error) if isinstance(error, AssertionError) else repr(error)
         raise ImportError(
@@ -41,7 +41,7 @@ def check_interpreter(face: Face) -> int:
         ) from error
 
 
-def _count_checks(face: Face) -> int:
+def _run_checks(face: Face) -> int:
     """Run each check, and return how many there are."""
     face["configure"](CodeRegistry(face["forget_code"]).describe, lambda ordinal: None)
     face["ACTIVATION"].set(face["Activation"](None, None))
@@ -79,7 +79,7 @@ def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) 
     Raises AssertionError if the stub misses calls.
     """
     calls: list[int] = []
-    site = _site(face, target, calls)
+    site = _recording_site(face, target, calls)
     for _ in range(_CALLS):
         call()
     site.place()
@@ -91,7 +91,7 @@ def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) 
         raise AssertionError(f"of {_CALLS} calls of {name} its stub is reached by {len(calls)}")
 
 
-def _site(face: Face, target: Any, ids: list[int]) -> Any:
+def _recording_site(face: Face, target: Any, ids: list[int]) -> Any:
     """Return a site whose handler appends the op's id and makes the call."""
 
     def handler(state: Any, plan: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
@@ -105,6 +105,7 @@ def _check_frames(face: Face) -> None:
     """Walk frames of each kind; raise AssertionError where native code finds others than Python."""
 
     def compare() -> int:
+        """Compare both walks here; return 0, as `__len__` has to return a number."""
         # The innermost frame is left out: it is at another instruction for each of the two.
         native, public = face["walked_frames"](_FRAMES)[1:], list(_outer_frames(sys._getframe(1)))
         if native != public:
@@ -142,7 +143,7 @@ def _check_ids(face: Face) -> None:
     """Run ops at different places; raise AssertionError if places share an id, or ids change with the run."""
     ids: list[int] = []
     op = face["probe_functions"][1]
-    site = _site(face, op, ids)
+    site = _recording_site(face, op, ids)
 
     def program() -> None:
         op(1), op(1)
@@ -161,7 +162,8 @@ def _check_ids(face: Face) -> None:
         ids.clear()
         face["reset_root"]()
     site.remove()
-    # Outside of modules the rounds of a loop share an id.
+    # For each op of the program, the index of the first op with its id.  Outside of modules the rounds of a
+    # loop share an id; the generator and the body of the loop over it take turns.
     first_with_id = [runs[0].index(op_id) for op_id in runs[0]]
     if any(run != runs[0] for run in runs) or first_with_id != [0, 1, 2, 2, 4, 5, 4, 5, 8, 8]:
         raise AssertionError(f"ops at one place have different ids, or the other way round: {runs}")

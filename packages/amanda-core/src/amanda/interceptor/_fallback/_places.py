@@ -47,7 +47,7 @@ class Region:
         self.counts: dict[int, int] = {}
         self.ways: dict[int, dict[int, int]] = {}
 
-    def occurrence(self, place: int) -> int:
+    def count_repeat(self, place: int) -> int:
         """Count a repeat of a place; return its number, from 0 up to the cap."""
         count = self.counts.get(place, 0)
         self.counts[place] = min(count + 1, OCCURRENCE_CAP)
@@ -116,7 +116,7 @@ class NumberedSubject:
     def __init__(self, ordinal: int, reference: Any, queries: int) -> None:
         self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, queries
 
-    def query_slot(self, subject: Any) -> None:
+    def update_ordinal_from_slot(self, subject: Any) -> None:
         """Set the ordinal to that of the first object in the same slot of the enclosing call's object."""
         owner = thread.top and thread.top.subject
         if owner is None or place_state.adopt is None:
@@ -136,7 +136,7 @@ _REFERENCES_OF_DEAD = 2
 class PlaceState:
     """State of the process: kinds of code, types that distinguish ops, ordinals.
 
-    notes: code objects with their hash, kind and first instructions, by address.
+    descriptions: code objects with their hash, kind and first instructions, by address.
     numbered: ordinals of objects, by address.  last_ordinal: the ordinal of the newest of them.
     strong: those of the objects that cannot be referenced weakly.
     """
@@ -148,23 +148,23 @@ class PlaceState:
         self.identity_types: tuple[type, ...] = ()
         self.leaf_type: type | None = None
         self.is_leaf: Callable[[Any], bool] = bool
-        self.notes: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
+        self.descriptions: dict[int, tuple[types.CodeType, tuple[int, int, memoryview]]] = {}
         self.numbered: dict[int, NumberedSubject] = {}
         self.last_ordinal = 0
         self.strong: dict[int, Any] = {}
         self.strong_limit = FIRST_SWEEP
 
-    def note(self, code: types.CodeType) -> tuple[int, int, memoryview]:
+    def description_of(self, code: types.CodeType) -> tuple[int, int, memoryview]:
         """Return hash, kind and first instructions of code, computed at its first call."""
-        entry = self.notes.get(id(code))  # by address: code of another file may be equal
+        entry = self.descriptions.get(id(code))  # by address: code of another file may be equal
         if entry is None:
             # Kept with the code object itself, so that its address is not used again.
             hash, kind, first_words = self.describe(code)
-            entry = self.notes[id(code)] = code, (hash, kind, memoryview(first_words).cast("I"))
+            entry = self.descriptions[id(code)] = code, (hash, kind, memoryview(first_words).cast("I"))
         _, description = entry
         return description
 
-    def sweep(self) -> None:
+    def sweep_dead(self) -> None:
         """Drop the objects in `strong` that nothing else holds, if twice as many as after the last sweep."""
         if len(self.strong) < self.strong_limit:
             return
@@ -200,7 +200,7 @@ def configure(
 
 def forget_code() -> None:
     """Drop the cached descriptions of code, whose kinds may have changed."""
-    place_state.notes.clear()
+    place_state.descriptions.clear()
 
 
 def add_identity_type(kind: type) -> None:
@@ -233,14 +233,14 @@ def ordinal(subject: Any) -> int:
         try:
             reference = weakref.ref(subject, forget)
         except TypeError:
-            place_state.sweep()
+            place_state.sweep_dead()
             place_state.strong[address] = subject
         place_state.last_ordinal += 1
         queries = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
         place_state.numbered[address] = NumberedSubject(place_state.last_ordinal, reference, queries)
     numbered = place_state.numbered[address]
     if numbered.slot_queries_left:
-        numbered.query_slot(subject)
+        numbered.update_ordinal_from_slot(subject)
     return numbered.ordinal
 
 
@@ -258,7 +258,7 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
             break
         if way:
             frames_left -= 1  # beyond the place, frames that add no site count as well
-        hash, kind, first_words = place_state.note(frame.f_code)
+        hash, kind, first_words = place_state.description_of(frame.f_code)
         # The frame of an enclosing call that no activation saw, as of one that began before the scope.
         if not is_at_root and kind & BOUNDARY:
             break

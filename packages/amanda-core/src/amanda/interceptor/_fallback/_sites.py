@@ -191,7 +191,7 @@ def _op_id(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
         way = mix_leaf(way, value) if is_at_root else way
-    number = region.number_of_way(place, way) if is_at_root else region.occurrence(place)
+    number = region.number_of_way(place, way) if is_at_root else region.count_repeat(place)
     return mix(place, number) or 1  # 0 is not an id: native tables mark free cells by it
 
 
@@ -287,7 +287,7 @@ class Enclosure(_Wrapped):
         if not args or active() is None:
             return self.__wrapped__(*args, **kwargs)
         outer = thread.top
-        region = self._region(thread.region(), args[0])
+        region = self._region_of_call(thread.region(), args[0])
         region.entry = sys._getframe(1)
         thread.top = region
         try:
@@ -298,7 +298,7 @@ class Enclosure(_Wrapped):
             if outer is None:
                 thread.root.forget_counts()
 
-    def _region(self, parent: Region, subject: Any) -> Region:
+    def _region_of_call(self, parent: Region, subject: Any) -> Region:
         """Return the region of a call of a subject; count it among the repeats in the enclosing region."""
         if self._path is None or parent.hash == ROOT_HASH or parent.subject is None:
             place = mix(parent.hash, ordinal(subject))
@@ -312,7 +312,7 @@ class Enclosure(_Wrapped):
             place = mix(parent.hash, name)
         # Not at the root, where the same module's call in the next iteration is the same place.
         if parent.hash != ROOT_HASH:
-            place = mix(place, parent.occurrence(place))
+            place = mix(place, parent.count_repeat(place))
         return Region(place, parent, subject)
 
 

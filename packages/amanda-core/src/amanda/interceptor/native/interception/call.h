@@ -35,9 +35,9 @@ done:
     return result;
 }
 
-/* Run the native code that a site stands in for. What lies between a stub and that code is inlined into few frames,
-   as what is FLAT is: an op calls deeper than the processor remembers the ways back, so that each frame around it
-   costs a wrong guess when it returns. */
+/* Run the native code that a site stands in for. All functions between a stub and that code are inlined (FLAT): an op
+   calls deeper than the processor's stack of return addresses, so that each frame around it costs a mispredicted
+   return. */
 FLAT PyObject *vanilla(Site *site, PyObject *self, PyObject *a, PyObject *b, PyObject *c) {
     switch (site->kind) {
     case NOARGS: case ONE: case VARARGS: case GET: case SUBSCRIPT:

@@ -1,9 +1,9 @@
-/* The short way of an op whose plan is empty: what is asked of every op, answered where the answer is known.
+/* Fast path of an op whose plan is empty: the id of the op, computed from caches.
 
-   Nothing here runs Python, allocates or raises, and nothing is changed before all is known, so whoever
-   misses an answer starts over the long way, which computes the same and leaves the answer here. An answer
-   depends on nothing but its key: an instruction's is dropped when a code object that has one dies, a type's
-   goes by its version tag. */
+   Nothing here runs Python, allocates or raises, and nothing is changed before every lookup has succeeded. After a
+   miss the caller starts over on the slow path (place.c, region.c), which computes the same id and fills the caches.
+   A cached entry depends on nothing but its key: that of an instruction is dropped when a code object that has one
+   dies, that of a type holds for one version tag of the type. */
 #ifndef AMANDA_FAST_PATH_H
 #define AMANDA_FAST_PATH_H
 #include "interception/call.h"
@@ -111,7 +111,7 @@ static inline CachedSite *cached_site(const void *where) {
     return &fast_cache.sites[(number ^ number >> 9) & (CACHED_SITES - 1)];
 }
 
-/* Changes with the type, and no other type gets it when this one is gone; 0: there is none now. */
+/* Version tag of a type: changes with the type, and no other type gets it when this one is gone; 0: none now. */
 static inline unsigned type_version(const PyTypeObject *type, unsigned long flags) {
 #if PY_VERSION_HEX < 0x030D0000
     if (!(flags & Py_TPFLAGS_VALID_VERSION_TAG)) return 0;
@@ -129,6 +129,7 @@ static inline CachedType *cached_type(const PyTypeObject *type) {
 static inline Region *cached_region(const Thread *thread) { return thread->top ? thread->top : thread->root; }
 
 #if AMANDA_INTERNAL_FRAMES
+/* Mix the call sites of the program from a frame outwards into `way`, up to WAY_LIMIT. 0: not all are cached. */
 static inline int mix_cached_way(const _PyInterpreterFrame *frame, const Region *region, uint64_t *way) {
     uint64_t mixed = *way;
     for (int left = WAY_LIMIT, most = WALK_LIMIT; left && frame && frame != region->entry; frame = frame->previous) {
@@ -177,10 +178,11 @@ static inline const Named *named_at(const void *address) {
     return map_get(&fast_cache.named, (uint64_t)(uintptr_t)address);
 }
 
+/* Mix the ordinal of a value into `hash`, if its type enters ids. 0: the type or the ordinal is not cached. */
 static inline int mix_cached_identity(PyObject *value, PyTypeObject *type, unsigned long flags, uint64_t *hash) {
-    const CachedType *answer = cached_type(type);
-    if (unlikely(answer->type != type || answer->version != type_version(type, flags))) return 0;
-    if (!answer->identity) return 1;
+    const CachedType *entry = cached_type(type);
+    if (unlikely(entry->type != type || entry->version != type_version(type, flags))) return 0;
+    if (!entry->identity) return 1;
     const Named *named = named_at(value);
     if (unlikely(!named || named->slot_queries_left)) return 0;
     *hash = mix(*hash, named->ordinal);
@@ -236,7 +238,7 @@ static inline int mix_cached_leaf(const Reader *reader, PyObject *value, uint64_
 
 /* Set `repeats` to the number of a way to a place at the root, in the order in which the ways came; all rounds of a loop
    come by one way.  The counts map the place to its first way, each later way to its number, and a third key to the
-   number of later ways.  0: the map is full; the long way makes room. */
+   number of later ways.  0: the map is full; the slow path makes room. */
 static inline int count_way(Region *region, uint64_t place, uint64_t way, uint64_t *repeats) {
     Map *counts = &region->counts;
     uint64_t later_ways_key = mix(place, 1) | 1;

@@ -1,4 +1,4 @@
-/* What is intercepted, and what is in force: sites, their calls, activations. */
+/* Sites (callables that are intercepted), their calls, and activations (the tools that are in force). */
 #ifndef AMANDA_SITE_H
 #define AMANDA_SITE_H
 #include "interception/place.h"
@@ -17,7 +17,7 @@ typedef enum {
 
 typedef struct Site {
     PyObject_HEAD
-    uint64_t hash; /* what every call reads comes first */
+    uint64_t hash; /* this and the next fields are read at every call, so they lie together */
     PyObject *key;
     void *native;   /* what the stub stands in for */
     PyObject *self; /* FUNCTION: borrowed from the target; the first argument of its native code */
@@ -47,8 +47,8 @@ static inline int takes_receiver(const Site *site) { return site->kind != FUNCTI
 typedef struct {
     PyObject_HEAD
     int active;
-    int caches;       /* whether what call caches have learned holds */
-    int variant;      /* of what call caches have learned, the part that holds */
+    int caches;       /* whether programs of call caches may run */
+    int variant;      /* part of the key of these programs: executions that are recorded or recalled have others */
     PlanTable *table; /* NULL: no plan is stored, every op reaches its handler */
     PyObject *state;
     PyObject *references; /* weak */

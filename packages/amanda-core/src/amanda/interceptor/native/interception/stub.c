@@ -84,7 +84,7 @@ FLAT int mix_cached_leaves(const Site *site, const Arguments *arguments, uint64_
 }
 
 #ifdef AMANDA_CHECKED
-/* End the process where the long way comes to another place than the short one: such a build is for tests. */
+/* End the process where the slow path computes another place than the fast one: such a build is for tests. */
 static void check_place(Thread *thread, const Site *site, Arguments arguments, uint64_t cached_place, uint64_t cached_way) {
     uint64_t place, way;
     if (place_of_call(thread, site, &arguments, &place, &way) || place != cached_place || way != cached_way)
