@@ -59,5 +59,5 @@ def test_a_package_that_is_not_installed(absent_package: str) -> None:
 
 
 def test_names_of_others_have_no_distribution_of_ours() -> None:
-    assert entries.installation("prune", "commands") is None
-    assert entries.installation("no_such_tool", "tools") is None
+    assert entries.install_command("prune", "commands") is None
+    assert entries.install_command("no_such_tool", "tools") is None

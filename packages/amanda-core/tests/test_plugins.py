@@ -251,8 +251,8 @@ def test_the_users_interrupt_gets_through_while_a_plugin_is_imported(run: Run) -
     out = run.code(
         "import amanda, signal\n"
         "before = signal.getsignal(signal.SIGINT)\n"
-        "from amanda.plugins.entries import imported\n"
-        "try: imported(lambda: __import__('fake_ending.signalled'))\n"
+        "from amanda.plugins.entries import run_import\n"
+        "try: run_import(lambda: __import__('fake_ending.signalled'))\n"
         "except KeyboardInterrupt: print('interrupted', signal.getsignal(signal.SIGINT) is before)"
     )
     assert out == "interrupted True\n"

@@ -92,7 +92,7 @@ def test_a_scope_without_any_driver_says_how_to_get_one(monkeypatch: pytest.Monk
 
 
 def test_a_framework_without_a_driver_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drivers, "_extras", lambda: ["known", "used"])
+    monkeypatch.setattr(drivers, "_driver_extras", lambda: ["known", "used"])
     monkeypatch.setattr(drivers, "driven_frameworks", lambda: ["known"])
     monkeypatch.setitem(sys.modules, "known", ModuleType("known"))
     assert drivers.none_installed() == ""

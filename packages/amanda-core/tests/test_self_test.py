@@ -11,7 +11,7 @@ import pytest
 
 import amanda
 from amanda.backend import Exercise
-from amanda.plugins.entries import ImportFailure, imported
+from amanda.plugins.entries import ImportFailure, run_import
 from amanda.scope.attachment import attachment
 from amanda.scope.driver import framework_version
 from amanda.testing import FakeDriver, attached, fake
@@ -130,5 +130,5 @@ def test_a_package_that_does_not_fit_a_framework_is_named(error: Exception, fix:
         raise error
 
     with pytest.raises(ImportFailure) as failure:
-        imported(load)
+        run_import(load)
     assert failure.value.fix("reinstall", "frame").endswith(fix)

@@ -10,7 +10,7 @@ from amanda._api import *  # noqa: F403
 from amanda._api import AmandaError
 from amanda._api import __all__ as __all__
 from amanda.errors import did_you_mean
-from amanda.plugins.entries import installation
+from amanda.plugins.entries import install_command
 
 
 def _resolve_lazily(package: str) -> None:
@@ -31,7 +31,7 @@ def _resolve_lazily(package: str) -> None:
             public_names = [
                 module.name for module in pkgutil.iter_modules(namespace.__path__) if module.name[0] != "_"
             ]
-            command = installation(name, "packages") if package == "amanda.tools" else None
+            command = install_command(name, "packages") if package == "amanda.tools" else None
             hint = command or did_you_mean(name, public_names)
             raise AttributeError(f"no distribution that is installed has {package}.{name}; {hint}") from None
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
 from amanda.options import options_of
-from amanda.plugins.doctor import findings
-from amanda.plugins.entries import COMMANDS, OFFERS, Plugin, installation, registry, rivalry
+from amanda.plugins.doctor import diagnoses
+from amanda.plugins.entries import COMMANDS, OFFERS, Plugin, install_command, registry, rivalry_message
 from amanda.plugins.manager import list_drivers, list_tools, tool_class
 
 Command = Callable[[Sequence[str]], "int | None"]
@@ -40,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return 0
     if name not in names_of_commands():
-        command = installation(name, "commands")
+        command = install_command(name, "commands")
         # A command of ours that is absent needs its distribution, not a name that looks like it.
         hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
         return _fail("", f"no command {name!r}; {hint}", 2)
     try:
-        return _command(name)(command_arguments) or 0
+        return _load_command(name)(command_arguments) or 0
     except AmandaError as error:
         return _fail(f" {name}", str(error), 2 if isinstance(error, (UsageError, UnknownToolError)) else 1)
 
@@ -62,13 +62,13 @@ def console() -> None:
     sys.exit(status)
 
 
-def _command(name: str) -> Command:
+def _load_command(name: str) -> Command:
     """Return a command of the core or of another distribution; raise PluginError where two have its name."""
     if name in CORE_COMMANDS:
         return CORE_COMMANDS[name]
     entries = [entry for entry in registry.entries(COMMANDS, fresh=False) if entry.name == name]
     if len(entries) > 1:
-        raise PluginError(rivalry(entries))
+        raise PluginError(rivalry_message(entries))
     command: Command = entries[0].load()
     return command
 
@@ -76,15 +76,15 @@ def _command(name: str) -> Command:
 def _help() -> int:
     """Print all commands, each with the first line of its docstring."""
     say(f"Usage: {_program()} COMMAND ...", "")
-    say(*_aligned([(name, _summary(name)) for name in sorted(names_of_commands())]))
+    say(*_aligned([(name, _command_summary(name)) for name in sorted(names_of_commands())]))
     say("", "`COMMAND --help` explains a command, `--version` prints the version.")
     return 0
 
 
-def _summary(name: str) -> str:
+def _command_summary(name: str) -> str:
     """Return the first line of a command's docstring, or the error of a command that cannot be loaded."""
     try:
-        return next(iter((inspect.getdoc(_command(name)) or "").splitlines()), "")
+        return next(iter((inspect.getdoc(_load_command(name)) or "").splitlines()), "")
     except PluginError as error:
         return str(error)
 
@@ -141,7 +141,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
     if absent:
         say("", "Not installed:")
         for names in absent:
-            say(f"  {installation(names[0], 'tools')}", *_wrapped(", ".join(names), " " * 6))
+            say(f"  {install_command(names[0], 'tools')}", *_wrapped(", ".join(names), " " * 6))
     return 0
 
 
@@ -166,7 +166,7 @@ def _tools_by_purpose(listed: Sequence[Plugin]) -> Iterator[str]:
         if tools:
             yield f"{heading}:"
         for tool in tools:
-            text = printable(tool.message or _first_line(tool.name), line=True)
+            text = printable(tool.message or _tool_summary(tool.name), line=True)
             yield from _wrapped(text, " " * (width + 4), f"  {tool.name:<{width}}  ")
 
 
@@ -205,7 +205,7 @@ _ENTRY = re.compile(r"\s*[\w*, ]+: ")
 """The beginning of a line that describes an option, or several."""
 
 
-def _folded(docstring: str, indent: str) -> Iterator[str]:
+def _refilled_docstring(docstring: str, indent: str) -> Iterator[str]:
     """Yield the lines of a docstring; paragraphs that are too wide for the terminal are refilled."""
     columns = shutil.get_terminal_size().columns
     for number, paragraph in enumerate(docstring.split("\n\n")):
@@ -224,9 +224,13 @@ def _folded(docstring: str, indent: str) -> Iterator[str]:
                 entries.append([])
             entries[-1].append(line)
         for entry in entries:
-            first, last = (line[: len(line) - len(line.lstrip())] for line in (entry[0], entry[-1]))
-            is_indented = len(entry) == 1 and first != indent
-            yield from _wrapped(" ".join(map(str.strip, entry)), last + " " * 4 * is_indented, first)
+            first_indent, last_indent = (
+                line[: len(line) - len(line.lstrip())] for line in (entry[0], entry[-1])
+            )
+            # An indented line describes an option; its further lines are indented once more.
+            if len(entry) == 1 and first_indent != indent:
+                last_indent += " " * 4
+            yield from _wrapped(" ".join(map(str.strip, entry)), last_indent, first_indent)
 
 
 def doctor(arguments: Sequence[str] = ()) -> int:
@@ -235,9 +239,9 @@ def doctor(arguments: Sequence[str] = ()) -> int:
     It imports frameworks, drivers and tools.
     """
     _require_no_arguments(arguments)
-    results = list(findings())
+    results = list(diagnoses())
     say(*_aligned(results))
-    wrong = sum(finding.verdict == "wrong" for finding in results)
+    wrong = sum(diagnosis.verdict == "wrong" for diagnosis in results)
     problems = f"{wrong} problem{'s' * (wrong > 1)}" if wrong else "No problem"
     say("", f"{problems} found ({len(results)} checks).")
     return int(wrong > 0)
@@ -278,7 +282,7 @@ def _print_tool(name: str) -> int:
     say(*_wrapped(f"{name}: {kind.__module__}.{kind.__qualname__}", " " * 4, ""), "")
     # Options of `select`, which some tools take in Python as well, are among those of every tool.
     parameters = inspect.signature(kind).parameters
-    say(*_folded(inspect.getdoc(kind) or "", "  "))
+    say(*_refilled_docstring(inspect.getdoc(kind) or "", "  "))
     options = [option for option in options_of(kind).values() if option.name in parameters]
     if options:
         # Some defaults differ where no program calls the tool's methods.
@@ -306,7 +310,7 @@ COMMON_OPTIONS = {
 """Texts on the options that every tool has on the command line, by name: the values that each takes."""
 
 
-def _first_line(name: str) -> str:
+def _tool_summary(name: str) -> str:
     """Return the first line of a tool's docstring, or the error of a tool that cannot be loaded."""
     try:
         return next(iter((inspect.getdoc(tool_class(name)) or "").splitlines()), "")

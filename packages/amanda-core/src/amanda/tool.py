@@ -342,8 +342,10 @@ class Tool:
             else:
                 value = loaded.pop(loaded_key)
                 value = value if load is None else load(value)
-                former = self._amanda.former.pop(key, None)
-                values[key] = value if former is None or renew is None else renew(former, value)
+                former_parameter = self._amanda.former.pop(key, None)
+                if former_parameter is not None and renew is not None:
+                    value = renew(former_parameter, value)
+                values[key] = value
         return values[key]
 
     def _check_may_create(self, key: str) -> None:
@@ -368,8 +370,7 @@ class Tool:
 
         The first call for an op chooses its key, which stays until `load_state_dict`.
         The key of an op that reads a parameter other than `weight` and `bias` of its module holds the
-        parameter's
-        name, too, since the data may say which is read first: "experts/linear(up.1)".
+        parameter's name, too, since the data may say which is read first: "experts/linear(up.1)".
         Ops of several graphs that have one name and read the same variables have one key: what Keras
         traces of a layer to train it, and what to predict.
         """
@@ -378,10 +379,11 @@ class Tool:
         if facts.op_id not in keys:
             name = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
             name += _parameter_suffix(facts.first_variable_path(), context.get_scope())
-            places_of_name = self._amanda.state.setdefault("shared", {}).setdefault(name, [])
+            # Places of the ops that have this name, each with its graphs and the variables that it reads.
+            places = self._amanda.state.setdefault("shared", {}).setdefault(name, [])
             # By order of first use: a module that runs an op of one name twice does so in the same order each
             # time.
-            number = _find_or_add_place(places_of_name, facts.graph, facts.read_variables())
+            number = _find_or_add_place(places, facts.graph, facts.read_variables())
             keys[facts.op_id] = name if number == 0 else f"{name}.{number}"
         return keys[facts.op_id]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from amanda.errors import ArtefactError, PluginError
 from amanda.files import check_folder_to_write
 from amanda.plugins.drivers import how_to_install
-from amanda.plugins.entries import ARTEFACTS, PluginEntry, registry, rivalry, upgrade
+from amanda.plugins.entries import ARTEFACTS, PluginEntry, registry, rivalry_message, upgrade_command
 from amanda.scope.driver import DRIVER_API
 
 if TYPE_CHECKING:
@@ -58,13 +58,13 @@ def artefact_kind(path: Path) -> type[Artefact]:
     if not entries:
         raise ArtefactError(f"{path} is not a file that an installed driver reads; {_readable_files()}")
     if len(entries) > 1:
-        raise PluginError(rivalry(entries))
+        raise PluginError(rivalry_message(entries))
     (entry,) = entries
     kind: type[Artefact] = entry.load()
     if kind.api != DRIVER_API:
         raise PluginError(
             f"{entry} is written for driver API {kind.api}, this core speaks {DRIVER_API}: "
-            f"{upgrade('amanda-core' if kind.api > DRIVER_API else entry.distribution)}"
+            f"{upgrade_command('amanda-core' if kind.api > DRIVER_API else entry.distribution)}"
         )
     return kind
 

@@ -65,55 +65,58 @@ def shown(value: Any) -> str:
 def kind_of(annotation: Any) -> Kind:
     """Return the kind of an annotation; whatever is unknown to this module accepts all values."""
     try:
-        return _cached(annotation)
+        return _cached_kind(annotation)
     except TypeError:  # not hashable
-        return _kind(annotation, ())
+        return _kind_of_annotation(annotation, ())
 
 
-def _kind(annotation: Any, marks: tuple[Any, ...]) -> Kind:
+def _kind_of_annotation(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     """Return the kind of an annotation.  marks: metadata of the `Annotated` types around it."""
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _kind(members[0], (*marks, *annotation.__metadata__))
+        return _kind_of_annotation(members[0], (*marks, *annotation.__metadata__))
     where = next((mark for mark in marks if isinstance(mark, Where)), None)
     if where is not None:
-        return _with_condition(_kind(annotation, tuple(mark for mark in marks if mark is not where)), where)
+        other_marks = tuple(mark for mark in marks if mark is not where)
+        return _with_condition(_kind_of_annotation(annotation, other_marks), where)
     if origin in (Union, types.UnionType):
         # A path may be a text, too: the union is then that of a path, not of texts and paths.
         target = next((mark for mark in marks if isinstance(mark, PathTarget)), None)
-        return _path(target) if target is not None else _union([_kind(member, marks) for member in members])
+        if target is not None:
+            return _kind_of_path(target)
+        return _kind_of_union([_kind_of_annotation(member, marks) for member in members])
     if origin is Literal:
-        return _literal(members)
+        return _kind_of_literal(members)
     if isinstance(annotation, TypeVar):
-        return _ANY if annotation.__bound__ is None else _kind(annotation.__bound__, marks)
+        return _ANY if annotation.__bound__ is None else _kind_of_annotation(annotation.__bound__, marks)
     plain = origin or annotation
-    if plain in _PLAIN:
-        return _PLAIN[plain](marks)
+    if plain in _KINDS_OF_TYPES:
+        return _KINDS_OF_TYPES[plain](marks)
     if plain in _LISTS or plain in _SETS:
-        return _list(plain, members, marks)
+        return _kind_of_list(plain, members, marks)
     if plain is tuple:
-        return _tuple(members, marks)
+        return _kind_of_tuple(members, marks)
     if isinstance(plain, type) and issubclass(plain, Mapping):
-        return _mapping(members)
+        return _kind_of_mapping(members)
     if plain is Callable or plain is typing.Callable:
         return _FUNCTION
     if plain is type:
-        return _kind_of_all("class", lambda value: isinstance(value, type))
+        return _kind_by_condition("class", lambda value: isinstance(value, type))
     if not isinstance(plain, type):
         return _ANY
     if issubclass(plain, os.PathLike):
-        return _path(next((mark for mark in marks if isinstance(mark, PathTarget)), None))
+        return _kind_of_path(next((mark for mark in marks if isinstance(mark, PathTarget)), None))
     # `isinstance` works with runtime protocols alone; for others nothing can be checked.
     if getattr(plain, "_is_protocol", False):
-        return _protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
-    return _kind_of_all(plain.__name__, lambda value: isinstance(value, plain))
+        return _kind_of_protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
+    return _kind_by_condition(plain.__name__, lambda value: isinstance(value, plain))
 
 
 # Typed, since Literal[1] and Literal[True] are equal.
-_cached = lru_cache(maxsize=1024, typed=True)(lambda annotation: _kind(annotation, ()))
+_cached_kind = lru_cache(maxsize=1024, typed=True)(lambda annotation: _kind_of_annotation(annotation, ()))
 
 
-def _kind_of_all(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
+def _kind_by_condition(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> Kind:
     """Return the kind of all values for which a condition holds, named by a noun."""
 
     def accept(value: Any) -> Any:
@@ -121,24 +124,24 @@ def _kind_of_all(noun: str, holds: Callable[[Any], bool], suffix: str = "") -> K
             raise Mismatch
         return value
 
-    return _kind_named(noun, accept, suffix)
+    return _kind_from_noun(noun, accept, suffix)
 
 
-def _kind_named(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
+def _kind_from_noun(noun: str, accept: Callable[[Any], Any], suffix: str = "") -> Kind:
     """Return a kind with words of a noun in singular and plural.  suffix: follows the noun, " >= 1"."""
     article = "an" if noun[0] in "aeiouAEIO" else "a"
     many = f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
 
 
-def _protocol(plain: type) -> Kind:
+def _kind_of_protocol(plain: type) -> Kind:
     """Return the kind of objects that have a protocol's methods."""
     methods = [name for base in plain.__mro__[:-1] for name in vars(base) if name[0] != "_"]
 
     def holds(value: Any) -> bool:
         return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
-    return _kind_of_all("object", holds, f" with {' and '.join(methods)}")
+    return _kind_by_condition("object", holds, f" with {' and '.join(methods)}")
 
 
 def _with_condition(kind: Kind, where: Where) -> Kind:
@@ -153,7 +156,7 @@ def _with_condition(kind: Kind, where: Where) -> Kind:
     return Kind(words=where.words, text=where.words, many=where.words, accept=accept)
 
 
-def _bool(marks: tuple[Any, ...]) -> Kind:
+def _kind_of_bool(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of True and False alone."""
 
     def accept(value: Any) -> bool:
@@ -165,7 +168,7 @@ def _bool(marks: tuple[Any, ...]) -> Kind:
     return Kind("True or False", "true or false", "True or False", accept)
 
 
-def _none(marks: tuple[Any, ...]) -> Kind:
+def _kind_of_none(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of None."""
 
     def accept(value: Any) -> None:
@@ -175,7 +178,7 @@ def _none(marks: tuple[Any, ...]) -> Kind:
     return Kind("None", "none", "None", accept)
 
 
-def _int(marks: tuple[Any, ...]) -> Kind:
+def _kind_of_int(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of whole numbers within the range among the marks, by default of 64 bits."""
     bounds = next((mark for mark in marks if isinstance(mark, Range)), WHOLE)
 
@@ -194,11 +197,11 @@ def _int(marks: tuple[Any, ...]) -> Kind:
         bounds.least if bounds.least > WHOLE.least else -float("inf"),
         bounds.most if bounds.most < WHOLE.most else float("inf"),
     )
-    kind = _kind_named("integer", accept, str(range_in_words))
+    kind = _kind_from_noun("integer", accept, str(range_in_words))
     return replace(kind, text=kind.text.removeprefix("integer from "))
 
 
-def _float(marks: tuple[Any, ...]) -> Kind:
+def _kind_of_float(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of numbers within the range among the marks; whole numbers stay whole."""
     bounds = next((mark for mark in marks if isinstance(mark, Range)), Range())
 
@@ -217,10 +220,10 @@ def _float(marks: tuple[Any, ...]) -> Kind:
             raise Mismatch("" if isfinite(number) else "it is not finite")
         return value
 
-    return _kind_named("number", accept, str(bounds))
+    return _kind_from_noun("number", accept, str(bounds))
 
 
-def _str(marks: tuple[Any, ...]) -> Kind:
+def _kind_of_str(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of texts, as long as the marks say."""
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
 
@@ -234,11 +237,11 @@ def _str(marks: tuple[Any, ...]) -> Kind:
     return Kind("a string", "string", "strings", accept)
 
 
-def _any(marks: tuple[Any, ...]) -> Kind:
+def _kind_of_any(marks: tuple[Any, ...]) -> Kind:
     return _ANY
 
 
-def _path(path_target: PathTarget | None) -> Kind:
+def _kind_of_path(path_target: PathTarget | None) -> Kind:
     """Return the kind of paths.  path_target: what has to be at the path; None for anything or nothing."""
     name = "path" if path_target is None else f"path of a {path_target.target.removeprefix('output ')}"
 
@@ -283,7 +286,7 @@ def _path_problem(path: Path, target: str) -> str:
     return ""
 
 
-def _literal(members: tuple[Any, ...]) -> Kind:
+def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
     """Return the kind of some values; the Mismatch of a mistyped text names the nearest."""
     # With the class, since 1 == True == 1.0.
     member_of = {(member.__class__, member): member for member in members}
@@ -322,7 +325,7 @@ def _join_words(words: Sequence[str], last: str = " or") -> str:
     return ", ".join(words[:-1]) + (f"{last} " if len(words) > 1 else "") + words[-1]
 
 
-def _union(kinds: Sequence[Kind]) -> Kind:
+def _kind_of_union(kinds: Sequence[Kind]) -> Kind:
     """Return the kind of values that any of the kinds accepts, tried in order."""
 
     def accept(value: Any) -> Any:
@@ -361,7 +364,7 @@ def _union_text(kinds: Sequence[Kind]) -> str:
     return alternatives + "; by name in a configuration file" * has_table
 
 
-def _list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+def _kind_of_list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of lists, sets or iterables whose items are of one kind."""
     item = kind_of(members[0]) if members else _ANY
     length = next((mark for mark in marks if isinstance(mark, Length)), Length())
@@ -406,10 +409,10 @@ def _accept_items(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
     return items
 
 
-def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+def _kind_of_tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of tuples: of any length with items of one kind, or of fixed items."""
     if not members or members[-1] is Ellipsis:
-        items = _list(Sequence, members[:1], marks)
+        items = _kind_of_list(Sequence, members[:1], marks)
         # "a list of integers" becomes "a tuple of integers".
         words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
         return Kind(words, items.text, many, lambda value: tuple(items.accept(value)))
@@ -431,7 +434,7 @@ def _tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     )
 
 
-def _mapping(members: tuple[Any, ...]) -> Kind:
+def _kind_of_mapping(members: tuple[Any, ...]) -> Kind:
     """Return the kind of mappings with keys and values of two kinds."""
     kinds = [kind_of(member) for member in members] or [_ANY, _ANY]
     key_kind, item_kind = kinds[0], kinds[-1]  # some mappings have one parameter
@@ -457,9 +460,10 @@ def _mapping(members: tuple[Any, ...]) -> Kind:
 
 
 _ANY = Kind("any value", "text", "values", lambda value: value)
-_FUNCTION = _kind_of_all("function", callable)
-_PLAIN: dict[Any, Callable[[tuple[Any, ...]], Kind]] = {
-    bool: _bool, int: _int, float: _float, str: _str, type(None): _none, None: _none, Any: _any, object: _any,
-    Path: lambda marks: _path(next((mark for mark in marks if isinstance(mark, PathTarget)), None)),
-    PurePath: lambda marks: _path(None), os.PathLike: lambda marks: _path(None),
+_FUNCTION = _kind_by_condition("function", callable)
+_KINDS_OF_TYPES: dict[Any, Callable[[tuple[Any, ...]], Kind]] = {
+    bool: _kind_of_bool, int: _kind_of_int, float: _kind_of_float, str: _kind_of_str,
+    type(None): _kind_of_none, None: _kind_of_none, Any: _kind_of_any, object: _kind_of_any,
+    Path: lambda marks: _kind_of_path(next((mark for mark in marks if isinstance(mark, PathTarget)), None)),
+    PurePath: lambda marks: _kind_of_path(None), os.PathLike: lambda marks: _kind_of_path(None),
 }  # fmt: skip

@@ -39,18 +39,18 @@ class Range:
 
     def __str__(self) -> str:
         """Return words that follow a noun: " from 0 to 1", " above 0"; "" without bounds."""
-        low = f">= {_text(self.least)}" if self.least > -inf else ""
-        low = f"above {_text(self.above)}" if self.above > -inf else low
-        high = f"at most {_text(self.most)}" if self.most < inf else ""
-        high = f"below {_text(self.below)}" if self.below < inf else high
+        low = f">= {_bound_in_words(self.least)}" if self.least > -inf else ""
+        low = f"above {_bound_in_words(self.above)}" if self.above > -inf else low
+        high = f"at most {_bound_in_words(self.most)}" if self.most < inf else ""
+        high = f"below {_bound_in_words(self.below)}" if self.below < inf else high
         if self.least > -inf and self.most < inf:
-            return f" from {_text(self.least)} to {_text(self.most)}"
+            return f" from {_bound_in_words(self.least)} to {_bound_in_words(self.most)}"
         if low and high:
             return f" {low} and {high}"
         return (f" {low}" if low else f" {high}" if high else "") + ("" if self.finite else ", nan or inf")
 
 
-def _text(bound: float) -> str:
+def _bound_in_words(bound: float) -> str:
     """Return a bound in words; powers of two beyond a million, and these less 1, are written as such."""
     # 2**63 - 1 is read at a glance, 9223372036854775807 is not.
     for number, end in ((bound, ""), (bound + 1, " - 1")):

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 from amanda.errors import PluginError
 from amanda.plugins import manager
 from amanda.plugins.drivers import how_to_install
-from amanda.plugins.entries import COMMANDS, Plugin, PluginEntry, registry, rivalry, upgrade
+from amanda.plugins.entries import COMMANDS, Plugin, PluginEntry, registry, rivalry_message, upgrade_command
 from amanda.plugins.requirements import Unfit, unfit_requirements
 from amanda.plugins.self_test import self_test
 from amanda.scope.attachment import attachment
@@ -29,14 +29,14 @@ class Diagnosis(NamedTuple):
     message: str = ""
 
 
-def findings() -> Iterator[Diagnosis]:
+def diagnoses() -> Iterator[Diagnosis]:
     """Look at everything; frameworks, drivers, tools and commands are imported."""
     yield Diagnosis("ok", f"Python {platform.python_version()}", platform.platform())
     yield from _check_distributions()
     yield _check_interceptor()
     yield from _check_drivers()
     tools = manager.list_tools(load=True)
-    yield from map(_plugin_finding, tools)
+    yield from map(_plugin_diagnosis, tools)
     if not tools:
         yield Diagnosis("note", "tools", 'none is installed: pip install "amanda-core[tools]"')
     yield from _check_commands()
@@ -67,7 +67,7 @@ def _unfit_message(name: str, unfit: Unfit) -> str:
     requirement = f"{unfit.name}{unfit.specifier}"
     return (
         f'it asks for {requirement}, and {unfit.installed} is installed: pip install "{requirement}", '
-        f"or {upgrade(name)} if that has a version for it"
+        f"or {upgrade_command(name)} if that has a version for it"
     )
 
 
@@ -90,12 +90,12 @@ def _check_drivers() -> Iterator[Diagnosis]:
     """Import every framework and driver, attach those that can be used, and say what keeps the others."""
     drivers = manager.list_drivers(load=True)
     for driver in drivers:
-        finding = _plugin_finding(driver)
+        diagnosis = _plugin_diagnosis(driver)
         if driver.state == "absent":
-            finding = finding._replace(verdict="note")
+            diagnosis = diagnosis._replace(verdict="note")
         elif driver.state == "ready":
-            finding = finding._replace(message=_framework_version(driver.name.partition("/")[0]))
-        yield finding
+            diagnosis = diagnosis._replace(message=_framework_version(driver.name.partition("/")[0]))
+        yield diagnosis
     # Without a driver no op is seen: that is wrong, however well all else is.
     if all(driver.state == "absent" for driver in drivers):
         frameworks = sorted({driver.name.partition("/")[0] for driver in drivers})
@@ -155,7 +155,7 @@ def _check_native_code(slow: dict[str, str]) -> Iterator[Diagnosis]:
         yield Diagnosis("ok", "calls of ops with routines", counts)
 
 
-def _plugin_finding(plugin: Plugin) -> Diagnosis:
+def _plugin_diagnosis(plugin: Plugin) -> Diagnosis:
     subject = f"{plugin.name} of {plugin.distribution} {plugin.version}"
     return Diagnosis("ok" if plugin.state == "ready" else "wrong", subject, plugin.message)
 
@@ -173,4 +173,4 @@ def _check_commands() -> Iterator[Diagnosis]:
             yield Diagnosis("wrong", subject, str(error))
         else:
             rivals = len(entries) > 1
-            yield Diagnosis("wrong" if rivals else "ok", subject, rivalry(entries) if rivals else "")
+            yield Diagnosis("wrong" if rivals else "ok", subject, rivalry_message(entries) if rivals else "")

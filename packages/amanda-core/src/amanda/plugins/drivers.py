@@ -24,10 +24,10 @@ from amanda.plugins.entries import (
     ImportFailure,
     Plugin,
     PluginEntry,
-    imported,
     registry,
-    rivalry,
-    upgrade,
+    rivalry_message,
+    run_import,
+    upgrade_command,
 )
 
 if TYPE_CHECKING:
@@ -46,17 +46,17 @@ def list_drivers(load: bool = False) -> list[Plugin]:
     return [candidate.plugin for candidate in _candidates(registry.entries(DRIVERS), load)]
 
 
-def loaded_drivers(again: bool = True) -> list[type[Driver]]:
+def loaded_drivers(may_retry: bool = True) -> list[type[Driver]]:
     """Return the driver classes that can be used now: those whose framework has been imported.
 
-    again: whether a driver whose import failed before is imported once more.
+    may_retry: whether a driver whose import failed before is imported once more.
     A faulty driver is logged once and stops no other.
     """
     # A dict as an ordered set: drivers attach in the order of their entries.
     kinds: dict[type[Driver], None] = {}
-    for candidate in _of_imported_frameworks(again):
+    for candidate in _of_imported_frameworks(may_retry):
         if candidate.kind is None:
-            registry.complain(candidate.plugin.message)
+            registry.log_once(candidate.plugin.message)
         else:
             kinds[candidate.kind] = None
     return list(kinds)
@@ -64,7 +64,9 @@ def loaded_drivers(again: bool = True) -> list[type[Driver]]:
 
 def faulty_drivers() -> list[Plugin]:
     """Return the drivers that `loaded_drivers` could not use though their framework has been imported."""
-    return [candidate.plugin for candidate in _of_imported_frameworks(again=False) if candidate.kind is None]
+    return [
+        candidate.plugin for candidate in _of_imported_frameworks(may_retry=False) if candidate.kind is None
+    ]
 
 
 def absent_frameworks() -> list[str]:
@@ -93,7 +95,7 @@ def none_installed() -> str:
     driven = driven_frameworks()
     if not driven:
         return f"no driver is installed, so no op is seen: {how_to_install()}"
-    for name in _extras():
+    for name in _driver_extras():
         if name not in driven and is_imported(name):
             return f'no op of {name} is seen, for its driver is missing: pip install "amanda-core[{name}]"'
     return ""
@@ -101,12 +103,12 @@ def none_installed() -> str:
 
 def how_to_install() -> str:
     """Say how to get the drivers that this core knows of."""
-    extras = ", ".join(_extras())
+    extras = ", ".join(_driver_extras())
     return f'pip install "amanda-core[EXTRA]", EXTRA one of {extras}' if extras else f"pip install {_ANY}"
 
 
 @cache
-def _extras() -> Sequence[str]:
+def _driver_extras() -> Sequence[str]:
     """Return the extras with which the core installs drivers: names of frameworks, and "all".
 
     Empty where the core is not installed, but runs from its sources.
@@ -138,41 +140,41 @@ class _DriverCandidate:
         return both_wait and self.entry.name == candidate.entry.name
 
 
-def _of_imported_frameworks(again: bool) -> list[_DriverCandidate]:
+def _of_imported_frameworks(may_retry: bool) -> list[_DriverCandidate]:
     entries = registry.entries(DRIVERS, fresh=False)
-    return _candidates([entry for entry in entries if is_imported(_framework(entry))], again=again)
+    return _candidates([entry for entry in entries if is_imported(_framework(entry))], may_retry=may_retry)
 
 
 def _candidates(
-    entries: Sequence[PluginEntry], load: bool = False, again: bool = False
+    entries: Sequence[PluginEntry], load: bool = False, may_retry: bool = False
 ) -> list[_DriverCandidate]:
     """Return the state of each entry; entries that claim one mode of a framework are duplicates."""
-    candidates = [_candidate(entry, load, again) for entry in entries]
+    candidates = [_candidate_of(entry, load, may_retry) for entry in entries]
     rivals: dict[str, list[_DriverCandidate]] = {}
     for first, second in combinations(candidates, 2):
         if first.rivals(second):
             group = rivals.setdefault(_framework(first.entry), [])
             group += [candidate for candidate in (first, second) if candidate not in group]
     for group in rivals.values():
-        message = rivalry([candidate.entry for candidate in group])
+        message = rivalry_message([candidate.entry for candidate in group])
         for candidate in group:
             # Neither is used: which of two drivers sees an op must not depend on the order of installation.
             candidate.plugin, candidate.kind = candidate.entry.plugin("duplicate", message), None
     return candidates
 
 
-def _candidate(entry: PluginEntry, load: bool, again: bool) -> _DriverCandidate:
+def _candidate_of(entry: PluginEntry, load: bool, may_retry: bool) -> _DriverCandidate:
     """Return the state of one entry, loaded if its framework has been imported, or if `load`."""
     framework = _framework(entry)
     try:
         if load and _is_installed(framework):
-            imported(lambda: importlib.import_module(framework))
+            run_import(lambda: importlib.import_module(framework))
         if not _is_installed(framework):
             plugin = entry.plugin("absent", f"{framework} is not installed: pip install {framework}")
         elif not is_imported(framework):
             plugin = entry.plugin("not loaded", f"loads once {framework} is imported")
         else:
-            return _loaded_candidate(entry, load or again)
+            return _load_candidate(entry, load or may_retry)
     except PluginError as error:
         plugin = entry.plugin("broken import", str(error))
     except ImportFailure as failed:
@@ -182,11 +184,11 @@ def _candidate(entry: PluginEntry, load: bool, again: bool) -> _DriverCandidate:
     return _DriverCandidate(entry, plugin)
 
 
-def _loaded_candidate(entry: PluginEntry, again: bool) -> _DriverCandidate:
+def _load_candidate(entry: PluginEntry, may_retry: bool) -> _DriverCandidate:
     """Load a driver's class; return its state by the API that it was written for."""
     from amanda.scope.driver import DRIVER_API
 
-    kind = entry.load(again)
+    kind = entry.load(may_retry)
     # An entry may name something that is not a driver at all.
     api = getattr(kind, "api", None)
     if api == DRIVER_API:
@@ -198,7 +200,7 @@ def _loaded_candidate(entry: PluginEntry, again: bool) -> _DriverCandidate:
         entry.plugin(
             "wrong API",
             f"{entry} is written for driver API {api}, {core} speaks {DRIVER_API}: "
-            f"{upgrade('amanda-core' if newer else entry.distribution)}",
+            f"{upgrade_command('amanda-core' if newer else entry.distribution)}",
         ),
     )
 

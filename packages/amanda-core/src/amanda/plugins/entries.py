@@ -67,9 +67,11 @@ class PluginEntry:
             raise PluginError(str(self._failure)) from self._failure.__cause__
         if self._object is None:
             try:
-                self._object, self._failure = imported(self._point.load), None
+                self._object, self._failure = run_import(self._point.load), None
             except ImportFailure as failed:
-                fix = failed.fix(f"{upgrade(self.distribution)}, or pip uninstall {self.distribution}")
+                fix = failed.fix(
+                    f"{upgrade_command(self.distribution)}, or pip uninstall {self.distribution}"
+                )
                 self._failure = PluginError(f"{self}: {self._point.value} fails to import ({failed}); {fix}")
                 self._failure.__cause__ = failed.__cause__
                 # A new error: the stored one would grow by a traceback at each raise, and hold its frames.
@@ -98,7 +100,7 @@ class ImportFailure(Exception):
         while cause is not None:
             if _is_transient(cause):
                 return "free memory, open files or disk, whichever it lacked; the next use tries again"
-            if misfit := _misfit(cause, package):
+            if misfit := _misfit_package(cause, package):
                 return f"{misfit} does not fit it: pip install another version of {misfit.split()[0]}"
             cause = cause.__cause__ or cause.__context__
         return otherwise
@@ -108,7 +110,7 @@ _LACKS_NAME = re.compile(r"module '(\w+)[\w.]*' has no attribute|cannot import n
 _OTHER_NUMPY = re.compile(r"numpy\.dtype size changed|numpy\S* failed to import|compiled using NumPy")
 
 
-def _misfit(error: BaseException, package: str) -> str:
+def _misfit_package(error: BaseException, package: str) -> str:
     """Return name and version of a package that is too old or new for the one that failed; "" if unknown."""
     if match := _LACKS_NAME.search(str(error)):
         name = match[1] or match[2]
@@ -132,7 +134,7 @@ def _is_transient(error: BaseException) -> bool:
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.ENOSPC)
 
 
-def imported(load: Callable[[], T]) -> T:
+def run_import(load: Callable[[], T]) -> T:
     """Call a function that imports; return its result.
 
     Raises ImportFailure from any exception of the import, also its own KeyboardInterrupt or SystemExit; an
@@ -187,7 +189,7 @@ class EntryRegistry:
                 entries[key] = self._entries.get(key, entry)
         self._entries = entries
 
-    def complain(self, message: str) -> None:
+    def log_once(self, message: str) -> None:
         """Log a plugin's fault, once."""
         if message not in self._logged:
             self._logged.add(message)
@@ -197,7 +199,7 @@ class EntryRegistry:
 registry = EntryRegistry()
 
 
-def rivalry(entries: Sequence[PluginEntry]) -> str:
+def rivalry_message(entries: Sequence[PluginEntry]) -> str:
     """Return the message for entries of which only one may be installed, with the fix."""
     return (
         f"{' and '.join(map(str, entries))} stand in each other's way and none is used: keep one, "
@@ -205,7 +207,7 @@ def rivalry(entries: Sequence[PluginEntry]) -> str:
     )
 
 
-def upgrade(distribution: str) -> str:
+def upgrade_command(distribution: str) -> str:
     """Return the command that installs a newer version of a distribution."""
     return f"pip install --upgrade {distribution}"
 
@@ -242,7 +244,7 @@ OFFERS = {
 """By the extra of amanda-core that brings them."""
 
 
-def installation(name: str, kind: Literal["tools", "commands", "packages"]) -> str | None:
+def install_command(name: str, kind: Literal["tools", "commands", "packages"]) -> str | None:
     """Return the command that installs a tool, command or package of ours; None for a name of others."""
     for extra, offer in OFFERS.items():
         names = (
@@ -264,5 +266,5 @@ def import_from(package: str, name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise
-        command = installation(package.rpartition(".")[2], "packages")
+        command = install_command(package.rpartition(".")[2], "packages")
         raise ImportError(f"{name} is in {package}, which is not installed: {command}") from None

@@ -21,7 +21,16 @@ from amanda.plugins.drivers import (
     list_drivers,
     loaded_drivers,
 )
-from amanda.plugins.entries import HOOKS, TOOLS, Plugin, PluginEntry, installation, registry, rivalry, upgrade
+from amanda.plugins.entries import (
+    HOOKS,
+    TOOLS,
+    Plugin,
+    PluginEntry,
+    install_command,
+    registry,
+    rivalry_message,
+    upgrade_command,
+)
 from amanda.scope.attachment import attachment
 from amanda.tool import Tool
 
@@ -93,7 +102,9 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
         raise OptionError(f"tool {name}: {error}; {hint}{_options_in_words(kind)}") from None
     tool = kind(**options)
     if not isinstance(tool, Tool):
-        raise PluginError(f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade(entry.distribution)}")
+        raise PluginError(
+            f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade_command(entry.distribution)}"
+        )
     return tool
 
 
@@ -104,7 +115,7 @@ def plugin_manager() -> pluggy.PluginManager:
     manager = pluggy.PluginManager("amanda")
     manager.add_hookspecs(hookspecs)
     for entry in registry.entries(HOOKS, fresh=False):
-        _register(manager, entry)
+        _register_hooks(manager, entry)
     return manager
 
 
@@ -119,7 +130,7 @@ def _tool_entries(fresh: bool = True) -> dict[str, list[PluginEntry]]:
 def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]]) -> PluginEntry:
     """Return the only entry of a tool's name; raise UnknownToolError or PluginError otherwise."""
     if name not in entries_by_name:
-        command = installation(name, "tools")
+        command = install_command(name, "tools")
         if command:
             hint = f"it is not installed: {command}"
         elif entries_by_name:
@@ -129,14 +140,14 @@ def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]]) -> 
         raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")
     entries = entries_by_name[name]
     if len(entries) > 1:
-        raise PluginError(rivalry(entries))
+        raise PluginError(rivalry_message(entries))
     return entries[0]
 
 
 def _plugin_state(entry: PluginEntry, entries_of_name: list[PluginEntry], load: bool) -> Plugin:
     """Return the state of a tool, loaded to find out if `load`."""
     if len(entries_of_name) > 1:
-        return entry.plugin("duplicate", rivalry(entries_of_name))
+        return entry.plugin("duplicate", rivalry_message(entries_of_name))
     if not load and not entry.was_loaded:
         return entry.plugin("not loaded", f"loads with amanda.load_tool({entry.name!r})")
     try:
@@ -152,23 +163,25 @@ def _options_in_words(kind: type[Tool]) -> str:
     return f"its options are {', '.join(described)}" if described else "it takes no options"
 
 
-def _register(manager: pluggy.PluginManager, entry: PluginEntry) -> None:
+def _register_hooks(manager: pluggy.PluginManager, entry: PluginEntry) -> None:
     """Register a plugin's hooks; log a plugin that cannot be used."""
     try:
         plugin = entry.load()
         manager.register(plugin, name=str(entry))
     except PluginError as error:
-        registry.complain(str(error))
+        registry.log_once(str(error))
         return
     except Exception as error:
-        registry.complain(f"{entry} cannot be registered ({error}): {upgrade(entry.distribution)}")
+        registry.log_once(f"{entry} cannot be registered ({error}): {upgrade_command(entry.distribution)}")
         return
     try:
         # At once, so that the plugin whose hook is misspelt can be named.
         manager.check_pending()
     except pluggy.PluginValidationError as error:
         manager.unregister(plugin)
-        registry.complain(f"{entry} implements a hook that is none ({error}): {upgrade(entry.distribution)}")
+        registry.log_once(
+            f"{entry} implements a hook that is none ({error}): {upgrade_command(entry.distribution)}"
+        )
 
 
 def _call_hooks(hook: str, **arguments: Any) -> None:

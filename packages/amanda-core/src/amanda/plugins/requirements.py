@@ -40,7 +40,7 @@ def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
     What it asks for in an extra counts where all that the extra asks for is installed.
     """
     requirements = [
-        requirement for text in dist.requires or () if (requirement := _requirement(text)) is not None
+        requirement for text in dist.requires or () if (requirement := _parse_requirement(text)) is not None
     ]
     # An extra that is not installed as a whole was not asked for by anybody.
     unused = {
@@ -53,10 +53,10 @@ def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
             yield Unfit(name, versions, installed)
 
 
-def _requirement(text: str) -> _Requirement | None:
+def _parse_requirement(text: str) -> _Requirement | None:
     """Read a requirement; None for one that does not apply here."""
     parts = _NAME.match(text)
-    if parts is None or not _applies(marker := parts[3] or ""):
+    if parts is None or not _marker_applies(marker := parts[3] or ""):
         return None
     extra = next((value for name, _, value in _MARKER.findall(marker) if name == "extra"), "")
     try:
@@ -78,10 +78,13 @@ def _satisfies(version: str, operator: str, required: str) -> bool:
     release, required_release = release_numbers(version), release_numbers(required)
     if operator == "~=":
         count = len(required_release)
-        return _compare(release, required_release) >= 0 and release[: count - 1] == required_release[:-1]
+        return (
+            _compare_releases(release, required_release) >= 0
+            and release[: count - 1] == required_release[:-1]
+        )
     if required.endswith(".*"):
         return (release[: len(required_release)] == required_release) == (operator == "==")
-    order = _compare(release, required_release)
+    order = _compare_releases(release, required_release)
     return {"==": order == 0, "!=": order != 0, "<": order < 0, ">": order > 0,
             "<=": order <= 0, ">=": order >= 0}[operator]  # fmt: skip
 
@@ -92,16 +95,16 @@ def release_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, match[1].split("."))) if match else ()
 
 
-def _compare(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+def _compare_releases(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """Return a number above 0 for a later first release, below 0 for an earlier one; 2.0 equals 2."""
     differences = [a - b for a, b in zip_longest(first, second, fillvalue=0)]
     return next((difference for difference in differences if difference), 0)
 
 
-def _applies(marker: str) -> bool:
+def _marker_applies(marker: str) -> bool:
     """Return True if a requirement holds here, in one extra or another, or cannot be parsed."""
     # Markers become T and F, and `and`, `or` and parentheses are folded until nothing changes.
-    text = _MARKER.sub(lambda match: "T" if _holds(*match.groups()) else "F", marker).strip()
+    text = _MARKER.sub(lambda match: "T" if _comparison_holds(*match.groups()) else "F", marker).strip()
     previous_text = None
     while text != previous_text:
         previous_text = text
@@ -112,19 +115,19 @@ def _applies(marker: str) -> bool:
     return text != "F"
 
 
-def _holds(name: str, operator: str, value: str) -> bool:
+def _comparison_holds(name: str, operator: str, value: str) -> bool:
     """Return True if a marker's comparison holds on this system; unknown names hold."""
-    if name.endswith("_version"):
-        return fits(_environment()[name], f"{operator}{value}") if name in _environment() else True
+    present = _marker_environment().get(name)
     # Unknown here, so the requirement counts: to ask too much is said, to ask too little would be silent.
-    if name == "extra" or name not in _environment():
+    if present is None:  # also an `extra`
         return True
-    present = _environment()[name]
+    if name.endswith("_version"):
+        return fits(present, f"{operator}{value}")
     return {"==": present == value, "!=": present != value, "in": present in value,
             "not in": present not in value}.get(operator, True)  # fmt: skip
 
 
-def _environment() -> dict[str, str]:
+def _marker_environment() -> dict[str, str]:
     """Return the values of the environment markers of PEP 508."""
     return {
         "python_version": ".".join(map(str, sys.version_info[:2])),

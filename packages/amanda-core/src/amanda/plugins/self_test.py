@@ -45,11 +45,11 @@ def self_test(driver: Driver) -> Verdict:
     if exercise is None:
         return Verdict(driver.looked_up(), "")
     # In an empty context no scope of the program is in force: its tools see nothing of the test.
-    passed, failure = Context().run(_try, exercise)
+    passed, failure = Context().run(_run_exercise, exercise)
     return Verdict(driver.looked_up() + passed, failure)
 
 
-def _try(exercise: Exercise) -> tuple[int, str]:
+def _run_exercise(exercise: Exercise) -> tuple[int, str]:
     """Return the number of checks that passed, and the first failure."""
     expected = _FORWARD + _BACKWARD if exercise.backward_op_type else _FORWARD
     try:
