@@ -56,7 +56,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         if target.exists() and not target.is_file():
             yield target
             return
-        part, handle = _begin_part(target)
+        part, handle = _create_part(target)
         try:
             yield part
             if target.exists():
@@ -73,20 +73,20 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
                 os.close(handle)
 
 
-def _begin_part(target: Path) -> tuple[Path, int | None]:
+def _create_part(target: Path) -> tuple[Path, int | None]:
     """Make the part of a file, under a lock if the system has locks; take over a part that has no writer."""
     # Beside the target, since a file is replaced as a whole within one file system alone.
     prefix = f".{target.name[:_MAX_NAME_LENGTH]}"
     if sys.platform != "win32":
         with suppress(OSError):  # another writer has the part, or the file system has no locks
             part = target.with_name(f"{prefix}.{0:08x}.part")
-            return part, _lock(part)
+            return part, _open_locked(part)
     part = target.with_name(f"{prefix}.{token_hex(4)}.part")
     os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     return part, None
 
 
-def _lock(part: Path) -> int:
+def _open_locked(part: Path) -> int:
     """Open or make a file and lock it, until its handle is closed; raise OSError if another handle has it."""
     # Made by `open`, so that the umask decides its mode; `tempfile` makes files for the owner alone.
     handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
@@ -131,12 +131,12 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
                     path = target.parent / name
                     raise ArtefactError(f"{path} is there already; force (--force) replaces it")
             for name in names:
-                _exchange(new / name, target.parent / name, old / name)
+                _move_into_place(new / name, target.parent / name, old / name)
         finally:
             rmtree(folder, ignore_errors=True)
 
 
-def _exchange(new: Path, target: Path, old: Path) -> None:
+def _move_into_place(new: Path, target: Path, old: Path) -> None:
     """Move a file or folder to `target`; a folder there moves to `old`, and back after an error."""
     if not target.is_dir():
         new.replace(target)

@@ -49,14 +49,14 @@ class FakeTensors(TensorOps):
 
     def straight_through(self, original: Tensor, value: Tensor) -> Tensor:
         """`value` with an edge of the tape to `original`."""
-        fitted = _fitting(original, value)
+        fitted = _cast_copy(original, value)
         # The gradient of the value goes unchanged to the original.
         _autograd.record("StraightThrough", [original], [fitted], lambda grads: grads)
         return fitted
 
     def write(self, target: Tensor, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor."""
-        fitted = _fitting(target, value)
+        fitted = _cast_copy(target, value)
         target.assign(fitted)
         if not isolated and value.requires_grad:
             _autograd.record("CopyBackward", [value], [target], lambda grads: grads)
@@ -99,7 +99,7 @@ def _each(value: Any, read: Callable[[Tensor], Any]) -> Any:
     return None
 
 
-def _fitting(original: Tensor, value: Tensor) -> Tensor:
+def _cast_copy(original: Tensor, value: Tensor) -> Tensor:
     """A copy of a value in the type of an original."""
     if value.shape != original.shape:
         raise shape_error(value.shape, original.shape)

@@ -79,10 +79,10 @@ class Gaps:
             test = getattr(cls, name, None)
             if not isinstance(test, types.FunctionType):
                 raise TypeError(f"{cls.__name__}.gaps names {name}, which is no test that it has")
-            setattr(cls, name, mark(_copied(test)))
+            setattr(cls, name, mark(_copy_of_test(test)))
 
 
-def _copied(test: types.FunctionType) -> types.FunctionType:
+def _copy_of_test(test: types.FunctionType) -> types.FunctionType:
     """Return a copy of a test, which may be marked without its original."""
     # A copy, since the mark must not reach other drivers' subclasses of the same suite.
     copy = types.FunctionType(
@@ -124,11 +124,11 @@ class Rung(Gaps):
             cls.title, cls.implement = title, implement
             for name, test in list(vars(cls).items()):
                 if name.startswith("test_") and isinstance(test, types.FunctionType):
-                    setattr(cls, name, _explained(test, cls))
+                    setattr(cls, name, _with_explanation(test, cls))
         super().__init_subclass__(**kwargs)
 
 
-def _explained(test: types.FunctionType, rung: type[Rung]) -> Callable[..., Any]:
+def _with_explanation(test: types.FunctionType, rung: type[Rung]) -> Callable[..., Any]:
     """Return a test that adds to its failure what was expected, and what the rung asks a driver for."""
 
     @functools.wraps(test)
@@ -148,14 +148,14 @@ def explanation(test: Callable[..., Any], rung: type[Rung], error: BaseException
     expected = inspect.getdoc(test) or test.__name__.removeprefix("test_").replace("_", " ")
     lines = [f'Expected on the rung "{rung.title}": {" ".join(expected.split())}.'.replace("..", ".")]
     if isinstance(error, NotImplementedError) and not error.args:
-        lines += _unwritten(error)
+        lines += _unwritten_method(error)
     if rung.implement:
         lines.append("What a driver implements for this rung:")
         lines += [f"  {name}: {summary(name)}" for name in rung.implement]
     return "\n".join(lines)
 
 
-def _unwritten(error: BaseException) -> Iterator[str]:
+def _unwritten_method(error: BaseException) -> Iterator[str]:
     """Yield the name of the method that raised NotImplementedError, of the driver or of the sample."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:

@@ -36,11 +36,11 @@ def notes(error: BaseException) -> list[str]:
 def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
     """Return a tool with one analysis routine, at every op or at those of one name."""
     built = Tool()
-    also(built, callback, only, **where)
+    add_routine(built, callback, only, **where)
     return built
 
 
-def also(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
+def add_routine(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
     """Add another analysis routine to a tool; return the tool.
 
     only: name of the ops at which it runs; None for all.  where: the point, as for `add_inst_for_op`.
@@ -64,7 +64,7 @@ Insertion = Literal[
 ]
 
 
-def inserting(action: Insertion, only: str, routine: Callable[..., Any], *select: Any, **kwargs: Any) -> Tool:
+def inserter(action: Insertion, only: str, routine: Callable[..., Any], *select: Any, **kwargs: Any) -> Tool:
     """Return a tool that records one action at the ops of one name."""
     return tool(
         lambda context: getattr(context, action)(routine, *select, **kwargs),
@@ -73,7 +73,7 @@ def inserting(action: Insertion, only: str, routine: Callable[..., Any], *select
     )
 
 
-def trained(sample: Sample) -> list[bytes]:
+def trained_bits(sample: Sample) -> list[bytes]:
     """Return the bits of the model's result, and of the gradients of its weights."""
     model, x = sample.model(), sample.input()
     result = model(x)
@@ -82,7 +82,7 @@ def trained(sample: Sample) -> list[bytes]:
     return [sample.bits(value) for value in (result, *gradients)]
 
 
-def collect(sample: Sample) -> None:
+def free_garbage(sample: Sample) -> None:
     """Free what nothing refers to any more, also where a framework frees on threads of its own."""
     sample.settle()
     gc.collect()
@@ -113,7 +113,7 @@ class Executed(Tool):
 
     def __init__(self, only: str) -> None:
         self.ids: list[int] = []
-        also(self, self._insert, only)
+        add_routine(self, self._insert, only)
 
     def _insert(self, context: OpContext) -> None:
         op_id = context.get_op_id()
@@ -121,7 +121,7 @@ class Executed(Tool):
         context.insert_before_op(lambda *_: self.ids.append(op_id))
 
 
-def no_op() -> Tool:
+def no_op_tool() -> Tool:
     """Return a tool with routines everywhere that change nothing."""
     built = Tool()
     # At all four points, with routines at each, so that every path of a driver is taken.
@@ -187,13 +187,13 @@ class Fresh(Unchanged):
     def routine(self, *values: Any) -> Any:
         self.calls += 1
         # New objects with equal bits: what tells them from the originals is a fault of a driver.
-        return [self._of(value) for value in values]
+        return [self._new_value(value) for value in values]
 
-    def _of(self, value: Any) -> Any:
+    def _new_value(self, value: Any) -> Any:
         """Return a new value equal to the one of a routine, also in lists."""
         # A named tuple is not made of one iterable, so it goes to the sample's own function.
         if isinstance(value, list) or type(value) is tuple:
-            return type(value)(self._of(element) for element in value)
+            return type(value)(self._new_value(element) for element in value)
         return self.copied(value)
 
 

@@ -11,7 +11,7 @@ import pytest
 from amanda.scope.scope import apply
 from amanda.testing._ladder import Gaps
 from amanda.testing._sample import Op, Sample, attached
-from amanda.testing._tools import inserting, tool
+from amanda.testing._tools import inserter, tool
 
 
 class ViewSample(Sample):
@@ -47,14 +47,14 @@ class ViewTests(Gaps):
             yield
 
     def test_a_write_into_a_value_given_for_a_view_reaches_the_base(self, sample: ViewSample) -> None:
-        with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 1.0)):
+        with apply(inserter("insert_after_op", sample.part_name, lambda value: value * 1.0)):
             for _ in range(2):
                 base = sample.tensor([1.0, 2.0, 3.0])
                 sample.write(sample.part(base), 4.0)
                 assert sample.numbers(base) == [5.0, 6.0, 3.0]
 
     def test_a_write_into_the_base_reaches_a_value_given_for_a_view(self, sample: ViewSample) -> None:
-        with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 1.0)):
+        with apply(inserter("insert_after_op", sample.part_name, lambda value: value * 1.0)):
             base = sample.tensor([1.0, 2.0, 3.0])
             view = sample.part(base)
             sample.write(base, 4.0)
@@ -63,14 +63,14 @@ class ViewTests(Gaps):
     def test_a_write_reaches_what_the_view_is_of_where_its_input_was_changed(
         self, sample: ViewSample
     ) -> None:
-        with apply(inserting("insert_before_op", sample.part_name, lambda value: value * 1.0, [0])):
+        with apply(inserter("insert_before_op", sample.part_name, lambda value: value * 1.0, [0])):
             base = sample.tensor([1.0, 2.0, 3.0])
             sample.write(sample.part(base), 4.0)
             assert sample.numbers(base) == [5.0, 6.0, 3.0]
 
     def test_a_changed_view_leaves_its_base_alone(self, sample: ViewSample) -> None:
         base = sample.tensor([1.0, 2.0, 3.0])
-        with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 3.0)):
+        with apply(inserter("insert_after_op", sample.part_name, lambda value: value * 3.0)):
             assert sample.numbers(sample.part(base)) == [3.0, 6.0]
         # A routine changes what the program sees of the view, not the memory that the view lies in.
         assert sample.numbers(base) == [1.0, 2.0, 3.0]
@@ -79,7 +79,7 @@ class ViewTests(Gaps):
         base = sample.tensor([1.0, 2.0, 3.0])
         with apply(tool(lambda context: None)):
             sample.write(base, 1.0)
-            with apply(inserting("insert_after_op", sample.part_name, lambda value: value * 1.0)):
+            with apply(inserter("insert_after_op", sample.part_name, lambda value: value * 1.0)):
                 for _ in range(3):
                     sample.write(sample.part(base), 1.0)
         # One write outside, then three through the view of the first two elements.

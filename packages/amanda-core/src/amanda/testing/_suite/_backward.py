@@ -11,7 +11,7 @@ from amanda.context import OpContext
 from amanda.errors import ActionError, ReplaceConflictError, RoutineError
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import also, inserting, op_name, tool
+from amanda.testing._tools import add_routine, inserter, op_name, tool
 
 
 class BackwardTests(
@@ -90,7 +90,7 @@ class BackwardTests(
             recorded.append((context["mark"], op_name(context)))
             assert context["mark"] == context.get_op_id()
 
-        recorder = also(tool(forward), backward, backward=True)
+        recorder = add_routine(tool(forward), backward, backward=True)
         model, x = sample.model(), sample.input()
         with amanda.apply(recorder):
             sample.backward(model(x))
@@ -117,8 +117,8 @@ class BackwardTests(
     @needs("backward")
     def test_gradients_are_changed_before_and_after_a_backward_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        before = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
-        after = inserting("insert_after_backward_op", sample.relu_backward, lambda grad: grad + 1)
+        before = inserter("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
+        after = inserter("insert_after_backward_op", sample.relu_backward, lambda grad: grad + 1)
         with amanda.apply(before, after):
             sample.backward(sample.relu(x))
         # relu passes no gradient at -1 and the whole at 2: 3 * 0 + 1 and 3 * 1 + 1.
@@ -128,9 +128,7 @@ class BackwardTests(
     def test_changed_gradients_hold_for_every_backward_pass(self, sample: Sample) -> None:
         module = sample.module(lambda x: sample.relu(x))
         gradients = []
-        with amanda.apply(
-            inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)
-        ):
+        with amanda.apply(inserter("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 3)):
             for _ in range(3):
                 x = sample.tensor([2.0], requires_grad=True)
                 sample.backward(module(x))
@@ -140,7 +138,7 @@ class BackwardTests(
     @needs("backward")
     def test_a_gradient_that_is_changed_keeps_its_shape(self, sample: Sample) -> None:
         x = sample.tensor([1.0, 2.0], requires_grad=True)
-        change = inserting(
+        change = inserter(
             "insert_before_backward_op", sample.relu_backward, lambda grad: sample.cat([grad, grad])
         )
         with amanda.apply(change), pytest.raises(RoutineError, match=r"shape \(4,\)"):
@@ -150,7 +148,7 @@ class BackwardTests(
     def test_a_replacement_of_a_backward_op_gives_the_gradients(self, sample: Sample) -> None:
         module = sample.module(lambda x: sample.relu(x))
         gradients = []
-        with amanda.apply(inserting("replace_backward_op", sample.relu_backward, lambda grad: grad * 100)):
+        with amanda.apply(inserter("replace_backward_op", sample.relu_backward, lambda grad: grad * 100)):
             for _ in range(2):
                 x = sample.tensor([-1.0, 2.0], requires_grad=True)
                 sample.backward(module(x))
@@ -166,7 +164,7 @@ class BackwardTests(
             pass
 
         tools = [
-            also(
+            add_routine(
                 kind(),
                 lambda context: context.replace_backward_op(lambda grad: grad),
                 sample.relu_backward,
@@ -183,7 +181,7 @@ class BackwardTests(
     @needs("backward", "leaves")
     def test_the_gradient_of_a_leaf_is_changed_before_it_is_stored(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        change = inserting("insert_before_backward_op", sample.leaf_backward, lambda grad: grad * 3)
+        change = inserter("insert_before_backward_op", sample.leaf_backward, lambda grad: grad * 3)
         with amanda.apply(change):
             sample.backward(sample.relu(x))
         assert sample.numbers(sample.gradient(x)) == [0.0, 3.0]
@@ -191,7 +189,7 @@ class BackwardTests(
     @needs("backward", "leaves")
     def test_what_stores_a_gradient_is_not_replaced(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        change = inserting("replace_backward_op", sample.leaf_backward, lambda grad: grad)
+        change = inserter("replace_backward_op", sample.leaf_backward, lambda grad: grad)
         # The error says what works instead.
         with amanda.apply(change), pytest.raises(ActionError, match="insert_before_backward_op"):
             sample.backward(sample.relu(x))
@@ -201,9 +199,9 @@ class BackwardTests(
         order: list[str] = []
         recorder = tool(lambda _: None)
         for action in ("insert_before_op", "insert_after_op"):
-            also(recorder, _recording(action, order), sample.name("relu"))
+            add_routine(recorder, _recording(action, order), sample.name("relu"))
         for action in ("insert_before_backward_op", "insert_after_backward_op"):
-            also(recorder, _recording(action, order), sample.relu_backward, backward=True)
+            add_routine(recorder, _recording(action, order), sample.relu_backward, backward=True)
         module = sample.module(lambda x: sample.relu(x))
         with amanda.apply(recorder):
             for _ in range(2):
@@ -229,7 +227,7 @@ class BackwardTests(
 
         name = sample.name("relu")
         recorder = tool(lambda context: context.insert_before_op(forward, [0]), name)
-        also(
+        add_routine(
             recorder,
             lambda context: context.insert_before_backward_op(backward),
             sample.relu_backward,
@@ -258,7 +256,7 @@ class GradientTests(
     def test_gradients_pass_an_isolated_routine_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([[2.0]], requires_grad=True)
         weight = sample.parameter([[3.0]])
-        double = inserting("insert_before_op", sample.name("linear"), lambda w: w * 2, [sample.weight_index])
+        double = inserter("insert_before_op", sample.name("linear"), lambda w: w * 2, [sample.weight_index])
         with amanda.apply(double):
             result = sample.linear(x, weight)
             sample.backward(result)
@@ -269,7 +267,7 @@ class GradientTests(
     @needs("backward")
     def test_an_output_that_is_changed_passes_gradients_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([2.0], requires_grad=True)
-        with amanda.apply(inserting("insert_after_op", sample.name("relu"), lambda y: y * 5)):
+        with amanda.apply(inserter("insert_after_op", sample.name("relu"), lambda y: y * 5)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.numbers(result) == [10.0]
@@ -281,7 +279,7 @@ class GradientTests(
         weights = [model.first.weight, model.second.weight]
         # Cut off from its value, a weight would have no gradient at all; the edge between them is the
         # identity.
-        zero = inserting("insert_before_op", sample.name("linear"), lambda w: w * 0, [sample.weight_index])
+        zero = inserter("insert_before_op", sample.name("linear"), lambda w: w * 0, [sample.weight_index])
         with amanda.apply(zero):
             sample.backward(model(x))
         assert all(sample.gradient(weight) is not None for weight in weights)
@@ -298,8 +296,8 @@ class GradientTests(
         def round_to_narrow(value: Any) -> Any:
             return sample.cast(value, narrow)
 
-        change = inserting("insert_before_op", sample.name("relu"), round_to_narrow)
-        with amanda.apply(change, inserting("insert_before_op", sample.name("relu"), recorded.append)):
+        change = inserter("insert_before_op", sample.name("relu"), round_to_narrow)
+        with amanda.apply(change, inserter("insert_before_op", sample.name("relu"), recorded.append)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.dtype(result) == sample.dtype(recorded[0]) == wide
@@ -310,7 +308,7 @@ class GradientTests(
     @needs("backward", "in_place")
     def test_an_in_place_op_passes_gradients_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
-        with amanda.apply(inserting("insert_after_op", sample.name("add_"), lambda y: y * 10)):
+        with amanda.apply(inserter("insert_after_op", sample.name("add_"), lambda y: y * 10)):
             # An op in place on a leaf that needs a gradient is an error of the framework itself.
             y = sample.add(x, 0.0)
             sample.add_(y, 1.0)
@@ -323,7 +321,7 @@ class GradientTests(
         x = sample.tensor([[2.0]], requires_grad=True)
         weight = sample.parameter([[3.0]])
         double = amanda.differentiable(lambda w: w * 2)
-        change = inserting("insert_before_op", sample.name("linear"), double, [sample.weight_index])
+        change = inserter("insert_before_op", sample.name("linear"), double, [sample.weight_index])
         with amanda.apply(change):
             sample.backward(sample.linear(x, weight))
         assert sample.numbers(sample.gradient(weight)) == [4.0]
@@ -332,7 +330,7 @@ class GradientTests(
     def test_autodiff_enabled_makes_routines_differentiable(self, sample: Sample) -> None:
         weights = [sample.parameter([[3.0]]) for _ in range(3)]
         x = sample.tensor([[2.0]])
-        change = inserting("insert_before_op", sample.name("linear"), lambda w: w * 2, [sample.weight_index])
+        change = inserter("insert_before_op", sample.name("linear"), lambda w: w * 2, [sample.weight_index])
         with amanda.apply(change):
             with amanda.autodiff_enabled():
                 sample.backward(sample.linear(x, weights[0]))
@@ -346,7 +344,7 @@ class GradientTests(
     def test_a_differentiable_routine_is_free_in_shape(self, sample: Sample) -> None:
         x = sample.tensor([1.0, 2.0], requires_grad=True)
         twice = amanda.differentiable(lambda value: sample.cat([value, value]))
-        with amanda.apply(inserting("insert_before_op", sample.name("relu"), twice)):
+        with amanda.apply(inserter("insert_before_op", sample.name("relu"), twice)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.shape(result) == (4,)
@@ -355,14 +353,14 @@ class GradientTests(
     @needs("backward")
     def test_a_replacement_takes_part_in_the_backward_pass(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value * 10)):
+        with amanda.apply(inserter("replace_op", sample.name("relu"), lambda value: value * 10)):
             sample.backward(sample.relu(x))
         assert sample.numbers(sample.gradient(x)) == [10.0, 10.0]
 
     @needs("backward")
     def test_the_identity_as_a_replacement_removes_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserting("replace_op", sample.name("relu"), lambda value: value)):
+        with amanda.apply(inserter("replace_op", sample.name("relu"), lambda value: value)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.numbers(result) == [-1.0, 2.0]
@@ -375,7 +373,7 @@ class GradientTests(
             return original(value * -1)
 
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserting("replace_op", sample.name("relu"), negated)):
+        with amanda.apply(inserter("replace_op", sample.name("relu"), negated)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.numbers(result) == [1.0, 0.0]

@@ -8,7 +8,7 @@ import amanda
 from amanda.context import OpContext
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import also, inserting, tool
+from amanda.testing._tools import add_routine, inserter, tool
 
 
 class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gradients", "finish")):
@@ -21,7 +21,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
         def count(index: int) -> None:
             counts[index] += 1
 
-        recorder = also(tool(lambda _: count(0)), lambda _: count(1), backward=True)
+        recorder = add_routine(tool(lambda _: count(0)), lambda _: count(1), backward=True)
         model, x = sample.model(), sample.input()
         with amanda.apply(recorder):
             sample.backward(model(x))
@@ -45,7 +45,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
     def test_routines_run_at_every_execution(self, sample: Sample) -> None:
         runs = []
         model, x = sample.model(), sample.input()
-        with amanda.apply(inserting("insert_before_op", sample.name("linear"), lambda *_: runs.append(1))):
+        with amanda.apply(inserter("insert_before_op", sample.name("linear"), lambda *_: runs.append(1))):
             for _ in range(3):
                 model(x)
         # Two linear layers in three passes.
@@ -71,7 +71,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
         with amanda.apply(recorder):
             model(x)
         # Another routine makes another set of analyses, so the first is asked again, too.
-        also(recorder, lambda _: analysed.append("two"), sample.name("relu"))
+        add_routine(recorder, lambda _: analysed.append("two"), sample.name("relu"))
         with amanda.apply(recorder):
             model(x)
         assert analysed == ["one", "one", "two"]
@@ -84,7 +84,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
         )
         with amanda.apply(recorder) as scope:
             model(x)
-            also(
+            add_routine(
                 recorder,
                 lambda context: context.insert_before_op(lambda *_: runs.append("two")),
                 sample.name("relu"),
@@ -173,7 +173,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
     def test_with_the_cache_off_analysis_runs_at_every_execution(self, sample: Sample) -> None:
         analysed: list[str] = []
         recorder = tool(lambda _: analysed.append("forward"), sample.name("relu"))
-        also(recorder, lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
+        add_routine(recorder, lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
         model, x = sample.model(), sample.input()
         with amanda.apply(recorder), amanda.cache_disabled():
             assert not amanda.is_cache_enabled()

@@ -12,7 +12,7 @@ import amanda
 from amanda.interceptor import OCCURRENCE_CAP
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import Executed, Seen, also, inserting, tool
+from amanda.testing._tools import Executed, Seen, add_routine, inserter, tool
 
 # Run with other hash seeds: an id that came from `hash` or an address would differ.
 PROGRAM = """
@@ -268,8 +268,8 @@ class IdentityTests(
             decided.append((number, recomputed))
             return value * (number + 1)
 
-        relu = inserting("insert_before_op", sample.name("relu"), decide, [0])
-        also(
+        relu = inserter("insert_before_op", sample.name("relu"), decide, [0])
+        add_routine(
             relu,
             lambda context: context.insert_before_op(amanda.observer(lambda: heard.append(True)), []),
             sample.name("relu"),
@@ -299,7 +299,9 @@ class IdentityTests(
     def test_ids_are_64_bits_and_not_zero(self, sample: Sample) -> None:
         recorder = Seen()
         backward: list[int] = []
-        also(recorder, lambda context: backward.append(context.get_backward_op_id() or 0), backward=True)
+        add_routine(
+            recorder, lambda context: backward.append(context.get_backward_op_id() or 0), backward=True
+        )
         with amanda.apply(recorder):
             sample.backward(sample.model()(sample.input()))
         ids = [op_id for _, op_id in recorder.ops] + backward

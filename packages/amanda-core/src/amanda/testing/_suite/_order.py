@@ -14,7 +14,7 @@ from amanda.context import OpContext
 from amanda.errors import DependencyCycleError
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import FORWARD_POINTS, POINTS, Insertion, also, inserting, tool
+from amanda.testing._tools import FORWARD_POINTS, POINTS, Insertion, add_routine, inserter, tool
 
 SCOPES = [
     ("tu", "tu", "t", "t"),
@@ -53,8 +53,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_tools_act_in_the_order_of_apply(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        plus = inserting("insert_before_op", sample.name("relu"), lambda value: value + 1)
-        times = inserting("insert_before_op", sample.name("relu"), lambda value: value * 10)
+        plus = inserter("insert_before_op", sample.name("relu"), lambda value: value + 1)
+        times = inserter("insert_before_op", sample.name("relu"), lambda value: value * 10)
         with amanda.apply(plus, times):
             assert sample.numbers(sample.relu(x)) == [20.0]
         with amanda.apply(times, plus):
@@ -117,8 +117,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
         plus = amanda.innermost(lambda value: value + 1)
         cases: list[tuple[Insertion, float]] = [("insert_before_op", 11.0), ("insert_after_op", 20.0)]
         for action, expected in cases:
-            near = inserting(action, sample.name("relu"), plus)
-            far = inserting(action, sample.name("relu"), lambda value: value * 10)
+            near = inserter(action, sample.name("relu"), plus)
+            far = inserter(action, sample.name("relu"), lambda value: value * 10)
             # In both orders, and in scopes within each other: what is innermost does not depend on either.
             for tools in ((near, far), (far, near)):
                 with amanda.apply(*tools):
@@ -135,8 +135,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
         ]
         for action, expected in cases:
             near = amanda.innermost(lambda *_: order.append("near"))
-            close = inserting(action, sample.relu_backward, near)
-            remote = inserting(action, sample.relu_backward, lambda *_: order.append("far"))
+            close = inserter(action, sample.relu_backward, near)
+            remote = inserter(action, sample.relu_backward, lambda *_: order.append("far"))
             for outer, inner in ((close, remote), (remote, close)):
                 for _ in range(2):  # the second time by plans that are known
                     order.clear()
@@ -147,8 +147,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_inner_scopes_act_after_outer_ones(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        plus = inserting("insert_before_op", sample.name("relu"), lambda value: value + 1)
-        times = inserting("insert_before_op", sample.name("relu"), lambda value: value * 10)
+        plus = inserter("insert_before_op", sample.name("relu"), lambda value: value + 1)
+        times = inserter("insert_before_op", sample.name("relu"), lambda value: value * 10)
         with amanda.apply(plus):
             with amanda.apply(times):
                 assert sample.numbers(sample.relu(x)) == [20.0]
@@ -173,8 +173,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_a_tool_of_a_scope_around_acts_once_at_its_outermost_place(self, sample: Sample) -> None:
         runs: list[str] = []
-        shared = inserting("insert_before_op", sample.name("relu"), lambda _: runs.append("shared"))
-        inner = inserting("insert_before_op", sample.name("relu"), lambda _: runs.append("inner"))
+        shared = inserter("insert_before_op", sample.name("relu"), lambda _: runs.append("shared"))
+        inner = inserter("insert_before_op", sample.name("relu"), lambda _: runs.append("inner"))
         inner.depends_on(shared)
         with amanda.apply(shared), amanda.apply(inner, shared):
             sample.relu(sample.tensor([1.0]))
@@ -186,7 +186,9 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
         recorded: list[Any] = []
         outer = tool(lambda context: context.update(type="rectifier"), sample.name("relu"))
         inner = tool(lambda context: recorded.append(context.get("type")), sample.name("relu"))
-        also(inner, lambda context: recorded.append(context.get("type")), sample.relu_backward, backward=True)
+        add_routine(
+            inner, lambda context: recorded.append(context.get("type")), sample.relu_backward, backward=True
+        )
         x = sample.tensor([1.0], requires_grad=True)
         with amanda.apply(outer), amanda.apply(inner):
             sample.backward(sample.relu(x))
@@ -195,8 +197,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
     @needs("backward")
     def test_backward_routines_of_nested_scopes_all_run(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
-        plus = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad + 1)
-        times = inserting("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 10)
+        plus = inserter("insert_before_backward_op", sample.relu_backward, lambda grad: grad + 1)
+        times = inserter("insert_before_backward_op", sample.relu_backward, lambda grad: grad * 10)
         with amanda.apply(plus), amanda.apply(times):
             sample.backward(sample.relu(x))
         # (1 + 1) * 10: the outer scope's routine runs first, as in the forward pass.
@@ -263,10 +265,10 @@ def _writing_and_reading(
     for point, where in enumerate(POINTS):
         only = sample.relu_backward if where.get("backward") else sample.name("relu")
         for name in "be":
-            also(tools[name], partial(write, point=point), only, **where)
-        also(tools["t"], partial(read, point=point), only, **where)
+            add_routine(tools[name], partial(write, point=point), only, **where)
+        add_routine(tools["t"], partial(read, point=point), only, **where)
     for name in "fg":
-        also(tools[name], lambda _: None, sample.name("relu"))
+        add_routine(tools[name], lambda _: None, sample.name("relu"))
     for name, on in ("tb", "fb", "ge"):
         tools[name].depends_on(tools[on])
     return tools
@@ -287,8 +289,8 @@ def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:
     def after(context: OpContext) -> None:
         context.insert_after_backward_op(lambda *_: log.append(f"{name} after"))
 
-    built = also(_alike(amanda.Tool) if name in "be" else amanda.Tool(), before, only, backward=True)
-    return also(built, after, only, backward=True, require_outputs=True)
+    built = add_routine(_alike(amanda.Tool) if name in "be" else amanda.Tool(), before, only, backward=True)
+    return add_routine(built, after, only, backward=True, require_outputs=True)
 
 
 @contextmanager

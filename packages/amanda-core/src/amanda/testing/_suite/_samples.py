@@ -13,7 +13,7 @@ import pytest
 
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import collect, trained
+from amanda.testing._tools import free_garbage, trained_bits
 
 
 class SampleTests(Rung, title="the sample"):
@@ -103,7 +103,9 @@ class SampleTests(Rung, title="the sample"):
         assert_numbers(sample, "a module in a module", outer(sample.tensor([-1.0, 2.0])), [0.0, 2.0])
 
     def test_a_step_of_the_model_has_the_same_bits_each_time(self, sample: Sample) -> None:
-        assert trained(sample) == trained(sample), "the framework itself computes other bits the second time"
+        assert trained_bits(sample) == trained_bits(sample), (
+            "the framework itself computes other bits the second time"
+        )
 
     @needs("backward")
     def test_backward_gives_leaves_and_weights_their_gradients(self, sample: Sample) -> None:
@@ -142,7 +144,7 @@ class SampleTests(Rung, title="the sample"):
         x = sample.tensor([1.0])
         dead = weakref.ref(x)
         del x
-        collect(sample)
+        free_garbage(sample)
         assert dead() is None, "the tensor lives on: does Sample.tensor keep it, or Sample.settle not wait?"
 
     @needs("pickles")

@@ -21,7 +21,7 @@ import amanda
 from amanda.context import OpContext
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Sample
-from amanda.testing._tools import Executed, also, inserting, tool
+from amanda.testing._tools import Executed, add_routine, inserter, tool
 
 
 class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
@@ -46,7 +46,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
 
     def test_ops_of_a_backward_routine_are_not_instrumented(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
-        also(
+        add_routine(
             relu,
             lambda context: context.insert_before_backward_op(lambda grad: sample.relu(grad)),
             sample.relu_backward,
@@ -58,7 +58,9 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
 
     def test_ops_of_a_replacement_are_not_instrumented(self, sample: Sample) -> None:
         relu = Executed(sample.name("relu"))
-        also(relu, lambda context: context.replace_op(lambda value: sample.relu(value)), sample.name("relu"))
+        add_routine(
+            relu, lambda context: context.replace_op(lambda value: sample.relu(value)), sample.name("relu")
+        )
         with amanda.apply(relu):
             sample.relu(sample.tensor([1.0]))
         assert len(relu.ids) == 1
@@ -102,14 +104,14 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
     def test_a_scope_follows_the_backward_pass_that_it_starts(self, sample: Sample) -> None:
         grads: list[Any] = []
         x = sample.tensor([1.0], requires_grad=True)
-        with amanda.apply(inserting("insert_before_backward_op", sample.relu_backward, grads.append)):
+        with amanda.apply(inserter("insert_before_backward_op", sample.relu_backward, grads.append)):
             sample.backward(sample.relu(x))
         assert len(grads) == 1
 
     @needs("backward")
     def test_backward_routines_run_only_in_a_scope_with_their_tool(self, sample: Sample) -> None:
         grads: list[Any] = []
-        recorder = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
+        recorder = inserter("insert_before_backward_op", sample.relu_backward, grads.append)
         module = sample.module(lambda x: sample.relu(x))
 
         def forward() -> Any:
@@ -138,7 +140,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
     ) -> None:
         runs: list[str] = []
         first, second = (
-            inserting("insert_before_backward_op", sample.relu_backward, record)
+            inserter("insert_before_backward_op", sample.relu_backward, record)
             for record in (lambda _: runs.append("one"), lambda _: runs.append("two"))
         )
         module = sample.module(lambda x: sample.relu(x))
@@ -152,7 +154,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
     @needs("backward")
     def test_a_backward_op_is_analysed_when_its_scope_opens_for_it(self, sample: Sample) -> None:
         grads: list[Any] = []
-        recorder = inserting("insert_before_backward_op", sample.relu_backward, grads.append)
+        recorder = inserter("insert_before_backward_op", sample.relu_backward, grads.append)
         with amanda.apply(recorder):
             inside = sample.relu(sample.tensor([1.0], requires_grad=True))
         with amanda.apply(recorder):
@@ -306,7 +308,7 @@ class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
         # The default of 5 ms would let a routine pass before another thread gets its turn.
         sys.setswitchinterval(1e-5)
         try:
-            with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
+            with amanda.apply(inserter("insert_before_op", sample.name("relu"), routine)):
                 threads = [threading.Thread(target=work) for _ in range(4)]
                 for thread in threads:
                     thread.start()

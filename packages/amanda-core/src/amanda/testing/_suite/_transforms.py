@@ -10,7 +10,7 @@ import pytest
 import amanda
 from amanda.testing._ladder import Rung, needs
 from amanda.testing._sample import Op, Sample
-from amanda.testing._tools import Executed, Seen, Unchanged, inserting, notes, tool
+from amanda.testing._tools import Executed, Seen, Unchanged, inserter, notes, tool
 
 NUMBERS = [1.0, -2.0, 3.0]
 
@@ -22,7 +22,7 @@ class TransformTests(Rung, title="function transforms", implement=("unwrapped", 
     def test_an_op_under_vmap_is_one_op_with_the_values_of_a_sample(self, sample: Sample) -> None:
         relu, shapes = sample.name("relu"), set()
         seen = Seen()
-        observed = inserting("insert_before_op", relu, lambda x: shapes.add(sample.shape(x)))
+        observed = inserter("insert_before_op", relu, lambda x: shapes.add(sample.shape(x)))
         with amanda.apply(seen, observed):
             for _ in range(2):
                 result = sample.vmap(relu_of(sample))(sample.tensor([NUMBERS, NUMBERS]))
@@ -99,7 +99,7 @@ class TransformTests(Rung, title="function transforms", implement=("unwrapped", 
     @needs("vmap", "batched_values")
     def test_a_number_of_a_batched_value_is_an_error_with_the_remedy(self, sample: Sample) -> None:
         relu = sample.name("relu")
-        reading = inserting("insert_before_op", relu, lambda x: sample.numbers(x) and None)
+        reading = inserter("insert_before_op", relu, lambda x: sample.numbers(x) and None)
         with pytest.raises(Exception) as caught, amanda.apply(reading):  # noqa: PT011 - the framework's own
             sample.vmap(relu_of(sample))(sample.tensor(NUMBERS))
         text = "\n".join(notes(caught.value))
@@ -114,7 +114,7 @@ class TransformTests(Rung, title="function transforms", implement=("unwrapped", 
         mapped = sample.vmap(relu_of(sample))
         with (
             pytest.raises(ValueError, match="planted"),
-            amanda.apply(inserting("insert_after_op", sample.name("relu"), fail)),
+            amanda.apply(inserter("insert_after_op", sample.name("relu"), fail)),
         ):
             mapped(sample.tensor(NUMBERS))
         assert sample.numbers(mapped(sample.tensor(NUMBERS))) == [1.0, 0.0, 3.0]
@@ -153,7 +153,7 @@ GRADIENTS = {
 def assert_computed(sample: Sample, program: Callable[[], Any], expected: dict[str, list[float]]) -> None:
     """Check what a program computes with each of the routines at `relu`, at the analysis and after it."""
     for action, numbers in expected.items():
-        with amanda.apply(inserting(action, sample.name("relu"), ROUTINES[action])):  # type: ignore[arg-type]
+        with amanda.apply(inserter(action, sample.name("relu"), ROUTINES[action])):  # type: ignore[arg-type]
             results = [sample.numbers(program()) for _ in range(2)]
         assert results == [numbers, numbers], action
 
@@ -167,7 +167,7 @@ def assert_gradients_changed(sample: Sample, program: Callable[[], Any], bare: l
         ("insert_before_backward_op", lambda grad: grad * 5.0, changed),
         ("replace_backward_op", lambda grad: grad * 7.0, replaced),
     ):
-        with amanda.apply(inserting(action, sample.relu_backward, routine)):  # type: ignore[arg-type]
+        with amanda.apply(inserter(action, sample.relu_backward, routine)):  # type: ignore[arg-type]
             results = [sample.numbers(program()) for _ in range(2)]
         assert results == [numbers, numbers], action
 

@@ -26,14 +26,14 @@ from amanda.testing._suite._samples import BATCH
 from amanda.testing._tools import (
     POINTS,
     Referent,
-    also,
-    collect,
-    inserting,
-    no_op,
+    add_routine,
+    free_garbage,
+    inserter,
+    no_op_tool,
     notes,
     op_name,
     tool,
-    trained,
+    trained_bits,
 )
 
 
@@ -44,7 +44,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
         bad = sample.tensor([[1.0, 2.0, 3.0, 4.0]]), sample.parameter([[1.0]])
         with pytest.raises(Exception) as plain:  # noqa: PT011
             sample.bits(sample.linear(*bad))
-        with amanda.apply(no_op()), pytest.raises(type(plain.value)) as instrumented:
+        with amanda.apply(no_op_tool()), pytest.raises(type(plain.value)) as instrumented:
             sample.bits(sample.linear(*bad))
         assert str(instrumented.value) == str(plain.value)
         assert notes(instrumented.value) == notes(plain.value)
@@ -58,7 +58,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
             _raise_mistake()
 
         name = sample.relu_backward if backward else sample.name("relu")
-        failing = also(Faulty(), analysis, name, **POINTS[point])
+        failing = add_routine(Faulty(), analysis, name, **POINTS[point])
         after = "after" if "require_outputs" in POINTS[point] else "before"
         at = f"{after}_{'backward' if backward else 'forward'}_op"
         self._check(sample, failing, name, at, ids)
@@ -74,7 +74,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
             getattr(context, insertion)(_raise_mistake)
 
         name = sample.relu_backward if backward else sample.name("relu")
-        self._check(sample, also(Faulty(), analysis, name, backward=backward), name, insertion, ids)
+        self._check(sample, add_routine(Faulty(), analysis, name, backward=backward), name, insertion, ids)
 
     @staticmethod
     def _check(sample: Sample, failing: amanda.Tool, name: str, at: str, ids: list[int]) -> None:
@@ -106,7 +106,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
                 raise ZeroDivisionError
 
         x = sample.tensor([1.0])
-        with amanda.apply(inserting("insert_before_op", sample.name("relu"), routine)):
+        with amanda.apply(inserter("insert_before_op", sample.name("relu"), routine)):
             with pytest.raises(ZeroDivisionError):
                 sample.relu(x)
             sample.relu(x)
@@ -115,29 +115,29 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
     def test_an_exception_in_an_analysis_leaves_the_framework_as_it_was(
         self, sample: Sample, point: int
     ) -> None:
-        plain = trained(sample)
+        plain = trained_bits(sample)
         before = _framework(sample)
         with pytest.raises(ZeroDivisionError), amanda.apply(tool(_divide_by_zero, **POINTS[point])):
-            trained(sample)
+            trained_bits(sample)
         assert _changes(sample, before) == []
-        assert trained(sample) == plain
-        with amanda.apply(no_op()):
-            assert trained(sample) == plain
+        assert trained_bits(sample) == plain
+        with amanda.apply(no_op_tool()):
+            assert trained_bits(sample) == plain
 
     def test_an_exception_in_a_routine_leaves_the_framework_as_it_was(
         self, sample: Sample, insertion: Any
     ) -> None:
-        plain = trained(sample)
+        plain = trained_bits(sample)
         name = sample.relu_backward if "backward" in insertion else sample.name("relu")
         before = _framework(sample)
-        failing = inserting(insertion, name, _divide_by_zero)
+        failing = inserter(insertion, name, _divide_by_zero)
         with pytest.raises(ZeroDivisionError), amanda.apply(failing):
-            trained(sample)
+            trained_bits(sample)
         assert _changes(sample, before) == []
         assert interceptor.active() is None
-        assert trained(sample) == plain
-        with amanda.apply(no_op()):
-            assert trained(sample) == plain
+        assert trained_bits(sample) == plain
+        with amanda.apply(no_op_tool()):
+            assert trained_bits(sample) == plain
 
     def test_what_cannot_be_instrumented_is_reported_and_logged_once(
         self, sample: Sample, caplog: pytest.LogCaptureFixture
@@ -162,23 +162,23 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
     """A scope changes no bit and leaves nothing behind."""
 
     def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
-        plain = trained(sample)
+        plain = trained_bits(sample)
         looking = amanda.Tool()
         for point in POINTS:
             looking.add_inst_for_op(lambda context: None, **point)
         with amanda.apply(looking):
-            assert trained(sample) == plain
+            assert trained_bits(sample) == plain
 
     @pytest.mark.parametrize("cached", [True, False])
     def test_a_tool_that_changes_nothing_leaves_every_bit(self, sample: Sample, cached: bool) -> None:
-        plain = trained(sample)
-        with amanda.apply(no_op()):
+        plain = trained_bits(sample)
+        with amanda.apply(no_op_tool()):
             if cached:
-                assert trained(sample) == plain
+                assert trained_bits(sample) == plain
             else:
                 with amanda.cache_disabled():
-                    assert trained(sample) == plain
-        assert trained(sample) == plain
+                    assert trained_bits(sample) == plain
+        assert trained_bits(sample) == plain
 
     def test_every_op_gives_what_it_gave(self, sample: Sample) -> None:
         def results() -> list[bytes]:
@@ -191,7 +191,7 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
             return [sample.bits(value) for value in results]
 
         plain = results()
-        with amanda.apply(no_op()):
+        with amanda.apply(no_op_tool()):
             assert results() == plain
 
     @needs("auxiliary_state")
@@ -212,7 +212,7 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
             return [value * 1.0 if type(value) is kind else value for value in values]
 
         plain, name = normalized(), sample.name("batch_norm")
-        for looking in (no_op(), inserting("insert_before_op", name, fresh)):
+        for looking in (no_op_tool(), inserter("insert_before_op", name, fresh)):
             with amanda.apply(looking):
                 assert normalized() == plain, (
                     "results, statistics and gradient differ: `Call.mutable` has the positions of "
@@ -224,7 +224,7 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
         sample.backward(model(x))
         objects = [model, model.first, model.first.weight, x]
         plain = [_visible(value) for value in [*objects, model(x)]]
-        with amanda.apply(no_op()):
+        with amanda.apply(no_op_tool()):
             result = model(x)
             sample.backward(result)
             assert [_visible(value) for value in [*objects, result]] == plain
@@ -233,19 +233,19 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
     @needs("pickles")
     def test_models_are_copied_and_pickled_in_a_scope(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
-        with amanda.apply(no_op()):
+        with amanda.apply(no_op_tool()):
             plain = sample.bits(model(x))
             # Models hold functions of the framework, which a scope has replaced by stand-ins.
             for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
                 assert sample.bits(twin(x)) == plain
 
     def test_a_scope_leaves_the_framework_as_it_was(self, sample: Sample) -> None:
-        trained(sample)
-        with amanda.apply(no_op()):
-            trained(sample)
+        trained_bits(sample)
+        with amanda.apply(no_op_tool()):
+            trained_bits(sample)
         before = _framework(sample)
-        with amanda.apply(no_op()):
-            trained(sample)
+        with amanda.apply(no_op_tool()):
+            trained_bits(sample)
         assert _changes(sample, before) == []
 
     def test_the_self_test_of_the_driver_passes(self, sample: Sample) -> None:
@@ -262,13 +262,13 @@ class MemoryTests(Rung, title="memory", implement=("storable", "describe", "atta
     def test_forward_values_are_dropped_after_the_first_execution(self, sample: Sample) -> None:
         contexts: list[OpContext] = []
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        both = also(tool(contexts.append, sample.name("relu")), contexts.append, backward=True)
+        both = add_routine(tool(contexts.append, sample.name("relu")), contexts.append, backward=True)
         with amanda.apply(both):
             result = sample.relu(x)
             sample.backward(result)
             dead = weakref.ref(x), weakref.ref(result)
             del x, result
-            collect(sample)
+            free_garbage(sample)
             assert [reference() for reference in dead] == [None, None]
         assert len(contexts) > 1
         with pytest.raises(AmandaError, match="keep what you need of them in the context"):
@@ -283,14 +283,16 @@ class MemoryTests(Rung, title="memory", implement=("storable", "describe", "atta
             values.append(weakref.ref(value))
 
         recorder = tool(lambda context: context.insert_before_op(forward, [0]), sample.name("relu"))
-        also(recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
+        add_routine(
+            recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True
+        )
         with amanda.apply(recorder):
             for _ in range(2):
                 result = sample.relu(sample.tensor([1.0], requires_grad=True))
                 assert values[-1]() is not None
                 sample.backward(result)
                 del result
-                collect(sample)
+                free_garbage(sample)
         assert [reference() for reference in values] == [None, None]
 
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
@@ -300,19 +302,21 @@ class MemoryTests(Rung, title="memory", implement=("storable", "describe", "atta
         with amanda.apply(recorder):
             model(x)
         del recorder
-        collect(sample)
+        free_garbage(sample)
         assert [reference() for reference in references] == [None, None]
 
     def test_a_plan_dies_with_its_model(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
         recorder = tool(lambda context: _keep(context, references))
-        also(recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True)
+        add_routine(
+            recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True
+        )
         with amanda.apply(recorder):
             sample.backward(model(x))
             of_model = references[:3]
             del model
-            collect(sample)
+            free_garbage(sample)
             assert [reference() for reference in of_model] == [None, None, None]
 
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
@@ -321,17 +325,17 @@ class MemoryTests(Rung, title="memory", implement=("storable", "describe", "atta
         with amanda.apply(tool(lambda context: _keep(context, references), sample.name("linear"))):
             sample.linear(x, weight)
             del weight
-            collect(sample)
+            free_garbage(sample)
             assert [reference() for reference in references] == [None]
 
     def test_memory_does_not_grow_over_iterations(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
 
         def objects() -> int:
-            collect(sample)
+            free_garbage(sample)
             return len(gc.get_objects())
 
-        with amanda.apply(no_op()):
+        with amanda.apply(no_op_tool()):
             # The first passes analyse, cache programs and warm up the framework.
             for _ in range(5):
                 sample.backward(model(x))
