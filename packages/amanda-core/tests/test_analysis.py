@@ -147,7 +147,7 @@ def test_the_innermost_frame_is_told_by_file_and_by_code() -> None:
     def inner() -> Any:
         import sys
 
-        return registry.innermost(sys._getframe(), but=FRAMEWORK)
+        return registry.innermost_frame(sys._getframe(), excluded_kinds=FRAMEWORK)
 
     def outer() -> Any:
         return inner()

@@ -74,9 +74,9 @@ class EagerDriver(EagerOps, Driver):
         stack = state.stack
         assert stack is not None
         if resumption is not None:
-            return self._resume(self.bind(site, args, kwargs), state, op_id, resumption)
-        must_see_writes = self._must_see_writes(stack, op_id)
-        may_be_idle = not (stack.guards or kwargs or must_see_writes)
+            return self._resume_after_native_code(self.bind(site, args, kwargs), state, op_id, resumption)
+        must_follow_writes = self._must_follow_writes(stack, op_id)
+        may_be_idle = not (stack.guards or kwargs or must_follow_writes)
         if may_be_idle and call_cache is not None and len(call_cache.plans) == 1:
             (plan,) = call_cache.plans.values()
             # The only plan has no actions: store that for native code before the arguments are bound, which
@@ -91,15 +91,15 @@ class EagerDriver(EagerOps, Driver):
         call = self.bind(site, args, kwargs)
         plan_key = stack.plan_key(self, call.inputs, op_id)
         if call_cache is None or plan_key not in call_cache.plans:
-            return self._execute_first(call, state, op_id, plan_key)
+            return self._analyse_and_execute(call, state, op_id, plan_key)
         plan = call_cache.plans[plan_key]
         # The answer of a callable guard is not part of native keys, and writes that views have to follow are
         # seen in Python alone.
-        if key and not stack.keyed_by_callables and not must_see_writes:
+        if key and not stack.keyed_by_callables and not must_follow_writes:
             cache_program(self, call_cache, key, plan, call, state)
         return self._execute_plan(plan, call, state, op_id)
 
-    def _execute_first(self, call: Call, state: State, op_id: int, plan_key: Hashable) -> Any:
+    def _analyse_and_execute(self, call: Call, state: State, op_id: int, plan_key: Hashable) -> Any:
         """Analyse an op and execute it; store its plan, and the entry by which native code finds it.
 
         Without the cache nothing is stored.
@@ -172,14 +172,14 @@ class EagerDriver(EagerOps, Driver):
         # reach the tensor that it stands for.
         versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
         if trace is None or tracing is None:
-            outputs = self._run_op(actions.replace, call, inputs, facts, run, saved)
+            outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
         else:
             self.begin(tracing, inputs)
             with tracing as nodes:
-                outputs = self._run_op(actions.replace, call, inputs, facts, run, saved)
+                outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
         values, rebuild = self.results(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
-            values, inputs = self._write_back(call, inputs, versions, values)
+            values, inputs = self._copy_writes_to_originals(call, inputs, versions, values)
             outputs = rebuild(values)
         if shapes is not None:
             shapes = (*shapes, self.shapes(values))
@@ -198,14 +198,16 @@ class EagerDriver(EagerOps, Driver):
             saved = self.saved_of(written, values)
         # Asked for once more: the analyses after the op may have completed the plan.
         after = plan.actions(is_recomputation).after
-        final_values = self._run_after(after, values, written, facts, run, state, shapes, inputs, saved=saved)
+        final_values = self._run_routines_after_op(
+            after, values, written, facts, run, state, shapes, inputs, saved=saved
+        )
         if self.views is not None:
             final_values = self._tie_replaced_views(
                 self.views, call, inputs, values, final_values, facts, _inputs_isolated(plan, state)
             )
         return outputs if final_values is values else rebuild(final_values)
 
-    def _write_back(
+    def _copy_writes_to_originals(
         self, call: Call, inputs: list[Any], versions: list[Any], values: list[Any]
     ) -> tuple[list[Any], list[Any]]:
         """Copy the op's writes into routines' values to the op's original inputs.
@@ -294,7 +296,7 @@ class EagerDriver(EagerOps, Driver):
             and rerun()[i] is original
         }
 
-    def _run_after(
+    def _run_routines_after_op(
         self,
         actions: Sequence[Action],
         values: list[Any],
@@ -338,7 +340,9 @@ class EagerDriver(EagerOps, Driver):
         ]
         return values if all(map(operator.is_, values, outputs)) else outputs
 
-    def _resume(self, call: Call, state: State, op_id: int, resumption: interceptor.Resumption) -> Any:
+    def _resume_after_native_code(
+        self, call: Call, state: State, op_id: int, resumption: interceptor.Resumption
+    ) -> Any:
         """Continue an execution that native code has stopped, with the plan that native code used.
 
         Native code stops after a routine that returned a value which it cannot put in place.  The plan is not
@@ -365,7 +369,7 @@ class EagerDriver(EagerOps, Driver):
         if any(action.takes_run for action in actions.after[first_uncalled:]):
             called = (*actions.before, *actions.after[:first_uncalled])
             run = plan.run_dicts(self, state.is_recorded).dict_for_python(called, plan.has_backward_routines)
-        final_values = self._run_after(
+        final_values = self._run_routines_after_op(
             actions.after[start:], values, written, facts, run, state, shapes, inputs, returned, saved
         )
         if self.views is not None:
@@ -374,7 +378,7 @@ class EagerDriver(EagerOps, Driver):
             )
         return outputs if final_values is values else rebuild(final_values)
 
-    def _run_op(
+    def _run_op_or_replacement(
         self,
         replace: Action | None,
         call: Call,
@@ -407,7 +411,7 @@ class EagerDriver(EagerOps, Driver):
         entry = stack.table.get(op_id)
         if isinstance(entry, interceptor.CallCache):
             entry.forget()
-        elif plan or plan.has_backward_routines or stack.guards or self._must_see_writes(stack, op_id):
+        elif plan or plan.has_backward_routines or stack.guards or self._must_follow_writes(stack, op_id):
             stack.table.set(
                 op_id, interceptor.CallCache(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
             )
@@ -415,7 +419,7 @@ class EagerDriver(EagerOps, Driver):
             # None in the table: native code runs the op without a look at its arguments.
             stack.table.set(op_id, None)
 
-    def _must_see_writes(self, stack: ToolStack, op_id: int) -> bool:
+    def _must_follow_writes(self, stack: ToolStack, op_id: int) -> bool:
         """Return True if views have to follow the writes of an op."""
         return self.views is not None and self.views.watches_writes and op_id in stack.writing_ops
 

@@ -114,15 +114,15 @@ class CodeRegistry:
             self._files[name] = self._kind_of_file(name)
         return self._files[name] | self._codes.get(code, 0)
 
-    def innermost(self, frame: FrameType | None, but: int) -> FrameType | None:
-        """Return the innermost frame, from this one outwards, whose code has none of the kinds `but`."""
+    def innermost_frame(self, frame: FrameType | None, excluded_kinds: int) -> FrameType | None:
+        """Return the innermost frame, from this one outwards, whose code has none of the excluded kinds."""
         kind_of_file = self._files
         while frame is not None:
             code = frame.f_code
             # The cached kind of the file first, which decides most frames: `kind` hashes the code, which
             # takes longer than all else here.
-            excluded_by_file = kind_of_file.get(code.co_filename, 0) & but
-            if not excluded_by_file and not self.kind(code) & but:
+            is_excluded_by_file = kind_of_file.get(code.co_filename, 0) & excluded_kinds
+            if not is_excluded_by_file and not self.kind(code) & excluded_kinds:
                 return frame
             frame = frame.f_back
         return None

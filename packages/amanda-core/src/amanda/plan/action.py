@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from amanda import interceptor
 from amanda.errors import RoutineError
 from amanda.options import checked
-from amanda.plan.observers import gathered_form
+from amanda.plan.observers import gathering_routine
 
 if TYPE_CHECKING:
     from amanda.plan.tools import AnyTool
@@ -123,7 +123,7 @@ class Action:
         self.differentiable = "differentiable" in mark_names
         self.traceable = "traceable" in mark_names
         self.observer = "observer" in mark_names
-        self.gathered = gathered_form(func) if self.observer else None
+        self.gathered = gathering_routine(func) if self.observer else None
         self.opening = "opening" in mark_names
         self.innermost = "innermost" in mark_names
         self.takes_run = self._takes("run")

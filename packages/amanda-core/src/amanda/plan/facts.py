@@ -172,7 +172,7 @@ class Operation:
 def user_source() -> str:
     """Return "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
     # Asked once for each op, at its first execution: walking the frames costs microseconds.
-    frame = codes.innermost(sys._getframe(1), but=FRAMEWORK | BOUNDARY | SKIPPED)
+    frame = codes.innermost_frame(sys._getframe(1), excluded_kinds=FRAMEWORK | BOUNDARY | SKIPPED)
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 

@@ -228,7 +228,7 @@ def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
     return mark
 
 
-def gathered_form(func: Routine) -> Routine | None:
+def gathering_routine(func: Routine) -> Routine | None:
     """Return the routine that takes many executions of an observer; None where the class has none."""
     if not isinstance(func, MethodType):
         attributes = getattr(func, "__dict__", {})

@@ -62,20 +62,20 @@ class Actions:
         return actions
 
     @classmethod
-    def merged(cls, by_stack: Sequence[Actions]) -> Actions:
+    def merged(cls, actions_by_stack: Sequence[Actions]) -> Actions:
         """Return the actions of several stacks, the outermost first, in the order in which they run.
 
         Raises ReplaceConflictError when tools of nested scopes replace one op.
         """
         # Most programs have one scope; its actions are the merged ones.
-        if len(by_stack) == 1:
-            return by_stack[0].in_running_order()
+        if len(actions_by_stack) == 1:
+            return actions_by_stack[0].in_running_order()
         merged = cls()
-        before = [action for actions in by_stack for action in actions.before]
-        after = [action for actions in by_stack for action in actions.after]
+        before = [action for actions in actions_by_stack for action in actions.before]
+        after = [action for actions in actions_by_stack for action in actions.after]
         merged.before = tuple(in_running_order(before, False))
         merged.after = tuple(in_running_order(after, True))
-        merged.replace = single_replacement(actions.replace for actions in by_stack)
+        merged.replace = single_replacement(actions.replace for actions in actions_by_stack)
         return merged
 
     def in_running_order(self) -> Actions:

@@ -58,7 +58,7 @@ def run_routine(
             results = matched(action, returned, selection)
         if results is None:
             return values
-        return _put_results(ops, values, positions, results, isolated, mutable, copy_saved)
+        return _put_results_in_place(ops, values, positions, results, isolated, mutable, copy_saved)
     except BaseException as error:
         error_instead = failed(error, action, values, selection, facts)
         if error_instead is not None:
@@ -66,7 +66,7 @@ def run_routine(
         raise
 
 
-def _put_results(
+def _put_results_in_place(
     ops: TensorOps,
     values: list[Any],
     positions: Sequence[int],
@@ -335,14 +335,14 @@ def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any]
     if result is None:
         return None
     if len(picked) == 1:
-        return _single_result(action, result, picked[0])
+        return _result_in_sequence(action, result, picked[0])
     if isinstance(result, (list, tuple)) and len(result) == len(picked):
         return result
     count = len(result) if isinstance(result, (list, tuple)) else 1
     raise _wrong_count_error(action, count, len(picked))
 
 
-def _single_result(action: Action, result: Any, argument: Any) -> Sequence[Any]:
+def _result_in_sequence(action: Action, result: Any, argument: Any) -> Sequence[Any]:
     """Return the result of a routine with one argument in a sequence, if it is not in one already.
 
     Raises RoutineError for several values instead of one tensor.

@@ -20,7 +20,7 @@ from amanda.plan.tools import AnyTool, hooks, in_dependency_order, interchangeab
 from amanda.scope.attachment import attachment
 from amanda.scope.replay import run_async_steps_in, run_steps_in
 from amanda.scope.report import Report, changed_options, describe_slow_calls
-from amanda.scope.state import State, activated, deactivate, notify_switched, restore
+from amanda.scope.state import State, activated, notify_switched, reset_variable, update_activations
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -160,11 +160,11 @@ class Scope(interceptor.Extent):
             if token is not None and inner_scopes:
                 inner_scopes[0]._activation_token = token
             elif token is not None:
-                restore(interceptor.ACTIVATION, token)
+                reset_variable(interceptor.ACTIVATION, token)
             self._activation_token = None
         finally:
             try:
-                deactivate(list(self._activations))
+                update_activations(list(self._activations))
                 notify_switched()
             finally:
                 attachment.close(self)
@@ -177,12 +177,12 @@ class Scope(interceptor.Extent):
         return [scope for scope in inner_scopes if not scope.closed]
 
     def add_activation(self, activation: interceptor.Activation) -> None:
-        """Register an activation with this scope, so that `deactivate` finds it in whatever context it is."""
+        """Register an activation, in any context, that is updated when this scope or its tools change."""
         # Weak: contexts of tasks come and go while a scope is open.
         reference = ReferenceType(activation, self._activations.discard)
         self._activations.add(reference)
         if self.closed:  # another thread has closed it in the meantime
-            deactivate([reference])
+            update_activations([reference])
 
     def is_open_with(self, tool: AnyTool) -> bool:
         """Return True while the scope is open with a tool; False for a tool that a scope around has."""
@@ -202,7 +202,7 @@ class Scope(interceptor.Extent):
         ]
         new_dependencies = [tool for tool in further_tools if not scopes_with(tool)]
         self._joined_tools = (*new_dependencies, *joined_earlier)
-        uninterrupted(lambda: deactivate(list(self._activations)))
+        uninterrupted(lambda: update_activations(list(self._activations)))
         notify_switched()
         for tool in new_dependencies:
             self._notify_entered(tool)
@@ -317,7 +317,7 @@ def _close_in_child() -> None:
         scope._open = scope._unsettled = False
         scope._forked = True
     for scope in scopes:
-        deactivate(list(scope._activations))
+        update_activations(list(scope._activations))
 
 
 # Windows has no fork.

@@ -44,7 +44,7 @@ class State:
         """Return the state of this execution context."""
         activation = interceptor.ACTIVATION.get(None)
         state: State = _OUTSIDE if activation is None else activation.state
-        # An activation that `deactivate` has emptied keeps a stack for ops that are under way.
+        # An activation that `update_activations` has emptied keeps a stack for ops that are under way.
         is_stale = state.stack is not None and not state.scopes
         return _OUTSIDE if is_stale or any(scope.closed for scope in state.scopes) else state
 
@@ -137,11 +137,11 @@ def in_force(activation: interceptor.Activation) -> Iterator[None]:
         notify_switched()
         yield
     finally:
-        restore(interceptor.ACTIVATION, token)
+        reset_variable(interceptor.ACTIVATION, token)
         notify_switched()
 
 
-def restore(variable: ContextVar[interceptor.Activation], token: object) -> None:
+def reset_variable(variable: ContextVar[interceptor.Activation], token: object) -> None:
     """Undo a `set` of a context variable, also in another context, as of a notebook or an event loop.
 
     Raises ScopeError if it was undone before.
@@ -167,7 +167,7 @@ def activated(state: State) -> AbstractContextManager[None]:
     return in_force(activation)
 
 
-def deactivate(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
+def update_activations(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
     """Remove closed scopes, and former routines of tools, from activations in all contexts, in place."""
     # Held while they are changed, so that none dies in the middle.
     activations = [referent for reference in references if (referent := reference()) is not None]
