@@ -250,7 +250,7 @@ class BackwardStep:
             pending = plan.stack.pending_plans.find_or_create(key, find_actions, create)
         else:
             pending = create()
-        if isinstance(pending, Actions):
+        if isinstance(pending, Actions):  # another thread has finished the analysis
             return pending
         assert isinstance(pending, PendingBackwardPlan)
         pending.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, self._facts)

@@ -154,6 +154,7 @@ class EagerDriver(EagerOps, Driver):
         shapes: tuple[Any, ...] | None = None
         if _may_need_shapes(plan, call, analysis):
             shapes = (self.shapes(call.inputs),)  # those of the outputs follow once the op has run
+
         for i, action in enumerate(actions.before):
             if i >= last_called:
                 result = returned if i == last_called else NOT_CALLED
@@ -162,9 +163,12 @@ class EagerDriver(EagerOps, Driver):
                 )
         if inputs is not call.inputs:
             inputs = call.fitted(inputs)
+
+        # Of the inputs that the op gets, which routines may have changed.
         needs_grad = self.gradients(inputs) if plan.has_backward_routines else None
         wants_backward = plan.wants_backward(needs_grad)
         trace = Trace(op_id, needs_grad, plan, run, not state.cache) if wants_backward else None
+        # Of backward ops: copied before a changed output is written into the tensor that the op returned.
         saved = None
         if call.targets and _may_change_outputs(plan, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])
@@ -177,6 +181,7 @@ class EagerDriver(EagerOps, Driver):
             self.begin(tracing, inputs)
             with tracing as nodes:
                 outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
+
         values, rebuild = self.results(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._copy_writes_to_originals(call, inputs, versions, values)
@@ -193,6 +198,7 @@ class EagerDriver(EagerOps, Driver):
             trace.shapes = shapes
             trace.keep(self, facts, inputs, values)
             self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.mutable)])
+
         written = call.written(inputs, values)
         if written and saved is None and plan.has_output_routines:
             saved = self.saved_of(written, values)

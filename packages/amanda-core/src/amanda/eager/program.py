@@ -133,6 +133,7 @@ def _build_program(
     sources = call.sources()
     if sources is None:
         return None
+    # Such a routine receives copies of the tensors that the op writes, which Python makes.
     if call.mutable and any(action.differentiable for action in plan.inserted):
         return None
     # Native code passes either returned or written tensors to routines as outputs, not both.  `...` stands

@@ -47,7 +47,8 @@ class Range:
             return f" from {_bound_in_words(self.least)} to {_bound_in_words(self.most)}"
         if low and high:
             return f" {low} and {high}"
-        return (f" {low}" if low else f" {high}" if high else "") + ("" if self.finite else ", nan or inf")
+        bound = f" {low or high}" if low or high else ""
+        return bound if self.finite else f"{bound}, nan or inf"
 
 
 def _bound_in_words(bound: float) -> str:

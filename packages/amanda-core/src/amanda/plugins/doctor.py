@@ -137,12 +137,12 @@ def _check_attachment() -> Iterator[Diagnosis]:
             yield Diagnosis("wrong", entry.what, entry.reason)
 
 
-def _check_native_code(slow: dict[str, str]) -> Iterator[Diagnosis]:
-    """Say where routines are called, and what native code lacks to call them; slow: by framework."""
+def _check_native_code(slowdowns: dict[str, str]) -> Iterator[Diagnosis]:
+    """Say where routines are called, and what native code lacks to call them; slowdowns: by framework."""
     from amanda.interceptor import NATIVE, statistics
 
     # A missing symbol costs time and nothing else, so it is a note.
-    for framework, lacking in slow.items():
+    for framework, lacking in slowdowns.items():
         if lacking:
             message = f"Python calls routines, which is several times slower: native code lacks {lacking}"
             yield Diagnosis("note", f"native code for {framework}", message)

@@ -144,7 +144,7 @@ class Attachment:
         return self._drivers[kind]
 
     def attach(self, kind: type[Driver]) -> None:
-        """Attach a driver now; report one that fails to the open scopes."""
+        """Attach a driver now, if a scope intercepts; report one that fails to the open scopes."""
         with self._lock:
             if not self._intercepting:
                 return

@@ -158,25 +158,26 @@ _NEW_OP, _NEW_FORM = "new op", "new form of call"
 def describe_slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Say how many calls ran in Python between two readings of the statistics, and why.
 
-    Returns "" if these are few, or fewer than the calls that native code ran.  First calls are not counted.
+    Returns "" if these are few, or fewer than the calls that native code ran, and without native code.  First
+    calls are not counted.
     """
     if not interceptor.NATIVE:
         return ""
-    native, learned = (after[name] - before[name] for name in ("native", "learned"))
-    python = {reason: number - before["python"].get(reason, 0) for reason, number in after["python"].items()}
+    native_count, learned_count = (after[name] - before[name] for name in ("native", "learned"))
+    counts = {reason: count - before["python"].get(reason, 0) for reason, count in after["python"].items()}
     # A form that was learned ran in Python once and is native since.
-    python[_NEW_FORM] = max(0, python.get(_NEW_FORM, 0) - learned)
-    slow = {reason: number for reason, number in python.items() if number and reason != _NEW_OP}
-    total = sum(slow.values())
-    if total < max(_MIN_SLOW_CALLS, native):
+    counts[_NEW_FORM] = max(0, counts.get(_NEW_FORM, 0) - learned_count)
+    slow_counts = {reason: count for reason, count in counts.items() if count and reason != _NEW_OP}
+    slow_count = sum(slow_counts.values())
+    if slow_count < max(_MIN_SLOW_CALLS, native_count):
         return ""
-    if _NEW_FORM in slow:
-        slow["a form of call that native code cannot learn"] = slow.pop(_NEW_FORM)
-    most_frequent_first = sorted(slow.items(), key=lambda item: item[1], reverse=True)
-    reasons = ", ".join(f"{reason} ({number:,})" for reason, number in most_frequent_first)
+    if _NEW_FORM in slow_counts:
+        slow_counts["a form of call that native code cannot learn"] = slow_counts.pop(_NEW_FORM)
+    most_frequent_first = sorted(slow_counts.items(), key=lambda item: item[1], reverse=True)
+    reasons = ", ".join(f"{reason} ({count:,})" for reason, count in most_frequent_first)
     return (
-        f"{total:,} of {total + native:,} calls with routines ran in Python, several times slower than in "
-        f"native code: {reasons}"
+        f"{slow_count:,} of {slow_count + native_count:,} calls with routines ran in Python, several times "
+        f"slower than in native code: {reasons}"
     )
 
 

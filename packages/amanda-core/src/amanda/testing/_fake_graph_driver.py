@@ -147,7 +147,8 @@ class FakeRewriter(Rewriter[GraphNode]):
         # The routine did with a symbol what only a tensor can do.
         except (TypeError, AttributeError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
-        return [Value(name := self._name(item), self.symbol(name)) for item in results]
+        names = [self._name(item) for item in results]
+        return [Value(name, self.symbol(name)) for name in names]
 
     def record(self, op: Callable[..., Any], *args: Any) -> TracedSymbol:
         """Write a node that a traced routine asks for."""

@@ -72,9 +72,11 @@ class Gaps:
                 f"{cls.__name__}.lacks names {', '.join(sorted(unknown))}; there are {capabilities}"
             )
         for name in dir(cls):
-            if getattr(getattr(cls, name), "needs", frozenset()) & cls.lacks.keys():
+            needed_capabilities: frozenset[str] = getattr(getattr(cls, name), "needs", frozenset())
+            if needed_capabilities & cls.lacks.keys():
                 # None hides a test of a base class from pytest; a skip would count as one.
                 setattr(cls, name, None)
+        # `vars`, since the tests of inherited gaps are marked already.
         for name, mark in vars(cls).get("gaps", {}).items():
             test = getattr(cls, name, None)
             if not isinstance(test, types.FunctionType):
