@@ -83,7 +83,8 @@ def _satisfies(version: str, operator: str, required: str) -> bool:
             and release[: count - 1] == required_release[:-1]
         )
     if required.endswith(".*"):
-        return (release[: len(required_release)] == required_release) == (operator == "==")
+        has_prefix = release[: len(required_release)] == required_release
+        return has_prefix if operator == "==" else not has_prefix
     order = _compare_releases(release, required_release)
     return {"==": order == 0, "!=": order != 0, "<": order < 0, ">": order > 0,
             "<=": order <= 0, ">=": order >= 0}[operator]  # fmt: skip

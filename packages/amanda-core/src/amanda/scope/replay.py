@@ -125,7 +125,8 @@ def run_steps_in(
             except StopIteration as stop:
                 return stop.value
             try:
-                resume, sent = generator.send, (yield value)
+                sent = yield value
+                resume = generator.send
             except GeneratorExit:
                 with enter():
                     generator.close()

@@ -69,6 +69,7 @@ class Threads:
     def _patch_pools(self, module: str) -> None:
         """Run tasks, callbacks and iterables of pools in the scopes in which they were submitted."""
         pool = sys.modules[module].ThreadPool
+        # Positions, of which 0 is `self`, and keywords of the parameters that hold functions and iterables.
         callbacks = (4, "callback", 5, "error_callback")
         self._replace(pool, "__init__", _pass_scopes, 2, "initializer")
         self._replace(pool, "apply_async", _pass_scopes, 1, "func", *callbacks)
@@ -105,7 +106,7 @@ def _start_in_scopes(original: Function) -> Function:
         if self.run is not run_in_scopes:
             reason = f"{type(self).__name__}.run cannot be set: give it scope.bind(function)"
             state.report(f"thread {self.name}", reason)
-        del state
+        del state  # this frame must not keep it either
         try:
             original(self)
         except BaseException:

@@ -189,12 +189,12 @@ class RunnableCopy:
             for item in self.items:
                 if isinstance(item, RoutineCallNode):
                     results = execution.call(
-                        item.slot, [_graphs.filled(name, values_by_name) for name in item.reads]
+                        item.slot, [_graphs.fill_names(name, values_by_name) for name in item.reads]
                     )
                     values_by_name.update(zip(item.result_names, results, strict=True))
                 else:
                     values_by_name.update(_graphs.compute(item, values_by_name))
-        return _graphs.filled(self.outputs, values_by_name)
+        return _graphs.fill_names(self.outputs, values_by_name)
 
 
 class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):

@@ -179,7 +179,7 @@ class AccumulateGrad(Node):
         """Add the gradient to the leaf's."""
         (grad,) = grads
         if grad is not None:
-            self.leaf.grad = _added(self.leaf.grad, grad)
+            self.leaf.grad = _sum_of(self.leaf.grad, grad)
         return []
 
 
@@ -239,30 +239,32 @@ def _edge(value: Any) -> tuple[Node, int] | None:
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
     """Walk the tape backwards from outputs with these gradients."""
-    waiting: dict[Node, list[Tensor | None]] = {}
+    grads_of: dict[Node, list[Tensor | None]] = {}
     for output, grad in zip(outputs, grads, strict=True):
         edge = _edge(output)
         if edge is None:
             raise RuntimeError("the tensor does not require a gradient")
-        _give(waiting, edge, grad)
+        _add_gradient(grads_of, edge, grad)
     # A node runs once all gradients of its outputs have come, so they are counted first.
-    missing = _consumers(list(waiting))
-    ready = [node for node in waiting if not missing[node]]
+    missing_counts = _incoming_counts(list(grads_of))
+    ready = [node for node in grads_of if not missing_counts[node]]
     with no_grad():
         while ready:
             node = ready.pop()
-            for edge, gradient in zip(node.edges, _run(node, waiting.pop(node)), strict=True):
+            grad_inputs = _run_node(node, grads_of.pop(node))
+            for edge, grad_input in zip(node.edges, grad_inputs, strict=True):
                 if edge is None:
                     continue
-                if gradient is not None:
-                    _give(waiting, edge, gradient)
-                missing[edge[0]] -= 1
-                if not missing[edge[0]]:
-                    waiting.setdefault(edge[0], [None] * edge[0].outputs)
-                    ready.append(edge[0])
+                if grad_input is not None:
+                    _add_gradient(grads_of, edge, grad_input)
+                next_node, _ = edge
+                missing_counts[next_node] -= 1
+                if not missing_counts[next_node]:
+                    grads_of.setdefault(next_node, [None] * next_node.outputs)
+                    ready.append(next_node)
 
 
-def _run(node: Node, grad_outputs: Gradients) -> Gradients:
+def _run_node(node: Node, grad_outputs: Gradients) -> Gradients:
     """Run a node's formula between its hooks."""
     for pre_hook in list(node.pre_hooks):
         grad_outputs = pre_hook(grad_outputs) or grad_outputs
@@ -272,26 +274,27 @@ def _run(node: Node, grad_outputs: Gradients) -> Gradients:
     return grad_inputs
 
 
-def _consumers(roots: list[Node]) -> dict[Node, int]:
-    """Return how many gradients each node waits for."""
+def _incoming_counts(roots: list[Node]) -> dict[Node, int]:
+    """Return how many edges lead to each node that can be reached from the roots."""
     counts = dict.fromkeys(roots, 0)
-    waiting = list(roots)
-    while waiting:
-        for edge in waiting.pop().edges:
+    unvisited = list(roots)
+    while unvisited:
+        for edge in unvisited.pop().edges:
             if edge is None:
                 continue
-            if edge[0] not in counts:
-                counts[edge[0]] = 0
-                waiting.append(edge[0])
-            counts[edge[0]] += 1
+            next_node, _ = edge
+            if next_node not in counts:
+                counts[next_node] = 0
+                unvisited.append(next_node)
+            counts[next_node] += 1
     return counts
 
 
-def _give(waiting: dict[Node, list[Tensor | None]], edge: tuple[Node, int], grad: Tensor) -> None:
+def _add_gradient(grads_of: dict[Node, list[Tensor | None]], edge: tuple[Node, int], grad: Tensor) -> None:
     node, slot = edge
-    grads = waiting.setdefault(node, [None] * node.outputs)
-    grads[slot] = _added(grads[slot], grad)
+    grads = grads_of.setdefault(node, [None] * node.outputs)
+    grads[slot] = _sum_of(grads[slot], grad)
 
 
-def _added(total: Tensor | None, gradient: Tensor) -> Tensor:
+def _sum_of(total: Tensor | None, gradient: Tensor) -> Tensor:
     return gradient.detach() if total is None else mapped(lambda a, b: a + b, total, gradient)

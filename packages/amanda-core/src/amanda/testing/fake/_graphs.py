@@ -49,14 +49,14 @@ class OpGraph:
         with no_grad():
             for node in self.nodes:
                 values_by_name.update(compute(node, values_by_name))
-        return filled(self.outputs, values_by_name)
+        return fill_names(self.outputs, values_by_name)
 
     def add(self, op: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Add a node; the values that it gives."""
         frames = [item for item in traceback.extract_stack() if item.filename != __file__]
         name = f"{op.__name__}_{len(self.nodes)}"
         output_names = (f"{name}:0", f"{name}:1") if op is _operators.split else (name,)
-        inputs = tuple(map(self._name, args))
+        inputs = tuple(map(self._name_of, args))
         source = f"{frames[-1].filename}:{frames[-1].lineno}"
         self.nodes.append(GraphNode(op, inputs, output_names, name, ".".join(self._path), source))
         results = [TracedValue(self, item) for item in output_names]
@@ -64,26 +64,26 @@ class OpGraph:
 
     def trace(self, function: Callable[..., Any], args: Sequence[Any]) -> OpGraph:
         """Add what a function does; its tensors are the graph's inputs."""
-        self.outputs = self._name(function(*map(self._input, args)))
+        self.outputs = self._name_of(function(*map(self._symbol_of_argument, args)))
         return self
 
-    def _input(self, value: Any) -> Any:
+    def _symbol_of_argument(self, value: Any) -> Any:
         """Return a symbol for a tensor argument; other arguments as they are."""
         if isinstance(value, list):
-            return [self._input(item) for item in value]
-        if not _is_given(value):
+            return [self._symbol_of_argument(item) for item in value]
+        if not _is_graph_input(value):
             return value
         self.inputs.append(f"input_{len(self.inputs)}")
         return TracedValue(self, self.inputs[-1])
 
-    def _name(self, value: Any) -> Any:
+    def _name_of(self, value: Any) -> Any:
         """Return the name of a symbol; store a tensor as a constant under a name."""
         if isinstance(value, TracedValue):
             return value.name
         if isinstance(value, tuple):
-            return tuple(map(self._name, value))
+            return tuple(map(self._name_of, value))
         if isinstance(value, list):
-            return [self._name(item) for item in value]
+            return [self._name_of(item) for item in value]
         if not isinstance(value, Tensor):
             return value
         constant_name = next((name for name, item in self.constants.items() if item is value), None)
@@ -112,7 +112,6 @@ class TracedFunction:
     scope: the attribute of a function that holds this one.
     """
 
-    tracing: ClassVar[list[OpGraph]] = []
     # Reentrant, since a function that is traced may call another.
     lock: ClassVar[Any] = RLock()
 
@@ -135,17 +134,18 @@ class TracedFunction:
         """Run the graph for arguments of this form; within a trace, call the function itself."""
         graph = next((item.graph for item in _flat(args) if isinstance(item, TracedValue)), None)
         if graph is not None:
-            graph._path += [self.scope] * bool(self.scope)
+            outer_path = graph._path
+            graph._path = [*outer_path, self.scope] if self.scope else outer_path
             try:
                 return self.function(*args)
             finally:
-                del graph._path[len(graph._path) - bool(self.scope) :]
+                graph._path = outer_path
         # By dtype and rank, as frameworks retrace: another size of the same rank runs the same graph.
-        key = tuple(map(_form, args))
+        key = tuple(map(_form_of, args))
         with self.lock:  # threads may call it for the first time at once
             if key not in self.graphs:
                 self.graphs[key] = OpGraph().trace(self.function, args)
-        return self.graphs[key].run([item for item in _flat(args) if _is_given(item)])
+        return self.graphs[key].run([item for item in _flat(args) if _is_graph_input(item)])
 
 
 def operator(op: Callable[..., Any]) -> TracedFunction:
@@ -157,21 +157,21 @@ def operator(op: Callable[..., Any]) -> TracedFunction:
 
 def compute(node: GraphNode, values_by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a node gives, by name."""
-    results = node.op(*(filled(item, values_by_name) for item in node.inputs))
+    results = node.op(*(fill_names(item, values_by_name) for item in node.inputs))
     return dict(zip(node.outputs, results if len(node.outputs) > 1 else [results], strict=True))
 
 
-def filled(names: Any, values_by_name: Mapping[str, Any]) -> Any:
+def fill_names(names: Any, values_by_name: Mapping[str, Any]) -> Any:
     """Names as their values, in the same form; what is not a name, as it is."""
     if isinstance(names, tuple):
-        values = [filled(item, values_by_name) for item in names]
+        values = [fill_names(item, values_by_name) for item in names]
         return _operators.Halves(*values) if len(values) == 2 else tuple(values)
     if isinstance(names, list):
-        return [filled(item, values_by_name) for item in names]
+        return [fill_names(item, values_by_name) for item in names]
     return values_by_name[names] if isinstance(names, str) else names
 
 
-def _is_given(value: Any) -> bool:
+def _is_graph_input(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, Parameter)
 
 
@@ -179,7 +179,7 @@ def _flat(values: Sequence[Any]) -> list[Any]:
     return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
 
-def _form(value: Any) -> Any:
+def _form_of(value: Any) -> Any:
     if isinstance(value, list):
-        return tuple(map(_form, value))
-    return (value.dtype, len(value.shape)) if _is_given(value) else value
+        return tuple(map(_form_of, value))
+    return (value.dtype, len(value.shape)) if _is_graph_input(value) else value
