@@ -43,7 +43,9 @@ def test_a_command_that_is_not_installed(
 @pytest.mark.usefixtures("nothing_is_installed")
 def test_the_list_of_tools_ends_with_those_that_are_not_installed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tools"]) == 0
-    lines = capsys.readouterr().out.partition("Not installed:\n")[2].splitlines()
+    first, _, rest = capsys.readouterr().out.partition("Not installed:\n")
+    assert first.strip() == 'none is installed: pip install "amanda-core[tools]"'
+    lines = rest.splitlines()
     assert [line.strip() for line in lines if "pip install" in line] == [
         f'pip install "amanda-core[{extra}]"' for extra in ("tools", "compress", "labs")
     ]

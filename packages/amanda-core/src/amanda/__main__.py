@@ -132,7 +132,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
     _require_no_arguments(arguments)
     # Loaded, since the first line of a tool's docstring is in its code.
     listed = list_tools(load=True)
-    say(*(_tools_by_purpose(listed) or _none_installed("tools")))
+    say(*(_tools_by_purpose(listed) if listed else _none_installed("tools")))
     if listed:
         say("", "Run `amanda info TOOL` to see a tool's options.")
     installed = {tool.name for tool in listed}
