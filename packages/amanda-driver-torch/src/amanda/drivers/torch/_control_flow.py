@@ -196,10 +196,9 @@ def _with_zero_gradients(
     ]
     results = [leaves[i] for i in positions]
     trained_operands = [value for value in tree_leaves(operands) if _needs_gradient(value)]
-    reached = {id(value) for value in _nodes_and_leaves_behind(results)}
-    candidates = trained_operands if read_elsewhere is None else read_elsewhere
-    unread = [value for value in candidates if id(_node_or_leaf(value)) not in reached]
-    if not unread and (not trained_operands or all(result.requires_grad for result in results)):
+    unread = _tensors_without_path(trained_operands if read_elsewhere is None else read_elsewhere, results)
+    all_need_gradient = all(result.requires_grad for result in results)
+    if not unread and (not trained_operands or all_need_gradient):
         return outputs
     with interceptor.Suspension():
         # If nothing is unread, some result depends on no operand: beside the operands it gets a node too.
@@ -207,6 +206,12 @@ def _with_zero_gradients(
     for i, result in zip(positions, new_results, strict=True):
         leaves[i] = result
     return tree_unflatten(leaves, form)
+
+
+def _tensors_without_path(tensors: Iterable[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors on which no result depends, by autograd's graph."""
+    reached_ids = {id(value) for value in _nodes_and_leaves_behind(results)}
+    return [tensor for tensor in tensors if id(_node_or_leaf(tensor)) not in reached_ids]
 
 
 def _can_need_gradient(tensor: torch.Tensor) -> bool:
@@ -260,13 +265,13 @@ def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Te
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    stand_ins: dict[int, torch.Tensor] = {}
+    operand_by_fake: dict[int, torch.Tensor] = {}
 
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         fake: torch.Tensor = fakes.from_tensor(value.detach(), static_shapes=True)
-        stand_ins[id(fake)] = value
+        operand_by_fake[id(fake)] = value
         return fake.requires_grad_(value.requires_grad)
 
     try:
@@ -277,8 +282,9 @@ def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Te
     except Exception:  # of a branch that has no values without data
         report_unseen("cond", UNREAD)
         return []
-    tensors = [stand_ins.get(id(tensor), tensor) for tensor in read.tensors.values()]
-    return [tensor for tensor in tensors if not hasattr(tensor, "fake_mode")]  # results have one
+    tensors = [operand_by_fake.get(id(tensor), tensor) for tensor in read.tensors.values()]
+    # What is still a tensor without data is a result of the branch.
+    return [tensor for tensor in tensors if not hasattr(tensor, "fake_mode")]
 
 
 def _report_rounding(name: str, results: Sequence[Any]) -> None:

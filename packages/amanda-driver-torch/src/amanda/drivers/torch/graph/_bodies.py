@@ -52,7 +52,7 @@ _CONTROL_FLOW = {
 }
 
 
-def find_bodies(
+def analyse_bodies(
     node: Node,
     module: GraphModule,
     node_runs: Mapping[Node, NodeRun],
@@ -112,7 +112,7 @@ class Body:
 
     def try_routines(self) -> list[torch.Tensor]:
         """Try the routines of the body without data; return the tensors that they hold."""
-        self._calls = self.rewriting.try_calls(self._node_runs)
+        self._calls = self.rewriting.make_instrumented_nodes(self._node_runs)
         self._tensors_of_bodies = {
             node: bodies.try_routines() for node, bodies in self.rewriting.bodies.items()
         }

@@ -21,7 +21,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.utils._pytree import tree_flatten
 
-from .._compiled_callables import WatchedLeaf, asks_for_graphs, note_leaves
+from .._compiled_callables import WatchedLeaf, instruments_compiled_code, note_watched_leaves
 from .._modules import ParameterPaths, module_path, plain_module_calls
 from .._patches import TorchPatches
 from ._dynamo import SKIP_ONCE, guard_by_identity, guard_by_lifetime, guard_by_reads, skip_result
@@ -95,7 +95,7 @@ def choose_callback(callback: Any, by_stance: Callable[[Any], Any]) -> Any:
         return callback
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
-    if not asks_for_graphs(state) or not TorchPatches.leaves_stance_to_scopes(eval_frame._stance):
+    if not instruments_compiled_code(state) or not TorchPatches.leaves_stance_to_scopes(eval_frame._stance):
         return by_stance(callback)
     # Tools are disabled here, or a routine or an op runs.
     if interceptor.active() is None:
@@ -134,7 +134,7 @@ def _has_compiled(backend: Any, function: Any) -> bool:
     entries = [
         entry for code in _codes_of(function) for entry in eval_frame._debug_get_cache_entry_list(code)
     ]
-    return any(_is_compiled_by(entry.backend, backend) for entry in entries)
+    return any(_is_for_backend(entry.backend, backend) for entry in entries)
 
 
 def _codes_of(function: Any) -> Iterator[CodeType]:
@@ -148,7 +148,7 @@ def _codes_of(function: Any) -> Iterator[CodeType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _is_compiled_by(compiler: Any, backend: Any) -> bool:
+def _is_for_backend(compiler: Any, backend: Any) -> bool:
     """Return True if a compiler is the user's backend, or instruments graphs for it in the user's region."""
     if isinstance(compiler, InstrumentingBackend):
         return not compiler.has_own_region and bool(compiler.original == backend)
@@ -160,7 +160,7 @@ def instrumenting_state() -> State | None:
     activation = interceptor.active()
     if activation is None or type(activation.state) is not State:
         return None
-    return activation.state if asks_for_graphs(activation.state) else None
+    return activation.state if instruments_compiled_code(activation.state) else None
 
 
 def unwrapped_backend(backend: Any) -> Any:
@@ -436,7 +436,7 @@ class CompiledGraph:
                 WatchedLeaf(args[place] if isinstance(place, int) else place, name, tools)
                 for place, name, tools in program.leaves
             ]
-            note_leaves(tree_flatten((outputs, args))[0], start, leaves)
+            note_watched_leaves(tree_flatten((outputs, args))[0], start, leaves)
         return outputs
 
 

@@ -148,7 +148,7 @@ def inline_bodies(module: GraphModule) -> GraphModule | None:
     The nodes of a checkpoint's body are marked for recomputation, as torch marks what it traces of a
     checkpoint.  None if the graph has no such body.
     """
-    if not any(_body_of(node, module) is not None for node in module.graph.nodes):
+    if not any(_inlinable_body(node, module) is not None for node in module.graph.nodes):
         return None
     target = GraphModule(module, Graph(), type(module).__name__)
     target.graph._codegen = module.graph._codegen
@@ -176,11 +176,11 @@ def _copy_nodes(
     for node in module.graph.nodes:
         if node.op == "output" or node in twins:
             continue
-        body = _body_of(node, module)
+        body = _inlinable_body(node, module)
         if body is not None:
             twins[node] = _copy_body(node, body, target, twins, prefix, checkpoint)
             continue
-        source = _returned_element(node, twins)
+        source = _element_of_body_result(node, twins)
         if source is not None:
             twins[node] = source
             continue
@@ -212,7 +212,7 @@ def _copy_body(
     return _copy_nodes(body, target, inner_twins, prefix=f"{prefix}{node.name}_", checkpoint=checkpoint)
 
 
-def _body_of(node: Node, module: GraphModule) -> GraphModule | None:
+def _inlinable_body(node: Node, module: GraphModule) -> GraphModule | None:
     """Return the body of a checkpoint or of a region that can be put in its place; None for other nodes."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
@@ -235,7 +235,7 @@ def _operands(node: Node) -> Any:
     return node.args[2:] if str(node.target) == _REGION else node.args[1:]
 
 
-def _returned_element(node: Node, twins: dict[Node, Any]) -> Any:
+def _element_of_body_result(node: Node, twins: dict[Node, Any]) -> Any:
     """Return the value that a node takes out of what a body returns; None for other nodes."""
     if node.target is not getitem:
         return None

@@ -87,14 +87,14 @@ class InstrumentedNode(InstrumentedCall):
         for call, step in zip(self.replay.calls, self.steps, strict=True):
             args, kwargs = fill_template((call.args, call.kwargs), slot_values)
             if step:
-                outputs = _run_step(step, self.replay.bind(call.site, args, kwargs), routines)
+                outputs = _run_op_with_routines(step, self.replay.bind(call.site, args, kwargs), routines)
             else:
                 outputs = call.site.invoke(args, kwargs)
             slot_values += tree_flatten(outputs)[0]
         return fill_template(self.replay.result, slot_values)
 
 
-def _run_step(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
+def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
     """Run a native op with its routines, and hook its backward ops."""
     plan, facts = step.plan, step.facts
     inputs = routines.run_all(plan.before, call.inputs, facts, call.mutable)

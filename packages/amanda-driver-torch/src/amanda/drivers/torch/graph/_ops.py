@@ -192,7 +192,7 @@ def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
     """Call a routine, and return its outputs in memory of their own; likes: tensors of their layouts."""
-    return _own_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
+    return _copy_to_new_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
 
 
 def _call_taped(
@@ -205,7 +205,7 @@ def _call_taped(
         inputs = [_as_leaf(value) for value in values]
         outputs = execution.call_at(slot, inputs, numbers)
     execution.stores[slot] = [TapedCall(inputs, outputs)]
-    return _own_memory([output.detach() for output in outputs], likes)
+    return _copy_to_new_memory([output.detach() for output in outputs], likes)
 
 
 def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
@@ -226,7 +226,7 @@ def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slo
         torch.zeros_like(like) if tensor is None else tensor
         for tensor, like in zip(input_gradients, likes, strict=True)
     ]
-    return _own_memory(results, likes)
+    return _copy_to_new_memory(results, likes)
 
 
 def _as_leaf(value: torch.Tensor) -> torch.Tensor:
@@ -235,7 +235,7 @@ def _as_leaf(value: torch.Tensor) -> torch.Tensor:
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
 
-def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
+def _copy_to_new_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
     """Copy results into new tensors, like those of the graph if there are any.
 
     A custom op must not return memory of its inputs.

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import ParameterPaths, part_of
-from ._bodies import ControlFlowBodies, find_bodies
+from ._bodies import ControlFlowBodies, analyse_bodies
 from ._dynamo import scope_of, source_of
 from ._graph_copy import GraphCopy
 from ._instrumented import (
@@ -138,7 +138,7 @@ class FxRewriting:
         """Bring the forward ops of the graph to the tools, in order."""
         self.symbols.record_runs(node_runs)
         for node, node_run in node_runs.items():
-            bodies = find_bodies(node, self.module, node_runs, self.symbols, self._rewriting_of_body)
+            bodies = analyse_bodies(node, self.module, node_runs, self.symbols, self._rewriting_of_body)
             if bodies is None:
                 self._analyse_node(node_run)
             else:
@@ -178,9 +178,9 @@ class FxRewriting:
                 )
                 raise facts.explain(error, plan.replace)
             actions = plan if self._late is None else self._late.take_over(plan, facts)
-            self._steps[node].append(OpStep(facts, self._without_python_calls(actions, facts, call)))
+            self._steps[node].append(OpStep(facts, self._refuse_python_calls(actions, facts, call)))
 
-    def _without_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
+    def _refuse_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
         """Return the actions that can run at an op; refuse others, and count the op if there are any.
 
         Within a transform a call of Python would get wrappers of a level that has ended; a body takes none.
@@ -257,7 +257,7 @@ class FxRewriting:
             for node, place in call.nodes:
                 with self.symbols.without_data():
                     incoming, outgoing = _gradients_without_data(node)
-                plan, facts = self._backward_plan(step.facts, node, place, incoming, outgoing)
+                plan, facts = self._analyse_backward_op(step.facts, node, place, incoming, outgoing)
                 if plan:
                     step.backward[place] = BackwardSite(facts, plan)
             for leaf in call.leaves:
@@ -266,7 +266,7 @@ class FxRewriting:
                     place = self._leaf_place(leaf)
                     with self.symbols.without_data():
                         incoming = [_empty_like(leaf)]
-                    plan, facts = self._backward_plan(step.facts, leaf, place, incoming, [])
+                    plan, facts = self._analyse_backward_op(step.facts, leaf, place, incoming, [])
                     if plan:
                         self._leaves[id(leaf)] = BackwardSite(facts, plan)
 
@@ -295,7 +295,7 @@ class FxRewriting:
         self._leaf_count += 1
         return 2 * LEAF_PLACE + self._leaf_count - 1
 
-    def _backward_plan(
+    def _analyse_backward_op(
         self, forward: OpFacts, node: Any, place: int, incoming: list[Any], outgoing: list[Any]
     ) -> tuple[Actions, OpFacts]:
         """Return the actions of a backward op that the graph calls, and its facts.
@@ -319,7 +319,7 @@ class FxRewriting:
             self._backward_ops[id(node)] = BackwardOpWithRoutines(facts, bool(plan))
         return plan, facts
 
-    def try_calls(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+    def make_instrumented_nodes(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
         """Return the calls in the place of nodes with routines; try the traceable routines first.
 
         Drops from each step the actions that the trial has shown not to run there.
@@ -332,7 +332,7 @@ class FxRewriting:
             instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
             self._trials.try_routines_of_node(instrumented, node_runs[node], steps)
             for call, step in zip(node_runs[node].calls, steps, strict=True):
-                step.plan = self._without_python_calls(step.plan, step.facts, call)
+                step.plan = self._refuse_python_calls(step.plan, step.facts, call)
         return calls
 
     def _write_copy(self, node_runs: dict[Node, NodeRun]) -> GraphModule:
@@ -342,11 +342,11 @@ class FxRewriting:
         Python need a token in the copy.
         """
         changed = {node: steps for node, steps in self._steps.items() if any(steps)}
-        calls = self.try_calls(node_runs)
+        calls = self.make_instrumented_nodes(node_runs)
         changed_bodies = [bodies for bodies in self.bodies.values() if bodies.are_changed()]
         held_by_bodies = [bodies.try_routines() for bodies in changed_bodies]
-        leaves = self._try_leaves(node_runs)
-        actions = self._remaining_actions(changed.values())
+        leaves = self._make_instrumented_leaves(node_runs)
+        actions = self._called_actions(changed.values())
         calls_python = not all(self._routines.is_inlined(action) for action in actions)
         copy = GraphCopy(self.module, self.program, calls_python)
         for node, call in calls.items():
@@ -366,7 +366,7 @@ class FxRewriting:
             node_run.forget_symbols()
         return copy.finish()
 
-    def _try_leaves(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+    def _make_instrumented_leaves(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
         """Return the calls behind leaves with routines; try the traceable routines first."""
         calls: dict[Node, InstrumentedCall] = {}
         for node, node_run in node_runs.items():
@@ -376,7 +376,7 @@ class FxRewriting:
                 self._trials.try_routines_of_backward_op(calls[node], site)
         return calls
 
-    def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
+    def _called_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
         """Return the actions that the graph calls."""
         steps = [step for node_steps in changed for step in node_steps]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
