@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -148,11 +148,14 @@ def _codes_of(function: Any) -> Iterator[CodeType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _is_for_backend(compiler: Any, backend: Any) -> bool:
-    """Return True if a compiler is the user's backend, or instruments graphs for it in the user's region."""
-    if isinstance(compiler, InstrumentingBackend):
-        return not compiler.has_own_region and bool(compiler.original == backend)
-    return bool(compiler == backend)
+def _is_for_backend(entry_backend: Any, backend: Any) -> bool:
+    """Return True if compiled code is of the user's backend, or instrumented for it in the user's region.
+
+    entry_backend: backend of the compiled code, as dynamo's cache has it.
+    """
+    if isinstance(entry_backend, InstrumentingBackend):
+        return not entry_backend.has_own_region and bool(entry_backend.original == backend)
+    return bool(entry_backend == backend)
 
 
 def instrumenting_state() -> State | None:
@@ -177,6 +180,20 @@ class _ConvertedFrame(threading.local):
     prefix = ""
     instance = 0
     path_of = ParameterPaths(())
+
+    @contextmanager
+    def set_to(self, frame: Any) -> Iterator[None]:
+        """Hold the facts of a frame within the context, then those of the frame from before."""
+        outer_frame = self.code, self.prefix, self.instance, self.path_of
+        # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
+        receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
+        subjects = interceptor.subjects()
+        self.code, self.prefix, self.path_of = frame.f_code, module_path(subjects), ParameterPaths(subjects)
+        self.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
+        try:
+            yield
+        finally:
+            self.code, self.prefix, self.instance, self.path_of = outer_frame
 
 
 _frame = _ConvertedFrame()
@@ -208,15 +225,8 @@ class InstrumentingConverter:
         if frame.f_code in self._op_by_op:
             self._report_op_by_op(frame)
             return SKIP_ONCE
-        # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
-        receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
-        outer_frame = _frame.code, _frame.prefix, _frame.instance, _frame.path_of
-        _frame.code = frame.f_code
-        subjects = interceptor.subjects()
-        _frame.prefix, _frame.path_of = module_path(subjects), ParameterPaths(subjects)
-        _frame.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
-            with uninstrumented(), plain_module_calls(), self.backend.static_sizes():
+            with _frame.set_to(frame), uninstrumented(), plain_module_calls(), self.backend.static_sizes():
                 result = self._convert(frame, *args)
         except BaseException:
             # Dynamo wraps or swallows errors of a backend: the one noted there is raised as itself.
@@ -228,8 +238,6 @@ class InstrumentingConverter:
             if failure is not None:
                 raise failure from failure.__cause__
             raise
-        finally:
-            _frame.code, _frame.prefix, _frame.instance, _frame.path_of = outer_frame
         failure = self.backend.take_failure()
         if failure is not None:
             raise failure from failure.__cause__
@@ -324,17 +332,13 @@ class InstrumentingBackend:
         except BaseException as error:
             self._failures.error = error
             raise
-        user_backend = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
-        if instrumented is not None and not _is_from_torch(user_backend):
-            program.report(*_altered_nodes_entry(user_backend, instrumented))
+        targets = [] if instrumented is None else [node.target for node in instrumented.graph.nodes]
         if instrumented is not None:
             self.shared = False
-            if program.gathers_observers and _backend_name(self.original).startswith("inductor"):
-                program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
-        targets = [] if instrumented is None else [node.target for node in instrumented.graph.nodes]
+            self._report_differences(program, instrumented)
         # A graph without routines goes to the backend as it is, so that it stays the user's to the bit.
         compiled = self._compile(module if instrumented is None else instrumented, inputs, **options)
-        _drop_from_inductor_cache(targets)
+        _drop_from_inductor_cache(targets)  # targets from before: a backend may change the graph
         if program.traced:
             guard_by_reads(program, self.generation.histories[_frame.code])
         graph = CompiledGraph(program, compiled, late)
@@ -343,6 +347,14 @@ class InstrumentingBackend:
             return _callable_for_dynamo(graph, compiled)
         guard_by_lifetime(self.generation.entries)
         return _callable_for_dynamo(graph)
+
+    def _report_differences(self, program: GraphProgram, instrumented: GraphModule) -> None:
+        """Report in what a graph with routines may differ from the user's, by the backend."""
+        user_backend = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
+        if not _is_from_torch(user_backend):
+            program.report(*_altered_nodes_entry(user_backend, instrumented))
+        if program.gathers_observers and _backend_name(self.original).startswith("inductor"):
+            program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
 
     def _instrument(
         self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram, late: LateObservers | None

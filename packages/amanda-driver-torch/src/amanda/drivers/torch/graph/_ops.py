@@ -212,19 +212,21 @@ def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slo
     """Return the gradients of a taped routine's inputs."""
     (taped,) = GraphExecution.of_token(token).stores[slot]
     pairs = [
-        (tensor, grad) for tensor, grad in zip(taped.outputs, gradients, strict=True) if tensor.requires_grad
+        (output, gradient)
+        for output, gradient in zip(taped.outputs, gradients, strict=True)
+        if output.requires_grad
     ]
     if pairs:
-        outputs, grads = zip(*pairs, strict=True)
+        outputs, output_gradients = zip(*pairs, strict=True)
         with interceptor.Suspension():
             # Kept, as another pass may come through the graph around the routine.
-            torch.autograd.backward(outputs, grads, retain_graph=True)
+            torch.autograd.backward(outputs, output_gradients, retain_graph=True)
     input_gradients = [tensor.grad for tensor in taped.inputs]
     for tensor in taped.inputs:  # another pass through the kept graph begins from nothing
         tensor.grad = None
     results = [
-        torch.zeros_like(like) if tensor is None else tensor
-        for tensor, like in zip(input_gradients, likes, strict=True)
+        torch.zeros_like(like) if gradient is None else gradient
+        for gradient, like in zip(input_gradients, likes, strict=True)
     ]
     return _copy_to_new_memory(results, likes)
 

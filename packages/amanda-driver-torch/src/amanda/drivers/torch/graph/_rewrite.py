@@ -111,16 +111,8 @@ class FxRewriting:
                 with self.symbols.without_data():
                     node_runs = run_graph(self.module, self.symbols.inputs, self.symbols.attribute_symbol)
                 self.analyse_forward(node_runs)
-                if any(stack.wants_backward for stack in self._analysis.stack.chain):
-                    self._reached = _reached_nodes(node_runs)
-                    # From the outputs to the inputs, as a backward pass goes.
-                    for node_run in reversed(node_runs.values()):
-                        self._analyse_backward(node_run)
-                    self.program.leaves = list(self._watched_leaves(node_runs))
-                    for facts, reason in backward_views_unlike_eager(
-                        node_runs, self._backward_ops, self._late is not None
-                    ):
-                        self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
+                if self._wants_backward():
+                    self._analyse_backward(node_runs)
                 check_views(node_runs, self._steps)
                 bodies_change = any(bodies.are_changed() for bodies in self.bodies.values())
                 is_changed = any(self.steps()) or self._leaves or bodies_change
@@ -133,6 +125,10 @@ class FxRewriting:
             raise
         finally:
             self._analysis.finish()
+
+    def _wants_backward(self) -> bool:
+        """Return True if a tool has routines for backward ops."""
+        return any(stack.wants_backward for stack in self._analysis.stack.chain)
 
     def analyse_forward(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Bring the forward ops of the graph to the tools, in order."""
@@ -181,7 +177,7 @@ class FxRewriting:
             self._steps[node].append(OpStep(facts, self._refuse_python_calls(actions, facts, call)))
 
     def _refuse_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
-        """Return the actions that can run at an op; refuse others, and count the op if there are any.
+        """Refuse the actions that cannot run at an op, and count the op if there are any; return the others.
 
         Within a transform a call of Python would get wrappers of a level that has ended; a body takes none.
         """
@@ -192,12 +188,13 @@ class FxRewriting:
         refused = [action for action in plan.all if not self._routines.is_inlined(action)]
         for action in refused:
             action.tool.refused(action, NO_PYTHON)
-        self.left_out[facts.op_type] += bool(refused)
+        if refused:
+            self.left_out[facts.op_type] += 1
         return inlined
 
     def report_left_out(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Report the ops in transforms and in bodies at which routines do not run, and backward ops there."""
-        wants_backward = any(stack.wants_backward for stack in self._analysis.stack.chain)
+        wants_backward = self._wants_backward()
         if not self._inlines_only:
             self._report_counts(IN_TRANSFORM, "", NO_PYTHON, self.left_out)
         if wants_backward:
@@ -248,43 +245,52 @@ class FxRewriting:
             return self.symbols.ordinal(variable), ""
         return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
 
-    def _analyse_backward(self, node_run: NodeRun) -> None:
-        """Bring the backward ops of a node, and the leaves that it reads first, to the tools."""
-        # Not strict: a node that cannot be replayed has calls but no steps.
-        for call, step in reversed(
-            list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
-        ):
-            for node, place in call.nodes:
+    def _analyse_backward(self, node_runs: dict[Node, NodeRun]) -> None:
+        """Bring the backward ops of the graph to the tools, and report those unlike eager mode's."""
+        self._reached = _reached_nodes(node_runs)
+        # From the outputs to the inputs, as a backward pass goes.
+        for node_run in reversed(node_runs.values()):
+            # Not strict: a node that cannot be replayed has calls but no steps.
+            pairs = list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
+            for call, step in reversed(pairs):
+                self._analyse_backward_of_call(call, step)
+        self.program.leaves = list(self._watched_leaves(node_runs))
+        unlike_eager = backward_views_unlike_eager(node_runs, self._backward_ops, self._late is not None)
+        for facts, reason in unlike_eager:
+            self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
+
+    def _analyse_backward_of_call(self, call: NativeCall, step: OpStep) -> None:
+        """Bring the backward ops of a native call, and leaves that no later call reads, to the tools."""
+        for node, place in call.nodes:
+            with self.symbols.without_data():
+                incoming, outgoing = _gradients_without_data(node)
+            plan, facts = self._analyse_backward_op(step.facts, node, place, incoming, outgoing)
+            if plan:
+                step.backward[place] = BackwardSite(facts, plan)
+        for leaf in call.leaves:
+            if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._analysed_leaves:
+                self._analysed_leaves.add(id(leaf))
+                place = self._leaf_place(leaf)
                 with self.symbols.without_data():
-                    incoming, outgoing = _gradients_without_data(node)
-                plan, facts = self._analyse_backward_op(step.facts, node, place, incoming, outgoing)
+                    incoming = [_empty_like(leaf)]
+                plan, facts = self._analyse_backward_op(step.facts, leaf, place, incoming, [])
                 if plan:
-                    step.backward[place] = BackwardSite(facts, plan)
-            for leaf in call.leaves:
-                if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._analysed_leaves:
-                    self._analysed_leaves.add(id(leaf))
-                    place = self._leaf_place(leaf)
-                    with self.symbols.without_data():
-                        incoming = [_empty_like(leaf)]
-                    plan, facts = self._analyse_backward_op(step.facts, leaf, place, incoming, [])
-                    if plan:
-                        self._leaves[id(leaf)] = BackwardSite(facts, plan)
+                    self._leaves[id(leaf)] = BackwardSite(facts, plan)
 
     def _watched_leaves(
         self, node_runs: Mapping[Node, NodeRun]
     ) -> Iterator[tuple[int | torch.Tensor, str, Sequence[Any]]]:
-        """Yield the leaves whose gradients routines see, in the form of `Program.leaves`."""
-        for i, (node, node_run) in enumerate(
-            node_runs.items()
-        ):  # placeholders come first, so `i` is an input's index
+        """Yield the leaves whose gradients routines see, in the form of `GraphProgram.leaves`."""
+        # Placeholders are the first nodes: the index of one is its position among the graph's inputs.
+        for i, (node, node_run) in enumerate(node_runs.items()):
             actions = self._leaf_actions.get(id(node_run.value))
             if actions is None:
                 continue
             variable = self.symbols.parameter_of(node_run.value)
-            name = (None if variable is None else self._path_of(variable)) or node.name
+            path = None if variable is None else self._path_of(variable)
             leaf = i if node.op == "placeholder" else variable
             if leaf is not None:
-                yield leaf, name, [action.tool for action in actions]
+                yield leaf, path or node.name, [action.tool for action in actions]
 
     def _leaf_place(self, leaf: torch.Tensor) -> int:
         """Return the place of a leaf's AccumulateGrad among backward ops, as eager mode numbers it."""
@@ -298,7 +304,7 @@ class FxRewriting:
     def _analyse_backward_op(
         self, forward: OpFacts, node: Any, place: int, incoming: list[Any], outgoing: list[Any]
     ) -> tuple[Actions, OpFacts]:
-        """Return the actions of a backward op that the graph calls, and its facts.
+        """Bring a backward op to the tools; return the actions that the graph calls, and the op's facts.
 
         Records the op if it has actions, also if late observers take them all over.
         node: of autograd, or a leaf.  incoming, outgoing: gradients without data.
@@ -341,6 +347,7 @@ class FxRewriting:
         Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
         Python need a token in the copy.
         """
+        # Before the trials, which may drop actions.
         changed = {node: steps for node, steps in self._steps.items() if any(steps)}
         calls = self.make_instrumented_nodes(node_runs)
         changed_bodies = [bodies for bodies in self.bodies.values() if bodies.are_changed()]
@@ -355,10 +362,10 @@ class FxRewriting:
             bodies.write_into(copy, held_tensors)
         for node, call in leaves.items():
             copy.insert_before_readers(node, call)
+        # With late observers a compiler traces the copy to its end, where waiting observers are called.
         if calls_python and self._late is not None:
-            self.program.gathers_observers = copy.insert_before_output(
-                WaitingObserversCall("outputs", self.program)
-            )
+            hand_over = WaitingObserversCall("outputs", self.program)
+            self.program.gathers_observers = copy.insert_before_output(hand_over)
             self.program.ordered_tools.update(id(action.tool) for action in actions if not can_wait(action))
             self.program.prompt_observers.update(observers_of_written_memory(node_runs, changed))
         # The tensors without data, and autograd's graph of them, end here: the copy keeps templates alone.

@@ -77,7 +77,10 @@ class NodeRoutines:
         return values
 
     def replace_op(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
-        """Run a routine that replaces an op, and return its outputs; NotImplemented if the op is to run."""
+        """Run a routine that replaces an op, and return its outputs; NotImplemented if the op is to run.
+
+        What an op in place writes is written into its inputs here, if the routine is called as Python.
+        """
         if self.is_inlined(action):
             result = run_replacement(
                 tensor_ops(), action, inputs, facts, {}, call.targets, call.computation()
