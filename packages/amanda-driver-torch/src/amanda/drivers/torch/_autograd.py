@@ -38,7 +38,7 @@ AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined
 LEAF_PLACE = 1 << 32
 _ORDER_STEP = 1 << 40
 
-_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _marked_graphs = Graphs(
     tensors=torch.Tensor, leaf=AccumulateGrad, maker="grad_fn", base="_base", next="next_functions",
     notes="metadata", number="_sequence_nr", key="amanda", sampled=free_without_recursion,
@@ -54,14 +54,14 @@ class NodeBracket:
     __slots__ = ("begin", "end", "start")
 
     def __init__(self) -> None:
-        self.begin = _sequence()
+        self.begin = _sequence_number()
 
     def __enter__(self) -> "NodeBracket":
-        self.start = self.end = _sequence()
+        self.start = self.end = _sequence_number()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.end = _sequence()
+        self.end = _sequence_number()
 
 
 class Autograd(EagerDriver):
@@ -394,7 +394,7 @@ class _StepHooks(QuickHooks):
         """Return the gradients for the node after the routines before it; None if none has changed."""
         with Suspension(), reading_context():
             grads = self._step.before(grad_outputs)
-        self._start = _sequence()
+        self._start = _sequence_number()
         return _tuple_if_changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -411,7 +411,7 @@ class _StepHooks(QuickHooks):
 
     def _mark_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
         """Mark the nodes that a node made under create_graph, if any, as backward ops of the same op."""
-        end = _sequence()
+        end = _sequence_number()
         if end == self._start or not torch.is_grad_enabled():
             return
         trace = self._mark.trace.again(self._mark.shapes)

@@ -78,7 +78,8 @@ def _while_loop(
     **options: Any,
 ) -> Any:
     """Run the body while the condition holds; return the carried values in the form that the body gives."""
-    operands = values = _views_that_sum_gradients(tuple(carried_inputs))
+    operands = _views_that_sum_gradients(tuple(carried_inputs))
+    values = operands
     results: Any = None
     while cond_fn(*values, *additional_inputs):
         results = body_fn(*values, *additional_inputs)
@@ -96,7 +97,8 @@ def _scan(
     additional_inputs: Sequence[Any] = (),
 ) -> Any:
     """Run the steps in order; return the last carry and the stacked outputs, as the function has them."""
-    operands = carry, rows = _views_that_sum_gradients((tuple(init), tuple(xs)))
+    operands = _views_that_sum_gradients((tuple(init), tuple(xs)))
+    carry, rows = operands
     outputs: list[list[Any]] = []
     form: Any = None
     for row in zip(*(value.unbind(0) for value in rows), strict=True):
@@ -110,12 +112,13 @@ def _scan(
 
 def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
     """Run the function on each row; return the stacked results, as the function has them."""
-    operands = rows, shared = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
+    operands = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
+    rows, shared = operands
     outputs: list[list[Any]] = []
     form: Any = None
-    arguments = [_repeat_for_rows(value, len(rows[0])) for value in shared]
+    shared_by_row = [_repeat_for_rows(value, len(rows[0])) for value in shared]
     for i, row in enumerate(zip(*(value.unbind(0) for value in rows), strict=True)):
-        results, form = tree_flatten(f(*row, *(values[i] for values in arguments)))
+        results, form = tree_flatten(f(*row, *(values[i] for values in shared_by_row)))
         outputs.append(results)
     _report_rounding("map_impl", outputs[-1])
     return _with_zero_gradients(tree_unflatten(_stack_steps(outputs), form), operands)

@@ -104,17 +104,17 @@ class TorchPatches:
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
         generator = getattr(checkpoint, name, None)
         if generator is not None:
-            in_place = _recomputing_in_place(generator)
-            attributes.set(checkpoint, name, in_place)
-            attributes.when_imported(COMPOSABLE, lambda: _patch_composable_checkpoint(attributes, in_place))
+            wrapped_generator = _wrap_checkpoint_generator(generator)
+            attributes.set(checkpoint, name, wrapped_generator)
+            attributes.when_imported(
+                COMPOSABLE, lambda: _patch_composable_checkpoint(attributes, wrapped_generator)
+            )
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
-            attributes.set(checkpoint.CheckpointFunction, "forward", _forward_recomputing_in_place(forward))
+            attributes.set(checkpoint.CheckpointFunction, "forward", _wrap_checkpoint_forward(forward))
         make_hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
         if make_hook is not None:
-            attributes.set(
-                checkpoint._recomputation_hook, "__init__", _constructor_packing_without_tools(make_hook)
-            )
+            attributes.set(checkpoint._recomputation_hook, "__init__", _wrap_hook_constructor(make_hook))
 
     @staticmethod
     def _patch_futures(attributes: Attributes) -> None:
@@ -122,7 +122,7 @@ class TorchPatches:
         for name in ("then", "add_done_callback"):
             original = torch_attribute(f"_C.Future.{name}")
             if original is not None:
-                attributes.set(torch._C.Future, name, _running_callbacks_in_scope(original))
+                attributes.set(torch._C.Future, name, _wrap_future_method(original))
 
     @classmethod
     def leaves_stance_to_scopes(cls, stance: Any) -> bool:
@@ -145,7 +145,7 @@ class TorchPatches:
         TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
-def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_checkpoint_generator(generator: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch's generator of a checkpoint, to recompute at the place of the first run in scopes."""
 
     @functools.wraps(generator)
@@ -162,29 +162,29 @@ def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _patch_composable_checkpoint(attributes: Attributes, in_place: Any) -> None:
+def _patch_composable_checkpoint(attributes: Attributes, wrapped_generator: Any) -> None:
     """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
 
-    in_place: what stands for torch's generator of a checkpoint.
+    wrapped_generator: what stands for torch's generator of a checkpoint.
     """
     module: Any = sys.modules[COMPOSABLE]
     generator = getattr(module, _GENERATOR, None)
     if generator is None:
         return
-    if generator is in_place:  # imported in this scope, whose end the module outlives
-        generator = in_place.__wrapped__
+    if generator is wrapped_generator:  # imported in this scope, whose end the module outlives
+        generator = wrapped_generator.__wrapped__
         setattr(module, _GENERATOR, generator)
 
     @functools.wraps(generator)
     def generate(fn: torch.nn.Module, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
         # The checkpoint begins within the call of the module, so its place is in that call already.
-        generate_in_place = getattr(torch.utils.checkpoint, _GENERATOR)
-        return generate_in_place(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
+        run_generator = getattr(torch.utils.checkpoint, _GENERATOR)
+        return run_generator(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
 
     attributes.set(module, _GENERATOR, generate)
 
 
-def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:
+def _wrap_checkpoint_forward(forward: Callable[..., Any]) -> Any:
     """Wrap the forward pass of a reentrant checkpoint, to recompute at the place of the first run."""
 
     @functools.wraps(forward)
@@ -194,7 +194,7 @@ def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:
     return staticmethod(run_forward)
 
 
-def _constructor_packing_without_tools(make_hook: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_hook_constructor(make_hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the constructor of a checkpoint's hooks: what they compute is not an op of the program."""
 
     @functools.wraps(make_hook)
@@ -349,7 +349,7 @@ _CALLS_BETWEEN = 8
 """Calls at most from `linearize` to the module that it makes: dynamo puts some around it."""
 
 
-def _running_callbacks_in_scope(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_future_method(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of Future that takes a callback: the callback runs in the scope of this call."""
 
     @functools.wraps(original)

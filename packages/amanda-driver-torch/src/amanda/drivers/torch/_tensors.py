@@ -364,11 +364,11 @@ def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         raise complex_error(value.dtype, original.dtype)
     if value.dtype == original.dtype or original.is_quantized or value.is_quantized:
         return value
-    floating = original.dtype.is_floating_point | original.is_complex()
-    if floating and not (value.dtype.is_floating_point or value.is_complex()):
+    is_floating = original.dtype.is_floating_point or original.is_complex()
+    if is_floating and not (value.dtype.is_floating_point or value.is_complex()):
         raise dtype_error(value.dtype, original.dtype)
     cast = value.to(original.dtype)
-    if not floating and not value.is_meta and not bool((cast == value).all()):
+    if not is_floating and not value.is_meta and not bool((cast == value).all()):
         raise RoutineError(
             f"a routine returned {value.dtype} where {original.dtype} was given, with numbers that this type "
             "does not have; return that type, or select floating values alone"

@@ -146,7 +146,7 @@ class TransformedTensors(TorchTensors):
         """
         arguments = values
         if "all_samples" in marks(func):
-            arguments, batches = [_data_of(value) for value in values], _batch_counts(values)
+            arguments, batches = [_unwrapped_data(value) for value in values], _batch_counts(values)
             kwargs = {**kwargs, "batches": batches} if any(batches) else kwargs
         with running_routine(arguments):
             return super().call_observer(func, arguments, kwargs)
@@ -217,11 +217,11 @@ def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in spread(values) if isinstance(value, torch.Tensor)]
 
 
-def _data_of(value: Any) -> Any:
+def _unwrapped_data(value: Any) -> Any:
     """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front."""
     if isinstance(value, torch.Tensor):
         return with_batches_first(value)[1] if is_wrapped(value) else value
-    return [_data_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_unwrapped_data(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _batch_counts(values: Sequence[Any]) -> list[int]:

@@ -29,7 +29,7 @@ from ._graph_copy import inline_bodies
 from ._instrument import namespace
 from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory
-from ._node_runs import sequence, uninstrumented
+from ._node_runs import sequence_number, uninstrumented
 from ._observers import LateObservers
 from ._ops import GraphProgram
 from ._rewrite import FxRewriting
@@ -437,7 +437,7 @@ class CompiledGraph:
             return self._compiled(*args)
         for entry in program.reports:  # again in each scope that runs the graph; a report drops repeats
             state.report(*entry)
-        start = sequence()
+        start = sequence_number()
         if self._late:
             outputs = self._late.run(self._compiled, args)
         else:

@@ -81,7 +81,10 @@ class GraphDriver(Driver):
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
-    """Return the module that compiles instrumented graphs; None if no scope asks, or torch lacks parts."""
+    """Return the module that compiles instrumented graphs; None if no scope asks, or torch lacks parts.
+
+    Reports what is lacking to a scope that asks.
+    """
     if not interceptor.NATIVE:
         if instruments_compiled_code(state):
             state.report("graphs of torch.compile without the native interceptor", NEEDS_NATIVE)
@@ -129,7 +132,10 @@ class _PlainCallback:
 def _callback_by_stance(
     original: Callable[[Any], Any], state: Any, dynamo: ModuleType, caller: FrameType, callback: Any
 ) -> Any:
-    """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it."""
+    """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it.
+
+    Reports how compiled code runs.  caller: dynamo's frame, which names the compiled callable.
+    """
     frame_callback = original(callback)
     if frame_callback is None:
         if dynamo._stance is TorchPatches.stance and TorchPatches.leaves_stance_to_scopes(dynamo._stance):

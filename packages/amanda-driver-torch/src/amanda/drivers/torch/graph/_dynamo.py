@@ -111,7 +111,7 @@ def guard_by_lifetime(entries: object) -> None:
     install_guard(GlobalStateSource().make_guard(guard))
 
 
-def source_of(node: Node) -> str:
+def user_line_of(node: Node) -> str:
     """Return the "file:line" of the user's code that leads to a node; "" if it is unknown."""
     # dynamo stores the stack as text; the last frame that is not torch's or Amanda's is the user's.
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
@@ -119,7 +119,7 @@ def source_of(node: Node) -> str:
     return user_frames[-1] if user_frames else ""
 
 
-def scope_of(node: Node, prefix: str = "") -> str:
+def module_path_of(node: Node, prefix: str = "") -> str:
     """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
     calls = [(_dotted_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
     # The stack lists the enclosing modules from the outermost on, with full paths.

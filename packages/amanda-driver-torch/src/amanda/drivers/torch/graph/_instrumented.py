@@ -14,7 +14,7 @@ from amanda.backend import OpFacts
 from amanda.plan import Actions, is_among
 from torch.utils._pytree import tree_flatten
 
-from ._node_runs import NodeReplay, backward_nodes, fill_template, sequence
+from ._node_runs import NodeReplay, backward_nodes, fill_template, sequence_number
 from ._observers import WaitingObservers
 from ._ops import TENSORS, GraphProgram
 from ._routine_inputs import HeldTensors
@@ -103,7 +103,7 @@ def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> An
         # The op may save its result for the backward op: the op writes a clone, and the routine's value
         # goes into the target.
         inputs = [target.clone(), *inputs[1:]]
-    start = sequence()
+    start = sequence_number()
     outputs = NotImplemented
     # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
     if plan.replace is not None:
@@ -114,7 +114,7 @@ def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> An
     written = call.written(inputs, values)
     if step.backward:
         tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
-        for node, place in list(backward_nodes(tensors, start, sequence())):
+        for node, place in list(backward_nodes(tensors, start, sequence_number())):
             if place in step.backward:
                 routines.hook_node(node, *step.backward[place])
     if target is not None:

@@ -100,7 +100,8 @@ def backward_views_unlike_eager(
     """
     if not sites:
         return
-    for grad_node in _nodes_of_views_made_outside(node_runs) if by_autograd else ():
+    outside_nodes = _nodes_of_views_made_outside(node_runs) if by_autograd else ()
+    for grad_node in outside_nodes:
         site = sites.get(id(grad_node))
         if site is not None and site.is_called_in_graph:
             reason = "AOTAutograd makes the view outside of the graph: its routines are not called"

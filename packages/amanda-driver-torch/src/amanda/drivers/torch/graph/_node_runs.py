@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amanda.backend import Call
     from torch.fx import GraphModule, Node
 
-sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 class TemplateSlot:
@@ -105,13 +105,13 @@ class CallRecorder:
                 self.calls.append(native_call)
                 return native_call.results
             native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
-            start = sequence()
+            start = sequence_number()
             native_call.outputs = native_call.results = site.invoke(args, kwargs)
             # What an op has written leads to nodes, too, as those of an op that returns nothing.
             tensors = _tensors_in(
                 [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
             )
-            native_call.nodes = list(backward_nodes(tensors, start, sequence()))
+            native_call.nodes = list(backward_nodes(tensors, start, sequence_number()))
             native_call.leaves = [
                 tensor
                 for tensor in _tensors_in(native_call.call.inputs)

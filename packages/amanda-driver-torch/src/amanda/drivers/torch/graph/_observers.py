@@ -18,7 +18,7 @@ from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ._node_runs import backward_nodes, sequence, uninstrumented
+from ._node_runs import backward_nodes, sequence_number, uninstrumented
 from ._ops import GraphExecution, GraphProgram, call_python
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class LateObservers:
         """
         execution = GraphExecution(self._program)
         # Autograd's nodes from this number on are the graph's.
-        first_number = sequence()
+        first_number = sequence_number()
         try:
             with interceptor.Suspension():
                 outputs = compiled(*args)
@@ -205,7 +205,7 @@ class LateObservers:
     ) -> None:
         """Hook the node of the compiled backward pass to call the observers of backward ops."""
         tensors = [leaf for leaf in tree_flatten((outputs, args))[0] if isinstance(leaf, torch.Tensor)]
-        nodes = [node for node, _ in backward_nodes(tensors, first_number, sequence())]
+        nodes = [node for node, _ in backward_nodes(tensors, first_number, sequence_number())]
         # One hook at the node for all backward ops of the graph: they run together.
         graph_node = next((node for node in nodes if type(node).__name__ == _NODE), None)
         if graph_node is not None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import ParameterPaths, part_of
 from ._bodies import ControlFlowBodies, analyse_bodies
-from ._dynamo import scope_of, source_of
+from ._dynamo import module_path_of, user_line_of
 from ._graph_copy import GraphCopy
 from ._instrumented import (
     BackwardSite,
@@ -159,7 +159,7 @@ class FxRewriting:
         node = node_run.node
         if node_run.obstacle:
             name = getattr(node.target, "__name__", str(node.target))
-            self.program.report(name, node_run.obstacle, source_of(node))
+            self.program.report(name, node_run.obstacle, user_line_of(node))
         if node_run.replay is None:
             return
         self._steps[node] = []
@@ -203,7 +203,7 @@ class FxRewriting:
             )
             self._report_counts(IN_TRANSFORM, "", NO_BACKWARD, backward_counts)
         for node, bodies in self.bodies.items():
-            name, where = str(node.target), source_of(node)
+            name, where = str(node.target), user_line_of(node)
             self._report_counts(name, where, NO_PYTHON, bodies.left_out())
             if wants_backward:
                 self._report_counts(name, where, NO_BACKWARD, bodies.backward_counts())
@@ -216,7 +216,7 @@ class FxRewriting:
 
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
         """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
-        scope, source = scope_of(node, self._prefix), source_of(node)
+        scope, source = module_path_of(node, self._prefix), user_line_of(node)
         eager_call = call.call
         variables = [self.symbols.parameter_of(value) for value in eager_call.inputs]
         pairs = zip(eager_call.inputs, variables, strict=True)
