@@ -90,23 +90,25 @@ def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> Ta
 
 
 def pull_back(
-    values: TapedValues, outputs: Sequence[int], inputs: Sequence[int], output_gradients: Sequence[Any]
+    values: TapedValues,
+    output_positions: Sequence[int],
+    input_positions: Sequence[int],
+    output_gradients: Sequence[Any],
 ) -> list[Any]:
     """Return the gradients of inputs from those of outputs: vector-Jacobian products.
 
-    outputs, inputs: positions of these among the values.
+    Positions are those among the values.
     """
-    place_inputs, place_outputs, tape = values
+    all_inputs, all_outputs, tape = values
+    sources = [all_inputs[i] for i in input_positions]
+    targets = [all_outputs[k] for k in output_positions]
     if tape is None:
-        graded_outputs = [place_outputs[k] for k in outputs]
-        return [_gradient_of_alias(place_inputs[i], graded_outputs, output_gradients) for i in inputs]
+        return [_gradient_of_alias(source, targets, output_gradients) for source in sources]
     # A routine may ignore an input. Its gradient is zeros then, since a node cannot return None.
-    sources = [place_inputs[i] for i in inputs]
     # `tf.GradientTape.gradient` calls this function, too, after checks and conversions that are not needed
     # here.
     products = imperative_grad.imperative_grad(
-        tape, [place_outputs[k] for k in outputs], sources, list(output_gradients), sources,
-        tf.UnconnectedGradients.ZERO,
+        tape, targets, sources, list(output_gradients), sources, tf.UnconnectedGradients.ZERO,
     )  # fmt: skip
     return [tf.convert_to_tensor(product) for product in products]
 
@@ -202,7 +204,7 @@ class Pullbacks:
             return
         for i in self._gradient_edges.incoming_gradients(op):
             tensor = op.inputs[i]
-            position = self._output_of(forward, tensor)
+            position = self._output_of_gradient(forward, tensor)
             if position is None:
                 continue
             key = forward, tensor_key(tensor)
@@ -317,7 +319,7 @@ class Pullbacks:
         # A pullback in another body, in a loop or behind a branch may run several times, or never.
         if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.conditional_names:
             readers.read_once = False
-        name = self._insertions.add(
+        name = self._insertions.add_slot_call(
             op, pullback, [gradient.ref for gradient in incoming.values()],
             [dtype_enum(gradient.tensor) for gradient in incoming.values()],
             [dtype_enum(input_gradients[i]) for i in inputs.values()], ahead=True, instead=True,
@@ -325,7 +327,7 @@ class Pullbacks:
         )  # fmt: skip
         return {i: self._insertions.output_of(name, result) for result, i in enumerate(inputs.values())}
 
-    def _output_of(self, forward: tf.Operation, gradient: Any) -> int | None:
+    def _output_of_gradient(self, forward: tf.Operation, gradient: Any) -> int | None:
         """Return the position of the output that a gradient belongs to: the first that fits, or None."""
         output_gradients = self._output_gradients.get(forward, {})
         outputs: Sequence[Any] = forward.outputs

@@ -97,7 +97,7 @@ class Insertions:
         group = () if frames is None else frames.group(op, tensors)
         if group is None:
             observers = PackedObservers([(place, range(len(refs)))])
-            self.add(op, observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
+            self.add_slot_call(op, observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
             return
         name = self.body.node_name(op)
         forward = self.forward_names.get(name)
@@ -150,7 +150,7 @@ class Insertions:
             for name in pack.waits_for
             for dependency in self._after_forward_routines(name, pack.number)
         ]
-        node = self._add_call(
+        node = self._add_slot_node(
             PackedObservers(pack.members), pack.number, refs, list(dict.fromkeys(control_inputs)), types, ()
         )
         # All operations of a pack run in the same rounds and branches, so the first stands for all.
@@ -159,7 +159,7 @@ class Insertions:
             self.inserted.setdefault(name, []).append(node.name)
         self._flushed[group] = node.name
 
-    def add(
+    def add_slot_call(
         self, op: tf.Operation, inserted: Any, refs: Sequence[str], input_types: Sequence[int],
         result_types: Sequence[int], ahead: bool, instead: bool = False,
         control_inputs: Sequence[str] | None = None,
@@ -178,7 +178,7 @@ class Insertions:
         for group in [group for group, pack in self._packs.items() if forward in pack.waits_for]:
             self._flush(group)
         control_inputs = list(dict.fromkeys([*control_inputs, *self._after_forward_routines(name, number)]))
-        node = self._add_call(inserted, number, refs, control_inputs, input_types, result_types)
+        node = self._add_slot_node(inserted, number, refs, control_inputs, input_types, result_types)
         self.dependencies.add_node(node.name, name, number)
         self.inserted.setdefault(name, []).append(node.name)
         # An operation that reads the node's results waits by that, and one that may end a loop cannot wait.
@@ -187,7 +187,7 @@ class Insertions:
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
         return str(node.name)
 
-    def _add_call(
+    def _add_slot_node(
         self, inserted: Any, number: str, refs: Sequence[str], control_inputs: Sequence[str],
         input_types: Sequence[int], result_types: Sequence[int],
     ) -> Any:  # fmt: skip
