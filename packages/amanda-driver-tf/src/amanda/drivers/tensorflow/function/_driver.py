@@ -104,6 +104,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
         if forward is not None:
             forward.copy_into(rewriting)
+            # A backward function that is called as a forward function gets gradients itself.
             if kind == "forward" and (rewriting.saved_values or rewriting.autodiff_places):
                 rewriting.report(f"second gradients of {name}", "they take what routines gave for constants")
         body = function_body(

@@ -309,16 +309,11 @@ class Pullbacks:
         pullback = Pullback(place.values_key, list(incoming), list(inputs), depth)
         identity, node_name = place.node
         is_in_body = identity == self._insertions.body.identity
-        dependencies = self._insertions.dependencies
         control_inputs: list[str] = []
         if is_in_body:
             number = self._insertions.body.number_at(op, ahead=True)
-            control_inputs = dependencies.control_inputs_after([node_name], number)
-        readers = self._rewriting.readers[place.values_key]
-        readers.count += 1
-        # A pullback in another body, in a loop or behind a branch may run several times, or never.
-        if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.conditional_names:
-            readers.read_once = False
+            control_inputs = self._insertions.dependencies.control_inputs_after([node_name], number)
+        self._count_reader(op, place, runs_once=is_in_body and not depth)
         name = self._insertions.add_slot_call(
             op, pullback, [gradient.ref for gradient in incoming.values()],
             [dtype_enum(gradient.tensor) for gradient in incoming.values()],
@@ -326,6 +321,19 @@ class Pullbacks:
             control_inputs=control_inputs,
         )  # fmt: skip
         return {i: self._insertions.output_of(name, result) for result, i in enumerate(inputs.values())}
+
+    def _count_reader(self, op: tf.Operation, place: AutodiffPlace, runs_once: bool) -> None:
+        """Count a pullback ahead of an operation among the readers of a place's saved values.
+
+        runs_once: False for a pullback in another body or in a loop, which may run several times, or never.
+        """
+        readers = self._rewriting.readers[place.values_key]
+        readers.count += 1
+        is_conditional = (
+            self._insertions.body.node_name(op) in self._insertions.dependencies.conditional_names
+        )
+        if not runs_once or is_conditional:
+            readers.read_once = False
 
     def _output_of_gradient(self, forward: tf.Operation, gradient: Any) -> int | None:
         """Return the position of the output that a gradient belongs to: the first that fits, or None."""

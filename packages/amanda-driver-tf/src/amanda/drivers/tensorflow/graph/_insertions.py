@@ -34,6 +34,19 @@ class _ObserverPack:
         self.waits_for: dict[str, bool] = {}
         self.nbytes = 0
 
+    def add(
+        self, place: RoutineNode, refs: Sequence[str], tensors: Sequence[Any], sizes: Mapping[str, int]
+    ) -> None:
+        """Add observers with their tensors, of which each becomes an input of the node once.
+
+        sizes: memory of the tensors by ref.
+        """
+        for ref, tensor in zip(refs, tensors, strict=True):
+            if ref not in self.tensors:
+                self.tensors[ref] = len(self.tensors), dtype_enum(tensor)
+                self.nbytes += sizes[ref]
+        self.members.append((place, [self.tensors[ref][0] for ref in refs]))
+
 
 class Insertions:
     """The nodes inserted into one body.
@@ -100,23 +113,27 @@ class Insertions:
             self.add_slot_call(op, observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
             return
         name = self.body.node_name(op)
+        self._flush_packs_before(name, group)
+        sizes = {ref: estimated_nbytes(tensor) for ref, tensor in zip(refs, tensors, strict=True)}
+        pack = self._pack_with_room(group, sizes) or _ObserverPack(self.body.number_at(op, ahead))
+        self._packs[group] = pack
+        pack.add(place, refs, tensors, sizes)
+        # An op of control flow may be dead or in another frame, where the observed tensor is not.
+        waits = frames is None or not frames.is_flow(op)
+        pack.waits_for[name] = pack.waits_for.get(name, False) or waits
+
+    def _flush_packs_before(self, name: str, group: Hashable) -> None:
+        """Add the nodes of other groups that have to exist before observers of an operation are packed.
+
+        name: of the operation.
+        """
         forward = self.forward_names.get(name)
+        frames = self.body.frames
         for other_group in [packed_group for packed_group in self._packs if packed_group != group]:
             # Routines at a gradient op wait for the node with the routines of its forward op, so that node
             # has to exist.
             if forward in self._packs[other_group].waits_for or frames.encloses(other_group, group):
                 self._flush(other_group)
-        sizes = {ref: estimated_nbytes(tensor) for ref, tensor in zip(refs, tensors, strict=True)}
-        pack = self._pack_with_room(group, sizes) or _ObserverPack(self.body.number_at(op, ahead))
-        self._packs[group] = pack
-        for ref, tensor in zip(refs, tensors, strict=True):
-            if ref not in pack.tensors:
-                pack.tensors[ref] = len(pack.tensors), dtype_enum(tensor)
-                pack.nbytes += sizes[ref]
-        pack.members.append((place, [pack.tensors[ref][0] for ref in refs]))
-        # An op of control flow may be dead or in another frame, where the observed tensor is not.
-        waits = frames is None or not frames.is_flow(op)
-        pack.waits_for[name] = pack.waits_for.get(name, False) or waits
 
     def _pack_with_room(self, group: Hashable, sizes: Mapping[str, int]) -> _ObserverPack | None:
         """Return a group's pack if tensors of these sizes, by ref, fit in; else add the pack's node.

@@ -199,23 +199,29 @@ class BodyRewriter(RoutineRewriter):
         else:
             replaced = super().act(op, plan, inputs, outputs, facts)
         self.redirect_readers(outputs)
-        if facts.backward_op is not None:
-            return replaced
-        name = self.body.node_name(op)
+        if facts.backward_op is None:
+            self._redirect_changed_inputs(op, inputs, facts)
+            self._redirect_changed_outputs(op, outputs, facts)
+        return replaced
+
+    def _redirect_changed_inputs(self, op: tf.Operation, inputs: Side, facts: OpFacts) -> None:
+        """Make an operation, and its gradient operations, read the inputs that routines have changed."""
         changed = inputs.changed()
         # Inputs are parsed only where a routine has changed one: most operations have no actions.
-        edges = self.refs.vanilla_inputs(self.body.nodes[name]) if changed else []
+        edges = self.refs.vanilla_inputs(self._node(op)) if changed else []
         for i in changed:
             self.refs.redirect(op, i, inputs.refs[i])
             self._redirect_gradients(op, facts.op_id, edges[i], inputs.symbols[i], inputs.refs[i])
             if edges.count(edges[i]) > 1:
                 self._separate_repeated_reads(op, facts.op_id, edges, inputs, edges[i])
+
+    def _redirect_changed_outputs(self, op: tf.Operation, outputs: Side, facts: OpFacts) -> None:
+        """Make gradient operations of an operation read the outputs that routines have changed."""
         for i in outputs.changed():
-            edge, tensor = Edge(name, i), outputs.symbols[i]
+            edge, tensor = Edge(self.body.node_name(op), i), outputs.symbols[i]
             self._redirect_gradients(op, facts.op_id, edge, tensor, op_side(outputs).op_refs[i])
             if op.type == "Identity":
                 self._redirect_gradients_of_readers(op, tensor, outputs.refs[i])
-        return replaced
 
     def follow(self, op: tf.Operation, inputs: Side, outputs: Side, replaced: bool) -> None:
         """Record the refs of the outputs of a replaced operation."""
