@@ -10,7 +10,7 @@ import torch
 
 import amanda
 from amanda.drivers.torch import _requirements
-from amanda.drivers.torch._targets import missing_parts
+from amanda.drivers.torch._targets import missing_paths
 
 
 def test_without_an_essential_name_torch_runs_as_it_is_and_the_report_says_why(
@@ -93,7 +93,7 @@ LACKING = {
 
 def test_the_torch_that_runs_lacks_only_what_is_known() -> None:
     minor = ".".join(torch.__version__.split(".")[:2])
-    assert missing_parts() == []
+    assert missing_paths() == []
     assert [path for path in _requirements.ESSENTIAL if not _requirements.torch_attribute(path)] == []
     absent = {path for path in _requirements.OPTIONAL if not _requirements.torch_attribute(path)}
     assert absent == LACKING.get(minor, set())

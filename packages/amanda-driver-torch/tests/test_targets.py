@@ -15,7 +15,7 @@ from torch.overrides import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amanda.drivers.torch import _targets
-from amanda.drivers.torch._targets import Target, by_callable, missing_parts, targets, why_excluded
+from amanda.drivers.torch._targets import Target, by_callable, missing_paths, targets, why_excluded
 
 
 def names(text: str) -> set[str]:
@@ -261,14 +261,14 @@ def test_a_query_of_metadata_is_no_operator(query: Any) -> None:
 
 
 def test_a_torch_without_some_parts_still_lists_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert missing_parts() == []
+    assert missing_paths() == []
     complete = len(targets())
     monkeypatch.delattr(torch._C, "_sparse")
     monkeypatch.delattr(torch._C, "_FunctionBase")
     by_callable.cache_clear()
     _targets._all_targets.cache_clear()
     try:
-        assert missing_parts() == ["torch._C._sparse", "torch._C._FunctionBase", "Function.apply"]
+        assert missing_paths() == ["torch._C._sparse", "torch._C._FunctionBase", "Function.apply"]
         assert 0 < complete - len(targets()) < 20
     finally:
         monkeypatch.undo()

@@ -42,20 +42,18 @@ class Computation:
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
         """Return the node's output as an array, or several outputs as a list."""
-        flat = [
-            element
-            for value in inputs
-            for element in (value if isinstance(value, (list, tuple)) else (value,))
-        ]
+        flat: list[Any] = []
+        for value in inputs:
+            flat += value if isinstance(value, (list, tuple)) else [value]
         arrays = [None if element is None else np.asarray(element) for element in flat]
         key = tuple(None if element is None else element.dtype.name for element in arrays)
         if key not in self._sessions:
-            self._sessions[key] = self._session(arrays)
+            self._sessions[key] = self._create_session(arrays)
         feed = {f"i{i}": element for i, element in enumerate(arrays) if element is not None}
         results = self._sessions[key].run(None, feed)
         return results[0] if len(results) == 1 else results
 
-    def _session(self, arrays: Sequence[Any]) -> Any:
+    def _create_session(self, arrays: Sequence[Any]) -> Any:
         """Return a session of a model with the node alone, for inputs of these dtypes."""
         node = NodeProto()
         node.CopyFrom(self._node)
@@ -77,10 +75,10 @@ class Computation:
 def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> Array | None:
     """Return the result of a node that only rearranges a constant; None for other nodes and inputs."""
     rearrange = REARRANGEMENTS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-    if rearrange is None or any(symbol is None or symbol.constant is None for symbol in inputs) or not inputs:
+    arrays = [None if symbol is None else symbol.constant for symbol in inputs]
+    if rearrange is None or not arrays or any(array is None for array in arrays):
         return None
-    arrays = [symbol.constant for symbol in inputs if symbol is not None]
-    if arrays[0] is None or arrays[0].dtype.type.__module__ != "numpy":
+    if arrays[0] is None or arrays[0].dtype.type.__module__ != "numpy":  # a dtype that NumPy lacks
         return None
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     array = np.asarray(rearrange(*arrays, **attributes))

@@ -153,8 +153,7 @@ def _run_loop(
 ) -> list[Any]:
     """Run rounds while the condition holds, up to the limit; stack each round's scan outputs."""
     body, run = flow.bodies["body"], run_body_of("body")
-    # Limit and condition are optional inputs.
-    limit, condition, *carried = (*inputs, None, None) if len(inputs) < 2 else inputs
+    limit, condition, *carried = inputs  # the first two are None where they are left out
     # ONNX allows scalars and tensors with one element for both.
     limit_rounds = np.inf if limit is None else int(np.asarray(limit).reshape(()))
     goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))
@@ -162,18 +161,18 @@ def _run_loop(
     number, flag = (_scalar_maker(symbol) for symbol in body.inputs[:2])
     # The body returns the condition, the carried values, and the values of this round that are stacked.
     first_stacked = 1 + len(carried)
-    rows: list[list[Any]] = [[] for _ in body.outputs[first_stacked:]]
+    stacks: list[list[Any]] = [[] for _ in body.outputs[first_stacked:]]
     i = 0
     while goes_on and i < limit_rounds:
         body_inputs = [number(i, np.int64), flag(goes_on, np.bool_), *carried]
         condition, *results = run(body_inputs, (i,))
         carried, round_values = results[: len(carried)], results[len(carried) :]
-        for row, value in zip(rows, round_values, strict=True):
-            row.append(value)
+        for stack, value in zip(stacks, round_values, strict=True):
+            stack.append(value)
         goes_on = bool(np.asarray(condition).reshape(()))
         i += 1
-    declared = body.declared[first_stacked:]
-    return [*carried, *(_stack_rounds(row, symbol, 0) for row, symbol in zip(rows, declared, strict=True))]
+    pairs = zip(stacks, body.declared[first_stacked:], strict=True)
+    return [*carried, *(_stack_rounds(stack, symbol, 0) for stack, symbol in pairs)]
 
 
 def _run_scan(
@@ -188,24 +187,26 @@ def _run_scan(
     state, scanned = list(inputs[: len(inputs) - count]), inputs[len(inputs) - count :]
     declared = body.declared[len(state) :]
     axes = attributes.get("scan_input_axes") or [0] * count
-    backwards = attributes.get("scan_input_directions") or [0] * count
-    rows: list[list[Any]] = [[] for _ in declared]
+    directions = attributes.get("scan_input_directions") or [0] * count  # 1 scans from the last slice
+    stacks: list[list[Any]] = [[] for _ in declared]
     length = scanned[0].shape[axes[0]]
     for i in range(length):
-        positions = [length - 1 - i if is_backwards else i for is_backwards in backwards]
+        positions = [length - 1 - i if is_reverse else i for is_reverse in directions]
         slices = [
-            np.ascontiguousarray(np.take(value, place, axis))
-            for value, place, axis in zip(scanned, positions, axes, strict=True)
+            np.ascontiguousarray(np.take(value, position, axis))
+            for value, position, axis in zip(scanned, positions, axes, strict=True)
         ]
         results = run([*state, *slices], (i,))
         state, round_values = results[: len(state)], results[len(state) :]
-        for row, value in zip(rows, round_values, strict=True):
-            row.append(value)
-    out_axes = attributes.get("scan_output_axes") or [0] * len(rows)
-    out_backwards = attributes.get("scan_output_directions") or [0] * len(rows)
+        for stack, value in zip(stacks, round_values, strict=True):
+            stack.append(value)
+    output_axes = attributes.get("scan_output_axes") or [0] * len(stacks)
+    output_directions = attributes.get("scan_output_directions") or [0] * len(stacks)
     stacked = [
-        _stack_rounds(row[::-1] if is_backwards else row, symbol, axis)
-        for row, symbol, axis, is_backwards in zip(rows, declared, out_axes, out_backwards, strict=True)
+        _stack_rounds(stack[::-1] if is_reverse else stack, symbol, axis)
+        for stack, symbol, axis, is_reverse in zip(
+            stacks, declared, output_axes, output_directions, strict=True
+        )
     ]
     return [*state, *stacked]
 
@@ -218,12 +219,12 @@ def _run_sequence_map(
 ) -> list[Any]:
     """Run a round for each element of the first sequence, with that of other sequences, and all tensors."""
     run = run_body_of("body")
-    rows: list[list[Any]] = [[] for _ in flow.node.output]
+    sequences: list[list[Any]] = [[] for _ in flow.node.output]
     for i in range(len(inputs[0])):
         body_inputs = [value[i] if isinstance(value, list) else value for value in inputs]
-        for row, value in zip(rows, run(body_inputs, (i,)), strict=True):
-            row.append(value)
-    return list(rows)
+        for sequence, value in zip(sequences, run(body_inputs, (i,)), strict=True):
+            sequence.append(value)
+    return list(sequences)
 
 
 _RUNNERS = {"If": _run_if, "Loop": _run_loop, "Scan": _run_scan, "SequenceMap": _run_sequence_map}
@@ -235,11 +236,15 @@ def _scalar_maker(symbol: OnnxSymbol) -> Callable[[Any, Any], Any]:
     return lambda value, dtype: np.full(shape, value, dtype)
 
 
-def _stack_rounds(rows: Sequence[Any], symbol: OnnxSymbol, axis: int) -> Any:
-    """Stack values along a new axis; without rounds, unknown extents are 0 as in ONNX Runtime."""
-    if rows:
+def _stack_rounds(values: Sequence[Any], symbol: OnnxSymbol, axis: int) -> Any:
+    """Stack the values of all rounds along a new axis; without rounds, unknown extents are 0.
+
+    ONNX Runtime does so, too.  symbol: of such a value, as the body declares it.
+    """
+    if values:
         # A negative axis counts in the result, which has one axis more than the values.
-        return np.stack([np.asarray(value) for value in rows], axis if axis >= 0 else axis + 1 + rows[0].ndim)
+        position = axis if axis >= 0 else axis + 1 + values[0].ndim
+        return np.stack([np.asarray(value) for value in values], position)
     # Without a value the declared type alone tells shape and dtype.
     extents = [extent or 0 for extent in symbol.shape or ()]
     extents.insert(axis if axis >= 0 else len(extents) + 1 + axis, 0)

@@ -112,5 +112,5 @@ def model_of(session: Any) -> Model:
         raise CannotInstrument(
             "a session", f"its model {path} has changed since the session was made: {reason}"
         )
-    model.infer_types(SessionFactory(session, model).types)
+    model.infer_types(SessionFactory(session, model).infer_types)
     return model

@@ -235,22 +235,22 @@ def _only_moves_constants(node: NodeProto) -> bool:
 def _equal_constants(rewriting: ModelRewriting, graph: GraphProto) -> dict[str, str]:
     """Return, for each constant of a routine that equals an initializer or an earlier constant, its name."""
     # Digests of all weights would take long, so only those with the layout of a new constant are compared.
-    layouts = {_layout(array) for array in rewriting.constants.values()}
+    layouts = {_dtype_and_shape(array) for array in rewriting.constants.values()}
     # A default may be overridden at run time, and a name in a body may hide the constant.
     excluded = rewriting.model.overridable | set(_inner_names(graph))
     names = [tensor.name for tensor in graph.initializer if tensor.name not in excluded]
     initializers = {name: rewriting.model.constants[name] for name in names}
-    initializers = {name: array for name, array in initializers.items() if _layout(array) in layouts}
+    initializers = {name: array for name, array in initializers.items() if _dtype_and_shape(array) in layouts}
     names_by_content: dict[Any, str] = {}
     equal_names = {}
     for name, array in (initializers | rewriting.constants).items():
-        first_name = names_by_content.setdefault((_layout(array), _digest(array)), name)
+        first_name = names_by_content.setdefault((_dtype_and_shape(array), _digest(array)), name)
         if first_name != name and name not in initializers:
             equal_names[name] = first_name
     return equal_names
 
 
-def _layout(array: Any) -> tuple[str, tuple[int, ...]]:
+def _dtype_and_shape(array: Any) -> tuple[str, tuple[int, ...]]:
     return np.asarray(array).dtype.name, np.shape(array)
 
 

@@ -150,9 +150,9 @@ def schedule(
     earliest_number = 0  # the first step that nodes may still be added to
     for item in items:
         if isinstance(item, ComputedNode):
-            number = max((in_session.get(name, 0) for name in names_read(item.node)), default=0)
+            first_number = max((in_session.get(name, 0) for name in names_read(item.node)), default=0)
             # Not before the observers have run whose values exceed the budget.
-            number = max(number, earliest_number)
+            number = max(first_number, earliest_number)
             steps[number].nodes.append(item.node)
             in_session.update(dict.fromkeys(item.node.output, number))
             in_python.update(dict.fromkeys(item.node.output, number + 1))
@@ -168,14 +168,14 @@ def schedule(
             # Later nodes go to later sessions, so that observers run, and the values they keep are freed.
             earliest_number = max(earliest_number, number)
     ordered = [steps[number] for number in sorted(steps)]
-    _find_passed_values(ordered, constants, fetched)
+    _set_passed_values(ordered, constants, fetched)
     return ordered
 
 
-def _find_passed_values(
+def _set_passed_values(
     steps: Sequence[ScheduledStep], constants: Collection[str], fetched: Collection[str]
 ) -> None:
-    """Find the values that pass between the steps."""
+    """Set each step's inputs, outputs, constants and values that nothing reads later."""
     read_later = set(fetched)
     # From the last step back, since an output is needed only if a later step reads it.
     for step in reversed(steps):

@@ -55,13 +55,15 @@ class TypedInsertion(Insertion):
     def results(self, values: Sequence[Any]) -> list[Any]:
         """Return the flat results: the elements of a list of inputs, but a sequence as a whole."""
         flat: list[Any] = []
-        sizes, dtypes = dict(zip(self.input_positions, self.sizes, strict=True)), iter(self.dtypes)
+        size_by_position = dict(zip(self.input_positions, self.sizes, strict=True))
+        remaining_dtypes = iter(self.dtypes)
         for position in self.output_positions:
-            size = sizes[position]
-            kinds = [next(dtypes) for _ in range(1 if size is None else size)]
+            size = size_by_position[position]
+            dtypes = [next(remaining_dtypes) for _ in range(1 if size is None else size)]
             value = values[position]
             # A list is one value where the graph has a sequence, and several where an input is variadic.
-            is_single = (size is None and kinds[0] is None) or not isinstance(value, (list, tuple))
+            is_sequence = size is None and dtypes[0] is None
+            is_single = is_sequence or not isinstance(value, (list, tuple))
             flat += [value] if is_single else value
         return flat
 

@@ -352,8 +352,7 @@ def _type_of_argument(argument: Any) -> TypeProto | None:
     if match is None or match[1] not in _ELEMENTS:
         return None
     element = onnx.TensorProto.DataType.Value(_ELEMENTS[match[1]])
-    extents = argument.shape or None  # ONNX Runtime reports a scalar like an unknown shape
-    shape = extents and [
-        extent if isinstance(extent, str) or (extent or 0) > -1 else None for extent in extents
-    ]
+    shape: list[Any] | None = None
+    if argument.shape:  # ONNX Runtime reports a scalar like an unknown shape
+        shape = [None if isinstance(extent, int) and extent < 0 else extent for extent in argument.shape]
     return onnx.helper.make_tensor_type_proto(element, shape)

@@ -172,7 +172,8 @@ class OnnxRewriter(Rewriter[NamedNode]):
         calls_python = self.calls_python and not self.rewriting.written and is_runnable(copied_node, opset)
         bodies: dict[str, list[ControlFlowBody]] = {}
         for attribute in copied_node.attribute:
-            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+            graphs = [attribute.g] if attribute.HasField("g") else attribute.graphs
+            for graph in graphs:
                 path = (*self.path, node.name, attribute.name)
                 bodies.setdefault(attribute.name, []).append(
                     self._rewrite_body(

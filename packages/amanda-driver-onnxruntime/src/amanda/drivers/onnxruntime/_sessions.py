@@ -123,7 +123,7 @@ class SessionFactory:
         session, weights = self._create_session(graph, {name: constants.get(name) for name in step.constants})
         return PartSession(session, inputs, outputs, weights)
 
-    def types(
+    def infer_types(
         self, proto: ModelProto, names: Sequence[str], constants: Mapping[str, Any]
     ) -> dict[str, TypeProto]:
         """Return the types of values of the outermost graph, from a session like the user's."""

@@ -33,7 +33,7 @@ def handles_of(layer: Any) -> list[Any]:
     return [variable.handle for variable in variables if hasattr(variable, "handle")]
 
 
-def named_paths(subjects: Sequence[Any]) -> tuple[str, ...]:
+def layer_name_paths(subjects: Sequence[Any]) -> tuple[str, ...]:
     """Return the path of the innermost layer by the names of the layers around it, and each end of that path.
 
     subjects: from the outermost in.  Example: "model/block/dense", "block/dense" and "dense".
@@ -127,7 +127,7 @@ def enclose_modules(attributes: Attributes) -> None:
     def enclose(kind: type) -> None:
         """Enclose the calls of a subclass of `tf.Module` that defines `__call__`."""
         if isinstance(vars(kind).get("__call__"), types.FunctionType):
-            attributes.set(kind, "__call__", _as_region(vars(kind)["__call__"]))
+            attributes.set(kind, "__call__", _wrap_module_call(vars(kind)["__call__"]))
 
     for module, name in LAYERS:
         attributes.when_imported(module, partial(enclose_layers, module, name))
@@ -137,7 +137,7 @@ def enclose_modules(attributes: Attributes) -> None:
     attributes.follow_subclasses(tf.Module, enclose)
 
 
-def _as_region(call: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
     """Return a call of a `tf.Module` as a region that AutoGraph converts as it converts the call itself."""
     # AutoGraph cannot convert an Enclosure: it would run the call unconverted, and do so for this module ever
     # after. So AutoGraph gets a function, which converts the call within the region.

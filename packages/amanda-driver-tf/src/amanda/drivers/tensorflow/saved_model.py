@@ -61,7 +61,7 @@ class SavedModelFolder(Artefact):
         self._changed, self._added = {}, {}
         for name in self._functions():
             self._edit(name, inlining)
-        _call_by_name(self._changed, self._added)
+        _reuse_equal_functions(self._changed, self._added)
         if (self._path / _KERAS).exists():
             inlining.leave(_KERAS, "is left out: Keras would make layers anew by it, without routines")
 
@@ -173,7 +173,7 @@ def _argument_lookup(captured: Sequence[Any], first: int) -> Callable[[int], Any
     return lambda position: captured[position - first] if position >= first else None
 
 
-def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
+def _reuse_equal_functions(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
     """Make calls of an edited copy call the function of the SavedModel, if that has the same content."""
     names_by_content = {_content_without_name(function): name for name, function in changed.items()}
     contents = {name: _content_without_name(function) for name, function in added.items()}
@@ -183,10 +183,10 @@ def _call_by_name(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
     for name in equal_names:
         del added[name]
     for definition in (*changed.values(), *added.values()):
-        for node in definition.node_def:
-            for value in node.attr.values():
-                for function in [value.func] if value.HasField("func") else value.list.func:
-                    function.name = equal_names.get(function.name, function.name)
+        for value in [value for node in definition.node_def for value in node.attr.values()]:
+            references = [value.func] if value.HasField("func") else value.list.func
+            for reference in references:
+                reference.name = equal_names.get(reference.name, reference.name)
 
 
 def _content_without_name(definition: Any) -> bytes:

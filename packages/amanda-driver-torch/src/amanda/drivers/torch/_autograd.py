@@ -26,11 +26,11 @@ from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
 
 from ._compiled_callables import report_leaves
-from ._levels import all_layers, without_ended_batches
+from ._levels import all_layers, drop_ended_batches
 from ._nodes import QuickHooks, free_without_recursion, register_hooks_without_handles, remove_hook_handles
 from ._overrides import WithoutTorchFunction, reading_context
 from ._requirements import torch_attribute
-from ._saved_tensors import end_traceback_in_torch
+from ._saved_tensors import hide_unpack_frame
 
 AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 # A backward op's place among those of its op is its sequence number after the op's first. Leaves have none,
@@ -38,7 +38,7 @@ AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined
 LEAF_PLACE = 1 << 32
 _ORDER_STEP = 1 << 40
 
-_sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+_sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 _marked_graphs = Graphs(
     tensors=torch.Tensor, leaf=AccumulateGrad, maker="grad_fn", base="_base", next="next_functions",
     notes="metadata", number="_sequence_nr", key="amanda", sampled=free_without_recursion,
@@ -54,14 +54,14 @@ class NodeBracket:
     __slots__ = ("begin", "end", "start")
 
     def __init__(self) -> None:
-        self.begin = _sequence()
+        self.begin = _sequence_number()
 
     def __enter__(self) -> "NodeBracket":
-        self.start = self.end = _sequence()
+        self.start = self.end = _sequence_number()
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self.end = _sequence()
+        self.end = _sequence_number()
 
 
 class Autograd(EagerDriver):
@@ -93,7 +93,7 @@ class Autograd(EagerDriver):
         """
         return _marked_graphs.marker(trace, writes)
 
-    def follow_backward(self, attributes: Attributes) -> None:
+    def patch_backward_passes(self, attributes: Attributes) -> None:
         """Make every backward pass bring its nodes to the tools."""
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
@@ -110,7 +110,7 @@ class Autograd(EagerDriver):
             # By place come after `outputs`: gradients, whether to keep the graph, whether to create one.
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
-            create_graph = create_graph and not (is_transform and _records_nothing_below(outputs, *args))
+            create_graph = create_graph and not (is_transform and _leaves_no_graph(outputs, *args))
             if activation is not None:
                 report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
             if activation is not None and create_graph:
@@ -126,7 +126,7 @@ class Autograd(EagerDriver):
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
             except RuntimeError as error:
-                end_traceback_in_torch(error)
+                hide_unpack_frame(error)
                 raise
             finally:
                 uninterrupted(backward.remove_hooks)
@@ -152,14 +152,14 @@ def _is_run_by_transform(caller: FrameType) -> bool:
     return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
 
 
-def _records_nothing_below(outputs: Sequence[Any], gradients: Sequence[Any] = (), *_: Any) -> bool:
+def _leaves_no_graph(outputs: Sequence[Any], gradients: Sequence[Any] = (), *_: Any) -> bool:
     """Return True if a pass of a transform makes no graph that another pass could follow.
 
     Transforms always ask for a graph; what they make at their own level ends with them, so only tensors at
     the levels below that need a gradient, and gradients that do, lead to backward ops of backward ops.
     """
-    below = [layer for output in outputs for layer in all_layers([output])[1:]]
-    return not any(layer.requires_grad for layer in (*below, *all_layers(gradients)))
+    layers_below = [layer for output in outputs for layer in all_layers([output])[1:]]
+    return not any(layer.requires_grad for layer in (*layers_below, *all_layers(gradients)))
 
 
 _EAGER_TRANSFORMS = "torch._functorch.eager_transforms"
@@ -256,23 +256,21 @@ class _BackwardPass:
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
             if may_use_settled and plan.stack is stack:
-                settled = plan.backward.native_steps.get((node_type, place)) or BackwardStep.settled(
+                settled_hooks = plan.backward.native_steps.get((node_type, place)) or BackwardStep.settled(
                     self._driver, trace, node_type, place
                 )
-                if settled is not None:
+                if settled_hooks is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
-                    before, after, hooks_for_shapes = settled
+                    before, after, hooks_for_shapes = settled_hooks
                     # These hooks depend on the shapes of vmaps' batches.
                     if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(
-                            without_ended_batches(mark.shapes or trace.shapes)
-                        )
+                        before, after, _ = hooks_for_shapes(drop_ended_batches(mark.shapes or trace.shapes))
                     if before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:
                         add_handle((node, node.register_hook(after)))
                     continue
-            self._hook_new_step(node, mark, place, is_leaf)
+            self._analyse_and_hook(node, mark, place, is_leaf)
 
     def _find_marked_nodes(self, outputs: Sequence[Any]) -> None:
         """Find the marked nodes behind `outputs`, and those of them that other passes have hooked.
@@ -293,17 +291,20 @@ class _BackwardPass:
                 )
             self.under_way.append(self)
 
-    def _hook_new_step(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
-        """Hook a node whose backward op may have to be analysed, if there is work at it."""
+    def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
+        """Bring a node's backward op to the tools, and hook the node if there is work at it.
+
+        Under create_graph each node is hooked, to mark the nodes that it makes.
+        """
         trace = mark.trace
         self._traces_with_steps.append(trace)
         step = BackwardStep(
             self._driver, trace, type(node), place, self._state, replaceable=not is_leaf,
-            order=mark.order + 1, shapes=without_ended_batches(mark.shapes or trace.shapes),
+            order=mark.order + 1, shapes=drop_ended_batches(mark.shapes or trace.shapes),
         )  # fmt: skip
         if step.has_work or self._create_graph:
             self._pending_counts[id(trace)] += 1
-            hooks = _StepHooks(step, mark, self._driver, self._drop_values_after_last)
+            hooks = _StepHooks(step, mark, self._driver, self._note_backward_op_run)
             self._handles.append((node, node.register_prehook(hooks.before)))
             self._handles.append((node, node.register_hook(hooks.after)))
 
@@ -319,25 +320,22 @@ class _BackwardPass:
                 remove_hook_handles(self._handles)
             while self._handles:
                 node, handle = self._handles[-1]
-                heir = next(
-                    (
-                        backward_pass
-                        for backward_pass in other_passes
-                        if id(node) in backward_pass._hooked_elsewhere
-                    ),
-                    None,
-                )
-                if heir is None:
-                    remove_hook_handles([(node, handle)])
+                heirs = [
+                    backward_pass
+                    for backward_pass in other_passes
+                    if id(node) in backward_pass._hooked_elsewhere
+                ]
+                if heirs:
+                    heirs[0]._handles.append((node, handle))
                 else:
-                    heir._handles.append((node, handle))
+                    remove_hook_handles([(node, handle)])
                 self._handles.pop()  # last, so that an interrupt before it only repeats the step
             self.under_way[:] = other_passes
 
-    def _drop_values_after_last(self, trace: Trace) -> None:
-        """Count a backward op of an op as run; after the last drop the op's inputs and outputs.
+    def _note_backward_op_run(self, trace: Trace) -> None:
+        """Count a backward op of an op as run; after the last drop the inputs and outputs of the op.
 
-        They stay if another pass may come through the graph.
+        The values stay if another pass may come through the graph.
         """
         self._pending_counts[id(trace)] -= 1
         if self._is_last and not self._pending_counts[id(trace)] and trace.facts is not None:
@@ -396,7 +394,7 @@ class _StepHooks(QuickHooks):
         """Return the gradients for the node after the routines before it; None if none has changed."""
         with Suspension(), reading_context():
             grads = self._step.before(grad_outputs)
-        self._start = _sequence()
+        self._start = _sequence_number()
         return _tuple_if_changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -413,7 +411,7 @@ class _StepHooks(QuickHooks):
 
     def _mark_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
         """Mark the nodes that a node made under create_graph, if any, as backward ops of the same op."""
-        end = _sequence()
+        end = _sequence_number()
         if end == self._start or not torch.is_grad_enabled():
             return
         trace = self._mark.trace.again(self._mark.shapes)

@@ -58,9 +58,10 @@ class TorchCall(Call):
 
         Only for an op that may make a view of its first input, or that reads all its memory: with another
         layout `reshape` would make a view where the program's call copies, or the reverse.
+        A value that is not strided, or has another shape, stays as it is.
         """
         original, value = self.inputs[0], inputs[0]
-        if value is original or not _depends_on_layout(self._site.key):
+        if value is original or not _may_return_view(self._site.key):
             return inputs
         if self._site.key == "as_strided":
             # The memory of a wrapper of a transform cannot be read beyond its elements.
@@ -70,7 +71,9 @@ class TorchCall(Call):
             return [copy_in_storage_like(original, value), *inputs[1:]]
         if not (is_strided(original) and is_strided(value)) or original.stride() == value.stride():
             return inputs
-        return [copy_laid_out_like(original, value), *inputs[1:]] if original.shape == value.shape else inputs
+        if original.shape != value.shape:
+            return inputs
+        return [copy_laid_out_like(original, value), *inputs[1:]]
 
     def computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on inputs like this call's."""
@@ -117,7 +120,7 @@ class TorchCall(Call):
 
     def takes_equals(self) -> bool:
         """Return True unless the op may write, or its result depends on how a tensor lies in memory."""
-        return not self.may_write() and not _depends_on_layout(self._site.key)
+        return not self.may_write() and not _may_return_view(self._site.key)
 
     def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the tensors that the op has written, of `x[index] = y` the elements at the index."""
@@ -164,7 +167,7 @@ _FORM_ONLY_OPS = frozenset(
 
 
 @cache
-def _depends_on_layout(key: str) -> bool:
+def _may_return_view(key: str) -> bool:
     """Return True for an op that may return a view of its first input, by its schemas in ATen."""
     # A result that aliases an input without writing it is a view, by any overload.
     schemas = torch._C._jit_get_schemas_for_operator(f"aten::{key}")

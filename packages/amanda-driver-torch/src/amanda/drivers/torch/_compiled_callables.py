@@ -27,14 +27,14 @@ _NOTES_KEY = "amanda_leaves"
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
-def asks_for_graphs(state: object) -> TypeGuard[State]:
+def instruments_compiled_code(state: object) -> TypeGuard[State]:
     """Return True if compiled callables are to be instrumented in this state."""
     if type(state) is not State or state.stack is None or not state.scopes:
         return False
     return state.scopes[-1].compiled == "instrument"  # the innermost scope decides
 
 
-def supports_stances() -> bool:
+def dynamo_has_stances() -> bool:
     """Return True if dynamo, once imported, has stances, which decide if compiled code runs (torch 2.6)."""
     # Importing dynamo takes seconds, and a program without torch.compile does not need it.
     frames = sys.modules.get("torch._dynamo.eval_frame")
@@ -43,10 +43,10 @@ def supports_stances() -> bool:
 
 def report_op_by_op(state: State, frame: FrameType | None) -> None:
     """Report the compiled callable that a frame of dynamo's is about to run as eager code."""
-    state.report(*entry_of_op_by_op_run(None if frame is None else frame.f_locals.get("fn")))
+    state.report(*op_by_op_report_entry(None if frame is None else frame.f_locals.get("fn")))
 
 
-def entry_of_op_by_op_run(function: Callable[..., Any] | None) -> tuple[str, str, str]:
+def op_by_op_report_entry(function: Callable[..., Any] | None) -> tuple[str, str, str]:
     """Return the report entry of a compiled callable: its name, the reason, "file:line" of its code."""
     # dynamo and decorators wrap the user's function, whose name and line the report is to show.
     function = None if function is None else inspect.unwrap(function)
@@ -71,12 +71,14 @@ class WatchedLeaf(NamedTuple):
     tools: Sequence[Any]
 
 
-def note_leaves(values: Iterable[Any], start: int, leaves: Sequence[WatchedLeaf]) -> None:
-    """Note the leaves of a compiled graph at the nodes of autograd that it made, numbered from `start`."""
-    # The sequence number tells nodes of this run from those that lead to inputs of the graph.
+def note_watched_leaves(values: Iterable[Any], first_number: int, leaves: Sequence[WatchedLeaf]) -> None:
+    """Note the leaves of a compiled graph at the nodes of autograd that a run of the graph made.
+
+    first_number: sequence number from which on nodes are of this run, and not of the graph's inputs.
+    """
     for value in values:
         node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
-        if node is not None and node._sequence_nr() >= start:
+        if node is not None and node._sequence_nr() >= first_number:
             node.metadata.setdefault(_NOTES_KEY, []).append(leaves)
 
 
@@ -85,9 +87,9 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
 
     accumulates: whether the pass stores gradients.
     """
-    if not asks_for_graphs(state):
+    if not instruments_compiled_code(state):
         return
-    watched_leaves, gradient_counts = _leaves_behind(outputs, state)
+    watched_leaves, gradient_counts = _find_watched_leaves(outputs, state)
     for node, count in gradient_counts.items():
         # By `id`, since the notes hold the tensors and so keep their addresses in use.
         leaf = watched_leaves.get(id(node.variable))
@@ -105,10 +107,10 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
             state.report(subject, "a compiled graph calls its routines before hooks on the tensor")
 
 
-def _leaves_behind(outputs: Sequence[Any], state: State) -> tuple[dict[int, WatchedLeaf], Counter[Any]]:
+def _find_watched_leaves(outputs: Sequence[Any], state: State) -> tuple[dict[int, WatchedLeaf], Counter[Any]]:
     """Return the noted leaves behind outputs, by `id`, and the number of edges to each AccumulateGrad node.
 
-    Of the leaves those that a tool with an open scope watches.
+    A leaf is left out if no tool that watches it has an open scope.
     """
     watched_leaves: dict[int, WatchedLeaf] = {}
     gradient_counts: Counter[Any] = Counter()

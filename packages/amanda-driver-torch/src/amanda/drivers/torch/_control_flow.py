@@ -78,7 +78,8 @@ def _while_loop(
     **options: Any,
 ) -> Any:
     """Run the body while the condition holds; return the carried values in the form that the body gives."""
-    operands = values = _views_that_sum_gradients(tuple(carried_inputs))
+    operands = _views_that_sum_gradients(tuple(carried_inputs))
+    values = operands
     results: Any = None
     while cond_fn(*values, *additional_inputs):
         results = body_fn(*values, *additional_inputs)
@@ -96,7 +97,8 @@ def _scan(
     additional_inputs: Sequence[Any] = (),
 ) -> Any:
     """Run the steps in order; return the last carry and the stacked outputs, as the function has them."""
-    operands = carry, rows = _views_that_sum_gradients((tuple(init), tuple(xs)))
+    operands = _views_that_sum_gradients((tuple(init), tuple(xs)))
+    carry, rows = operands
     outputs: list[list[Any]] = []
     form: Any = None
     for row in zip(*(value.unbind(0) for value in rows), strict=True):
@@ -110,12 +112,13 @@ def _scan(
 
 def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
     """Run the function on each row; return the stacked results, as the function has them."""
-    operands = rows, shared = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
+    operands = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
+    rows, shared = operands
     outputs: list[list[Any]] = []
     form: Any = None
-    arguments = [_repeat_for_rows(value, len(rows[0])) for value in shared]
+    shared_by_row = [_repeat_for_rows(value, len(rows[0])) for value in shared]
     for i, row in enumerate(zip(*(value.unbind(0) for value in rows), strict=True)):
-        results, form = tree_flatten(f(*row, *(values[i] for values in arguments)))
+        results, form = tree_flatten(f(*row, *(values[i] for values in shared_by_row)))
         outputs.append(results)
     _report_rounding("map_impl", outputs[-1])
     return _with_zero_gradients(tree_unflatten(_stack_steps(outputs), form), operands)
@@ -196,10 +199,9 @@ def _with_zero_gradients(
     ]
     results = [leaves[i] for i in positions]
     trained_operands = [value for value in tree_leaves(operands) if _needs_gradient(value)]
-    reached = {id(value) for value in _nodes_and_leaves_behind(results)}
-    candidates = trained_operands if read_elsewhere is None else read_elsewhere
-    unread = [value for value in candidates if id(_node_or_leaf(value)) not in reached]
-    if not unread and (not trained_operands or all(result.requires_grad for result in results)):
+    unread = _tensors_without_path(trained_operands if read_elsewhere is None else read_elsewhere, results)
+    all_need_gradient = all(result.requires_grad for result in results)
+    if not unread and (not trained_operands or all_need_gradient):
         return outputs
     with interceptor.Suspension():
         # If nothing is unread, some result depends on no operand: beside the operands it gets a node too.
@@ -207,6 +209,12 @@ def _with_zero_gradients(
     for i, result in zip(positions, new_results, strict=True):
         leaves[i] = result
     return tree_unflatten(leaves, form)
+
+
+def _tensors_without_path(tensors: Iterable[torch.Tensor], results: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors on which no result depends, by autograd's graph."""
+    reached_ids = {id(value) for value in _nodes_and_leaves_behind(results)}
+    return [tensor for tensor in tensors if id(_node_or_leaf(tensor)) not in reached_ids]
 
 
 def _can_need_gradient(tensor: torch.Tensor) -> bool:
@@ -260,13 +268,13 @@ def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Te
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    stand_ins: dict[int, torch.Tensor] = {}
+    operand_by_fake: dict[int, torch.Tensor] = {}
 
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         fake: torch.Tensor = fakes.from_tensor(value.detach(), static_shapes=True)
-        stand_ins[id(fake)] = value
+        operand_by_fake[id(fake)] = value
         return fake.requires_grad_(value.requires_grad)
 
     try:
@@ -277,8 +285,9 @@ def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Te
     except Exception:  # of a branch that has no values without data
         report_unseen("cond", UNREAD)
         return []
-    tensors = [stand_ins.get(id(tensor), tensor) for tensor in read.tensors.values()]
-    return [tensor for tensor in tensors if not hasattr(tensor, "fake_mode")]  # results have one
+    tensors = [operand_by_fake.get(id(tensor), tensor) for tensor in read.tensors.values()]
+    # What is still a tensor without data is a result of the branch.
+    return [tensor for tensor in tensors if not hasattr(tensor, "fake_mode")]
 
 
 def _report_rounding(name: str, results: Sequence[Any]) -> None:

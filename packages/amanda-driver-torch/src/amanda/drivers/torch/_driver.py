@@ -27,7 +27,12 @@ from ._autograd import Autograd, remove_abandoned_hooks
 from ._calls import CollectiveCall, TorchCall
 from ._collectives import is_functional_collective, wait_for_results
 from ._detours import set_detours
-from ._kernels import FUNCTION_CALL, is_dispatched_in_backward, is_level_of_function, is_part_of_op
+from ._kernels import (
+    FUNCTION_CALL,
+    is_call_for_next_transform,
+    is_called_by_kernel,
+    is_dispatched_in_backward,
+)
 from ._levels import in_transform, is_within_kernel
 from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
 from ._overrides import (
@@ -90,7 +95,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
         self._detour_call_methods()
         enclose_modules(self.attributes)
-        self.follow_backward(self.attributes)
+        self.patch_backward_passes(self.attributes)
         self._patches.install(self.attributes)
 
     def detach(self) -> None:
@@ -134,7 +139,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
                 self.handle, TRANSPARENT | IMPLEMENTATION,
             )  # fmt: skip
         op = PropertyRead(target.callable) if target.kind == "getset" else target.callable
-        # Inside another op it is how that op gives its result the class of a Tensor subclass.
+        # Ops call `as_subclass` to give their results the class of a Tensor subclass: it is part of them.
         flags = IMPLEMENTATION if target.name == "as_subclass" else 0
         flags |= ONE_PLACE if target.name in _TRANSFERS else 0
         return self.site(target.callable, op, target.canonical, flags)
@@ -186,8 +191,11 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return site.invoke(args, kwargs)
         if in_transform() and is_within_kernel():
             return site.invoke(args, kwargs)
-        has_callee = site.key in _CALLEE_FIRST
-        if is_functional_collective(args[0]) if has_callee else site.key.startswith("c10d::"):
+        if site.key in _CALLEE_FIRST:
+            is_collective = is_functional_collective(args[0])
+        else:
+            is_collective = site.key.startswith("c10d::")
+        if is_collective:
             key = 0  # native code knows no value that is still on its way, and no list of lists
         arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
         if in_transform():
@@ -238,12 +246,12 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             call_class = CollectiveCall if site.key.startswith("c10d::") else TorchCall
             return call_class(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
         # Under transforms an operator comes before the Function that it brings to each of them.
-        count = 2 if args[0] is FUNCTION_CALL else 1
-        head, callee, own_args = args[:count], args[count - 1], args[count:]
+        head_length = 2 if args[0] is FUNCTION_CALL else 1
+        head, callee, callee_args = args[:head_length], args[head_length - 1], args[head_length:]
         # The overloads of an operator are one op to tools.
         op = ScriptedOp(callee) if site.key in _SCRIPTED else getattr(callee, "overloadpacket", callee)
         return TorchCall(
-            site, op, head, own_args, kwargs, binding(callee, own_args, kwargs), in_place=False,
+            site, op, head, callee_args, kwargs, binding(callee, callee_args, kwargs), in_place=False,
             invoke_site=self.invoke,
         )  # fmt: skip
 
@@ -324,11 +332,11 @@ def _is_made_by_torch(site: Site, args: tuple[Any, ...], caller: FrameType, is_r
     """
     if site.key in _CALLEE_FIRST and _is_internal_to_torch(args[0]):
         return True
-    if site.key == "Function.apply" and is_level_of_function(caller):
+    if site.key == "Function.apply" and is_call_for_next_transform(caller):
         return True
     if is_resumed:
         return False
-    return is_part_of_op(caller) or (site.key in _OVERLOADS and is_dispatched_in_backward(caller))
+    return is_called_by_kernel(caller) or (site.key in _OVERLOADS and is_dispatched_in_backward(caller))
 
 
 def _has_proxies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

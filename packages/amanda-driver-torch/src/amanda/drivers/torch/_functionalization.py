@@ -28,26 +28,26 @@ _VALUE_STAYS = (
 _WRITE_IS_LOST = "a write into a view that a differentiable routine replaced reaches the value alone"
 
 
-def keeps_value(tensor: torch.Tensor) -> bool:
-    """Return True, and report it, for a tensor whose place no value of a routine can take.
+def report_irreplaceable(tensor: torch.Tensor) -> bool:
+    """Report a tensor whose place no value of a routine can take, and return True; False for another.
 
     Under other transforms a write into a view of the tensor would not reach the value.
     """
-    keeps = _is_out_of_reach(tensor)
-    if keeps:
+    is_irreplaceable = _is_irreplaceable(tensor)
+    if is_irreplaceable:
         _report(_VALUE_STAYS)
-    return keeps
+    return is_irreplaceable
 
 
 def report_lost_writes(view: torch.Tensor) -> None:
     """Report that later writes will not reach both a view and the value that replaced it."""
-    if _is_out_of_reach(view):
+    if _is_irreplaceable(view):
         _report(_WRITE_IS_LOST)
 
 
-def update_views(values: Sequence[Any]) -> None:
-    """Compute views anew whose base was written, while autograd records as the program has it."""
-    # Torch does so at the next read: a routine would read it under no_grad, and the view lose its gradient.
+def recompute_stale_views(values: Sequence[Any]) -> None:
+    """Compute views anew whose base was written, under functionalize, while autograd is as in the program."""
+    # Torch does so at the next read: a routine would read under no_grad, and the view lose its gradient.
     if not is_functionalized():
         return
     for layer in all_layers(values):
@@ -56,7 +56,7 @@ def update_views(values: Sequence[Any]) -> None:
                 torch._sync(layer)  # type: ignore[attr-defined, no-untyped-call]
 
 
-def _is_out_of_reach(tensor: torch.Tensor) -> bool:
+def _is_irreplaceable(tensor: torch.Tensor) -> bool:
     """Return True under functionalize within other transforms, or if the tensor is differentiated."""
     if not is_functionalized():
         return False

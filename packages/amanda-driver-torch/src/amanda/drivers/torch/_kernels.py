@@ -23,7 +23,7 @@ _NO_TASK = -1
 _graph_task = torch_attribute("_C._current_graph_task_id") or (lambda: _NO_TASK)
 
 
-def is_part_of_op(frame: FrameType | None) -> bool:
+def is_called_by_kernel(frame: FrameType | None) -> bool:
     """Return True for a call that a kernel in Python makes, in the forward or the backward pass.
 
     frame: of the call.  If a program calls a function of these modules directly, its calls are ops.
@@ -60,7 +60,7 @@ _BACKWARD = torch.autograd.function.BackwardCFunction.apply.__code__
 """Code that calls the backward of a program's Function, whose calls are ops."""
 
 
-def is_level_of_function(frame: FrameType) -> bool:
+def is_call_for_next_transform(frame: FrameType) -> bool:
     """Return True for a call by which torch.func brings an autograd.Function to the next transform.
 
     frame: of the call.  The program's own call, at the level of all transforms in force, is the op.

@@ -125,6 +125,7 @@ def _dtype_offset() -> int:
         """Return True if the word differs by dtype and device alone, and has no device index."""
         cpu, meta = (_words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values())
         ignores_strides = cpu == _words_at(ctypes.c_uint32, transposed, offset)
+        # From the lowest bits on: 16 of the dtype, 8 of the device type, 8 of the device index.
         dtype_numbers = [word & 0xFFFF for word in cpu]
         devices = {word >> 16 & 0xFF for word in cpu}, {word >> 16 & 0xFF for word in meta}
         has_distinct_words = len(set(dtype_numbers)) == len(dtypes) and devices[0] != devices[1]

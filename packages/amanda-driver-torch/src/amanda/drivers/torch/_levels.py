@@ -166,7 +166,7 @@ def without_transforms_above(level: int) -> Iterator[None]:
             _functorch.push_dynamic_layer_stack(stack.pop())
 
 
-def without_ended_batches(shapes: Any) -> Any:
+def drop_ended_batches(shapes: Any) -> Any:
     """Return shapes of an op's execution without the batches of vmaps that have ended since.
 
     Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
@@ -181,7 +181,7 @@ def without_ended_batches(shapes: Any) -> Any:
         batches = tuple([(level, size) for level, size in shapes.batches if level in levels])
         return BatchedShape(shapes, batches) if batches else tuple(shapes)
     if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
-        return tuple([without_ended_batches(shape) for shape in shapes])
+        return tuple([drop_ended_batches(shape) for shape in shapes])
     return shapes
 
 

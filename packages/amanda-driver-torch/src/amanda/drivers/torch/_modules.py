@@ -83,7 +83,7 @@ def module_path(subjects: Sequence[Any]) -> str:
     """
     # A module of another framework may enclose these.
     modules = [subject for subject in subjects if isinstance(subject, torch.nn.Module)]
-    return path_of_call(modules, lambda outer, inner: without_wrappers(outer, _path_within(outer, inner)))
+    return path_of_call(modules, lambda outer, inner: strip_wrappers(outer, _path_within(outer, inner)))
 
 
 class HandedInParameter(ParameterSlot):
@@ -152,11 +152,11 @@ class VariableFinder:
                 # A subclass says itself what operations on it do; wrappers of transforms are of this class.
                 if type(tensor) is not torch.Tensor:
                     continue
-                if value is tensor or _is_within(innermost(value), innermost(tensor)):
-                    return self._slot_at(owner, name, tensor)
+                if value is tensor or _begins_within(innermost(value), innermost(tensor)):
+                    return self._slot_named(owner, name, tensor)
         return None
 
-    def _slot_at(self, owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> HandedInParameter:
+    def _slot_named(self, owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> HandedInParameter:
         """Return the slot of a module by its name and the shape of its tensor; make it the first time."""
         slots = self._slots.setdefault(owner, {})
         key = name, tuple(tensor.shape)
@@ -165,7 +165,7 @@ class VariableFinder:
         return slots[key]
 
 
-def _is_within(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _begins_within(view: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return True if a strided view begins within the elements of a tensor, in the same base tensor."""
     if view.layout is not torch.strided or tensor.layout is not torch.strided or view.is_nested:
         return False
@@ -206,26 +206,26 @@ class ParameterPaths:
 
         The path of a slot is that of its module.
         """
-        living = [module for module in (reference() for reference in self._modules) if module is not None]
+        modules = [module for module in (reference() for reference in self._modules) if module is not None]
         if isinstance(variable, HandedInParameter):
-            return self._path_of_slot(living, variable)
-        for count, module in enumerate(living, 1):
+            return self._path_of_slot(modules, variable)
+        for count, module in enumerate(modules, 1):
             name = self._cached_path(module, variable)
             if name is not None:
-                parts = module_path(living[:count]), without_wrappers(module, name)
+                parts = module_path(modules[:count]), strip_wrappers(module, name)
                 return ".".join(part for part in parts if part)
         return None
 
     @staticmethod
-    def _path_of_slot(living: Sequence[torch.nn.Module], slot: HandedInParameter) -> str | None:
-        """Return the path of a slot of one of the living modules, or of a child of the last of them.
+    def _path_of_slot(modules: Sequence[torch.nn.Module], slot: HandedInParameter) -> str | None:
+        """Return the path of a slot of one of the enclosing modules, or of a child of the last of them.
 
         None once the module of the slot is dead.
         """
         owner = slot.module
         if owner is None:
             return None
-        enclosing = living[: living.index(owner)] if owner in living else living
+        enclosing = modules[: modules.index(owner)] if owner in modules else modules
         return ".".join(filter(None, (module_path([*enclosing, owner]), slot.name)))
 
     def _cached_path(self, module: torch.nn.Module, variable: Any) -> str | None:
@@ -252,17 +252,16 @@ def _parameter_at(module: torch.nn.Module, path: str) -> Any:
 
 def _path_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     """Return the first path of a module in another; "(Type)" if the other module does not hold it."""
-    paths = _submodule_paths.get(outer)
-    name = None if paths is None else paths.get(id(inner))
-    if name is None or not _holds_at(outer, name, inner):
+    cached_paths = _submodule_paths.get(outer)
+    path = None if cached_paths is None else cached_paths.get(id(inner))
+    if path is None or not _holds_at(outer, path, inner):
         if not isinstance(outer, torch.nn.Module):  # of another framework
             return type_as_path(inner)
         # Reversed, so that of a module in several places the first path stays.
-        paths = _submodule_paths[outer] = {
-            id(module): path for path, module in reversed([*outer.named_modules()])
-        }
-        name = paths.get(id(inner))
-    return type_as_path(inner) if name is None else name
+        paths = {id(module): path for path, module in reversed([*outer.named_modules()])}
+        _submodule_paths[outer] = paths
+        path = paths.get(id(inner))
+    return type_as_path(inner) if path is None else path
 
 
 _submodule_paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
@@ -270,6 +269,7 @@ _submodule_paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = w
 
 
 def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool:
+    """Return True if a module is at a path in another."""
     module: torch.nn.Module | None = outer
     for name in path.split(".") if path else ():
         module = None if module is None else module._modules.get(name)
@@ -284,7 +284,7 @@ def wrapped_attribute(kind: Any) -> str | None:
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
 
-def without_wrappers(outer: torch.nn.Module, path: str) -> str:
+def strip_wrappers(outer: torch.nn.Module, path: str) -> str:
     """Return the path of a submodule or a parameter in a module, without the attributes of wrappers.
 
     path: as `named_modules` or `named_parameters` spells it.
@@ -299,16 +299,16 @@ def without_wrappers(outer: torch.nn.Module, path: str) -> str:
     return ".".join(parts)
 
 
-def stack_without_wrappers(path: str, stack: Iterable[tuple[str, Any]]) -> str:
+def strip_wrappers_by_stack(path: str, stack: Iterable[tuple[str, Any]]) -> str:
     """Return a path without the attributes of wrappers, from a compiler's stack of module calls.
 
     stack: path and class, or the class' full name, of each of the modules that enclose the last.
     """
     parts = path.split(".") if path else []
-    dropped = set()
-    for outer, kind in stack:
+    wrapper_positions = set()
+    for outer_path, kind in stack:
         attribute = WRAPPERS.get(kind) if isinstance(kind, str) else wrapped_attribute(kind)
-        start = outer.split(".") if outer else []
-        if attribute is not None and parts[: len(start) + 1] == [*start, attribute]:
-            dropped.add(len(start))
-    return ".".join(part for i, part in enumerate(parts) if i not in dropped)
+        outer_parts = outer_path.split(".") if outer_path else []
+        if attribute is not None and parts[: len(outer_parts) + 1] == [*outer_parts, attribute]:
+            wrapper_positions.add(len(outer_parts))
+    return ".".join(part for i, part in enumerate(parts) if i not in wrapper_positions)

@@ -72,9 +72,9 @@ def call_forms(
     fitting = [form for signature in candidates for form in _forms_of_signature(signature, nargs, keywords)]
     fitting = _with_fewest_missing(fitting)
     # An `out=` of several tensors is spelled otherwise in the schema: types will tell.
-    slack = 1 if "out" in keywords else 0
+    tolerance = 1 if "out" in keywords else 0
     fewest = min((form.unknown_count for form in fitting), default=0)
-    fitting = [form for form in fitting if form.unknown_count <= fewest + slack]
+    fitting = [form for form in fitting if form.unknown_count <= fewest + tolerance]
     return tuple(fitting) or (_in_call_order(nargs, keywords),)
 
 
@@ -100,18 +100,19 @@ def _forms_of_signature(signature: Signature, nargs: int, keywords: tuple[str, .
     keyword_arguments = tuple(signature.index(keyword) for keyword in keywords)
     positional = signature.positional
     if nargs <= len(positional):
-        yield from _without_repeats(CallForm(signature, positional[:nargs] + keyword_arguments, keywords))
+        form = CallForm(signature, positional[:nargs] + keyword_arguments, keywords)
+        if _fills_each_input_once(form):
+            yield form
     if signature.spreads and nargs >= len(positional):
         sizes = (positional[-1],) * (nargs - len(positional))
         bound = positional + sizes + keyword_arguments
         yield CallForm(signature, bound, keywords, spread=True)
 
 
-def _without_repeats(form: CallForm) -> Iterator[CallForm]:
-    """Yield a form unless two arguments of the call would fill the same input."""
+def _fills_each_input_once(form: CallForm) -> bool:
+    """Return False if two arguments of the call would fill the same input."""
     indices = [i for i in form.bound if i is not None]
-    if len(set(indices)) == len(indices):
-        yield form
+    return len(set(indices)) == len(indices)
 
 
 def _in_call_order(nargs: int, keywords: tuple[str, ...]) -> CallForm:
@@ -213,23 +214,25 @@ def _fitness(form: CallForm, kinds: str) -> tuple[int, int, int]:
     # A tuple, compared from the left: a misfit outweighs any number of less exact types.
     misfits, distance = 0, 0
     nargs = len(kinds) - len(form.keywords)
+    # The arguments from here to `nargs` are the elements of a spread size.
     first_size = len(form.signature.positional) - 1 if form.spread else nargs
     for position, (i, kind) in enumerate(zip(form.bound, kinds, strict=True)):
         if i is None:
             continue
         argument = form.signature.arguments[i]
-        if first_size <= position < nargs:  # a size that is spread over the arguments
-            accepted = "ioT"
+        if first_size <= position < nargs:
+            accepted = _ACCEPTS["SymInt"]
         elif kind == "n" and argument.is_optional:
             continue
         elif argument.is_list:
             accepted = _ACCEPTS_LISTS.get(argument.type, _ANYTHING)
+            # A single int is a spread size of one element, for which there is another form.
             if form.signature.spreads and i == form.signature.positional[-1]:
                 accepted = accepted.replace("i", "")
         else:
             accepted = _ACCEPTS.get(argument.type, _ANYTHING)
         misfits += kind not in accepted
-        distance += accepted.find(kind)
+        distance += accepted.find(kind)  # how far the kind is from the best type
     return (-misfits, -form.unknown_count, -distance)
 
 

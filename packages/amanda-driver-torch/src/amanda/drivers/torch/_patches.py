@@ -21,7 +21,12 @@ from amanda.scope import in_force
 
 from ._autograd import activation_of_pass_caller
 from ._collectives import patch_reducers_to_report
-from ._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
+from ._compiled_callables import (
+    GRAPHS_UNSUPPORTED,
+    dynamo_has_stances,
+    instruments_compiled_code,
+    report_op_by_op,
+)
 from ._control_flow import run_control_flow_op_by_op
 from ._modules import call_within
 from ._requirements import log_once, torch_attribute
@@ -78,8 +83,8 @@ class TorchPatches:
         """Make all changes; the attributes undo them."""
         attributes.on_restore(self._operator_code.restore)
         self._operator_code.exchange()
-        self._follow_checkpoints(attributes)
-        self._follow_futures(attributes)
+        self._patch_checkpoints(attributes)
+        self._patch_futures(attributes)
         patch_reducers_to_report(attributes)
         # Modules that are not imported yet are patched when the program imports them.
         for module, name in INTERNAL_FUNCTIONS:
@@ -93,29 +98,31 @@ class TorchPatches:
         attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
 
     @staticmethod
-    def _follow_checkpoints(attributes: Attributes) -> None:
+    def _patch_checkpoints(attributes: Attributes) -> None:
         """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
         generator = getattr(checkpoint, name, None)
         if generator is not None:
-            in_place = _recomputing_in_place(generator)
-            attributes.set(checkpoint, name, in_place)
-            attributes.when_imported(COMPOSABLE, lambda: _follow_composable_checkpoint(attributes, in_place))
+            wrapped_generator = _wrap_checkpoint_generator(generator)
+            attributes.set(checkpoint, name, wrapped_generator)
+            attributes.when_imported(
+                COMPOSABLE, lambda: _patch_composable_checkpoint(attributes, wrapped_generator)
+            )
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
-            attributes.set(checkpoint.CheckpointFunction, "forward", _forward_recomputing_in_place(forward))
+            attributes.set(checkpoint.CheckpointFunction, "forward", _wrap_checkpoint_forward(forward))
         make_hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
         if make_hook is not None:
-            attributes.set(checkpoint._recomputation_hook, "__init__", _hook_packing_without_tools(make_hook))
+            attributes.set(checkpoint._recomputation_hook, "__init__", _wrap_hook_constructor(make_hook))
 
     @staticmethod
-    def _follow_futures(attributes: Attributes) -> None:
+    def _patch_futures(attributes: Attributes) -> None:
         """Make callbacks of futures run in the scope that added them, on whichever thread."""
         for name in ("then", "add_done_callback"):
             original = torch_attribute(f"_C.Future.{name}")
             if original is not None:
-                attributes.set(torch._C.Future, name, _replaying_callbacks(original))
+                attributes.set(torch._C.Future, name, _wrap_future_method(original))
 
     @classmethod
     def leaves_stance_to_scopes(cls, stance: Any) -> bool:
@@ -128,7 +135,7 @@ class TorchPatches:
     @staticmethod
     def _set_stance(attributes: Attributes) -> None:
         """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes."""
-        if not supports_stances():
+        if not dynamo_has_stances():
             _keep_old_dynamo_from_compiling(attributes)
             return
         contexts: list[Any] = []
@@ -138,7 +145,7 @@ class TorchPatches:
         TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
-def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_checkpoint_generator(generator: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap torch's generator of a checkpoint, to recompute at the place of the first run in scopes."""
 
     @functools.wraps(generator)
@@ -155,29 +162,29 @@ def _recomputing_in_place(generator: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _follow_composable_checkpoint(attributes: Attributes, in_place: Any) -> None:
+def _patch_composable_checkpoint(attributes: Attributes, wrapped_generator: Any) -> None:
     """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
 
-    in_place: what stands for torch's generator of a checkpoint.
+    wrapped_generator: what stands for torch's generator of a checkpoint.
     """
     module: Any = sys.modules[COMPOSABLE]
     generator = getattr(module, _GENERATOR, None)
     if generator is None:
         return
-    if generator is in_place:  # imported in this scope, whose end the module outlives
-        generator = in_place.__wrapped__
+    if generator is wrapped_generator:  # imported in this scope, whose end the module outlives
+        generator = wrapped_generator.__wrapped__
         setattr(module, _GENERATOR, generator)
 
     @functools.wraps(generator)
     def generate(fn: torch.nn.Module, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
         # The checkpoint begins within the call of the module, so its place is in that call already.
-        generate_in_place = getattr(torch.utils.checkpoint, _GENERATOR)
-        return generate_in_place(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
+        run_generator = getattr(torch.utils.checkpoint, _GENERATOR)
+        return run_generator(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
 
     attributes.set(module, _GENERATOR, generate)
 
 
-def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:
+def _wrap_checkpoint_forward(forward: Callable[..., Any]) -> Any:
     """Wrap the forward pass of a reentrant checkpoint, to recompute at the place of the first run."""
 
     @functools.wraps(forward)
@@ -187,7 +194,7 @@ def _forward_recomputing_in_place(forward: Callable[..., Any]) -> Any:
     return staticmethod(run_forward)
 
 
-def _hook_packing_without_tools(make_hook: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_hook_constructor(make_hook: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the constructor of a checkpoint's hooks: what they compute is not an op of the program."""
 
     @functools.wraps(make_hook)
@@ -253,7 +260,7 @@ def _keep_old_dynamo_from_compiling(attributes: Attributes) -> None:
         if activation is None or not callable(callback):
             original(callback)
         else:
-            if asks_for_graphs(activation.state):
+            if instruments_compiled_code(activation.state):
                 activation.state.report(
                     f"graphs of torch.compile with torch {torch.__version__}", GRAPHS_UNSUPPORTED
                 )
@@ -312,7 +319,7 @@ def _patch_linearize_to_report_tangents(attributes: Attributes) -> None:
     @functools.wraps(original)
     def make_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if interceptor.active() is not None and _is_called_by("linearize"):
+        if interceptor.active() is not None and _is_called_by_transform("linearize"):
             counts = Counter(
                 node.target.overloadpacket.__name__
                 for node in self.graph.nodes
@@ -324,9 +331,9 @@ def _patch_linearize_to_report_tangents(attributes: Attributes) -> None:
     attributes.set(module_class, "__init__", make_and_report)
 
 
-def _is_called_by(name: str) -> bool:
+def _is_called_by_transform(name: str) -> bool:
     """Return True if a function of torch.func by this name is among the nearest callers."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)  # what called the caller of this function
     for _ in range(_CALLS_BETWEEN):
         if frame is None:
             return False
@@ -342,7 +349,7 @@ _CALLS_BETWEEN = 8
 """Calls at most from `linearize` to the module that it makes: dynamo puts some around it."""
 
 
-def _replaying_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_future_method(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of Future that takes a callback: the callback runs in the scope of this call."""
 
     @functools.wraps(original)
@@ -352,8 +359,8 @@ def _replaying_callbacks(original: Callable[..., Any]) -> Callable[..., Any]:
     return method
 
 
-def _as_torch_wraps(f: Any, wrapped: Any = None) -> FunctionType:
-    """Wrap a method of Tensor as torch does, but let the TypeErrors of tools through.
+def _wrap_operator(f: Any, wrapped: Any = None) -> FunctionType:
+    """Wrap a method `f` of Tensor as torch does, but let the TypeErrors of tools through.
 
     Torch's functions get the code of this wrapper. So its free variables and globals have torch's names, and
     torch's module provides the globals.
@@ -389,7 +396,7 @@ class OperatorCode:
         """Exchange the code; do nothing if this torch wraps its operators in another way."""
         # Code can be exchanged only between functions with the same free variables. If torch's wrapper has
         # others, or another name, it is not the wrapper that this code was copied from.
-        code = _as_torch_wraps(None).__code__
+        code = _wrap_operator(None).__code__
         torch_code = getattr(torch_attribute("Tensor.__rsub__"), "__code__", code)
         if (torch_code.co_freevars, torch_code.co_name) != (code.co_freevars, "wrapped"):
             return

@@ -109,10 +109,12 @@ def _handle_offset() -> int:
 
 def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
     """Return the index of transforms among the modes, the offset of what a wrapper wraps, and wrappers."""
+    # The wrappers are read within the transforms, which unwrap their results.
     offset, *samples = call_with_wrappers(
-        lambda *samples: (_content_offset(samples), *samples), torch.empty(2)
+        lambda *wrappers: (_content_offset(wrappers), *wrappers), torch.empty(2)
     )
-    return 1 + _MODE_KEYS.index(_TRANSFORM), offset, tuple(samples)
+    mode_index = 1 + _MODE_KEYS.index(_TRANSFORM)  # the function mode comes before these
+    return mode_index, offset, tuple(samples)
 
 
 def _content_offset(samples: tuple[torch.Tensor, ...]) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ._targets import missing_parts
+from ._targets import missing_paths
 
 logger = logging.getLogger("amanda")
 
@@ -154,7 +154,7 @@ def warn_of_absent_names() -> None:
     """Log a warning for each optional name, and each part of torch's API, that this torch lacks."""
     tested = f"amanda-driver-torch was tested with torch up to {NEWEST_TESTED}"
     # Parts of torch's API differ between builds as well as versions: warn, and serve the rest.
-    absent = dict.fromkeys(missing_parts(), "its calls are not seen")
+    absent = dict.fromkeys(missing_paths(), "its calls are not seen")
     absent |= {path: consequence for path, consequence in OPTIONAL.items() if torch_attribute(path) is None}
     for path, consequence in absent.items():
         log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {tested}")

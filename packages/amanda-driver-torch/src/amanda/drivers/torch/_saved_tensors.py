@@ -90,7 +90,7 @@ class SavedAtNodes(Saved):
         """Copy the saved tensors that share memory with tensors that are about to be written."""
         with Suspension(), torch.no_grad():  # copies are not ops of the program
             for node in self._nodes:
-                for saved_variable, value in _saved_at(node):
+                for saved_variable, value in _saved_variables(node):
                     if any(_share_memory(value, tensor) for tensor in self._written):
                         saved_variable.register_hooks(
                             _clone_below if is_wrapped(value) else torch.clone, _identity
@@ -117,23 +117,22 @@ def _node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
-def _saved_at(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
+def _saved_variables(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
     """Yield each saved variable of a node with its tensor; skip those that raise, as after a write."""
     # Torch names the attributes of a node by the saved variable: `_raw_saved_self` beside `_saved_self`.
-    for name in dir(node):
-        if name.startswith(_RAW):
-            value_name = name.replace(_RAW, "_saved_", 1)
-            try:  # `hasattr` raises, too, for what was written since
-                if not hasattr(node, value_name):
-                    value_name = "saved_tensors"  # of an autograd.Function
-                saved, values = getattr(node, name), getattr(node, value_name)
-            except RuntimeError:
-                continue
-            if not isinstance(saved, tuple):
-                saved, values = (saved,), (values,)
-            for saved_variable, value in zip(saved, values, strict=True):
-                if isinstance(value, torch.Tensor):
-                    yield saved_variable, value
+    for variable_name in [name for name in dir(node) if name.startswith(_RAW)]:
+        value_name = variable_name.replace(_RAW, "_saved_", 1)
+        try:  # `hasattr` raises, too, for what was written since
+            if not hasattr(node, value_name):
+                value_name = "saved_tensors"  # of an autograd.Function
+            variables, values = getattr(node, variable_name), getattr(node, value_name)
+        except RuntimeError:
+            continue
+        if not isinstance(variables, tuple):
+            variables, values = (variables,), (values,)
+        for saved_variable, value in zip(variables, values, strict=True):
+            if isinstance(value, torch.Tensor):
+                yield saved_variable, value
 
 
 def _clone_below(tensor: torch.Tensor) -> torch.Tensor:
@@ -173,7 +172,7 @@ class SavedTensor:
             return tensor
 
 
-def end_traceback_in_torch(error: BaseException) -> None:
+def hide_unpack_frame(error: BaseException) -> None:
     """Cut an error's traceback after torch's frames, as if torch had found the write itself."""
     # The frame of `unpack` would tell users of a hook that they have not set.
     last = error.__traceback__

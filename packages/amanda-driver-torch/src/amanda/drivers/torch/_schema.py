@@ -188,16 +188,16 @@ def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding |
     nargs, keywords = len(args), tuple(kwargs or ())
     if called in by_callable():
         return _torch_bindings.setdefault((called, nargs, keywords), _new_binding(called, nargs, keywords))
-    function = getattr(called, "__self__", None)
-    if isinstance(function, type) and issubclass(function, torch.autograd.Function):
-        called = function
+    owner = getattr(called, "__self__", None)
+    if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+        called = owner  # its `apply` is another object at each access
     try:
-        calls = _program_bindings.setdefault(called, {})
+        binding_by_form = _program_bindings.setdefault(called, {})
     except TypeError:  # no weak reference can be made
         return _new_binding(called, nargs, keywords)
-    bound = calls.get((nargs, keywords))
+    bound = binding_by_form.get((nargs, keywords))
     if bound is None:
-        bound = calls[nargs, keywords] = _new_binding(called, nargs, keywords)
+        bound = binding_by_form[nargs, keywords] = _new_binding(called, nargs, keywords)
     return bound
 
 

@@ -185,24 +185,28 @@ def _convert_arguments(schema: Any) -> tuple[Argument, ...]:
 
 def _convert_argument(argument: Any, returned: Set[str] | None) -> Argument:
     """Convert an argument of a schema; returned: alias sets of the op's results, None if they are unknown."""
-    element_type, is_list, is_optional = getattr(argument, "real_type", argument.type), False, False
-    # Optional elements of a list, which come within it, do not make the list optional.
+    element_type = getattr(argument, "real_type", argument.type)
+    is_list = is_optional = False
     while element_type.kind() in ("OptionalType", "ListType"):
-        is_optional |= element_type.kind() == "OptionalType" and not is_list
-        is_list |= element_type.kind() == "ListType"
+        if element_type.kind() == "ListType":
+            is_list = True
+        elif not is_list:  # optional elements of a list do not make the list optional
+            is_optional = True
         element_type = element_type.getElementType()
     type_name: str = element_type.kind().removesuffix("Type")
     default = argument.default_value
     if type_name in _ENUMS and isinstance(default, int):
         default = _ENUMS[type_name][default]
-    alias = argument.alias_info if argument.alias_info and argument.alias_info.is_write else None
+    is_written = bool(argument.alias_info and argument.alias_info.is_write)
     return Argument(
         name=argument.name,
         type=type_name,
         is_list=is_list,
         is_optional=is_optional,
-        is_written=alias is not None,
-        is_unreturned=bool(alias and returned is not None and returned.isdisjoint(alias.before_set)),
+        is_written=is_written,
+        is_unreturned=(
+            is_written and returned is not None and returned.isdisjoint(argument.alias_info.before_set)
+        ),
         keyword_only=argument.kwarg_only,
         has_default=argument.has_default_value(),
         default=tuple(default) if isinstance(default, list) else default,
@@ -246,8 +250,11 @@ def _deprecated_orders(schemas: Iterable[tuple[Argument, ...]], target: Target) 
         for arguments in schemas:
             names = [argument.name for argument in arguments]
             if set(order) <= set(names) and arguments[names.index(order[-1])].type == "Tensor":
-                python = sorted(order, key="self".__ne__) if target.kind == "method" else order
-                yield Signature(arguments, tuple(names.index(name) for name in python))
+                python_order = list(order)
+                if target.kind == "method":  # methods put self first
+                    python_order.remove("self")
+                    python_order.insert(0, "self")
+                yield Signature(arguments, tuple(names.index(name) for name in python_order))
 
 
 @cache

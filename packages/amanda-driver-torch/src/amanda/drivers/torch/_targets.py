@@ -185,7 +185,7 @@ def by_callable() -> dict[Any, Target]:
     return targets_by_callable
 
 
-def missing_parts() -> list[str]:
+def missing_paths() -> list[str]:
     """Return the paths that this module reads and the running torch lacks."""
     tensor = getattr(torch._C, "TensorBase", None)
     function = getattr(torch._C, "_FunctionBase", None)

@@ -212,20 +212,23 @@ class TorchTensors:
         """
         if values is outputs and torch.is_grad_enabled():
             return values
-        placed = [
-            new.detach().requires_grad_() if new is not old and _is_new_leaf(old, inputs) else new
-            for old, new in zip(outputs, values, strict=True)
+        new_values = [
+            value.detach().requires_grad_() if value is not output and _is_new_leaf(output, inputs) else value
+            for output, value in zip(outputs, values, strict=True)
         ]
         if not torch.is_grad_enabled():
-            input_by_id = {
-                id(new): old for old, new in zip(spread(call_inputs), spread(inputs), strict=False)
+            # If a routine replaced an input that the op returns, the gradient was of the program's own input.
+            program_input_by_id = {
+                id(used): original
+                for original, used in zip(spread(call_inputs), spread(inputs), strict=False)
             }
-            for i, (old, new) in enumerate(zip(outputs, placed, strict=True)):
-                original = input_by_id.get(id(old), old)
-                if new is not original and isinstance(new, torch.Tensor) and _needs_gradient(original, new):
+            for i, (output, value) in enumerate(zip(outputs, new_values, strict=True)):
+                original = program_input_by_id.get(id(output), output)
+                is_replaced = value is not original and isinstance(value, torch.Tensor)
+                if is_replaced and _lacks_gradient_of(original, value):
                     with torch.enable_grad():
-                        placed[i] = StraightThrough.apply(original, new)  # type: ignore[no-untyped-call]
-        return values if all(map(operator.is_, placed, values)) else placed
+                        new_values[i] = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
+        return values if all(map(operator.is_, new_values, values)) else new_values
 
     def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
         """Return True for an input, and for a leaf that needs a gradient, which an object may hold."""
@@ -240,9 +243,10 @@ class TorchTensors:
         return flatten_outputs(outputs)
 
 
-def _needs_gradient(original: Any, value: torch.Tensor) -> bool:
-    needs = isinstance(original, torch.Tensor) and original.requires_grad and not value.requires_grad
-    return needs and not torch.is_inference_mode_enabled() and original.shape == value.shape
+def _lacks_gradient_of(original: Any, value: torch.Tensor) -> bool:
+    """Return True if a value needs no gradient where its original does, and autograd can link the two."""
+    is_lacking = isinstance(original, torch.Tensor) and original.requires_grad and not value.requires_grad
+    return is_lacking and not torch.is_inference_mode_enabled() and original.shape == value.shape
 
 
 def _is_new_leaf(output: Any, inputs: Sequence[Any]) -> bool:
@@ -360,11 +364,11 @@ def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         raise complex_error(value.dtype, original.dtype)
     if value.dtype == original.dtype or original.is_quantized or value.is_quantized:
         return value
-    floating = original.dtype.is_floating_point | original.is_complex()
-    if floating and not (value.dtype.is_floating_point or value.is_complex()):
+    is_floating = original.dtype.is_floating_point or original.is_complex()
+    if is_floating and not (value.dtype.is_floating_point or value.is_complex()):
         raise dtype_error(value.dtype, original.dtype)
     cast = value.to(original.dtype)
-    if not floating and not value.is_meta and not bool((cast == value).all()):
+    if not is_floating and not value.is_meta and not bool((cast == value).all()):
         raise RoutineError(
             f"a routine returned {value.dtype} where {original.dtype} was given, with numbers that this type "
             "does not have; return that type, or select floating values alone"

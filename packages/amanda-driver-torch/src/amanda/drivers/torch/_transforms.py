@@ -16,7 +16,7 @@ from amanda.eager import Saved
 from amanda.plan import BatchedShape, spread
 
 from ._autograd import NodeBracket
-from ._functionalization import keeps_value, update_views
+from ._functionalization import recompute_stale_views, report_irreplaceable
 from ._levels import (
     all_layers,
     batch_axes,
@@ -97,7 +97,7 @@ class TransformedTensors(TorchTensors):
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
         value = self._batched_like(original, self._cast_to_fit(original, value))
-        if keeps_value(original):
+        if report_irreplaceable(original):
             return original
         # Integers have no gradient, and an inference tensor enters no graph.  With `functionalize` nothing
         # is differentiated here.
@@ -114,7 +114,7 @@ class TransformedTensors(TorchTensors):
         if not isolated or not isinstance(value, torch.Tensor):
             super().write(target, value, isolated)
             return
-        if keeps_value(target):
+        if report_irreplaceable(target):
             return
         # The tensor as it was gets the gradient of the tensor as it is: no Function with a rule for vmap
         # can write into its argument.
@@ -140,10 +140,13 @@ class TransformedTensors(TorchTensors):
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine that changes no value; explain what it cannot do under a transform."""
+        """Call a routine that changes no value; explain what it cannot do under a transform.
+
+        A routine marked `all_samples` gets tensors with an axis for each batch, and the numbers of batches.
+        """
         arguments = values
         if "all_samples" in marks(func):
-            arguments, batches = [_data_of(value) for value in values], _batch_counts(values)
+            arguments, batches = [_unwrapped_data(value) for value in values], _batch_counts(values)
             kwargs = {**kwargs, "batches": batches} if any(batches) else kwargs
         with running_routine(arguments):
             return super().call_observer(func, arguments, kwargs)
@@ -202,11 +205,11 @@ def running_routine(values: Sequence[Any]) -> Iterator[None]:
         with without_transforms():
             yield
         return
-    update_views(values)
+    recompute_stale_views(values)
     try:
         yield
     except (NotImplementedError, RuntimeError) as error:
-        explain_levels(error, values)
+        add_transform_note(error, values)
         raise
 
 
@@ -214,11 +217,11 @@ def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in spread(values) if isinstance(value, torch.Tensor)]
 
 
-def _data_of(value: Any) -> Any:
+def _unwrapped_data(value: Any) -> Any:
     """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front."""
     if isinstance(value, torch.Tensor):
         return with_batches_first(value)[1] if is_wrapped(value) else value
-    return [_data_of(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return [_unwrapped_data(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _batch_counts(values: Sequence[Any]) -> list[int]:
@@ -236,7 +239,7 @@ def _copy_in_batches_of(original: torch.Tensor, value: torch.Tensor) -> torch.Te
     return torch.empty_like(original).copy_(value)
 
 
-def explain_levels(error: BaseException, values: Sequence[Any]) -> None:
+def add_transform_note(error: BaseException, values: Sequence[Any]) -> None:
     """Add a note to an error of a routine whose values function transforms have wrapped."""
     note = WITHOUT_NUMBERS if any(map(batch_axes, _tensors_among(values))) else WITHOUT_MEMORY
     notes = getattr(error, "__notes__", [])  # `add_note` comes with Python 3.11

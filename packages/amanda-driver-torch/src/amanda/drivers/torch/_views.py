@@ -197,7 +197,8 @@ class TensorTie(Tie):
         value_data, view_data = self._detached_value, self._distinct_view
         if value_data is None:
             return None
-        value_was_written, is_conjugate = start == self.ends[0], False
+        value_was_written = start == self.ends[0]
+        is_conjugate = False
         if value_data.is_complex() and view_data.is_complex() and not written.tensor.is_complex():
             # The real or the imaginary parts alone may be written; a gradient goes on to the others.
             is_conjugate = value_data.is_conj() != view_data.is_conj()
@@ -209,14 +210,12 @@ class TensorTie(Tie):
             recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             # Recorded only if the write was: gradients then follow the copy to the other side.
             with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
-                value_side, view_side = (
-                    _as_known_to_autograd(value_data, value, value_was_written, written),
-                    view_data,
-                )
+                value_side = _as_known_to_autograd(value_data, value, value_was_written, written)
+                view_side = view_data
                 if torch.is_grad_enabled():
                     view_side = _as_known_to_autograd(view_data, base, not value_was_written, written)
                 source, target = (value_side, view_side) if value_was_written else (view_side, value_side)
-                if is_conjugate:
+                if is_conjugate:  # the two sides hold conjugate numbers
                     real, imaginary = source[..., 0], source[..., 1]
                     source = torch.stack([real, -imaginary], -1)
                 if value_was_written and marks is not None and has_overlap(view_data):
@@ -329,14 +328,14 @@ def _write_overlapping(
 ) -> WrittenPart:
     """Write the marked elements of a value into an expanded view, then update the value's other rows."""
     size = view.untyped_storage().nbytes() // view.element_size()
-    whole = (view if base is None else base).as_strided((size,), (1,), 0)
-    whole = whole.detach() if base is None else whole
-    index = strided_as(torch.arange(size, device=view.device), view)[marks]
-    whole[index] = value[marks]
+    cells = (view if base is None else base).as_strided((size,), (1,), 0)
+    cells = cells.detach() if base is None else cells
+    written_index = strided_as(torch.arange(size, device=view.device), view)[marks]
+    cells[written_index] = value[marks]
     flags = torch.zeros(size, dtype=torch.bool, device=view.device)
-    flags[index] = True
-    value.copy_(torch.where(strided_as(flags, view), strided_as(whole, view), value))
-    return WrittenPart(whole, flags)
+    flags[written_index] = True
+    value.copy_(torch.where(strided_as(flags, view), strided_as(cells, view), value))
+    return WrittenPart(cells, flags)
 
 
 def _version_of(tensor: torch.Tensor | None) -> int | None:

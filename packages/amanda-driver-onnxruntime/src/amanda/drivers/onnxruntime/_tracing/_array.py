@@ -262,7 +262,8 @@ def record_getitem(array: TracedArray, key: Any) -> TracedArray:
     """
     keys = _expand_ellipsis(key if isinstance(key, tuple) else (key,), array.ndim)
     sliced: list[tuple[int, slice]] = []
-    dropped_axes, gathered, axis = [], [], 0
+    dropped_axes, gathered = [], []
+    axis = 0
     for entry in keys:
         if entry is None:
             continue
@@ -312,8 +313,9 @@ def _record_slices(array: TracedArray, slices: list[tuple[int, slice]]) -> Trace
     for _, entry in partial:
         step = 1 if entry.step is None else int(entry.step)
         # Slice of ONNX clamps positions, so the largest number stands for an end that is left out.
-        starts.append((0 if step > 0 else _LAST) if entry.start is None else int(entry.start))
-        ends.append((_LAST if step > 0 else -_LAST) if entry.stop is None else int(entry.stop))
+        first, last = (0, _LAST) if step > 0 else (_LAST, -_LAST)
+        starts.append(first if entry.start is None else int(entry.start))
+        ends.append(last if entry.stop is None else int(entry.stop))
         steps.append(step)
     constants = [
         array.recorder.constant(np.array(numbers, np.int64))
@@ -376,7 +378,7 @@ def _promote_inputs(
     recorder: NodeRecorder, ufunc: Any, name: str, inputs: Sequence[Any]
 ) -> tuple[list[TracedArray], np.dtype[Any]]:
     """Return the inputs in the dtype in which NumPy computes, and the dtype of the result."""
-    extents = (1,) * (name == "matmul")
+    extents = (1,) if name == "matmul" else ()  # it takes no scalars
     # NumPy itself finds the result's dtype, on empty arrays; Python numbers are weak, as in its rules.
     samples = [
         value if isinstance(value, (bool, int, float)) else np.empty(extents, _dtype(value))

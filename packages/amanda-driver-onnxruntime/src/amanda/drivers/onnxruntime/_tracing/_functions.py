@@ -42,7 +42,7 @@ def integers(recorder: NodeRecorder, values: Any) -> TracedArray:
     return recorder.constant(np.array(values, np.int64).reshape(-1))
 
 
-def refuse(name: str, options: dict[str, Any]) -> None:
+def refuse_options(name: str, options: dict[str, Any]) -> None:
     """Raise NotTraceable for options without a counterpart in ONNX."""
     names = [key for key, value in options.items() if value is not None and value is not np._NoValue]
     if names:
@@ -78,7 +78,7 @@ def where(condition: Any, x: Any, y: Any) -> Any:
 def clip(a: Any, a_min: Any = None, a_max: Any = None, **kwargs: Any) -> Any:
     """Record values clipped to two bounds, either of which may be None."""
     low, high = kwargs.pop("min", a_min), kwargs.pop("max", a_max)
-    refuse("clip", kwargs)
+    refuse_options("clip", kwargs)
     clipped = a if low is None else np.maximum(a, low)
     return clipped if high is None else np.minimum(clipped, high)
 
@@ -86,7 +86,7 @@ def clip(a: Any, a_min: Any = None, a_max: Any = None, **kwargs: Any) -> Any:
 @records(np.round, np.around)
 def round_(a: Any, decimals: int = 0, out: None = None) -> Any:
     """Record rounding to a number of decimals, half to even."""
-    refuse("round", {"out": out})
+    refuse_options("round", {"out": out})
     return np.rint(a) if not decimals else np.rint(a * 10.0**decimals) / 10.0**decimals
 
 
@@ -105,7 +105,7 @@ def ones_like(a: Any, dtype: Any = None, **kwargs: Any) -> Any:
 @records(np.full_like)
 def full_like(a: Any, fill_value: Any, dtype: Any = None, **kwargs: Any) -> Any:
     """Record a number in the shape of an array; NotTraceable for a shape of its own."""
-    refuse("full_like", {name: value for name, value in kwargs.items() if name not in LAYOUT_OPTIONS})
+    refuse_options("full_like", {name: value for name, value in kwargs.items() if name not in LAYOUT_OPTIONS})
     recorder = recorder_of(a, fill_value)
     value = recorder.constant(np.asarray(fill_value, dtype or a.dtype))
     # The shape is read at execution, so that an array of unknown extents works, too.
@@ -121,7 +121,7 @@ def copy(a: Any, **kwargs: Any) -> Any:
 @records(np.dot)
 def dot(a: Any, b: Any, out: None = None) -> Any:
     """Record the product of vectors and matrices."""
-    refuse("dot", {"out": out})
+    refuse_options("dot", {"out": out})
     if max(a.ndim, b.ndim) > 2:
         raise NotTraceable("numpy.dot of more than two axes; numpy.matmul has a counterpart")
     return np.matmul(a, b) if a.ndim and b.ndim else a * b
@@ -151,7 +151,7 @@ def reshape(a: Any, *shape: Any, **kwargs: Any) -> Any:
     target = kwargs.pop("shape", kwargs.pop("newshape", shape[0] if shape else None))
     _require_row_major("reshape", kwargs.pop("order", "C"))
     kwargs.pop("copy", None)
-    refuse("reshape", kwargs)
+    refuse_options("reshape", kwargs)
     extents = [target] if isinstance(target, (int, np.integer)) else list(target)
     if None in extents:
         raise NotTraceable(f"it reshapes to {extents}, of which some are known as it runs")
@@ -219,7 +219,7 @@ def broadcast_to(array: Any, shape: Any, subok: bool = False) -> Any:
 @records(np.concatenate)
 def concatenate(arrays: Sequence[Any], axis: int = 0, **kwargs: Any) -> Any:
     """Record arrays joined along an axis."""
-    refuse("concatenate", kwargs)
+    refuse_options("concatenate", kwargs)
     recorder = recorder_of(*arrays)
     # Concat of ONNX takes arrays of one type, while NumPy promotes.
     dtype = np.result_type(*(array.dtype for array in arrays))
@@ -238,7 +238,7 @@ def stack(arrays: Sequence[Any], axis: int = 0, **kwargs: Any) -> Any:
 @records(np.take)
 def take(a: Any, indices: Any, axis: int | None = None, **kwargs: Any) -> Any:
     """Record the elements at indices along an axis."""
-    refuse("take", kwargs)
+    refuse_options("take", kwargs)
     recorder = recorder_of(a, indices)
     array = as_traced(recorder, a)
     if axis is None:
@@ -274,7 +274,7 @@ def _register_reduction(op_type: str, *functions: Any) -> None:
         a: Any, axis: Axis = None, dtype: Any = None, out: None = None, keepdims: Any = False, **options: Any
     ) -> Any:
         """Record the reduction in a dtype; raise NotTraceable where `out` or another option is passed."""
-        refuse(functions[0].__name__, {"out": out, **options})
+        refuse_options(functions[0].__name__, {"out": out, **options})
         if dtype is None:
             # NumPy sums small integers in a larger type; a sample tells which.
             sample = functions[0](np.ones(1, a.dtype))
@@ -292,21 +292,21 @@ _register_reduction("ReduceMean", np.mean)
 @records(np.max, np.amax)
 def max_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record the largest element."""
-    refuse("max", {"out": out, **options})
+    refuse_options("max", {"out": out, **options})
     return _record_reduction("ReduceMax", a, axis, keepdims)
 
 
 @records(np.min, np.amin)
 def min_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record the smallest element."""
-    refuse("min", {"out": out, **options})
+    refuse_options("min", {"out": out, **options})
     return _record_reduction("ReduceMin", a, axis, keepdims)
 
 
 @records(np.any)
 def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record whether an element is true."""
-    refuse("any", {"out": out, **options})
+    refuse_options("any", {"out": out, **options})
     # ONNX has no reduction of booleans in older opsets.
     return _record_reduction("ReduceMax", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
@@ -314,7 +314,7 @@ def any_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **o
 @records(np.all)
 def all_(a: Any, axis: Axis = None, out: None = None, keepdims: Any = False, **options: Any) -> Any:
     """Record whether every element is true."""
-    refuse("all", {"out": out, **options})
+    refuse_options("all", {"out": out, **options})
     return _record_reduction("ReduceMin", a.astype(bool).astype(np.int32), axis, keepdims).astype(bool)
 
 
@@ -335,7 +335,7 @@ def var(
     **options: Any,
 ) -> Any:
     """Record the mean of the squared distances from the mean."""
-    refuse("var", {"dtype": dtype, "out": out, **options, **({"ddof": ddof} if ddof else {})})
+    refuse_options("var", {"dtype": dtype, "out": out, **options, **({"ddof": ddof} if ddof else {})})
     # The two-pass formula, as in NumPy: the mean of squares would cancel.
     distance = a - np.mean(a, axis, keepdims=True)
     return np.mean(distance * distance, axis, keepdims=keepdims)
@@ -353,7 +353,10 @@ def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> A
 
     Without an order it is also that of matrices; NotTraceable for their other norms.
     """
-    of_matrices = len(axis) == 2 if isinstance(axis, Sequence) else axis is None and x.ndim == 2
+    if isinstance(axis, Sequence):
+        of_matrices = len(axis) == 2
+    else:
+        of_matrices = axis is None and x.ndim == 2
     if ord is not None and of_matrices:
         raise NotTraceable(f"numpy.linalg.norm of order {ord} of matrices")
     if ord in (None, 2):
@@ -368,7 +371,7 @@ def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> A
 @records(np.cumsum)
 def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None) -> Any:
     """Record the sums of the elements up to each."""
-    refuse("cumsum", {"out": out})
+    refuse_options("cumsum", {"out": out})
     if axis is None:
         a, axis = a.reshape(-1), 0
     # NumPy sums small integers in a larger type; a sample tells which.
@@ -379,14 +382,14 @@ def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None)
 @records(np.argmax)
 def argmax(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
     """Record the position of the first largest element."""
-    refuse("argmax", {"out": out})
+    refuse_options("argmax", {"out": out})
     return _record_arg("ArgMax", a, axis, keepdims)
 
 
 @records(np.argmin)
 def argmin(a: Any, axis: int | None = None, out: None = None, *, keepdims: Any = False) -> Any:
     """Record the position of the first smallest element."""
-    refuse("argmin", {"out": out})
+    refuse_options("argmin", {"out": out})
     return _record_arg("ArgMin", a, axis, keepdims)
 
 
@@ -426,7 +429,9 @@ def argpartition(a: Any, kth: Any, axis: int | None = -1, **options: Any) -> Any
 def _record_sort(name: str, a: TracedArray, axis: int | None, options: dict[str, Any]) -> list[TracedArray]:
     """Record a sort, of the flat array where the axis is None; return elements and positions."""
     # TopK is stable: every kind of sort that NumPy knows may give its result.
-    refuse(name, {option: value for option, value in options.items() if option not in ("kind", "stable")})
+    refuse_options(
+        name, {option: value for option, value in options.items() if option not in ("kind", "stable")}
+    )
     if axis is None:
         a, axis = a.reshape(-1), 0
     length = a.shape[axis]

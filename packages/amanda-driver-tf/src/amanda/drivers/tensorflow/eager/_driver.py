@@ -10,7 +10,7 @@ from tensorflow.python import pywrap_tfe
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
-from .._layers import enclose_modules, module_path, named_paths
+from .._layers import enclose_modules, layer_name_paths, module_path
 from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, eager_exercise
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
 from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
@@ -42,7 +42,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
 
     @cached_property
     def _interception(self) -> Interception:
-        return Interception(self, self._tape.run)
+        return Interception(self, self._tape.run_in_pass)
 
     def attach(self) -> None:
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
@@ -83,7 +83,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         """Return the facts of a call's op: its layer, or name scope outside of layers, and its variables."""
         facts = super().describe(call, subjects)
         facts.scope = module_path(subjects) if subjects else str(ops.get_name_scope())
-        facts.aliases, facts.variable_of = named_paths(subjects), _handle_of
+        facts.aliases, facts.variable_of = layer_name_paths(subjects), _handle_of
         return facts
 
     def identities(self, call: Call) -> list[Any]:

@@ -123,8 +123,8 @@ class Interception:
 
         A call with plain tensors outside of a backward pass goes straight to its detour.
         """
-        detours_by_type, run_special, original = self._detours_by_type, self._run_special, self.fast_path
-        read = variables.read
+        detours_by_type, original = self._detours_by_type, self.fast_path
+        convert_and_run, read = self._convert_and_run, variables.read
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
             """Run the op by its detour; as without tools for an op that no scope has seen."""
@@ -143,11 +143,11 @@ class Interception:
                         break
                 else:
                     return detours.fast(ctx, type, name, *args)
-            return run_special(detours, ctx, type, name, args)
+            return convert_and_run(detours, ctx, type, name, args)
 
         return fast_path
 
-    def _run_special(
+    def _convert_and_run(
         self, detours: OpDetours, ctx: Any, type: str, name: str | None, args: tuple[Any, ...]
     ) -> Any:
         """Run a fast call with variables, numbers or lists among its inputs, or in a backward pass.
@@ -218,14 +218,16 @@ class Interception:
                 or (inputs and not all(value.__class__ is EagerTensor for value in inputs))
             ):
                 return self.execute(*args)
-            outer, local.op_is_recorded = local.op_is_recorded, False
+            outer_op_is_recorded = local.op_is_recorded
+            local.op_is_recorded = False
             if activation is None:
                 call = SlowCall(schema, self.call_execute, args)
                 result = call.invoke(call.inputs)
             else:
                 result = self._run_executed_op(activation, type, schema, args)
+            was_recorded = local.op_is_recorded
             # This may be an op of a routine, around which another op is running.
-            was_recorded, local.op_is_recorded = local.op_is_recorded, outer
+            local.op_is_recorded = outer_op_is_recorded
             if was_recorded:
                 local.recorded_outputs = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
             return result

@@ -158,7 +158,7 @@ class Tape:
         backward_pass.claim_returned(_as_list(result), mark.inputs, mark)
         return result
 
-    def run(self, state: State, call: EagerCall) -> Any:
+    def run_in_pass(self, state: State, call: EagerCall) -> Any:
         """Run a call within a backward pass, as a backward op of the op whose gradient it computes.
 
         Outside of gradient functions, the tape itself adds gradients.

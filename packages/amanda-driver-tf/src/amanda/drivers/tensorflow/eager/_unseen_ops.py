@@ -63,7 +63,7 @@ class EarlierTapes:
         saved_tensors = tensors_of(tensors)
         if type in UNSTOPPABLE:
             reason = "it computes its gradients by a tape of its own"
-        elif self._is_earlier(saved_tensors) and not _needs_no_mark(type, activation.state):
+        elif self._was_recorded_earlier(saved_tensors) and not _needs_no_mark(type, activation.state):
             reason = _RECORDED_BEFORE
         else:
             return
@@ -78,7 +78,7 @@ class EarlierTapes:
         if backward_pass is not None and backward_pass.may_be_earlier and type not in _SUMS_AND_ZEROS:
             report_unseen("the backward ops of a custom gradient", _RECORDED_BEFORE)
 
-    def _is_earlier(self, saved_tensors: Sequence[Any]) -> bool:
+    def _was_recorded_earlier(self, saved_tensors: Sequence[Any]) -> bool:
         """Return True if an op was recorded before the scope; without tensors, if the tape may have been."""
         if saved_tensors:
             return all(tensor._id < self._first_new_uid for tensor in saved_tensors)
@@ -130,17 +130,18 @@ class Datasets:
             result = original(iterator, *args)
             activation = interceptor.active()
             # A dataset that is built in a scope is reported when its op is called.
-            if activation is not None and self._is_earlier(iterator):
+            if activation is not None and self._reads_earlier_functions(iterator):
                 activation.state.report(*REPORTED)
             return result
 
         return report_earlier
 
-    def _is_earlier(self, iterator: Any) -> bool:
+    def _reads_earlier_functions(self, iterator: Any) -> bool:
         """Return True if a dataset with functions, below an iterator, was built before the scope."""
         if iterator not in self._earlier_iterators:
+            has_earlier_functions = False
             # From the dataset of the iterator through the datasets that it reads.
-            has_earlier_functions, datasets = False, [getattr(iterator, "_dataset", None)]
+            datasets = [getattr(iterator, "_dataset", None)]
             while datasets:
                 dataset = datasets.pop()
                 if dataset is None:

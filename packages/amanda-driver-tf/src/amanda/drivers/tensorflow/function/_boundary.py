@@ -292,11 +292,11 @@ class FunctionBoundary:
 
         @functools.wraps(wrap)
         def wrap_backward_function(functions: Any, graph: Any, backward: Any, outputs: Any) -> Any:
-            return wrap(functions, graph, self._with_record(functions, backward), outputs)
+            return wrap(functions, graph, self._attach_record(functions, backward), outputs)
 
         attributes.set(holder, "_wrap_backward_function", wrap_backward_function)
 
-    def _with_record(self, functions: Any, backward: Any) -> Any:
+    def _attach_record(self, functions: Any, backward: Any) -> Any:
         """Return a backward function with the record of the last call, if it belongs to that call."""
         forward_record, self._thread.last_record = self._thread.last_record, None
         if forward_record is None or forward_record.atomic() is not functions._forward:
@@ -312,14 +312,14 @@ class FunctionBoundary:
             and context.executing_eagerly()
             and forward_record.copy.runnable is not None
         ):
-            return self._call_outside(backward, forward_record, tensors + captures)
+            return self._call_after_scope(backward, forward_record, tensors + captures)
         outer, self._thread.forward_record = self._thread.forward_record, forward_record
         try:
             return backward._call_flat(tensors, captures)
         finally:
             self._thread.forward_record = outer
 
-    def _call_outside(self, backward: Any, forward_record: ForwardRecord, args: list[Any]) -> Any:
+    def _call_after_scope(self, backward: Any, forward_record: ForwardRecord, args: list[Any]) -> Any:
         """Call the copy of a backward function once the driver is detached, and record the call on tapes.
 
         Does what TensorFlow's `_call_flat` does, with the copy instead of the function.
@@ -351,7 +351,7 @@ class FunctionBoundary:
         wrap = functions._wrap_backward_function
 
         def wrap_backward_function(graph: Any, backward: Any, outputs: Any) -> Any:
-            return wrap(graph, self._with_record(functions, backward), outputs)
+            return wrap(graph, self._attach_record(functions, backward), outputs)
 
         # An attribute of the instance hides the method for the one call of `record`.
         functions._wrap_backward_function = wrap_backward_function

@@ -81,32 +81,36 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
             yield
 
     def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> TensorFlowRewriting:
-        """Rewrite a function and those that it calls."""
+        """Rewrite a function and those that it calls.
+
+        Raises CannotInstrument for a function that XLA alone can run.
+        """
         atomic, args, forward_record = graph
         function = function_of(atomic)
-        kind, name = split_name(function.name)
-        compiled = must_compile(function.definition)
-        if compiled and not runs_without_xla(function, args.__getitem__):
+        kind, name = split_runtime_name(function.name)
+        is_compiled = must_compile(function.definition)
+        if is_compiled and not runs_without_xla(function, args.__getitem__):
             raise CannotInstrument(f"the ops of {name}", RUNS_IN_XLA_ALONE)
         rewriting = TensorFlowRewriting(
             analysis=analysis, namespace=self.namespace, budget=self.observer_bytes
         )
-        rewriting.runs_without_xla = compiled
+        rewriting.runs_without_xla = is_compiled
         # A backward function may run after the scope; then it is rewritten for the saved values alone,
         # without plans for its ops.
         analysis.closed = _is_closed(analysis.state, forward_record)
         # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"
-        rewriting.layers.add_variables(_live_variables(function.graph))
+        rewriting.layers.add_layers_named_in(_live_variables(function.graph))
         forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
         if forward is not None:
             forward.copy_into(rewriting)
+            # A backward function that is called as a forward function gets gradients itself.
             if kind == "forward" and (rewriting.saved_values or rewriting.autodiff_places):
                 rewriting.report(f"second gradients of {name}", "they take what routines gave for constants")
         body = function_body(
             function, self._identities.identity_of(function.graph, function.name), rewriting,
-            args.__getitem__, within=_calling_layers(function.graph), apart=kind == "forward",
-            backward=forward_record is not None,
+            args.__getitem__, enclosing_layers=_calling_layers(function.graph),
+            gradients_elsewhere=kind == "forward", backward=forward_record is not None,
             forward_identity=None if forward is None else forward.identity,
         )  # fmt: skip
         rewritten = rewrite(body, rewriting)
@@ -115,7 +119,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
             rewriting.handed_on = ForwardFacts(rewriting, body.identity)
         if rewritten.changed:
             rewriting.library.append(numbered_copy(function.definition, rewritten, body))
-            if compiled:
+            if is_compiled:
                 rewriting.report(f"jit_compile of {name}", "in a scope it runs without XLA")
         analysis.finish(function.graph)
         return rewriting
@@ -139,7 +143,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
         if b"__backward_" in atomic.name:
             if any(stack.wants_backward for stack in state.stack.chain):
-                name = split_name(atomic.name.decode())[1]
+                name = split_runtime_name(atomic.name.decode())[1]
                 reason = "its forward pass ran before the scope, or uninstrumented"
                 state.report(f"the backward ops of {name}", reason)
             return None
@@ -192,7 +196,7 @@ class Identities:
         """Return the number of a graph, from the runtime name of its function."""
         identity = self._by_graph.get(graph)
         if identity is None:
-            kind, base = split_name(name)
+            kind, base = split_runtime_name(name)
             # A forward function has the ops of the inference function, and the same ids.
             key = f"backward {base}" if kind == "backward" else base
             # Each retracing makes another graph of this name; a count tells them apart, alike in every
@@ -202,7 +206,7 @@ class Identities:
         return identity
 
 
-def split_name(name: str) -> tuple[str, str]:
+def split_runtime_name(name: str) -> tuple[str, str]:
     """Split a runtime name into "inference", "forward" or "backward" and the user's name."""
     kind, base = "inference", name
     # Prefixes nest, as in "__inference___backward_f_12_34"; the innermost one counts.

@@ -90,23 +90,25 @@ def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> Ta
 
 
 def pull_back(
-    values: TapedValues, outputs: Sequence[int], inputs: Sequence[int], output_gradients: Sequence[Any]
+    values: TapedValues,
+    output_positions: Sequence[int],
+    input_positions: Sequence[int],
+    output_gradients: Sequence[Any],
 ) -> list[Any]:
     """Return the gradients of inputs from those of outputs: vector-Jacobian products.
 
-    outputs, inputs: positions of these among the values.
+    Positions are those among the values.
     """
-    place_inputs, place_outputs, tape = values
+    all_inputs, all_outputs, tape = values
+    sources = [all_inputs[i] for i in input_positions]
+    targets = [all_outputs[k] for k in output_positions]
     if tape is None:
-        graded_outputs = [place_outputs[k] for k in outputs]
-        return [_gradient_of_alias(place_inputs[i], graded_outputs, output_gradients) for i in inputs]
+        return [_gradient_of_alias(source, targets, output_gradients) for source in sources]
     # A routine may ignore an input. Its gradient is zeros then, since a node cannot return None.
-    sources = [place_inputs[i] for i in inputs]
     # `tf.GradientTape.gradient` calls this function, too, after checks and conversions that are not needed
     # here.
     products = imperative_grad.imperative_grad(
-        tape, [place_outputs[k] for k in outputs], sources, list(output_gradients), sources,
-        tf.UnconnectedGradients.ZERO,
+        tape, targets, sources, list(output_gradients), sources, tf.UnconnectedGradients.ZERO,
     )  # fmt: skip
     return [tf.convert_to_tensor(product) for product in products]
 
@@ -202,7 +204,7 @@ class Pullbacks:
             return
         for i in self._gradient_edges.incoming_gradients(op):
             tensor = op.inputs[i]
-            position = self._output_of(forward, tensor)
+            position = self._output_of_gradient(forward, tensor)
             if position is None:
                 continue
             key = forward, tensor_key(tensor)
@@ -307,17 +309,12 @@ class Pullbacks:
         pullback = Pullback(place.values_key, list(incoming), list(inputs), depth)
         identity, node_name = place.node
         is_in_body = identity == self._insertions.body.identity
-        dependencies = self._insertions.dependencies
         control_inputs: list[str] = []
         if is_in_body:
             number = self._insertions.body.number_at(op, ahead=True)
-            control_inputs = dependencies.control_inputs_after([node_name], number)
-        readers = self._rewriting.readers[place.values_key]
-        readers.count += 1
-        # A pullback in another body, in a loop or behind a branch may run several times, or never.
-        if not is_in_body or depth or self._insertions.body.node_name(op) in dependencies.conditional_names:
-            readers.read_once = False
-        name = self._insertions.add(
+            control_inputs = self._insertions.dependencies.control_inputs_after([node_name], number)
+        self._count_reader(op, place, runs_once=is_in_body and not depth)
+        name = self._insertions.add_slot_call(
             op, pullback, [gradient.ref for gradient in incoming.values()],
             [dtype_enum(gradient.tensor) for gradient in incoming.values()],
             [dtype_enum(input_gradients[i]) for i in inputs.values()], ahead=True, instead=True,
@@ -325,7 +322,20 @@ class Pullbacks:
         )  # fmt: skip
         return {i: self._insertions.output_of(name, result) for result, i in enumerate(inputs.values())}
 
-    def _output_of(self, forward: tf.Operation, gradient: Any) -> int | None:
+    def _count_reader(self, op: tf.Operation, place: AutodiffPlace, runs_once: bool) -> None:
+        """Count a pullback ahead of an operation among the readers of a place's saved values.
+
+        runs_once: False for a pullback in another body or in a loop, which may run several times, or never.
+        """
+        readers = self._rewriting.readers[place.values_key]
+        readers.count += 1
+        is_conditional = (
+            self._insertions.body.node_name(op) in self._insertions.dependencies.conditional_names
+        )
+        if not runs_once or is_conditional:
+            readers.read_once = False
+
+    def _output_of_gradient(self, forward: tf.Operation, gradient: Any) -> int | None:
         """Return the position of the output that a gradient belongs to: the first that fits, or None."""
         output_gradients = self._output_gradients.get(forward, {})
         outputs: Sequence[Any] = forward.outputs

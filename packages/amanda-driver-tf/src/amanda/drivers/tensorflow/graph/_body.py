@@ -43,7 +43,7 @@ class Body:
     variable_of: returns the holder of the variable that a symbolic tensor was read from; None for others.
     functions: returns the function that a node calls, by its name; None where it is out of reach.
     backward: True if all operations belong to a backward pass, also those without a forward operation.
-    apart: True if gradient operations of these operations may be in other graphs.
+    gradients_elsewhere: True if gradient operations of these operations may be in other graphs.
     stacked: names of the operations whose gradients read values off stacks that other ops read, too.
     depth: number of loops around the body, whose rounds the number contains.
     guessed: True if the forward operation of some gradient operation was inferred from names.
@@ -65,7 +65,7 @@ class Body:
     read_value: Callable[[Any], Any] = lambda tensor: constant_value(tensor)
     functions: Callable[[str], Any] = lambda name: None
     backward: bool = False
-    apart: bool = False
+    gradients_elsewhere: bool = False
     stacked: Collection[str] = ()
     depth: int = 0
     guessed: bool = False

@@ -126,12 +126,8 @@ def _rewrite_callee(
         rewriting.report(f"function {reference.name}", "its definition is out of reach")
         return None
     forward = body.forward_of(op)
-    # A trial needs present values, which a file does not have; below an XLA graph that passed, callees pass.
-    is_untried = not rewriting.written and not rewriting.runs_without_xla
-    node = body.nodes[body.node_name(op)]
-    is_compiled = is_untried and (must_compile(node) or must_compile(function.definition))
-    if forward in rewriting.compiled or (is_compiled and not runs_without_xla(function, arguments.value)):
-        # The gradients of the op have to stay with XLA, too.
+    # The gradients of an op that stays with XLA have to stay with XLA, too.
+    if forward in rewriting.compiled or _needs_xla(rewriter, op, function, arguments):
         rewriting.compiled.add(op)
         rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
         return None
@@ -140,12 +136,25 @@ def _rewrite_callee(
     identity = digest(op_id(body, op.name), place)
     callee_body = function_body(
         function, identity, rewriting, arguments.value, arguments.variable, caller=(body, op),
-        within=body.place_of(op).within, apart=rewriting.differentiated, forward_call=forward,
+        enclosing_layers=body.place_of(op).enclosing_layers,
+        gradients_elsewhere=rewriting.differentiated, forward_call=forward,
         forward_graph=rewriting.callees.get(forward, {}).get(place),
         forward_identity=None if forward_id is None else digest(forward_id, place),
     )  # fmt: skip
     rewriting.callees.setdefault(op, {})[place] = function.graph
     return _RewrittenCallee(place, reference, function, callee_body, rewrite(callee_body, rewriting))
+
+
+def _needs_xla(
+    rewriter: BodyRewriter, op: tf.Operation, function: RuntimeFunction, arguments: _Arguments
+) -> bool:
+    """Return True for a function with jit_compile=True whose trial without XLA fails."""
+    # A trial needs present values, which a file does not have; below an XLA graph that passed, callees pass.
+    if rewriter.rewriting.written or rewriter.rewriting.runs_without_xla:
+        return False
+    node = rewriter.body.nodes[rewriter.body.node_name(op)]
+    is_compiled = must_compile(node) or must_compile(function.definition)
+    return is_compiled and not runs_without_xla(function, arguments.value)
 
 
 def _call_edited_functions(

@@ -114,7 +114,7 @@ def _insert_by_tensor(
             insertions.observe(op, place, [refs[i]], [tensor], op_side(side).ahead)
             continue
         kind = dtype_enum(tensor)
-        name = insertions.add(
+        name = insertions.add_slot_call(
             op,
             place,
             [refs[i]],

@@ -47,12 +47,7 @@ def numbered_copy(
     nodes_with_routines = [name for names in rewritten.inserted.values() for name in names]
     nodes_with_routines += [rewritten.removed.get(name, name) for name in rewritten.called_nodes]
     nodes_with_routines = list(dict.fromkeys(nodes_with_routines))
-    for name in nodes_with_routines:
-        key = f"amanda_{name}".replace("/", "_")
-        # TensorFlow prunes nodes that no result needs; a control output keeps a node, and the call waits for
-        # it.
-        copy.control_ret[key] = name
-        copy.signature.control_output.append(key)
+    _add_control_outputs(copy, nodes_with_routines)
     if step:
         nodes, number = next_round(NUMBER, body.depth, step)
         copy.node_def.extend(nodes)
@@ -65,6 +60,14 @@ def numbered_copy(
     if nodes_with_routines:
         copy.signature.is_stateful = True
     return _name_by_content(copy, definition)
+
+
+def _add_control_outputs(copy: Any, names: Iterable[str]) -> None:
+    """Make nodes control outputs of a function, which are not pruned, and for which a call waits."""
+    for name in names:
+        key = f"amanda_{name}".replace("/", "_")
+        copy.control_ret[key] = name
+        copy.signature.control_output.append(key)
 
 
 def _delay_results(copy: Any, nodes: Iterable[str]) -> None:

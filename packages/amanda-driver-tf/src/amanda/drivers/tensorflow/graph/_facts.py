@@ -183,12 +183,10 @@ def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
     def compute(inputs: Sequence[Any]) -> Any:
         """Return the outputs; raise RoutineError for an op without a function, or other than its inputs."""
         function = getattr(tf.raw_ops, kind, None)
-        if function is None or len(inputs) != len(names):
-            raise RoutineError(
-                f"{kind} cannot be computed by itself: it is no op of tf.raw_ops"
-                if function is None
-                else f"{kind} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}"
-            )
+        if function is None:
+            raise RoutineError(f"{kind} cannot be computed by itself: it is no op of tf.raw_ops")
+        if len(inputs) != len(names):
+            raise RoutineError(f"{kind} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
         arguments = {**dict(zip(names, inputs, strict=True)), **attributes}
         python_names = _python_names(function, list(arguments))
         return function(**{python_names.get(name, name): value for name, value in arguments.items()})

@@ -61,7 +61,7 @@ class ForwardMap:
     forward_ops: the operations of the differentiated graph by name; by default those of this graph.
     captured: returns the forward graph's tensor that a placeholder stands for; None for other tensors.
     default: the forward operation of operations without any hint: the call of a graph of gradients.
-    apart: True if the forward operations are in another graph.
+    forward_is_elsewhere: True if the forward operations are in another graph.
     guessed: operations whose forward operation was inferred from names.
     """
 
@@ -71,7 +71,7 @@ class ForwardMap:
         forward_ops: Mapping[str, tf.Operation] | None = None,
         captured: Callable[[Any], Any] = lambda tensor: None,
         default: tf.Operation | None = None,
-        apart: bool = False,
+        forward_is_elsewhere: bool = False,
     ) -> None:
         self._by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
         self._captured = captured
@@ -80,7 +80,7 @@ class ForwardMap:
         self._order = {op: i for i, op in enumerate(ops)}
         self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
         self._by_scope: dict[str, list[tf.Operation]] | None = None
-        ops_by_name = {} if apart or default is not None else {op.name: op for op in ops}
+        ops_by_name = {} if forward_is_elsewhere or default is not None else {op.name: op for op in ops}
         for op in ops:
             forward = (
                 self._recorded_forward(op, ops_by_name)
@@ -90,7 +90,7 @@ class ForwardMap:
             )
             if forward is not None and forward is not op:
                 self._forward[op] = forward
-        self._add_sums(ops)
+        self._map_sums(ops)
 
     def __call__(self, op: tf.Operation) -> tf.Operation | None:
         """Return the forward operation; for gradients of gradients, the first one."""
@@ -203,7 +203,7 @@ class ForwardMap:
                     self._by_scope.setdefault(name, []).append(op)
         return self._by_scope.get(scope, [])
 
-    def _add_sums(self, ops: Iterable[tf.Operation]) -> None:
+    def _map_sums(self, ops: Iterable[tf.Operation]) -> None:
         """Map sums of gradients to the operation of whose output they are the gradient."""
         sums = [op for op in ops if op.type == "AddN" and op not in self._forward]
         if not sums:

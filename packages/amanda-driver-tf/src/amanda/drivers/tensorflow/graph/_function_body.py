@@ -30,8 +30,8 @@ def function_body(
     argument_variable: Callable[[int], Any] | None = None,
     *,
     caller: tuple[Body, tf.Operation] | None = None,
-    within: Sequence[Any] = (),
-    apart: bool = False,
+    enclosing_layers: Sequence[Any] = (),
+    gradients_elsewhere: bool = False,
     forward_call: tf.Operation | None = None,
     forward_graph: Any = None,
     forward_identity: int | None = None,
@@ -43,8 +43,8 @@ def function_body(
     argument_variable: returns the holder of the variable whose handle is an argument; by default the
     argument.
     caller: the body with the operation that calls this function, and that operation.
-    within: the layers around the call.
-    apart: True if gradients of the function may be in other graphs.
+    enclosing_layers: the layers around the call.
+    gradients_elsewhere: True if gradients of the function may be in other graphs.
     forward_call: for a call that computes gradients of another call, that other call.
     forward_graph: the graph of the function of that call; by default the graph whose tensors are captured.
     forward_identity: identity of the forward graph, if that is another graph.
@@ -66,7 +66,7 @@ def function_body(
     forward_branch = (forward_call, forward_graph) if is_branch else None
     captured = _capture_lookup(graph, forward_branch, captured_by_caller)
     forward_ops = _captured_operations(captured, operations, forward_graph)
-    forwards = ForwardMap(operations, forward_ops, captured, forward_call, backward)
+    forwards = ForwardMap(operations, forward_ops, captured, forward_call, forward_is_elsewhere=backward)
     # A file keeps its backward ops as they are, whichever forward ops they belong to.
     if forwards.guessed and not rewriting.written:
         _report_guesses(function.name, operations, forwards, rewriting)
@@ -77,9 +77,10 @@ def function_body(
         outputs=[syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
         captured=captured, node_name=lambda op: names.get(op.name, op.name),
         read_value=_ValueReader(graph, read_argument), functions=lambda name: function_named(name, graph),
-        apart=apart, backward=backward, depth=depth, order_of=forwards.order,
+        gradients_elsewhere=gradients_elsewhere, backward=backward, depth=depth, order_of=forwards.order,
         guessed=bool(forwards.guessed), variable_of=variable,
-        place_of=Locations(rewriting.layers, graph, variable, within), forward_identity=forward_identity,
+        place_of=Locations(rewriting.layers, graph, variable, enclosing_layers),
+        forward_identity=forward_identity,
     )  # fmt: skip
 
 

@@ -226,17 +226,22 @@ def _try_without_xla(function: RuntimeFunction, values: list[Any], extent: int) 
 
 
 def _add_trial_definition(function: RuntimeFunction, definitions: dict[str, Any]) -> str:
-    """Add a function and those that it calls without attributes for XLA; return its new name."""
+    """Add a function and those that it calls without attributes for XLA; return its new name.
+
+    definitions: of the trial, by the name of the original; they are added here.
+    """
     if function.name in definitions:
         return str(definitions[function.name].signature.name)
-    plain = definitions[function.name] = function_pb2.FunctionDef()
+    plain = function_pb2.FunctionDef()
+    definitions[function.name] = plain
     plain.CopyFrom(function.definition)
     plain.signature.name = f"{function.name}_amanda_trial_{next(_numbers)}"
     _remove_xla_marks(plain.attr)
     for node in plain.node_def:
         _remove_xla_marks(node.attr)
         for value in node.attr.values():
-            for reference in [value.func, *value.list.func] if value.WhichOneof("value") else ():
+            references = [value.func, *value.list.func] if value.WhichOneof("value") else []
+            for reference in references:
                 callee = function_named(reference.name, function.graph) if reference.name else None
                 if callee is not None:
                     reference.name = _add_trial_definition(callee, definitions)

@@ -30,17 +30,18 @@ class GradientEdges:
         self._readers: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
         self._ancestors_by_input: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
         self.backward_ops: dict[tf.Operation, list[tf.Operation]] = {}
-        # Most bodies have no gradients, and need none of these tables.
-        for op in body.ops if forward else ():
+        if not forward:  # as in most bodies, which need none of these tables
+            return
+        for op in body.ops:
             if op in forward:
                 self.backward_ops.setdefault(forward[op], []).append(op)
-                self._find_gradient_inputs(op)
+                self._record_gradient_inputs(op)
             for i, tensor in enumerate(op.inputs):
                 if tensor.op in self._gradient_inputs:
                     self._gradient_readers.setdefault(tensor_key(tensor), []).append(op)
                 self._readers.setdefault(tensor_key(tensor), []).append((op, i))
 
-    def _find_gradient_inputs(self, op: tf.Operation) -> None:
+    def _record_gradient_inputs(self, op: tf.Operation) -> None:
         """Record which inputs of a backward operation are gradients; those of earlier ones are known."""
         receives_gradient = _receives_gradient(op)
         positions = [

@@ -34,6 +34,19 @@ class _ObserverPack:
         self.waits_for: dict[str, bool] = {}
         self.nbytes = 0
 
+    def add(
+        self, place: RoutineNode, refs: Sequence[str], tensors: Sequence[Any], sizes: Mapping[str, int]
+    ) -> None:
+        """Add observers with their tensors, of which each becomes an input of the node once.
+
+        sizes: memory of the tensors by ref.
+        """
+        for ref, tensor in zip(refs, tensors, strict=True):
+            if ref not in self.tensors:
+                self.tensors[ref] = len(self.tensors), dtype_enum(tensor)
+                self.nbytes += sizes[ref]
+        self.members.append((place, [self.tensors[ref][0] for ref in refs]))
+
 
 class Insertions:
     """The nodes inserted into one body.
@@ -97,26 +110,30 @@ class Insertions:
         group = () if frames is None else frames.group(op, tensors)
         if group is None:
             observers = PackedObservers([(place, range(len(refs)))])
-            self.add(op, observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
+            self.add_slot_call(op, observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
             return
         name = self.body.node_name(op)
+        self._flush_packs_before(name, group)
+        sizes = {ref: estimated_nbytes(tensor) for ref, tensor in zip(refs, tensors, strict=True)}
+        pack = self._pack_with_room(group, sizes) or _ObserverPack(self.body.number_at(op, ahead))
+        self._packs[group] = pack
+        pack.add(place, refs, tensors, sizes)
+        # An op of control flow may be dead or in another frame, where the observed tensor is not.
+        waits = frames is None or not frames.is_flow(op)
+        pack.waits_for[name] = pack.waits_for.get(name, False) or waits
+
+    def _flush_packs_before(self, name: str, group: Hashable) -> None:
+        """Add the nodes of other groups that have to exist before observers of an operation are packed.
+
+        name: of the operation.
+        """
         forward = self.forward_names.get(name)
+        frames = self.body.frames
         for other_group in [packed_group for packed_group in self._packs if packed_group != group]:
             # Routines at a gradient op wait for the node with the routines of its forward op, so that node
             # has to exist.
             if forward in self._packs[other_group].waits_for or frames.encloses(other_group, group):
                 self._flush(other_group)
-        sizes = {ref: estimated_nbytes(tensor) for ref, tensor in zip(refs, tensors, strict=True)}
-        pack = self._pack_with_room(group, sizes) or _ObserverPack(self.body.number_at(op, ahead))
-        self._packs[group] = pack
-        for ref, tensor in zip(refs, tensors, strict=True):
-            if ref not in pack.tensors:
-                pack.tensors[ref] = len(pack.tensors), dtype_enum(tensor)
-                pack.nbytes += sizes[ref]
-        pack.members.append((place, [pack.tensors[ref][0] for ref in refs]))
-        # An op of control flow may be dead or in another frame, where the observed tensor is not.
-        waits = frames is None or not frames.is_flow(op)
-        pack.waits_for[name] = pack.waits_for.get(name, False) or waits
 
     def _pack_with_room(self, group: Hashable, sizes: Mapping[str, int]) -> _ObserverPack | None:
         """Return a group's pack if tensors of these sizes, by ref, fit in; else add the pack's node.
@@ -150,7 +167,7 @@ class Insertions:
             for name in pack.waits_for
             for dependency in self._after_forward_routines(name, pack.number)
         ]
-        node = self._add_call(
+        node = self._add_slot_node(
             PackedObservers(pack.members), pack.number, refs, list(dict.fromkeys(control_inputs)), types, ()
         )
         # All operations of a pack run in the same rounds and branches, so the first stands for all.
@@ -159,7 +176,7 @@ class Insertions:
             self.inserted.setdefault(name, []).append(node.name)
         self._flushed[group] = node.name
 
-    def add(
+    def add_slot_call(
         self, op: tf.Operation, inserted: Any, refs: Sequence[str], input_types: Sequence[int],
         result_types: Sequence[int], ahead: bool, instead: bool = False,
         control_inputs: Sequence[str] | None = None,
@@ -178,7 +195,7 @@ class Insertions:
         for group in [group for group, pack in self._packs.items() if forward in pack.waits_for]:
             self._flush(group)
         control_inputs = list(dict.fromkeys([*control_inputs, *self._after_forward_routines(name, number)]))
-        node = self._add_call(inserted, number, refs, control_inputs, input_types, result_types)
+        node = self._add_slot_node(inserted, number, refs, control_inputs, input_types, result_types)
         self.dependencies.add_node(node.name, name, number)
         self.inserted.setdefault(name, []).append(node.name)
         # An operation that reads the node's results waits by that, and one that may end a loop cannot wait.
@@ -187,7 +204,7 @@ class Insertions:
             (self.ahead if ahead else self.behind).setdefault(name, []).append(node.name)
         return str(node.name)
 
-    def _add_call(
+    def _add_slot_node(
         self, inserted: Any, number: str, refs: Sequence[str], control_inputs: Sequence[str],
         input_types: Sequence[int], result_types: Sequence[int],
     ) -> Any:  # fmt: skip

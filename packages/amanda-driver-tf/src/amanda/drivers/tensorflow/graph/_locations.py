@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 from tensorflow.python.framework import ops
 
-from .._layers import handles_of, is_of_keras_3, layer_classes, module_path, named_paths, path_suffixes
+from .._layers import handles_of, is_of_keras_3, layer_classes, layer_name_paths, module_path, path_suffixes
 
 _NUMBER_SUFFIX = re.compile(r"_\d+$")
 _ARGUMENT_OPS = ("Const", "ReadVariableOp")
@@ -30,7 +30,7 @@ class Location(NamedTuple):
 
     scope: str
     aliases: Sequence[str] = ()
-    within: Sequence[Any] = ()
+    enclosing_layers: Sequence[Any] = ()
 
     @classmethod
     def outside(cls, op: tf.Operation) -> Location:
@@ -68,7 +68,7 @@ class LayerIndex:
         self._root = NamedLayer("")
         self._inner_layers: dict[int, tuple[Any, LayersByName]] = {}
 
-    def add_variables(self, variables: Iterable[Any]) -> None:
+    def add_layers_named_in(self, variables: Iterable[Any]) -> None:
         """Add the layers in the names of a graph's variables, for graphs without living layers."""
         for variable in variables:
             layer = self._root
@@ -110,16 +110,20 @@ class Locations:
     """The layers around the operations of a graph.
 
     variable_of: returns the holder of the variable that a symbol was read from.
-    within: the layers around the call of the graph.
+    enclosing_layers: the layers around the call of the graph.
     """
 
     def __init__(
-        self, layers: LayerIndex, graph: Any, variable_of: Callable[[Any], Any], within: Sequence[Any] = ()
+        self,
+        layers: LayerIndex,
+        graph: Any,
+        variable_of: Callable[[Any], Any],
+        enclosing_layers: Sequence[Any] = (),
     ) -> None:
         self._layers = layers
         self._graph = graph
         self._variable_of = variable_of
-        self._within = tuple(within)
+        self._enclosing_layers = tuple(enclosing_layers)
         self._by_directory: dict[str, Location | None] = {}
 
     def __call__(self, op: tf.Operation) -> Location:
@@ -131,13 +135,14 @@ class Locations:
 
     def _locate(self, op: tf.Operation, directory: str) -> Location | None:
         """Find the layers in a name scope, from the outermost in; return None outside of layers."""
-        chain = list(self._within)
+        chain = list(self._enclosing_layers)
         pool = self._layers.inner_layers(chain[-1]) if chain else self._outermost_layers(op)
         scope = ""
-        for part in directory.split("/") if pool else ():
+        parts = directory.split("/") if pool else []
+        for part in parts:
             scope = f"{scope}/{part}" if scope else part
             # A part may be no layer's: functions and users open scopes, too.
-            layer = self._select_layer(_candidates(part, pool), scope)
+            layer = self._select_layer(_layer_candidates(part, pool), scope)
             if layer is not None:
                 chain.append(layer)
                 pool = self._layers.inner_layers(layer)
@@ -146,7 +151,7 @@ class Locations:
         if isinstance(chain[-1], NamedLayer):
             names = [named_layer.name for named_layer in chain]
             return Location(".".join(names[1:]) or names[0], path_suffixes(names), chain)
-        return Location(module_path(chain), named_paths(chain), chain)
+        return Location(module_path(chain), layer_name_paths(chain), chain)
 
     def _outermost_layers(self, op: tf.Operation) -> LayersByName:
         """Return the layers that may be around an operation: none if its traceback contains no layer."""
@@ -186,7 +191,7 @@ class Locations:
         return reads
 
 
-def _candidates(part: str, pool: LayersByName) -> Sequence[Any]:
+def _layer_candidates(part: str, pool: LayersByName) -> Sequence[Any]:
     """Return the layers that a part of a name scope may be a call of, the likelier ones first."""
     # Keras 3 enters the scope of a layer twice, at first to build the layer, so the scope of a call has a
     # number.

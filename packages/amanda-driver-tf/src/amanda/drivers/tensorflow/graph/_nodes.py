@@ -141,14 +141,14 @@ class FunctionSyntax:
         name, *output = text.split(":")
         if not output:
             return Edge(name, 0)
-        offset = next(first for arg, first, _ in self._of(name) if arg == output[0])
+        offset = next(first for arg, first, _ in self._output_ranges(name) if arg == output[0])
         return Edge(name, offset + int(output[1]))
 
     def write(self, edge: Edge) -> str:
         """Return a tensor as an input spells it."""
         if edge.node in self._arguments:
             return edge.node
-        for arg, first, end in self._of(edge.node):
+        for arg, first, end in self._output_ranges(edge.node):
             if first <= edge.index < end:
                 return f"{edge.node}:{arg}:{edge.index - first}"
         raise IndexError(f"{edge.node} has no output {edge.index}")
@@ -157,7 +157,7 @@ class FunctionSyntax:
         """Drop the cached layout of a node, whose outputs have changed."""
         self._offsets.pop(name, None)
 
-    def _of(self, name: str) -> list[tuple[str, int, int]]:
+    def _output_ranges(self, name: str) -> list[tuple[str, int, int]]:
         """Return the outputs of a node: name, first index, and the index after the last."""
         offsets = self._offsets.get(name)
         if offsets is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -62,6 +63,16 @@ class BodyRewriter(RoutineRewriter):
             for op, forward in self.forward_ops.items()
             if forward.graph is op.graph and op.type not in _PUSHES
         }
+        self._make_gradients_wait(forward_names)
+        self.refs = PresentRefs(body, self.current, forward_names, self.gradient_edges)
+        self.insertions.dependencies.conditional_names = {body.node_name(op) for op in self._conditional_ops}
+
+    def _make_gradients_wait(self, forward_names: Mapping[str, str]) -> None:
+        """Make routines at gradient operations wait for the routines at their forward operations.
+
+        forward_names: by the name of a gradient operation, that of its forward operation in this graph.
+        """
+        body = self.body
         for op, forward in self.forward_ops.items():
             name = body.node_name(op)
             forward_name = forward_names.get(name, "")
@@ -70,8 +81,6 @@ class BodyRewriter(RoutineRewriter):
             has_run = body.frames is not None or self._conditional_ops.isdisjoint((op, forward))
             if forward_name in body.nodes and has_run:
                 self.insertions.forward_names[name] = forward_name
-        self.refs = PresentRefs(body, self.current, forward_names, self.gradient_edges)
-        self.insertions.dependencies.conditional_names = {body.node_name(op) for op in self._conditional_ops}
 
     def rewrite(self) -> RewrittenBody:
         """Run the rewrite; return the edited nodes."""
@@ -137,10 +146,9 @@ class BodyRewriter(RoutineRewriter):
         """
         name = self.body.node_name(op)
         if op in self._conditional_ops:
-            near_names = {
-                self.refs.forward_names.get(name),
-                *(self.body.node_name(tensor.op) for tensor in op.inputs),
-            }
+            near_names = {self.body.node_name(tensor.op) for tensor in op.inputs}
+            if name in self.refs.forward_names:
+                near_names.add(self.refs.forward_names[name])
             calls_before = [
                 call_name for call_name in self.call_numbers if call_name in near_names and call_name != name
             ]
@@ -191,30 +199,36 @@ class BodyRewriter(RoutineRewriter):
         else:
             replaced = super().act(op, plan, inputs, outputs, facts)
         self.redirect_readers(outputs)
-        if facts.backward_op is not None:
-            return replaced
-        name = self.body.node_name(op)
+        if facts.backward_op is None:
+            self._redirect_changed_inputs(op, inputs, facts)
+            self._redirect_changed_outputs(op, outputs, facts)
+        return replaced
+
+    def _redirect_changed_inputs(self, op: tf.Operation, inputs: Side, facts: OpFacts) -> None:
+        """Make an operation, and its gradient operations, read the inputs that routines have changed."""
         changed = inputs.changed()
         # Inputs are parsed only where a routine has changed one: most operations have no actions.
-        edges = self.refs.vanilla_inputs(self.body.nodes[name]) if changed else []
+        edges = self.refs.vanilla_inputs(self._node(op)) if changed else []
         for i in changed:
             self.refs.redirect(op, i, inputs.refs[i])
             self._redirect_gradients(op, facts.op_id, edges[i], inputs.symbols[i], inputs.refs[i])
             if edges.count(edges[i]) > 1:
                 self._separate_repeated_reads(op, facts.op_id, edges, inputs, edges[i])
+
+    def _redirect_changed_outputs(self, op: tf.Operation, outputs: Side, facts: OpFacts) -> None:
+        """Make gradient operations of an operation read the outputs that routines have changed."""
         for i in outputs.changed():
-            edge, tensor = Edge(name, i), outputs.symbols[i]
+            edge, tensor = Edge(self.body.node_name(op), i), outputs.symbols[i]
             self._redirect_gradients(op, facts.op_id, edge, tensor, op_side(outputs).op_refs[i])
             if op.type == "Identity":
-                self._save_for_readers(op, tensor, outputs.refs[i])
-        return replaced
+                self._redirect_gradients_of_readers(op, tensor, outputs.refs[i])
 
     def follow(self, op: tf.Operation, inputs: Side, outputs: Side, replaced: bool) -> None:
         """Record the refs of the outputs of a replaced operation."""
         if replaced:
             op_side(outputs).op_refs = list(outputs.refs)
 
-    def _save_for_readers(self, identity_op: tf.Operation, tensor: Any, ref: str) -> None:
+    def _redirect_gradients_of_readers(self, identity_op: tf.Operation, tensor: Any, ref: str) -> None:
         """Make gradients of the readers of an Identity read its changed output, if that is saved.
 
         See `_redirect_gradients`.
@@ -286,7 +300,7 @@ class BodyRewriter(RoutineRewriter):
         Second gradients of an operation with routines that take part in autodiff are reported.
         """
         node = self._node(op)
-        forward_id, forward_facts = self.analysed_forward(forward) or self._facts_of_absent(forward)
+        forward_id, forward_facts = self.analysed_forward(forward) or self._record_absent_forward(forward)
         if forward_id in self.rewriting.autodiff_places and self.body.order_of(op) > 1:
             self.rewriting.report(
                 f"second gradients of {forward.name}",
@@ -337,7 +351,7 @@ class BodyRewriter(RoutineRewriter):
         for i in before.changed():
             self.refs.redirect(op, input_positions[i], before.refs[i])
 
-    def _facts_of_absent(self, op: tf.Operation) -> tuple[int, OpFacts]:
+    def _record_absent_forward(self, op: tf.Operation) -> tuple[int, OpFacts]:
         """Return id and facts of a forward operation that does not run, while its gradients do.
 
         Records both, as an analysis of the operation would.
@@ -378,7 +392,7 @@ class BodyRewriter(RoutineRewriter):
             self.rewriting.readers[saved.key].read_once = False
             forward_id, *_ = saved.key
             recalled = RecalledTensor(saved, self.rewriting.depths.get(forward_id, 0))
-            name = self.insertions.add(op, recalled, (), (), [kind], ahead=True)
+            name = self.insertions.add_slot_call(op, recalled, (), (), [kind], ahead=True)
             self._recalled_refs[recall_key] = self.insertions.output_of(name, 0)
         return self._recalled_refs[recall_key]
 
@@ -404,7 +418,10 @@ class BodyRewriter(RoutineRewriter):
             if list(node.input) != inputs:
                 del node.input[:]
                 node.input.extend(inputs)
-        # Inserted nodes may wait for an operation that was replaced after they were inserted.
+        self._redirect_waiting_nodes()
+
+    def _redirect_waiting_nodes(self) -> None:
+        """Make inserted nodes wait for replacements, where an operation was replaced after the insertion."""
         for node in self.insertions.nodes:
             for i, text in enumerate(node.input):
                 if text.startswith("^") and text[1:] in self.removed:

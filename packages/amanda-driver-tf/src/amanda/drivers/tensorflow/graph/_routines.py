@@ -137,7 +137,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Make a node with routines save its values, if gradients of its op need them."""
         facts = place.facts
         takes_part = place.replaces or self._is_in_autodiff(place.actions[0])
-        is_in_one_graph = not self.body.apart and facts.op.name not in self.body.stacked
+        is_in_one_graph = not self.body.gradients_elsewhere and facts.op.name not in self.body.stacked
         # Gradients in the same graph read the changed tensors directly.
         if is_in_one_graph and not takes_part:
             return
@@ -230,7 +230,9 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             ahead, instead = False, False  # the backward operation itself still runs
         result_types, types = list(map(dtype_enum, outputs)), list(map(dtype_enum, input_symbols))
         control_inputs = self._control_inputs(op) if place.reads else None
-        name = self.insertions.add(op, place, refs, types, result_types, ahead, instead, control_inputs)
+        name = self.insertions.add_slot_call(
+            op, place, refs, types, result_types, ahead, instead, control_inputs
+        )
         return self._register_values(place, name, inputs, outputs, side)
 
     def _register_values(

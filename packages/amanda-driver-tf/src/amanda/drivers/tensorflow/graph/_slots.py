@@ -207,10 +207,13 @@ class _PlacedObserver:
             self.layout, self.is_flat = layout, all(isinstance(entry, int) for entry in layout)
         if self.is_flat:
             return [flat[i] for i in layout]
-        return [
-            [flat[i] for i in entry] if isinstance(entry, list) else None if entry is None else flat[entry]
-            for entry in layout
-        ]
+        values: list[Any] = []
+        for entry in layout:
+            if isinstance(entry, list):
+                values.append([flat[i] for i in entry])
+            else:
+                values.append(None if entry is None else flat[entry])
+        return values
 
     def explain(self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]) -> None:
         """Add a note with the op to an exception of the observer, or raise a clearer exception.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from weakref import ref
@@ -87,19 +87,14 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     # the same time.
     number = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
     nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
-    copied = _keep_generators(graph, partition(rewriting.vanilla_nodes, nodes), rewriting, rewriting.frames)
+    parts = partition(rewriting.vanilla_nodes, nodes)
+    copied = _draw_from_originals(graph, parts, rewriting, rewriting.frames)
     feeds = _FedPlaceholders(graph, request.feeds)
     # A fed tensor has no node to read from, so the copy gets its own placeholder for the value.
     feeds.redirect(copied)
     copied += feeds.placeholders
     names = {node.name for node in copied}
-    endpoints: dict[Endpoint, Endpoint] = {}
-    fetched = [fetch for fetch in request.fetches if fetch not in request.feeds]
-    for fetch, text in zip(fetched, rewritten.outputs, strict=True):
-        edge = GraphSyntax().parse(text)
-        # A node that stays the user's is fetched itself.
-        if edge.node in names:
-            endpoints[fetch] = (edge.node, edge.index)
+    endpoints = _copied_endpoints(request, rewritten.outputs, names)
     running_names = {name: rewritten.removed.get(name, name) for name in request.targets}
     targets = {name: running_name for name, running_name in running_names.items() if running_name in names}
     routine_targets = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
@@ -118,6 +113,22 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
             "a run of a session", f"TensorFlow refuses the copy: {error.message}"
         ) from error
     return Route(hidden, endpoints, targets, feeds.names, routine_targets, NUMBER)
+
+
+def _copied_endpoints(
+    request: RunRequest, outputs: Sequence[str], names: Collection[str]
+) -> dict[Endpoint, Endpoint]:
+    """Return the copy's tensor for each fetched tensor; a node that stays the user's is fetched itself.
+
+    outputs: the copy's spelling of the tensors that are fetched and not fed.  names: of the copied nodes.
+    """
+    endpoints: dict[Endpoint, Endpoint] = {}
+    fetched = [fetch for fetch in request.fetches if fetch not in request.feeds]
+    for fetch, text in zip(fetched, outputs, strict=True):
+        edge = GraphSyntax().parse(text)
+        if edge.node in names:
+            endpoints[fetch] = (edge.node, edge.index)
+    return endpoints
 
 
 def _run_body(
@@ -151,7 +162,7 @@ def _run_body(
     return body, forward
 
 
-def _keep_generators(
+def _draw_from_originals(
     graph: Any, parts: Partition, rewriting: TensorFlowRewriting, frames: Frames
 ) -> list[Any]:
     """Return the copied nodes; a random op of the copy draws from the original op, or the report names it."""

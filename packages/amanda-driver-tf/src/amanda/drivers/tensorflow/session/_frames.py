@@ -7,7 +7,7 @@ loop. In each frame one node, the carrier, has that number.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 from typing import Any
 
@@ -174,24 +174,27 @@ class Frames:
             node = self._enter_node(f"{name}/outer" if frame in self._conditions else name, frame, True)
             forward_loop = self._forward_loop(frame)
             if forward_loop is not None:
-                # A loop of gradients reads values that routines keep in its forward loop, so it enters when
-                # the forward loop has left by each Exit, its routines have ended, and those at its entry have
-                # run.
-                names_before = [
-                    exit_name for exit_name, loop in self._loop_by_exit.items() if loop == forward_loop
-                ]
-                forward_end = _end_name(self._carrier(forward_loop))
-                if forward_end in ends:
-                    names_before.append(forward_end)
+                names_before = self._names_at_end(forward_loop, ends)
                 entry_nodes = self._nodes_at_entry(forward_loop, rewritten)
                 if entry_nodes:
                     nodes.append(control_trigger(f"{name}/begun", entry_nodes))
                     names_before.append(f"{name}/begun")
+                # A loop of gradients reads values that routines keep in its forward loop, so it enters when
+                # the forward loop and its routines have ended, and those at its entry have run.
                 node.input.extend(f"^{name_before}" for name_before in names_before)
             nodes.append(node)
             if frame in self._conditions:
                 nodes += self._round_nodes(name, frame, node)
         return nodes
+
+    def _names_at_end(self, loop: Frame, ends: Collection[str]) -> list[str]:
+        """Return the names of the nodes by which a loop, and the routines in it, end.
+
+        ends: names of the nodes that leave loops with routines.
+        """
+        names = [exit_name for exit_name, exited_loop in self._loop_by_exit.items() if exited_loop == loop]
+        end_name = _end_name(self._carrier(loop))
+        return [*names, end_name] if end_name in ends else names
 
     def _nodes_at_entry(self, loop: Frame, rewritten: RewrittenBody) -> list[str]:
         """Return the nodes with routines on values that enter a loop."""

@@ -52,14 +52,14 @@ _CONTROL_FLOW = {
 }
 
 
-def find_bodies(
+def analyse_bodies(
     node: Node,
     module: GraphModule,
     node_runs: Mapping[Node, NodeRun],
     symbols: GraphSymbols,
     make_rewriting: Callable[[GraphModule, GraphSymbols], FxRewriting],
 ) -> ControlFlowBodies | None:
-    """Return the bodies of a control flow op, each run without data and brought to the tools.
+    """Run the bodies of a control flow op without data, bring their ops to the tools, and return the bodies.
 
     None for other nodes, and if a body has no examples of its inputs.
     make_rewriting: returns the rewriting of a body.
@@ -75,18 +75,24 @@ def find_bodies(
     for i in flow.body_positions:
         name = str(getattr(node.args[i], "target", ""))
         body = getattr(module, name, None)
-        if not isinstance(body, GraphModule):
+        body_symbols = _symbols_of_body(body, weights) if isinstance(body, GraphModule) else None
+        if body_symbols is None:
             return None
-        examples = [
-            inner.meta.get("example_value") for inner in body.graph.nodes if inner.op == "placeholder"
-        ]
-        if any(example is None for example in examples):
-            return None
-        # Carried values and rows come first, of which none is a weight.
-        inputs = [None] * (len(examples) - len(weights)) + weights
-        body_symbols = GraphSymbols(body, inputs, examples, [value is not None for value in inputs])
-        bodies[name] = Body(make_rewriting(body, body_symbols))
+        bodies[name] = Body(make_rewriting(body_symbols.module, body_symbols))
     return ControlFlowBodies(node, flow, bodies)
+
+
+def _symbols_of_body(body: GraphModule, weights: Sequence[Any]) -> GraphSymbols | None:
+    """Return the inputs of a body without data; None if it has no examples of them.
+
+    weights: for each operand of the op, the parameter that it is, or None.
+    """
+    examples = [node.meta.get("example_value") for node in body.graph.nodes if node.op == "placeholder"]
+    if any(example is None for example in examples):
+        return None
+    # Carried values and rows come before the operands, and none of them is a weight.
+    inputs = [None] * (len(examples) - len(weights)) + list(weights)
+    return GraphSymbols(body, inputs, examples, [value is not None for value in inputs])
 
 
 class Body:
@@ -112,7 +118,7 @@ class Body:
 
     def try_routines(self) -> list[torch.Tensor]:
         """Try the routines of the body without data; return the tensors that they hold."""
-        self._calls = self.rewriting.try_calls(self._node_runs)
+        self._calls = self.rewriting.make_instrumented_nodes(self._node_runs)
         self._tensors_of_bodies = {
             node: bodies.try_routines() for node, bodies in self.rewriting.bodies.items()
         }
@@ -181,13 +187,13 @@ class _BodyCopy(GraphCopy):
     ) -> None:
         super().__init__(body, program, calls_python=False)
         self._module.meta.update(body.meta)  # where torch finds the policy of a checkpoint
-        places = [node for node in self._module.graph.nodes if node.op == "placeholder"]
-        values = [place.meta.get("example_value") for place in places]
-        mode = next((value.fake_mode for value in values if hasattr(value, "fake_mode")), None)
+        placeholders = [node for node in self._module.graph.nodes if node.op == "placeholder"]
+        examples = [node.meta.get("example_value") for node in placeholders]
+        fake_mode = next((example.fake_mode for example in examples if hasattr(example, "fake_mode")), None)
         for i, tensor in enumerate(held_tensors):
-            with self._module.graph.inserting_after(places[-1]):
-                place = self._module.graph.placeholder(f"amanda_held_{i}")
-            without_data = tensor if mode is None else mode.from_tensor(tensor, static_shapes=True)
-            place.meta = {"example_value": without_data}
-            places.append(place)
-            self._held_nodes[id(tensor)] = place
+            with self._module.graph.inserting_after(placeholders[-1]):
+                placeholder = self._module.graph.placeholder(f"amanda_held_{i}")
+            example = tensor if fake_mode is None else fake_mode.from_tensor(tensor, static_shapes=True)
+            placeholder.meta = {"example_value": example}
+            placeholders.append(placeholder)
+            self._held_nodes[id(tensor)] = placeholder

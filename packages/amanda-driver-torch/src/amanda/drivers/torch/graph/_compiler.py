@@ -6,7 +6,7 @@ import sys
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
 from types import CodeType
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.utils._pytree import tree_flatten
 
-from .._compiled_callables import WatchedLeaf, asks_for_graphs, note_leaves
+from .._compiled_callables import WatchedLeaf, instruments_compiled_code, note_watched_leaves
 from .._modules import ParameterPaths, module_path, plain_module_calls
 from .._patches import TorchPatches
 from ._dynamo import SKIP_ONCE, guard_by_identity, guard_by_lifetime, guard_by_reads, skip_result
@@ -29,7 +29,7 @@ from ._graph_copy import inline_bodies
 from ._instrument import namespace
 from ._instrumented import InstrumentedCall
 from ._memory import SharedMemory
-from ._node_runs import sequence, uninstrumented
+from ._node_runs import sequence_number, uninstrumented
 from ._observers import LateObservers
 from ._ops import GraphProgram
 from ._rewrite import FxRewriting
@@ -95,7 +95,7 @@ def choose_callback(callback: Any, by_stance: Callable[[Any], Any]) -> Any:
         return callback
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
-    if not asks_for_graphs(state) or not TorchPatches.leaves_stance_to_scopes(eval_frame._stance):
+    if not instruments_compiled_code(state) or not TorchPatches.leaves_stance_to_scopes(eval_frame._stance):
         return by_stance(callback)
     # Tools are disabled here, or a routine or an op runs.
     if interceptor.active() is None:
@@ -134,7 +134,7 @@ def _has_compiled(backend: Any, function: Any) -> bool:
     entries = [
         entry for code in _codes_of(function) for entry in eval_frame._debug_get_cache_entry_list(code)
     ]
-    return any(_is_compiled_by(entry.backend, backend) for entry in entries)
+    return any(_is_for_backend(entry.backend, backend) for entry in entries)
 
 
 def _codes_of(function: Any) -> Iterator[CodeType]:
@@ -148,11 +148,14 @@ def _codes_of(function: Any) -> Iterator[CodeType]:
         function = getattr(function, "__wrapped__", None)
 
 
-def _is_compiled_by(compiler: Any, backend: Any) -> bool:
-    """Return True if a compiler is the user's backend, or instruments graphs for it in the user's region."""
-    if isinstance(compiler, InstrumentingBackend):
-        return not compiler.has_own_region and bool(compiler.original == backend)
-    return bool(compiler == backend)
+def _is_for_backend(entry_backend: Any, backend: Any) -> bool:
+    """Return True if compiled code is of the user's backend, or instrumented for it in the user's region.
+
+    entry_backend: backend of the compiled code, as dynamo's cache has it.
+    """
+    if isinstance(entry_backend, InstrumentingBackend):
+        return not entry_backend.has_own_region and bool(entry_backend.original == backend)
+    return bool(entry_backend == backend)
 
 
 def instrumenting_state() -> State | None:
@@ -160,7 +163,7 @@ def instrumenting_state() -> State | None:
     activation = interceptor.active()
     if activation is None or type(activation.state) is not State:
         return None
-    return activation.state if asks_for_graphs(activation.state) else None
+    return activation.state if instruments_compiled_code(activation.state) else None
 
 
 def unwrapped_backend(backend: Any) -> Any:
@@ -177,6 +180,20 @@ class _ConvertedFrame(threading.local):
     prefix = ""
     instance = 0
     path_of = ParameterPaths(())
+
+    @contextmanager
+    def set_to(self, frame: Any) -> Iterator[None]:
+        """Hold the facts of a frame within the context, then those of the frame from before."""
+        outer_frame = self.code, self.prefix, self.instance, self.path_of
+        # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
+        receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
+        subjects = interceptor.subjects()
+        self.code, self.prefix, self.path_of = frame.f_code, module_path(subjects), ParameterPaths(subjects)
+        self.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
+        try:
+            yield
+        finally:
+            self.code, self.prefix, self.instance, self.path_of = outer_frame
 
 
 _frame = _ConvertedFrame()
@@ -208,15 +225,8 @@ class InstrumentingConverter:
         if frame.f_code in self._op_by_op:
             self._report_op_by_op(frame)
             return SKIP_ONCE
-        # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
-        receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
-        outer_frame = _frame.code, _frame.prefix, _frame.instance, _frame.path_of
-        _frame.code = frame.f_code
-        subjects = interceptor.subjects()
-        _frame.prefix, _frame.path_of = module_path(subjects), ParameterPaths(subjects)
-        _frame.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
-            with uninstrumented(), plain_module_calls(), self.backend.static_sizes():
+            with _frame.set_to(frame), uninstrumented(), plain_module_calls(), self.backend.static_sizes():
                 result = self._convert(frame, *args)
         except BaseException:
             # Dynamo wraps or swallows errors of a backend: the one noted there is raised as itself.
@@ -228,8 +238,6 @@ class InstrumentingConverter:
             if failure is not None:
                 raise failure from failure.__cause__
             raise
-        finally:
-            _frame.code, _frame.prefix, _frame.instance, _frame.path_of = outer_frame
         failure = self.backend.take_failure()
         if failure is not None:
             raise failure from failure.__cause__
@@ -324,17 +332,13 @@ class InstrumentingBackend:
         except BaseException as error:
             self._failures.error = error
             raise
-        user_backend = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
-        if instrumented is not None and not _is_from_torch(user_backend):
-            program.report(*_altered_nodes_entry(user_backend, instrumented))
+        targets = [] if instrumented is None else [node.target for node in instrumented.graph.nodes]
         if instrumented is not None:
             self.shared = False
-            if program.gathers_observers and _backend_name(self.original).startswith("inductor"):
-                program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
-        targets = [] if instrumented is None else [node.target for node in instrumented.graph.nodes]
+            self._report_differences(program, instrumented)
         # A graph without routines goes to the backend as it is, so that it stays the user's to the bit.
         compiled = self._compile(module if instrumented is None else instrumented, inputs, **options)
-        _drop_from_inductor_cache(targets)
+        _drop_from_inductor_cache(targets)  # targets from before: a backend may change the graph
         if program.traced:
             guard_by_reads(program, self.generation.histories[_frame.code])
         graph = CompiledGraph(program, compiled, late)
@@ -343,6 +347,14 @@ class InstrumentingBackend:
             return _callable_for_dynamo(graph, compiled)
         guard_by_lifetime(self.generation.entries)
         return _callable_for_dynamo(graph)
+
+    def _report_differences(self, program: GraphProgram, instrumented: GraphModule) -> None:
+        """Report in what a graph with routines may differ from the user's, by the backend."""
+        user_backend = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
+        if not _is_from_torch(user_backend):
+            program.report(*_altered_nodes_entry(user_backend, instrumented))
+        if program.gathers_observers and _backend_name(self.original).startswith("inductor"):
+            program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
 
     def _instrument(
         self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram, late: LateObservers | None
@@ -425,7 +437,7 @@ class CompiledGraph:
             return self._compiled(*args)
         for entry in program.reports:  # again in each scope that runs the graph; a report drops repeats
             state.report(*entry)
-        start = sequence()
+        start = sequence_number()
         if self._late:
             outputs = self._late.run(self._compiled, args)
         else:
@@ -436,7 +448,7 @@ class CompiledGraph:
                 WatchedLeaf(args[place] if isinstance(place, int) else place, name, tools)
                 for place, name, tools in program.leaves
             ]
-            note_leaves(tree_flatten((outputs, args))[0], start, leaves)
+            note_watched_leaves(tree_flatten((outputs, args))[0], start, leaves)
         return outputs
 
 

@@ -13,7 +13,12 @@ import torch
 from amanda import interceptor
 from amanda.backend import Driver, hide_ops
 
-from .._compiled_callables import GRAPHS_UNSUPPORTED, asks_for_graphs, report_op_by_op, supports_stances
+from .._compiled_callables import (
+    GRAPHS_UNSUPPORTED,
+    dynamo_has_stances,
+    instruments_compiled_code,
+    report_op_by_op,
+)
 from .._control_flow import is_control_flow
 from .._modules import plain_module_calls
 from .._patches import TorchPatches
@@ -32,13 +37,13 @@ class GraphDriver(Driver):
 
     def attach(self) -> None:
         """Patch the place where dynamo chooses its callback, and the places where compiled code runs."""
-        self.attributes.when_imported("torch._dynamo.eval_frame", self._follow_dynamo)
-        self.attributes.when_imported(_RUNTIME, self._run_compiled_code_as_one)
+        self.attributes.when_imported("torch._dynamo.eval_frame", self._patch_callback_choice)
+        self.attributes.when_imported(_RUNTIME, self._hide_ops_of_compiled_code)
 
-    def _follow_dynamo(self) -> None:
+    def _patch_callback_choice(self) -> None:
         """Patch dynamo to choose a callback that instruments graphs in scopes that ask for it."""
         module = sys.modules["torch._dynamo.eval_frame"]
-        if not supports_stances():  # the driver of eager mode says so to scopes that ask for graphs
+        if not dynamo_has_stances():  # the driver of eager mode says so to scopes that ask for graphs
             return
         # Dynamo asks this function at each call of a compiled callable which callback its frames get.
         original = module._callback_from_stance
@@ -62,7 +67,7 @@ class GraphDriver(Driver):
 
         self.attributes.set(module, "_callback_from_stance", callback_from_stance)
 
-    def _run_compiled_code_as_one(self) -> None:
+    def _hide_ops_of_compiled_code(self) -> None:
         """Patch AOTAutograd so that ops of compiled code, and of its compiler, do not reach eager mode."""
         module = sys.modules[_RUNTIME]
         for holder, name in (
@@ -76,14 +81,17 @@ class GraphDriver(Driver):
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
-    """Return the module that compiles instrumented graphs; None if no scope asks, or torch lacks parts."""
+    """Return the module that compiles instrumented graphs; None if no scope asks, or torch lacks parts.
+
+    Reports what is lacking to a scope that asks.
+    """
     if not interceptor.NATIVE:
-        if asks_for_graphs(state):
+        if instruments_compiled_code(state):
             state.report("graphs of torch.compile without the native interceptor", NEEDS_NATIVE)
         return None
     # Imported late: the module needs dynamo, and names of it that older versions of torch lack.
     name = f"{__package__}._compiler"
-    if sys.modules.get(name) is None and not asks_for_graphs(state):
+    if sys.modules.get(name) is None and not instruments_compiled_code(state):
         return None
     lacking = missing_for_graphs()
     if not lacking:
@@ -91,7 +99,7 @@ def _compiler_module(state: Any) -> ModuleType | None:
             return importlib.import_module(name)
         except (ImportError, AttributeError) as error:
             lacking = (str(error),)
-    if asks_for_graphs(state):
+    if instruments_compiled_code(state):
         subject = f"graphs of torch.compile with torch {torch.__version__}"
         state.report(subject, f"{GRAPHS_UNSUPPORTED} ({', '.join(lacking)})")
     return None
@@ -124,7 +132,10 @@ class _PlainCallback:
 def _callback_by_stance(
     original: Callable[[Any], Any], state: Any, dynamo: ModuleType, caller: FrameType, callback: Any
 ) -> Any:
-    """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it."""
+    """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it.
+
+    Reports how compiled code runs.  caller: dynamo's frame, which names the compiled callable.
+    """
     frame_callback = original(callback)
     if frame_callback is None:
         if dynamo._stance is TorchPatches.stance and TorchPatches.leaves_stance_to_scopes(dynamo._stance):

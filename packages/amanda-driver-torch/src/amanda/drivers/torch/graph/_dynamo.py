@@ -21,8 +21,8 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._dynamo.types import ConvertFrameReturn
 
-from .._compiled_callables import asks_for_graphs
-from .._modules import stack_without_wrappers
+from .._compiled_callables import instruments_compiled_code
+from .._modules import strip_wrappers_by_stack
 
 if TYPE_CHECKING:
     from torch.fx import Node
@@ -89,7 +89,7 @@ def guard_by_reads(program: GraphProgram, history: History) -> None:
         """Return True if all values that routines read are unchanged, or the graph runs without tools."""
         activation = interceptor.ACTIVATION.get(None)
         state = None if activation is None else activation.state
-        if not (asks_for_graphs(state) and state.enabled):
+        if not (instruments_compiled_code(state) and state.enabled):
             return True  # the graph runs without tools here, so their values do not matter
         reads = reference()
         return reads is not None and reads.hold()
@@ -111,7 +111,7 @@ def guard_by_lifetime(entries: object) -> None:
     install_guard(GlobalStateSource().make_guard(guard))
 
 
-def source_of(node: Node) -> str:
+def user_line_of(node: Node) -> str:
     """Return the "file:line" of the user's code that leads to a node; "" if it is unknown."""
     # dynamo stores the stack as text; the last frame that is not torch's or Amanda's is the user's.
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
@@ -119,11 +119,11 @@ def source_of(node: Node) -> str:
     return user_frames[-1] if user_frames else ""
 
 
-def scope_of(node: Node, prefix: str = "") -> str:
+def module_path_of(node: Node, prefix: str = "") -> str:
     """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
     calls = [(_dotted_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
     # The stack lists the enclosing modules from the outermost on, with full paths.
-    path = stack_without_wrappers(calls[-1][0], calls) if calls else ""
+    path = strip_wrappers_by_stack(calls[-1][0], calls) if calls else ""
     return ".".join(part for part in (prefix, path) if part)
 
 

@@ -55,10 +55,14 @@ class ExportedFile(Artefact):
         self._exported: ExportedProgram | None = None
 
     def instrument(self, inlining: Inlining) -> None:
-        """Rewrite the graph, and export it again, which makes routines operators of it."""
+        """Rewrite the graph, and export it again, which makes routines operators of it.
+
+        Nothing is exported if tools insert nothing, or if a routine would be called as Python: that is
+        refused.  Refusals and reports go to `inlining`.
+        """
         module = self._program.module()
-        places = [node for node in module.graph.nodes if node.op == "placeholder"]
-        example = [node.meta.get("val") for node in places]
+        placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+        example = [node.meta.get("val") for node in placeholders]
         program = GraphProgram(inlining.state, every=True)
         stored: list[Action] = []
         analysis = inlining.analysis(
@@ -77,7 +81,7 @@ class ExportedFile(Artefact):
         self._exported = None
         if rewritten is None or program.called_as_python:
             return
-        # The program is exported anew, which turns routines into operators and makes a new signature.
+        # A new export turns routines into operators and makes a new signature.
         args, kwargs = self._copy_example()
         sizes = _dynamic_shapes(self._program, rewritten)
         self._exported = torch.export.export(rewritten, args, kwargs, dynamic_shapes=sizes, strict=False)
@@ -111,15 +115,17 @@ def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
     """Return the dynamic sizes of a program's inputs, in the form that `torch.export.export` takes."""
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     # Parameters, buffers and constants come first among the placeholders.
-    values = values[len(values) - len(program.graph_signature.user_inputs) :]
+    user_values = values[len(values) - len(program.graph_signature.user_inputs) :]
     dims: dict[str, Any] = {}
-    flat = [_dynamic_sizes(value, program, dims) for value in values]
+    sizes_by_input = [_dynamic_sizes(value, program, dims) for value in user_values]
     if not dims:
         return None
-    if torch.export.Dim.AUTO in dims.values():  # which does not go with sizes that have names
-        flat = [None if sizes is None else dict.fromkeys(sizes, torch.export.Dim.AUTO) for sizes in flat]
-    args, kwargs = tree_unflatten(flat, program.call_spec.in_spec)
-    return dict(zip(inspect.signature(module.forward).parameters, [*args, *kwargs.values()], strict=True))
+    auto = torch.export.Dim.AUTO
+    if auto in dims.values():  # torch takes no named sizes beside it
+        sizes_by_input = [None if sizes is None else dict.fromkeys(sizes, auto) for sizes in sizes_by_input]
+    args, kwargs = tree_unflatten(sizes_by_input, program.call_spec.in_spec)
+    names = inspect.signature(module.forward).parameters
+    return dict(zip(names, [*args, *kwargs.values()], strict=True))
 
 
 def _dynamic_sizes(value: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
@@ -139,8 +145,9 @@ def _dimension(size: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any
     if not name.isidentifier():
         dims[name] = torch.export.Dim.AUTO
     if name not in dims:
-        span = {str(symbol): limits for symbol, limits in program.range_constraints.items()}.get(name)
-        lower, upper = (None, None) if span is None else (_range_end(span.lower), _range_end(span.upper))
+        ranges = {str(symbol): limits for symbol, limits in program.range_constraints.items()}
+        lower = _range_end(ranges[name].lower) if name in ranges else None
+        upper = _range_end(ranges[name].upper) if name in ranges else None
         dims[name] = torch.export.Dim(name, min=lower, max=upper)
     return dims[name]
 

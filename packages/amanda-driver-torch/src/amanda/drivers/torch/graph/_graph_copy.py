@@ -58,7 +58,7 @@ class GraphCopy:
         """Replace a node by a call, with the node's inputs and attributes of the module."""
         twin = self._twins[node]
         inputs = list(twin.all_input_nodes)
-        inputs += [self._attribute(name) for name in attributes]
+        inputs += [self._insert_attribute(name) for name in attributes]
         with self._module.graph.inserting_before(twin):
             call_node = self._insert_call(instrumented, inputs)
         call_node.meta = copy(twin.meta)
@@ -133,11 +133,12 @@ class GraphCopy:
                 self._module.register_parameter(name, tensor)
             else:
                 self._module.register_buffer(name, tensor, persistent=False)  # not in the state_dict
-            self._held_nodes[id(tensor)] = self._attribute(name)
+            self._held_nodes[id(tensor)] = self._insert_attribute(name)
         return self._held_nodes[id(tensor)]
 
-    def _attribute(self, name: str) -> Node:
-        # Before all calls, as the same tensor may be held by several of them.
+    def _insert_attribute(self, name: str) -> Node:
+        """Insert a node of an attribute of the module before all calls."""
+        # Several calls may hold the same tensor.
         with self._module.graph.inserting_before(self._token or self._first):
             return self._module.graph.get_attr(name)
 
@@ -148,7 +149,7 @@ def inline_bodies(module: GraphModule) -> GraphModule | None:
     The nodes of a checkpoint's body are marked for recomputation, as torch marks what it traces of a
     checkpoint.  None if the graph has no such body.
     """
-    if not any(_body_of(node, module) is not None for node in module.graph.nodes):
+    if not any(_inlinable_body(node, module) is not None for node in module.graph.nodes):
         return None
     target = GraphModule(module, Graph(), type(module).__name__)
     target.graph._codegen = module.graph._codegen
@@ -170,26 +171,27 @@ def _copy_nodes(
 ) -> Any:
     """Copy the nodes of a module's graph, and of the bodies in it; return what the graph returns.
 
+    twins: the copy of each node, which is filled here; of a call of a body, what the body returns.
     prefix: of names of the module's attributes in the target.  checkpoint: number of the checkpoint around
     the nodes.
     """
     for node in module.graph.nodes:
         if node.op == "output" or node in twins:
             continue
-        body = _body_of(node, module)
+        body = _inlinable_body(node, module)
         if body is not None:
             twins[node] = _copy_body(node, body, target, twins, prefix, checkpoint)
             continue
-        source = _returned_element(node, twins)
-        if source is not None:
-            twins[node] = source
+        element = _element_of_body_result(node, twins)
+        if element is not None:
+            twins[node] = element
             continue
         twin = twins[node] = target.graph.node_copy(node, twins.__getitem__)
         if hasattr(node, "_dynamo_source"):
             twin._dynamo_source = node._dynamo_source
         if node.op in ("get_attr", "call_module") and prefix:
             twin.target = f"{prefix}{node.target}".replace(".", "_")
-            setattr(target, twin.target, _attribute(module, str(node.target)))
+            setattr(target, twin.target, _attribute_value(module, str(node.target)))
         if checkpoint is not None:
             twin.meta["recompute"], twin.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, checkpoint
     return torch.fx.node.map_arg(_output_of(module).args[0], twins.__getitem__)
@@ -204,15 +206,15 @@ def _copy_body(
     checkpoint: int | None,
 ) -> Any:
     """Copy the nodes of a body to the place of its call; return what the body returns."""
-    places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+    placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
     operands = torch.fx.node.map_arg(tuple(_operands(node)), twins.__getitem__)
-    inner_twins: dict[Node, Any] = dict(zip(places, operands, strict=True))
+    inner_twins: dict[Node, Any] = dict(zip(placeholders, operands, strict=True))
     if str(node.target) == _CHECKPOINT:
         checkpoint = next(_checkpoint_numbers)
     return _copy_nodes(body, target, inner_twins, prefix=f"{prefix}{node.name}_", checkpoint=checkpoint)
 
 
-def _body_of(node: Node, module: GraphModule) -> GraphModule | None:
+def _inlinable_body(node: Node, module: GraphModule) -> GraphModule | None:
     """Return the body of a checkpoint or of a region that can be put in its place; None for other nodes."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
@@ -226,8 +228,8 @@ def _body_of(node: Node, module: GraphModule) -> GraphModule | None:
     body = getattr(module, str(body_node.target), None)
     if not isinstance(body, GraphModule) or "_checkpoint_context_fn" in body.meta:
         return None  # a policy of the user's decides by op what a selective checkpoint keeps
-    places = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
-    return body if len(places) == len(_operands(node)) else None
+    placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+    return body if len(placeholders) == len(_operands(node)) else None
 
 
 def _operands(node: Node) -> Any:
@@ -235,7 +237,7 @@ def _operands(node: Node) -> Any:
     return node.args[2:] if str(node.target) == _REGION else node.args[1:]
 
 
-def _returned_element(node: Node, twins: dict[Node, Any]) -> Any:
+def _element_of_body_result(node: Node, twins: dict[Node, Any]) -> Any:
     """Return the value that a node takes out of what a body returns; None for other nodes."""
     if node.target is not getitem:
         return None
@@ -250,7 +252,7 @@ def _output_of(module: GraphModule) -> Node:
     return output
 
 
-def _attribute(module: GraphModule, target: str) -> Any:
+def _attribute_value(module: GraphModule, target: str) -> Any:
     value: Any = module
     for part in target.split("."):
         value = getattr(value, part)

@@ -47,21 +47,10 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
     >>> instrument(program.module(), amanda.Tool())(torch.ones(1, 2)).shape
     torch.Size([1, 3])
     """
-    places = [node for node in module.graph.nodes if node.op == "placeholder"]
-    symbols = [node.meta.get("val", node.meta.get("example_value")) for node in places]
-    inputs: list[Any] = symbols
-    if example is not None:
-        inputs = tree_flatten(tuple(example))[0]
-        if len(inputs) != len(places):
-            raise AmandaError(
-                f"the graph takes {len(places)} values ({', '.join(node.name for node in places)}), "
-                f"the example has {len(inputs)}"
-            )
-    elif any(symbol is None for symbol in symbols):
-        raise AmandaError(
-            "the graph does not say what it is given: instrument(module, tool, example=(x,)), with arguments "
-            "that it may be called with"
-        )
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    symbols: Sequence[Any] = [node.meta.get("val", node.meta.get("example_value")) for node in placeholders]
+    names = [node.name for node in placeholders]
+    inputs = _inputs_for_analysis(names, symbols, example)
     if any(symbol is None for symbol in symbols):
         symbols = inputs
     # `every`: the copy runs its routines outside of scopes too, so the scope here is for the analysis alone.
@@ -76,3 +65,25 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
         return module
     instrumented.meta["amanda"] = program  # programs are looked up weakly: the copy keeps its own alive
     return instrumented
+
+
+def _inputs_for_analysis(
+    names: Sequence[str], symbols: Sequence[Any], example: Sequence[Any] | None
+) -> Sequence[Any]:
+    """Return the values of the example, or the graph's symbols if there is no example.
+
+    Raises AmandaError for an example of another number of values, or if values are missing.
+    """
+    if example is not None:
+        inputs = tree_flatten(tuple(example))[0]
+        if len(inputs) != len(names):
+            raise AmandaError(
+                f"the graph takes {len(names)} values ({', '.join(names)}), the example has {len(inputs)}"
+            )
+        return inputs
+    if any(symbol is None for symbol in symbols):
+        raise AmandaError(
+            "the graph does not say what it is given: instrument(module, tool, example=(x,)), with arguments "
+            "that it may be called with"
+        )
+    return symbols

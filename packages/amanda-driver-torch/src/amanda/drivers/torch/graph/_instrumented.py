@@ -14,7 +14,7 @@ from amanda.backend import OpFacts
 from amanda.plan import Actions, is_among
 from torch.utils._pytree import tree_flatten
 
-from ._node_runs import NodeReplay, backward_nodes, fill_template, sequence
+from ._node_runs import NodeReplay, backward_nodes, fill_template, sequence_number
 from ._observers import WaitingObservers
 from ._ops import TENSORS, GraphProgram
 from ._routine_inputs import HeldTensors
@@ -87,14 +87,14 @@ class InstrumentedNode(InstrumentedCall):
         for call, step in zip(self.replay.calls, self.steps, strict=True):
             args, kwargs = fill_template((call.args, call.kwargs), slot_values)
             if step:
-                outputs = _run_step(step, self.replay.bind(call.site, args, kwargs), routines)
+                outputs = _run_op_with_routines(step, self.replay.bind(call.site, args, kwargs), routines)
             else:
                 outputs = call.site.invoke(args, kwargs)
             slot_values += tree_flatten(outputs)[0]
         return fill_template(self.replay.result, slot_values)
 
 
-def _run_step(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
+def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
     """Run a native op with its routines, and hook its backward ops."""
     plan, facts = step.plan, step.facts
     inputs = routines.run_all(plan.before, call.inputs, facts, call.mutable)
@@ -103,7 +103,7 @@ def _run_step(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
         # The op may save its result for the backward op: the op writes a clone, and the routine's value
         # goes into the target.
         inputs = [target.clone(), *inputs[1:]]
-    start = sequence()
+    start = sequence_number()
     outputs = NotImplemented
     # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
     if plan.replace is not None:
@@ -114,7 +114,7 @@ def _run_step(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
     written = call.written(inputs, values)
     if step.backward:
         tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
-        for node, place in list(backward_nodes(tensors, start, sequence())):
+        for node, place in list(backward_nodes(tensors, start, sequence_number())):
             if place in step.backward:
                 routines.hook_node(node, *step.backward[place])
     if target is not None:

@@ -100,7 +100,8 @@ def backward_views_unlike_eager(
     """
     if not sites:
         return
-    for grad_node in _nodes_of_views_made_outside(node_runs) if by_autograd else ():
+    outside_nodes = _nodes_of_views_made_outside(node_runs) if by_autograd else ()
+    for grad_node in outside_nodes:
         site = sites.get(id(grad_node))
         if site is not None and site.is_called_in_graph:
             reason = "AOTAutograd makes the view outside of the graph: its routines are not called"
@@ -163,10 +164,9 @@ def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, N
     """Yield each tensor that an op of the graph writes, with the node and the tensor's storage."""
     for node, node_run in node_runs.items():
         for call in node_run.calls:
-            for i in call.call.mutable:
-                yield from (
-                    (call.call.inputs[i], node, memory) for memory in _storage_ids(call.call.inputs[i])
-                )
+            written_inputs = [call.call.inputs[i] for i in call.call.mutable]
+            for written in written_inputs:
+                yield from ((written, node, memory) for memory in _storage_ids(written))
 
 
 def _is_read_later(
@@ -184,8 +184,9 @@ def _is_read_later(
         if node_run.value is written or memory not in _storage_ids(node_run.value):
             continue
         # The output node is not a key of `order`: it comes after all nodes.
-        users = [order.get(user, len(order)) for user in node.users]
-        if node.op in ("placeholder", "get_attr") or any(user > write_position for user in users):
+        user_positions = [order.get(user, len(order)) for user in node.users]
+        is_input = node.op in ("placeholder", "get_attr")  # whose memory the caller reads
+        if is_input or any(position > write_position for position in user_positions):
             return True
     return False
 

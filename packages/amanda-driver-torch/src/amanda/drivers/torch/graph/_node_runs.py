@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from amanda.backend import Call
     from torch.fx import GraphModule, Node
 
-sequence = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+sequence_number = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
 
 
 class TemplateSlot:
@@ -105,13 +105,13 @@ class CallRecorder:
                 self.calls.append(native_call)
                 return native_call.results
             native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
-            start = sequence()
+            start = sequence_number()
             native_call.outputs = native_call.results = site.invoke(args, kwargs)
             # What an op has written leads to nodes, too, as those of an op that returns nothing.
             tensors = _tensors_in(
                 [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
             )
-            native_call.nodes = list(backward_nodes(tensors, start, sequence()))
+            native_call.nodes = list(backward_nodes(tensors, start, sequence_number()))
             native_call.leaves = [
                 tensor
                 for tensor in _tensors_in(native_call.call.inputs)
@@ -294,20 +294,20 @@ def run_graph(
     attribute_value: returns the value of a `get_attr` node by its target.
     """
     node_runs: dict[Node, NodeRun] = {}
-    values = iter(inputs)
+    remaining_inputs = iter(inputs)
     grad_enabled = torch.is_grad_enabled()
     # Nodes may switch gradients and enter transforms; if a node raises, its counterpart never runs.
-    transforms = torch._C._functorch.get_dynamic_layer_stack_depth()
+    transform_depth = torch._C._functorch.get_dynamic_layer_stack_depth()
     try:
         for node in module.graph.nodes:
             if node.op == "placeholder":
-                node_runs[node] = NodeRun(node, next(values), [])
+                node_runs[node] = NodeRun(node, next(remaining_inputs), [])
             elif node.op == "get_attr":
                 node_runs[node] = NodeRun(node, attribute_value(node.target), [])
             elif node.op != "output":
                 node_runs[node] = _run_node(node, module, node_runs)
     finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transforms)
+        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(transform_depth)
         torch._C._set_grad_enabled(grad_enabled)
     return node_runs
 
@@ -334,15 +334,14 @@ def _run_node(node: Node, module: GraphModule, node_runs: Mapping[Node, NodeRun]
         submodule = module.get_submodule(str(node.target))
         named_tensors = [*submodule.named_parameters(), *submodule.named_buffers()]
         node_run.module_tensors = {f"{node.target}.{name}": tensor for name, tensor in named_tensors}
-    if recorder.calls and recorder.bind is not None:
-        inputs = [
-            *(node_runs[input_node].value for input_node in node.all_input_nodes),
-            *node_run.module_tensors.values(),
-        ]
-        try:
-            node_run.replay = make_replay(recorder.bind, recorder.calls, inputs, value)
-        except Unresolved as error:
-            node_run.obstacle = f"it computes a size that is not known beforehand ({error})"
+    if not recorder.calls or recorder.bind is None:
+        return node_run
+    inputs = [node_runs[input_node].value for input_node in node.all_input_nodes]
+    inputs += node_run.module_tensors.values()
+    try:
+        node_run.replay = make_replay(recorder.bind, recorder.calls, inputs, value)
+    except Unresolved as error:
+        node_run.obstacle = f"it computes a size that is not known beforehand ({error})"
     return node_run
 
 

@@ -18,7 +18,7 @@ from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _StopRecomputationError
 
-from ._node_runs import backward_nodes, sequence, uninstrumented
+from ._node_runs import backward_nodes, sequence_number, uninstrumented
 from ._ops import GraphExecution, GraphProgram, call_python
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ class WaitingObservers:
 
     def __init__(self, program: GraphProgram) -> None:
         self._program = program
-        self._members: list[tuple[int, PlaceValues]] = []
-        self._count = 0
+        self._members: list[tuple[int, PlaceValues]] = []  # slots of observers, and their values
+        self._count = 0  # of waiting tensors
 
     @classmethod
     def of_token(cls, program: GraphProgram, token: torch.Tensor) -> WaitingObservers:
@@ -54,9 +54,9 @@ class WaitingObservers:
             setattr(token, _WAITING_NAME, waiting)
         return waiting
 
-    def add(self, token: torch.Tensor, slot: int, values: PlaceValues, backward: bool) -> None:
+    def add(self, token: torch.Tensor, slot: int, values: PlaceValues, is_backward: bool) -> None:
         """Make the observer at a slot wait with its values, at most until the end of a backward pass."""
-        if backward and not self._members:
+        if is_backward and not self._members:
             # Values of a backward pass must not wait beyond it: there may be no later call.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self.hand_over(token))
@@ -74,14 +74,14 @@ class WaitingObservers:
         slots = tuple(slot for slot, _ in members)
         counts = [(len(values.flat), len(values.numbers)) for _, values in members]
         # The key has the counts: a backend that traces the graph again may find other numbers of values.
-        slot = program.slot(
+        batch_slot = program.slot(
             ("gathered", slots, tuple(counts)),
-            lambda: ObserverBatch([program.table[member_slot] for member_slot in slots], counts),
+            lambda: ObserverBatch([program.table[slot] for slot in slots], counts),
         )
         tensors = [item for _, values in members for item in values.flat]
         numbers = [item for _, values in members for item in values.numbers]
         with uninstrumented():
-            call_python("call", token, tensors, numbers, [], program.number, slot)
+            call_python("call", token, tensors, numbers, [], program.number, batch_slot)
 
 
 @dataclass(slots=True)
@@ -168,11 +168,10 @@ class LateObservers:
         An observer stays where its tool has another routine at the op.
         is_run: whether the compiled code runs the op.
         """
-        late_actions = []
-        for action in actions.all:
-            tool_actions = [candidate for candidate in actions.all if candidate.tool is action.tool]
-            if all(can_wait(tool_action) and tool_action.select == () for tool_action in tool_actions):
-                late_actions.append(action)
+        tools_with_others = {
+            id(action.tool) for action in actions.all if not can_wait(action) or action.select != ()
+        }
+        late_actions = [action for action in actions.all if id(action.tool) not in tools_with_others]
         if not late_actions:
             return actions
         if is_run:
@@ -189,7 +188,7 @@ class LateObservers:
         """
         execution = GraphExecution(self._program)
         # Autograd's nodes from this number on are the graph's.
-        first_number = sequence()
+        first_number = sequence_number()
         try:
             with interceptor.Suspension():
                 outputs = compiled(*args)
@@ -206,7 +205,7 @@ class LateObservers:
     ) -> None:
         """Hook the node of the compiled backward pass to call the observers of backward ops."""
         tensors = [leaf for leaf in tree_flatten((outputs, args))[0] if isinstance(leaf, torch.Tensor)]
-        nodes = [node for node, _ in backward_nodes(tensors, first_number, sequence())]
+        nodes = [node for node, _ in backward_nodes(tensors, first_number, sequence_number())]
         # One hook at the node for all backward ops of the graph: they run together.
         graph_node = next((node for node in nodes if type(node).__name__ == _NODE), None)
         if graph_node is not None:

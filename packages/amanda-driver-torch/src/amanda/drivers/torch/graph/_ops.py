@@ -192,7 +192,7 @@ def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
     """Call a routine, and return its outputs in memory of their own; likes: tensors of their layouts."""
-    return _own_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
+    return _copy_to_new_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
 
 
 def _call_taped(
@@ -205,28 +205,30 @@ def _call_taped(
         inputs = [_as_leaf(value) for value in values]
         outputs = execution.call_at(slot, inputs, numbers)
     execution.stores[slot] = [TapedCall(inputs, outputs)]
-    return _own_memory([output.detach() for output in outputs], likes)
+    return _copy_to_new_memory([output.detach() for output in outputs], likes)
 
 
 def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
     """Return the gradients of a taped routine's inputs."""
     (taped,) = GraphExecution.of_token(token).stores[slot]
     pairs = [
-        (tensor, grad) for tensor, grad in zip(taped.outputs, gradients, strict=True) if tensor.requires_grad
+        (output, gradient)
+        for output, gradient in zip(taped.outputs, gradients, strict=True)
+        if output.requires_grad
     ]
     if pairs:
-        outputs, grads = zip(*pairs, strict=True)
+        outputs, output_gradients = zip(*pairs, strict=True)
         with interceptor.Suspension():
             # Kept, as another pass may come through the graph around the routine.
-            torch.autograd.backward(outputs, grads, retain_graph=True)
+            torch.autograd.backward(outputs, output_gradients, retain_graph=True)
     input_gradients = [tensor.grad for tensor in taped.inputs]
     for tensor in taped.inputs:  # another pass through the kept graph begins from nothing
         tensor.grad = None
     results = [
-        torch.zeros_like(like) if tensor is None else tensor
-        for tensor, like in zip(input_gradients, likes, strict=True)
+        torch.zeros_like(like) if gradient is None else gradient
+        for gradient, like in zip(input_gradients, likes, strict=True)
     ]
-    return _own_memory(results, likes)
+    return _copy_to_new_memory(results, likes)
 
 
 def _as_leaf(value: torch.Tensor) -> torch.Tensor:
@@ -235,7 +237,7 @@ def _as_leaf(value: torch.Tensor) -> torch.Tensor:
     return leaf.requires_grad_() if leaf.is_floating_point() or leaf.is_complex() else leaf
 
 
-def _own_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
+def _copy_to_new_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
     """Copy results into new tensors, like those of the graph if there are any.
 
     A custom op must not return memory of its inputs.

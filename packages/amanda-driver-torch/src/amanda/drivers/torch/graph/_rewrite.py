@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_flatten
 
 from .._autograd import LEAF_PLACE, AccumulateGrad
 from .._modules import ParameterPaths, part_of
-from ._bodies import ControlFlowBodies, find_bodies
-from ._dynamo import scope_of, source_of
+from ._bodies import ControlFlowBodies, analyse_bodies
+from ._dynamo import module_path_of, user_line_of
 from ._graph_copy import GraphCopy
 from ._instrumented import (
     BackwardSite,
@@ -111,16 +111,8 @@ class FxRewriting:
                 with self.symbols.without_data():
                     node_runs = run_graph(self.module, self.symbols.inputs, self.symbols.attribute_symbol)
                 self.analyse_forward(node_runs)
-                if any(stack.wants_backward for stack in self._analysis.stack.chain):
-                    self._reached = _reached_nodes(node_runs)
-                    # From the outputs to the inputs, as a backward pass goes.
-                    for node_run in reversed(node_runs.values()):
-                        self._analyse_backward(node_run)
-                    self.program.leaves = list(self._watched_leaves(node_runs))
-                    for facts, reason in backward_views_unlike_eager(
-                        node_runs, self._backward_ops, self._late is not None
-                    ):
-                        self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
+                if self._wants_backward():
+                    self._analyse_backward(node_runs)
                 check_views(node_runs, self._steps)
                 bodies_change = any(bodies.are_changed() for bodies in self.bodies.values())
                 is_changed = any(self.steps()) or self._leaves or bodies_change
@@ -134,11 +126,15 @@ class FxRewriting:
         finally:
             self._analysis.finish()
 
+    def _wants_backward(self) -> bool:
+        """Return True if a tool has routines for backward ops."""
+        return any(stack.wants_backward for stack in self._analysis.stack.chain)
+
     def analyse_forward(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Bring the forward ops of the graph to the tools, in order."""
         self.symbols.record_runs(node_runs)
         for node, node_run in node_runs.items():
-            bodies = find_bodies(node, self.module, node_runs, self.symbols, self._rewriting_of_body)
+            bodies = analyse_bodies(node, self.module, node_runs, self.symbols, self._rewriting_of_body)
             if bodies is None:
                 self._analyse_node(node_run)
             else:
@@ -163,7 +159,7 @@ class FxRewriting:
         node = node_run.node
         if node_run.obstacle:
             name = getattr(node.target, "__name__", str(node.target))
-            self.program.report(name, node_run.obstacle, source_of(node))
+            self.program.report(name, node_run.obstacle, user_line_of(node))
         if node_run.replay is None:
             return
         self._steps[node] = []
@@ -178,10 +174,10 @@ class FxRewriting:
                 )
                 raise facts.explain(error, plan.replace)
             actions = plan if self._late is None else self._late.take_over(plan, facts)
-            self._steps[node].append(OpStep(facts, self._without_python_calls(actions, facts, call)))
+            self._steps[node].append(OpStep(facts, self._refuse_python_calls(actions, facts, call)))
 
-    def _without_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
-        """Return the actions that can run at an op; refuse others, and count the op if there are any.
+    def _refuse_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
+        """Refuse the actions that cannot run at an op, and count the op if there are any; return the others.
 
         Within a transform a call of Python would get wrappers of a level that has ended; a body takes none.
         """
@@ -192,12 +188,13 @@ class FxRewriting:
         refused = [action for action in plan.all if not self._routines.is_inlined(action)]
         for action in refused:
             action.tool.refused(action, NO_PYTHON)
-        self.left_out[facts.op_type] += bool(refused)
+        if refused:
+            self.left_out[facts.op_type] += 1
         return inlined
 
     def report_left_out(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Report the ops in transforms and in bodies at which routines do not run, and backward ops there."""
-        wants_backward = any(stack.wants_backward for stack in self._analysis.stack.chain)
+        wants_backward = self._wants_backward()
         if not self._inlines_only:
             self._report_counts(IN_TRANSFORM, "", NO_PYTHON, self.left_out)
         if wants_backward:
@@ -206,7 +203,7 @@ class FxRewriting:
             )
             self._report_counts(IN_TRANSFORM, "", NO_BACKWARD, backward_counts)
         for node, bodies in self.bodies.items():
-            name, where = str(node.target), source_of(node)
+            name, where = str(node.target), user_line_of(node)
             self._report_counts(name, where, NO_PYTHON, bodies.left_out())
             if wants_backward:
                 self._report_counts(name, where, NO_BACKWARD, bodies.backward_counts())
@@ -219,7 +216,7 @@ class FxRewriting:
 
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
         """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
-        scope, source = scope_of(node, self._prefix), source_of(node)
+        scope, source = module_path_of(node, self._prefix), user_line_of(node)
         eager_call = call.call
         variables = [self.symbols.parameter_of(value) for value in eager_call.inputs]
         pairs = zip(eager_call.inputs, variables, strict=True)
@@ -248,43 +245,52 @@ class FxRewriting:
             return self.symbols.ordinal(variable), ""
         return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
 
-    def _analyse_backward(self, node_run: NodeRun) -> None:
-        """Bring the backward ops of a node, and the leaves that it reads first, to the tools."""
-        # Not strict: a node that cannot be replayed has calls but no steps.
-        for call, step in reversed(
-            list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
-        ):
-            for node, place in call.nodes:
+    def _analyse_backward(self, node_runs: dict[Node, NodeRun]) -> None:
+        """Bring the backward ops of the graph to the tools, and report those unlike eager mode's."""
+        self._reached = _reached_nodes(node_runs)
+        # From the outputs to the inputs, as a backward pass goes.
+        for node_run in reversed(node_runs.values()):
+            # Not strict: a node that cannot be replayed has calls but no steps.
+            pairs = list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
+            for call, step in reversed(pairs):
+                self._analyse_backward_of_call(call, step)
+        self.program.leaves = list(self._watched_leaves(node_runs))
+        unlike_eager = backward_views_unlike_eager(node_runs, self._backward_ops, self._late is not None)
+        for facts, reason in unlike_eager:
+            self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
+
+    def _analyse_backward_of_call(self, call: NativeCall, step: OpStep) -> None:
+        """Bring the backward ops of a native call, and leaves that no later call reads, to the tools."""
+        for node, place in call.nodes:
+            with self.symbols.without_data():
+                incoming, outgoing = _gradients_without_data(node)
+            plan, facts = self._analyse_backward_op(step.facts, node, place, incoming, outgoing)
+            if plan:
+                step.backward[place] = BackwardSite(facts, plan)
+        for leaf in call.leaves:
+            if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._analysed_leaves:
+                self._analysed_leaves.add(id(leaf))
+                place = self._leaf_place(leaf)
                 with self.symbols.without_data():
-                    incoming, outgoing = _gradients_without_data(node)
-                plan, facts = self._backward_plan(step.facts, node, place, incoming, outgoing)
+                    incoming = [_empty_like(leaf)]
+                plan, facts = self._analyse_backward_op(step.facts, leaf, place, incoming, [])
                 if plan:
-                    step.backward[place] = BackwardSite(facts, plan)
-            for leaf in call.leaves:
-                if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._analysed_leaves:
-                    self._analysed_leaves.add(id(leaf))
-                    place = self._leaf_place(leaf)
-                    with self.symbols.without_data():
-                        incoming = [_empty_like(leaf)]
-                    plan, facts = self._backward_plan(step.facts, leaf, place, incoming, [])
-                    if plan:
-                        self._leaves[id(leaf)] = BackwardSite(facts, plan)
+                    self._leaves[id(leaf)] = BackwardSite(facts, plan)
 
     def _watched_leaves(
         self, node_runs: Mapping[Node, NodeRun]
     ) -> Iterator[tuple[int | torch.Tensor, str, Sequence[Any]]]:
-        """Yield the leaves whose gradients routines see, in the form of `Program.leaves`."""
-        for i, (node, node_run) in enumerate(
-            node_runs.items()
-        ):  # placeholders come first, so `i` is an input's index
+        """Yield the leaves whose gradients routines see, in the form of `GraphProgram.leaves`."""
+        # Placeholders are the first nodes: the index of one is its position among the graph's inputs.
+        for i, (node, node_run) in enumerate(node_runs.items()):
             actions = self._leaf_actions.get(id(node_run.value))
             if actions is None:
                 continue
             variable = self.symbols.parameter_of(node_run.value)
-            name = (None if variable is None else self._path_of(variable)) or node.name
+            path = None if variable is None else self._path_of(variable)
             leaf = i if node.op == "placeholder" else variable
             if leaf is not None:
-                yield leaf, name, [action.tool for action in actions]
+                yield leaf, path or node.name, [action.tool for action in actions]
 
     def _leaf_place(self, leaf: torch.Tensor) -> int:
         """Return the place of a leaf's AccumulateGrad among backward ops, as eager mode numbers it."""
@@ -295,10 +301,10 @@ class FxRewriting:
         self._leaf_count += 1
         return 2 * LEAF_PLACE + self._leaf_count - 1
 
-    def _backward_plan(
+    def _analyse_backward_op(
         self, forward: OpFacts, node: Any, place: int, incoming: list[Any], outgoing: list[Any]
     ) -> tuple[Actions, OpFacts]:
-        """Return the actions of a backward op that the graph calls, and its facts.
+        """Bring a backward op to the tools; return the actions that the graph calls, and the op's facts.
 
         Records the op if it has actions, also if late observers take them all over.
         node: of autograd, or a leaf.  incoming, outgoing: gradients without data.
@@ -319,7 +325,7 @@ class FxRewriting:
             self._backward_ops[id(node)] = BackwardOpWithRoutines(facts, bool(plan))
         return plan, facts
 
-    def try_calls(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+    def make_instrumented_nodes(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
         """Return the calls in the place of nodes with routines; try the traceable routines first.
 
         Drops from each step the actions that the trial has shown not to run there.
@@ -332,7 +338,7 @@ class FxRewriting:
             instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
             self._trials.try_routines_of_node(instrumented, node_runs[node], steps)
             for call, step in zip(node_runs[node].calls, steps, strict=True):
-                step.plan = self._without_python_calls(step.plan, step.facts, call)
+                step.plan = self._refuse_python_calls(step.plan, step.facts, call)
         return calls
 
     def _write_copy(self, node_runs: dict[Node, NodeRun]) -> GraphModule:
@@ -341,12 +347,13 @@ class FxRewriting:
         Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
         Python need a token in the copy.
         """
+        # Before the trials, which may drop actions.
         changed = {node: steps for node, steps in self._steps.items() if any(steps)}
-        calls = self.try_calls(node_runs)
+        calls = self.make_instrumented_nodes(node_runs)
         changed_bodies = [bodies for bodies in self.bodies.values() if bodies.are_changed()]
         held_by_bodies = [bodies.try_routines() for bodies in changed_bodies]
-        leaves = self._try_leaves(node_runs)
-        actions = self._remaining_actions(changed.values())
+        leaves = self._make_instrumented_leaves(node_runs)
+        actions = self._called_actions(changed.values())
         calls_python = not all(self._routines.is_inlined(action) for action in actions)
         copy = GraphCopy(self.module, self.program, calls_python)
         for node, call in calls.items():
@@ -355,10 +362,10 @@ class FxRewriting:
             bodies.write_into(copy, held_tensors)
         for node, call in leaves.items():
             copy.insert_before_readers(node, call)
+        # With late observers a compiler traces the copy to its end, where waiting observers are called.
         if calls_python and self._late is not None:
-            self.program.gathers_observers = copy.insert_before_output(
-                WaitingObserversCall("outputs", self.program)
-            )
+            hand_over = WaitingObserversCall("outputs", self.program)
+            self.program.gathers_observers = copy.insert_before_output(hand_over)
             self.program.ordered_tools.update(id(action.tool) for action in actions if not can_wait(action))
             self.program.prompt_observers.update(observers_of_written_memory(node_runs, changed))
         # The tensors without data, and autograd's graph of them, end here: the copy keeps templates alone.
@@ -366,7 +373,7 @@ class FxRewriting:
             node_run.forget_symbols()
         return copy.finish()
 
-    def _try_leaves(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
+    def _make_instrumented_leaves(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
         """Return the calls behind leaves with routines; try the traceable routines first."""
         calls: dict[Node, InstrumentedCall] = {}
         for node, node_run in node_runs.items():
@@ -376,7 +383,7 @@ class FxRewriting:
                 self._trials.try_routines_of_backward_op(calls[node], site)
         return calls
 
-    def _remaining_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
+    def _called_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
         """Return the actions that the graph calls."""
         steps = [step for node_steps in changed for step in node_steps]
         sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]

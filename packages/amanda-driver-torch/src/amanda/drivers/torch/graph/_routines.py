@@ -77,7 +77,10 @@ class NodeRoutines:
         return values
 
     def replace_op(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
-        """Run a routine that replaces an op, and return its outputs; NotImplemented if the op is to run."""
+        """Run a routine that replaces an op, and return its outputs; NotImplemented if the op is to run.
+
+        What an op in place writes is written into its inputs here, if the routine is called as Python.
+        """
         if self.is_inlined(action):
             result = run_replacement(
                 tensor_ops(), action, inputs, facts, {}, call.targets, call.computation()
@@ -178,10 +181,7 @@ class NodeRoutines:
                 )
             if not result_positions:
                 return None
-            new_values = values.with_tensors(results)
-            # A routine of one value returns the value itself; a list of tensors stays in the list of values.
-            is_one_tensor = len(new_values) == 1 and not isinstance(new_values[0], list)
-            return new_values[0] if is_one_tensor else new_values
+            return _as_routine_returns(values.with_tensors(results))
 
         # Without the keyword arguments, which `PythonCall` passes.
         call.__qualname__ = routine_name(action.func)
@@ -215,6 +215,12 @@ class NodeRoutines:
                 self.token, self.program.number, slot, len(likes), values.numbers, *values.flat, *likes
             )
         )
+
+
+def _as_routine_returns(values: list[Any]) -> Any:
+    """Return values as a routine returns them: a single tensor itself, anything else as a list."""
+    is_one_tensor = len(values) == 1 and not isinstance(values[0], list)
+    return values[0] if is_one_tensor else values
 
 
 class TapedRoutine(torch.autograd.Function):

@@ -57,18 +57,15 @@ class GraphSymbols:
     @contextmanager
     def without_data(self) -> Iterator[FakeTensorMode]:
         """Enter a context in which all tensors, also those with data, are computed without data."""
-        # Tells torch that sizes which depend on data are made here only to be discarded.
-        unnamed = self.fakes.shape_env.ignore_fresh_unbacked_symbols() if self.fakes.shape_env else None
+        shape_env = self.fakes.shape_env
         with (
             patch.object(self.fakes, "allow_non_fake_inputs", True),
             self.fakes as mode,
             _without_saved_tensor_hooks(),
+            # Tells torch that sizes which depend on data are made here only to be discarded.
+            shape_env.ignore_fresh_unbacked_symbols() if shape_env else nullcontext(),
         ):
-            if unnamed is None:
-                yield mode
-            else:
-                with unnamed:
-                    yield mode
+            yield mode
 
     def _make_symbol(self, value: Any, like: Any, is_weight: bool) -> Any:
         """Return a tensor without data for a value, a leaf or a result as the value is; a number as it is.
@@ -77,19 +74,18 @@ class GraphSymbols:
         """
         if not isinstance(like, torch.Tensor):
             return like
-        without_data = (
-            like if isinstance(like, FakeTensor) else self.fakes.from_tensor(like, static_shapes=True)
-        )
-        symbol: Any = without_data.detach()
+        fake: Any = like if isinstance(like, FakeTensor) else self.fakes.from_tensor(like, static_shapes=True)
+        symbol: Any = fake.detach()
         if isinstance(value, torch.Tensor) and value.requires_grad:
             symbol.requires_grad_()
             if value.is_leaf:
                 self._leaves.add(id(symbol))
             else:
                 symbol = symbol.clone()  # so that it has a node, as the value has
-        if getattr(without_data, "item_memo", None) is not None:
-            symbol.item_memo = without_data.item_memo  # of a number that dynamo has for a tensor
-        if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor) and is_weight:
+        if getattr(fake, "item_memo", None) is not None:
+            symbol.item_memo = fake.item_memo  # of a number that dynamo has for a tensor
+        has_data = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        if has_data and is_weight:
             self._data_by_symbol[id(symbol)] = value
         self._held_symbols.append(symbol)  # the dicts above go by `id`
         return symbol
@@ -117,8 +113,8 @@ class GraphSymbols:
         if not isinstance(value, torch.Tensor):
             return None
         base = value if value._base is None else value._base
-        real = self._data_by_symbol.get(id(value), self._data_by_symbol.get(id(base)))
-        return real if isinstance(real, torch.nn.Parameter) else None
+        data = self._data_by_symbol.get(id(value), self._data_by_symbol.get(id(base)))
+        return data if isinstance(data, torch.nn.Parameter) else None
 
     def is_leaf(self, value: torch.Tensor) -> bool:
         """Return True for an input of the graph whose gradient is stored."""
@@ -145,9 +141,9 @@ class GraphSymbols:
 
         Raises AmandaError for a tensor that depends on an input of the graph.
         """
-        real = self._data_by_symbol.get(id(value))
-        if real is not None:
-            return real
+        data = self._data_by_symbol.get(id(value))
+        if data is not None:
+            return data
         node = self._nodes.get(id(value))
         if node is None or node.op in ("placeholder", "get_attr"):
             raise AmandaError("this value is known when the graph runs; give a routine to insert_before_op")
