@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.kit import RequiredNames
 from amanda.tools.weights._parameters import (
-    Changed,
     ParameterError,
     StoredParameter,
     StridedLayout,
     StridedStore,
     Undo,
+    ValueUpdate,
     tensor_of,
 )
 
@@ -144,8 +144,8 @@ class TorchParameter(StoredParameter):
         whole: Tensor = detached.full_tensor() if hasattr(detached, "full_tensor") else detached
         return whole
 
-    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
-        """Write the values that `changed` returns for the present values of a part, see StoredParameter.
+    def change(self, update: ValueUpdate, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `update` returns for the present values of a part, see StoredParameter.
 
         Raises ParameterError as `write` does, and for a parameter that is packed.
         """
@@ -163,7 +163,7 @@ class TorchParameter(StoredParameter):
             # A part may span several ranks: shards are gathered, changed and distributed again.
             whole = self._parameter if is_plain else self.read().clone()
             view = whole if part is None else whole.as_strided(*part)
-            new = changed(view.detach())
+            new = update(view.detach())
             if self._parameter.is_meta:
                 undo.append(partial(self.write, whole.clone()))
             else:
