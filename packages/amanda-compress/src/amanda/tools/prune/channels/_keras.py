@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from amanda.tools.prune.channels._prunable_model import (
     Masks,
     PrunableModel,
     Tracing,
-    array_over_kept,
+    compute_array_over_kept,
     selected_of_array,
     tensors_in,
 )
@@ -33,7 +33,7 @@ class KerasModel(PrunableModel):
 
     has_gradients = False
     # Ops over channels keep these whole, so that neither is called.
-    selected, over_kept = staticmethod(selected_of_array), staticmethod(array_over_kept)
+    selected, compute_over_kept = staticmethod(selected_of_array), staticmethod(compute_array_over_kept)
 
     def __init__(self, model: Any) -> None:
         import keras
@@ -216,15 +216,12 @@ def why_size_is_unknown(layer: Any) -> str:
 
     # By name, so that this module can be imported without Keras.
     kinds = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
-    kind = type(layer)
-    if (
-        isinstance(layer, kinds)
-        and (size := _config_size(layer)) is not None
-        and size[0] not in layer.get_config()
-    ):
-        return f"the config of {kind.__name__} has no {size[0]!r} to be made smaller"
+    kind = type(layer).__name__
     if not isinstance(layer, kinds):
-        return f"the config of {kind.__name__} says no number of channels that can be made smaller"
+        return f"the config of {kind} says no number of channels that can be made smaller"
+    size = _config_size(layer)
+    if size is not None and size[0] not in layer.get_config():
+        return f"the config of {kind} has no {size[0]!r} to be made smaller"
     return ""
 
 
@@ -250,21 +247,8 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
             rebuild_inner = partial(rebuild_layer, prefix=f"{path}.")
             return keras.models.clone_model(layer, clone_function=rebuild_inner)
         config = layer.get_config()
-        size = _config_size(layer)
-        if size is not None:
-            key, name, axis = size
-            keep_mask = keep_masks.get(name, {}).get(axis)
-            if keep_mask is not None:
-                old_size, config[key] = config[key], int(keep_mask.sum())
-                # Whole groups went, so that their number shrinks in the same share.
-                if name in plan.tracing.notes.whole_groups:
-                    config["groups"] = config["groups"] * config[key] // old_size
-        elif isinstance(layer, keras.layers.GroupNormalization):
-            for weight in layer.weights[:1]:
-                keep_mask = keep_masks.get(weight.path, {}).get(0)
-                if keep_mask is not None:
-                    config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
-        elif isinstance(layer, keras.layers.Reshape) and path in shapes:
+        _update_sizes(config, layer, keep_masks, plan.tracing.notes.whole_groups)
+        if isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
                 # -1 follows the elements by itself.
                 new_size if old_size != -1 else old_size
@@ -279,8 +263,33 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     _copy_kept_weights(model.now, smaller, keep_masks)
     for layer in layers_of(smaller):
         if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()  # it computes with numbers made of its weights
+            layer.finalize_state()  # computes the mean and variance that it uses from its weights
     return smaller
+
+
+def _update_sizes(
+    config: dict[str, Any],
+    layer: Any,
+    keep_masks: Mapping[str, Mapping[int, Any]],
+    whole_groups: Container[str],
+) -> None:
+    """Write the kept numbers of channels and groups into the config of a layer; nothing for a whole layer."""
+    import keras
+
+    size = _config_size(layer)
+    if size is not None:
+        key, name, axis = size
+        keep_mask = keep_masks.get(name, {}).get(axis)
+        if keep_mask is not None:
+            old_size, config[key] = config[key], int(keep_mask.sum())
+            # Whole groups went, so that their number shrinks in the same share.
+            if name in whole_groups:
+                config["groups"] = config["groups"] * config[key] // old_size
+    elif isinstance(layer, keras.layers.GroupNormalization):
+        for weight in layer.weights[:1]:
+            keep_mask = keep_masks.get(weight.path, {}).get(0)
+            if keep_mask is not None:
+                config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
 
 
 def _copy_kept_weights(whole: Any, smaller: Any, keep_masks: Mapping[str, Mapping[int, Any]]) -> None:
@@ -305,15 +314,11 @@ def _config_size(layer: Any) -> tuple[str, str, int] | None:
     """
     import keras
 
-    size = next(
-        (size for name, size in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))), None
-    )
-    if size is None or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
+    sizes = [size for name, size in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))]
+    if not sizes or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
         return None
-    kernel = next(
-        (candidate for name in _KERNELS if (candidate := getattr(layer, name, None)) is not None), None
-    )
-    if kernel is None:
+    kernels = [getattr(layer, name) for name in _KERNELS if getattr(layer, name, None) is not None]
+    if not kernels:
         return None
-    key, axis = size
-    return key, kernel.path, axis % len(kernel.shape)
+    key, axis = sizes[0]
+    return key, kernels[0].path, axis % len(kernels[0].shape)

@@ -19,11 +19,11 @@ from amanda.tools.prune.channels._prunable_model import (
     Masks,
     PrunableModel,
     Tracing,
-    over_kept,
+    compute_over_kept,
     selected,
     tensors_in,
 )
-from amanda.tools.prune.channels._removal import ModuleRemoval, extents_of, sizes_of
+from amanda.tools.prune.channels._removal import ModuleRemoval, extents_of, new_size_attributes
 from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
 
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
@@ -33,7 +33,7 @@ class TorchModel(PrunableModel):
     """A `torch.nn.Module`."""
 
     has_gradients = True
-    selected, over_kept = staticmethod(selected), staticmethod(over_kept)
+    selected, compute_over_kept = staticmethod(selected), staticmethod(compute_over_kept)
 
     def __call__(self, *example: Any, **named: Any) -> Any:
         """Call the module."""
@@ -71,7 +71,7 @@ class TorchModel(PrunableModel):
 
     def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
         """Return a removal that also shortens the state of an optimizer."""
-        sizes = sizes_of(self.model, plan.tracing, plan.alive)
+        sizes = new_size_attributes(self.model, plan.tracing, plan.alive)
         keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
         whole_groups = frozenset(plan.tracing.notes.whole_groups)
         return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
@@ -200,8 +200,8 @@ class ModuleTracing(Tracing):
         with torch.enable_grad(), _fast_path.off(), amanda.apply(self):
             self.result = self._model(*example, **named)
         for value in tensors_in(self.result):
-            self.notes.labels.leave(self._families(value), self.returned)
-        self.notes.labels.settle()
+            self.notes.labels.leave_whole(self._families(value), self.returned)
+        self.notes.labels.settle_blocks()
         return self.result
 
     def layer(self, name: str) -> str:
@@ -260,10 +260,10 @@ class ModuleTracing(Tracing):
         output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
-        moved = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
+        move = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
         call = FollowedOp(
             type=type, place=place, key=op_id, inputs=inputs, names=names, outputs=output_tensors,
-            channels=self._families, moved=moved, notes=self.notes, name_of=self._name,
+            find_families=self._families, move=move, notes=self.notes, name_of=self._name,
         )  # fmt: skip
         op_rule = self.rule(type)
         # Most ops of a model compute sizes and masks without channels.
@@ -295,9 +295,9 @@ class ModuleTracing(Tracing):
         is_new = isinstance(tensor, torch.nn.Parameter) or (is_followed and _is_tensor(tensor))
         if families is None and is_new:
             name = self._names.get(tensor)
-            families = self._families_of[tensor] = self.fresh(name, tuple(tensor.shape))
+            families = self._families_of[tensor] = self.new_families(name, tuple(tensor.shape))
             if name is None:
-                self.notes.labels.leave(families, UNREGISTERED)
+                self.notes.labels.leave_whole(families, UNREGISTERED)
         return families or ()
 
     def _name(self, tensor: Any) -> str | None:

@@ -60,7 +60,7 @@ class ChannelPruneResult(Result):
         self.flops, self.left, self.latency = plan.remaining_work, plan.whole_layers, plan.latency
         for group, keep_mask in zip(plan.groups, plan.keep_masks, strict=True):
             count, kept_count = len(group) * group.width, int(keep_mask.sum()) * group.width
-            weights = len({member.name for member in group.members if member.is_made})
+            weights = len({member.name for member in group.members if member.is_output})
             path = plan.tracing.layer(group.name)
             self._rows.append((path, weights, group.width, count, kept_count, 1 - kept_count / count))
         shares: dict[str, float] = {}
@@ -68,7 +68,7 @@ class ChannelPruneResult(Result):
             shares[name] = shares.get(name, 1.0) * float(keep_mask.mean())
         # Parameters that the example did not reach, such as those of a head for training: they stay whole and
         # may no longer fit.
-        self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.channels]
+        self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.weight_families]
         for name, parameter in plan.subject.parameters().items():
             self.parameters += prod(parameter.shape)
             self.kept_parameters += round(prod(parameter.shape) * shares.get(name, 1.0))
@@ -310,7 +310,7 @@ class ChannelPruneTool(amanda.Tool):
                 # the zeros.
                 compute, names = context.get_computation(), context.get_input_names()
                 context.replace_op(
-                    subject.over_kept, axis=axis, indices=indices, compute=compute, names=names
+                    subject.compute_over_kept, axis=axis, indices=indices, compute=compute, names=names
                 )
 
     def _masks_of(self, value: Any) -> Any:
