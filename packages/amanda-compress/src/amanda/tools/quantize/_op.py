@@ -137,6 +137,7 @@ class QuantizedOp(OpQuantizers):
         """Return index, item, value and quantizer of each value to quantise; skip unreadable values.
 
         Of a value that transforms have wrapped each part comes, and the whole value in a dict beside it.
+        Sets `skip_reason` for skipped values.
         """
         read_values: list[_ReadValue] = []
         sampled: dict[tuple[int, int | None], SampledValue] = {}
@@ -225,8 +226,10 @@ class QuantizedOp(OpQuantizers):
 
         sampled: the values that transforms have wrapped, of which `read_values` has the parts.
         first_qparams: of the first execution, for a recomputation.
+        Counts the execution, and adds to the noise if the tool measures it, unless `recomputed`.
         """
         tool, results = self._tool, list(values)
+        # By index and item: the quantised parts of a value, and where their gradients pass.
         parts: dict[tuple[int, int | None], list[Any]] = {}
         passes: dict[tuple[int, int | None], list[Any]] = {}
         with _outside(sampled):

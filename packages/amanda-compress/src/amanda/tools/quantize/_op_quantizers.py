@@ -70,22 +70,26 @@ class OpQuantizers:
         self, context: amanda.OpContext, read: WeightInput | None, weight: WeightInput | None,
         key: tuple[int, int | None], tensor: Any, levels: Sequence[int],
     ) -> None:  # fmt: skip
-        """Create the quantizer of a tensor, or those of each model of an ensemble.
+        """Create the quantizer of a tensor, or a maker of quantizers for each model of an ensemble.
 
+        Creates none for a tensor that is not quantised; sets `skip_reason` where a user would expect one.
         weight: the weight input if it is the tensor, else None.  levels: of vmaps whose samples have a weight
         of their own each.
         """
-        dtype, is_of_models = str(context["dtype"](tensor)), False
+        dtype = str(context["dtype"](tensor))
         if weight is not None and dtype.endswith("]"):
             self.skip_reason = f"it is packed, {dtype}"
         if not dtype.startswith(("float", "bfloat")) or getattr(tensor, "is_meta", False):
             return
         samples = tensors_of(tensor).samples(tensor) if context.is_eager() else None
+        is_of_models = False
         if samples is not None:
             if self._options.method.startswith("lsq"):
                 self.skip_reason = LEARNED
                 return
-            is_of_models, tensor = not {*levels}.isdisjoint(samples.levels), samples.first
+            # A vmap over the weights maps this tensor too: each model of the ensemble has a scale.
+            is_of_models = not {*levels}.isdisjoint(samples.levels)
+            tensor = samples.first
         elif context.is_eager() and (unread := tensors_of(tensor).unread(tensor)) is not None:
             self.skip_reason = unread
             return
@@ -119,31 +123,36 @@ class OpQuantizers:
         # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
-        def make_for_part(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
-            """Return a new quantizer; raise QuantizeError for loaded state of an older version."""
-            # The name under which older versions saved one scale for all rounds.
-            old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
-            try:
-                return self._make_quantizer(name, None, (), value, reader, suffix)
-            except ToolError as error:
-                if old_name not in self._tool.waiting_state():
-                    raise
-                raise QuantizeError(
-                    f"the scale {old_name} that was loaded is of one round of a loop, as earlier versions "
-                    "saved it, and nothing tells which part of a parameter that round read: calibrate again"
-                ) from error
-
         def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
             """Return the quantizer for a part of a parameter; None where the op reads no part."""
-            quantizer: Quantizer | None = self._tool.parts.state_of(
-                context, part_of, partial(make_for_part, value), line
-            )
+            make = partial(self._make_activation_quantizer_of_part, context, name, value)
+            quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, make, line)
             return quantizer
 
         self._part_quantizers[key] = quantizer_of_part
         # The first execution is at hand in the analysis; later ones are found in the routine.
         first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
         return self._make_quantizer(name, None, (), value, context) if first is None else first
+
+    def _make_activation_quantizer_of_part(
+        self, context: amanda.OpContext, name: str, value: Any, reader: amanda.OpContext, suffix: str
+    ) -> Quantizer:
+        """Create the quantizer of an activation that an op multiplies by a part of a parameter.
+
+        reader, suffix: see `SharedState.state_of`.
+        Raises QuantizeError for loaded state of an older version.
+        """
+        # The name under which older versions saved one scale for all rounds.
+        old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
+        try:
+            return self._make_quantizer(name, None, (), value, reader, suffix)
+        except ToolError as error:
+            if old_name not in self._tool.waiting_state():
+                raise
+            raise QuantizeError(
+                f"the scale {old_name} that was loaded is of one round of a loop, as earlier versions "
+                "saved it, and nothing tells which part of a parameter that round read: calibrate again"
+            ) from error
 
     def _slice_quantizer(
         self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]

@@ -76,26 +76,21 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
 
     _check_kinds(model, tool)
     tool.check_model(model)
-    # Modules by the parameters that they hold; None for a module that holds one under another name.
-    owners_by_parameter: dict[Any, list[tuple[str, Any]]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            owners = owners_by_parameter.setdefault(tool.identity_of(parameter, module), [])
-            owners.append((name, module if parameter_name == "weight" else None))
+    owners_by_parameter = _owners_by_parameter(model, tool)
     layers, skipped, quantised_count = {}, dict(tool.left), 0
     for weight in tool.weights:
         owners = owners_by_parameter.get(weight.holder, [])
         is_computed = weight.holder is None
-        # A weight with a parameter of another model does not count.
-        if not weight.is_ready or not (owners or is_computed):
+        is_of_other_model = not (owners or is_computed)
+        if not weight.is_ready or is_of_other_model:
             continue
         quantised_count += 1
         is_linear = bool(owners) and all(isinstance(module, torch.nn.Linear) for _, module in owners)
         if not is_linear or weight.part is not None or weight.layout != "OI":
             place = f"{weight.type} of {weight.module or weight.source}"
             skipped[place] = COMPUTED if is_computed else ELSEWHERE
-        elif (other_reader := tool.other_readers.get(weight.holder)) is not None:
-            skipped[f"{weight.type} of {owners[0][0]}"] = other_reader
+        elif weight.holder in tool.other_readers:
+            skipped[f"{weight.type} of {owners[0][0]}"] = tool.other_readers[weight.holder]
         else:
             layers.update({name: (module, weight) for name, module in owners})
     if not quantised_count:
@@ -104,6 +99,19 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             "in a scope of the tool first"
         )
     return layers, skipped
+
+
+def _owners_by_parameter(model: nn.Module, tool: IntegerTool) -> dict[Any, list[tuple[str, Any]]]:
+    """Return paths and modules that hold each parameter, by its identity.
+
+    None in place of a module that holds the parameter under another name than "weight".
+    """
+    owners_by_parameter: dict[Any, list[tuple[str, Any]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            owners = owners_by_parameter.setdefault(tool.identity_of(parameter, module), [])
+            owners.append((path, module if name == "weight" else None))
+    return owners_by_parameter
 
 
 def _check_kinds(model: Any, tool: Any) -> None:
@@ -215,9 +223,8 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     for layer, parameter in converted.values():
         layer.weight = parameter
     for name, module in model.named_modules():
-        if id(module) in converted or not isinstance(module, torch.nn.Linear):
-            continue
-        if not tool.weights.has_met(tool.identity_of(module.weight, module)):
+        is_left = isinstance(module, torch.nn.Linear) and id(module) not in converted
+        if is_left and not tool.weights.has_met(tool.identity_of(module.weight, module)):
             skipped.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
     return ConvertResult(model, rows, before, model_bytes(model), skipped)
 
@@ -304,18 +311,7 @@ def convert_checkpoint(
     `convert` does; and FileError.
     """
     layers, skipped = linear_layers(model, tool)
-    unsupported = [place for place in skipped if place not in tool.left]
-    if unsupported:
-        raise QuantizeError(
-            f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
-        )
-    scaled_layers = [name for name, (_, weight) in layers.items() if has_factors(weight)]
-    if scaled_layers:
-        raise QuantizeError(
-            f"the layout has no place for the scales of the inputs of {', '.join(scaled_layers)}: fold them "
-            f"by prepare(model, example) of the {type(tool).__name__} before its calibration and by "
-            "finalize(model) after it, or exclude these layers"
-        )
+    _check_layout_holds(layers, [place for place in skipped if place not in tool.left], tool)
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")
     # safetensors writes contiguous tensors alone.
@@ -336,6 +332,21 @@ def convert_checkpoint(
     _write_checkpoint(folder, state, text)
     after = sum(map(weight_bytes, state.values()))
     return ConvertResult(folder, rows, model_bytes(model), after, skipped)
+
+
+def _check_layout_holds(layers: Layers, unsupported: Sequence[str], tool: IntegerTool) -> None:
+    """Raise QuantizeError for quantised weights of others than linear layers, and scales of inputs."""
+    if unsupported:
+        raise QuantizeError(
+            f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
+        )
+    scaled_layers = [name for name, (_, weight) in layers.items() if has_factors(weight)]
+    if scaled_layers:
+        raise QuantizeError(
+            f"the layout has no place for the scales of the inputs of {', '.join(scaled_layers)}: fold them "
+            f"by prepare(model, example) of the {type(tool).__name__} before its calibration and by "
+            "finalize(model) after it, or exclude these layers"
+        )
 
 
 def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool) -> dict[str, Tensor]:

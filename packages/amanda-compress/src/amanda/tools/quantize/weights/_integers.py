@@ -35,13 +35,13 @@ class Codes(NamedTuple):
     zero_point: Tensor
 
 
-def qparams(matrix: Tensor, grid: Grid, size: int) -> tuple[Tensor, Tensor]:
+def group_qparams(matrix: Tensor, grid: Grid, size: int) -> tuple[Tensor, Tensor]:
     """Return scale and zero point, (outputs, groups), of groups of so many inputs, by their extremes."""
     groups = matrix.reshape(len(matrix), -1, size)
     return choose_qparams(groups.amin(-1), groups.amax(-1), grid)
 
 
-def nearest(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+def nearest_codes(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     """Return the integers nearest to a matrix, half to even: scale and zero point are those of its groups."""
     groups = matrix.reshape(*scale.shape, -1)
     # A product with the reciprocal, as in `fake_quantize`.
@@ -51,8 +51,8 @@ def nearest(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Te
 
 def quantized(matrix: Tensor, grid: Grid, size: int) -> Codes:
     """Quantise a matrix by rounding to nearest, with a scale for each group."""
-    scale, zero_point = qparams(matrix, grid, size)
-    return Codes(nearest(matrix, scale, zero_point, grid), scale, zero_point)
+    scale, zero_point = group_qparams(matrix, grid, size)
+    return Codes(nearest_codes(matrix, scale, zero_point, grid), scale, zero_point)
 
 
 def dequantized(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:

@@ -205,7 +205,10 @@ def mean_or_sum(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
     # A mean is linear, and a factor of each channel passes through it if channels are not an axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
-    axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
+    if dim is None or dim == []:
+        axes: Iterable[int] = range(value.ndim)
+    else:
+        axes = [dim] if isinstance(dim, int) else dim
     passing_families = [
         family for family in call.families_of(value) if all(family.shape[axis] == 1 for axis in axes)
     ]
@@ -332,8 +335,6 @@ class Fold:
 
 def find_folds(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
     """Return the folds of a traced call, and reasons for weights without a fold, by identity."""
-    from amanda.tools.quantize.weights._scale_tracing import UNMADE
-
     names = {identity: name for name, identity in reversed(list(identities.items()))}
     multiplied_labels = {
         label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
@@ -349,10 +350,13 @@ def find_folds(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[l
     folds: list[Fold] = []
     unfolded: dict[int, str] = {}
     for input_roots, reader_axes in readers_by_input.items():
-        why = next((reasons[root] for root in input_roots if root in reasons), None)
-        if why is None and not produced_roots.issuperset(input_roots):
+        why: str | None = None
+        root_reasons = [reasons[root] for root in input_roots if root in reasons]
+        if root_reasons:
+            why = root_reasons[0]
+        elif not produced_roots.issuperset(input_roots):
             why = UNMADE
-        if why is None and any(inputs_with_root[root] > 1 for root in input_roots):
+        elif any(inputs_with_root[root] > 1 for root in input_roots):
             why = "another product reads a part of its input, or more than that"
         if why is None:
             folds.append(_fold_of_input(input_roots, reader_axes, producers, names))
