@@ -74,7 +74,7 @@ def _size_change(value: Any) -> tuple[Any, Any]:
     return before, after
 
 
-def _instance(kind: type) -> Any:
+def _instance_check(kind: type) -> Any:
     """Return a function that returns an instance of a type, and raises TypeError for another value."""
 
     def check(value: Any) -> Any:
@@ -86,16 +86,16 @@ def _instance(kind: type) -> Any:
 
 
 _FIELDS = {
-    "versions": (_instance(str), "the version of a distribution"),
-    "packed": (_instance(dict), "the attributes of a tensor"),
-    "ties": (_instance(str), "the name of a tensor"),
+    "versions": (_instance_check(str), "the version of a distribution"),
+    "packed": (_instance_check(dict), "the attributes of a tensor"),
+    "ties": (_instance_check(str), "the name of a tensor"),
     "shapes": (_shape, "the extents of a tensor"),
     "sizes": (_size_change, "a size before a removal of channels and a size after it that is no larger"),
 }
 """Fields of a `Checkpoint` that the record has by name: a function that reads a value, and what it is."""
 
 
-def _content_of(record: Any) -> dict[str, Any]:
+def _checked_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record; raise an error that says what is wrong with it."""
     check_schema(record, _SCHEMA, _VERSION)
     content: dict[str, Any] = {"checksum": record["checksum"]}
@@ -163,7 +163,7 @@ def read_folder(folder: Path) -> Checkpoint:
             f"{folder} has no {_RECORD}: it is a checkpoint for vLLM or transformers, which load it "
             f"themselves; save_compressed(model, path) writes a folder for load_compressed"
         )
-    record = read_json(folder / _RECORD, f"record of a {NOUN}", _content_of, ArtefactError)
+    record = read_json(folder / _RECORD, f"record of a {NOUN}", _checked_fields, ArtefactError)
     checksum = record.pop("checksum")
     path = folder / _TENSORS
     with parsing(path, f"file of the tensors of a {NOUN}", ArtefactError):

@@ -85,11 +85,9 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         saliencies = [
             prediction.saliency for prediction in self._predictions() if prediction.saliency is not None
         ]
-        return (
-            self._penalty * sum(do("sum", do("mean", values, axis=0)) for values in saliencies)
-            if saliencies
-            else 0.0
-        )
+        if not saliencies:
+            return 0.0
+        return self._penalty * sum(do("sum", do("mean", values, axis=0)) for values in saliencies)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         """Insert the predictor of a convolution, and its gate at the ops that read the output."""
@@ -110,7 +108,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         An op of a normalisation hands the notes on to the next op instead.
         """
         kind, layer = context["type"], notes["layer"]
-        with_vector = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
+        has_vector_operand = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
         # The normalisation would undo a factor before it, so that the saliency takes the place of the scale
         # behind it.
         if kind in _NORMS and position == 0:
@@ -118,10 +116,10 @@ class DynamicChannelPruneTool(DynamicPruneTool):
                 weight = context["weight_index"]
                 context.insert_before_op(self._replace_scale_by_ones, inputs=[0, weight], layer=layer)
             context.insert_after_op(self._prune, outputs=[0], layer=layer)
-        elif with_vector and kind == "add" and notes.get("scaled"):
+        elif has_vector_operand and kind == "add" and notes.get("scaled"):
             context.insert_after_op(self._prune, layer=layer)
         # TensorFlow splits a normalisation into mul and add by vectors: the gate waits for the last of them.
-        elif with_vector and kind != "add":
+        elif has_vector_operand and kind != "add":
             node.notes.update(layer=layer, scaled=kind == "mul")
         # Ops of the mean and variance of a normalisation read the ungated output.
         elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
@@ -163,10 +161,8 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         share_kept = do("mean", as_type_of(detached(prediction.gate) > 0, keep_mask), axis=-1)
         # Input channels that are 0, as pruned ones of the layer before, need no products either.
         share_nonzero = do("mean", as_type_of(detached(channel_means) > 0, keep_mask), axis=-1)
-        prediction.share_kept, prediction.share_computed = (
-            do("mean", share_kept),
-            do("mean", share_kept * share_nonzero),
-        )
+        prediction.share_kept = do("mean", share_kept)
+        prediction.share_computed = do("mean", share_kept * share_nonzero)
 
     @amanda.observer
     def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
@@ -300,11 +296,9 @@ class ActivationPruneTool(DynamicPruneTool):
         decisions = [decision for decision in self._predictions() if decision.macs_used is not None]
         if not decisions:
             return 0.0
-        macs_used, total = (
-            [decision.macs_used for decision in decisions],
-            [decision.macs_dense for decision in decisions],
-        )
-        return self._strength * budget_loss(macs_used, total, self._budget, self.progress)
+        macs_used = [decision.macs_used for decision in decisions]
+        macs_dense = [decision.macs_dense for decision in decisions]
+        return self._strength * budget_loss(macs_used, macs_dense, self._budget, self.progress)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         """Insert the masks of a convolution's input, and that of a branch where the op ends one."""
@@ -339,10 +333,8 @@ class ActivationPruneTool(DynamicPruneTool):
 
         def make() -> _Block:
             """Create the record, and link the convolutions to it."""
-            channels, parameter = (
-                convolutions[0][1],
-                partial(self._trainable, context, context.get_inputs()[0]),
-            )
+            _, channels = convolutions[0]
+            parameter = partial(self._trainable, context, context.get_inputs()[0])
             block = _Block(
                 [convolution for convolution, _ in convolutions],
                 parameter("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
@@ -374,10 +366,8 @@ class ActivationPruneTool(DynamicPruneTool):
         elif block.convolutions[0] is convolution:
             self._predict_masks(x, block, run, recomputed)
         decision = self._states.of(block)
-        output_mask, input_mask = (
-            decision.output_masks.get(convolution),
-            decision.input_masks.get(convolution),
-        )
+        output_mask = decision.output_masks.get(convolution)
+        input_mask = decision.input_masks.get(convolution)
         if output_mask is None:
             return None
         share_computed = do("mean", detached(output_mask))
@@ -405,19 +395,17 @@ class ActivationPruneTool(DynamicPruneTool):
         mask = decision.mask = binary_gumbel(logits, self._noise(logits, run, recomputed), self._temperature)
         input_sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for convolution in block.convolutions[:-1]:
-            input_sizes.append(
-                [
-                    window.places(size)
-                    for window, size in zip(convolution.windows, input_sizes[-1], strict=True)
-                ]
-            )
+            windows_and_sizes = zip(convolution.windows, input_sizes[-1], strict=True)
+            input_sizes.append([window.places(size) for window, size in windows_and_sizes])
         macs_used: Any = 0.0
         decision.macs_dense = 0
         # Backwards from the output: each convolution has to compute what the next one reads.
         for convolution, size in zip(reversed(block.convolutions), reversed(input_sizes), strict=True):
             macs = convolution.size * prod(mask.shape)
-            macs_used, decision.macs_dense = macs_used + macs * do("mean", mask), decision.macs_dense + macs
-            decision.output_masks[convolution], mask = mask, needed_inputs(mask, convolution.windows, size)
+            macs_used = macs_used + macs * do("mean", mask)
+            decision.macs_dense += macs
+            decision.output_masks[convolution] = mask
+            mask = needed_inputs(mask, convolution.windows, size)
             # Its input is the state of the residual connection too, which stays whole.
             if convolution is not block.convolutions[0]:
                 decision.input_masks[convolution] = mask
