@@ -44,7 +44,7 @@ class Checkpoint:
         return f"Checkpoint: {len(self.tensors):,} tensors, {elements:,} elements; {tools or 'no results'}"
 
 
-def _extent(value: Any) -> Any:
+def _read_extent(value: Any) -> Any:
     """Return an int, or a tuple for a list of these; raise TypeError for another value."""
     if type(value) is int:
         return value
@@ -53,20 +53,20 @@ def _extent(value: Any) -> Any:
     raise TypeError
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _read_shape(value: Any) -> tuple[int, ...]:
     """Return the extents of a tensor; raise TypeError for another value, ValueError for negative ones."""
-    shape = tuple(_extent([*value]))
+    shape = tuple(_read_extent([*value]))
     if any(extent < 0 for extent in shape):
         raise ValueError
     return shape
 
 
-def _size_change(value: Any) -> tuple[Any, Any]:
+def _read_size_change(value: Any) -> tuple[Any, Any]:
     """Return a size, or sizes by axis, before and after a removal; raise ValueError for one that grows.
 
     An extent may stay as it was; if it shrinks, it ends above 0.  Raises TypeError for what is no size.
     """
-    before, after = map(_extent, value)
+    before, after = map(_read_extent, value)
     old_extents, new_extents = ((size,) if type(size) is int else size for size in (before, after))
     pairs = zip(old_extents, new_extents, strict=True)
     if type(before) is not type(after) or not all(new == old or 0 < new < old for old, new in pairs):
@@ -89,8 +89,8 @@ _FIELDS = {
     "versions": (_instance_check(str), "the version of a distribution"),
     "packed": (_instance_check(dict), "the attributes of a tensor"),
     "ties": (_instance_check(str), "the name of a tensor"),
-    "shapes": (_shape, "the extents of a tensor"),
-    "sizes": (_size_change, "a size before a removal of channels and a size after it that is no larger"),
+    "shapes": (_read_shape, "the extents of a tensor"),
+    "sizes": (_read_size_change, "a size before a removal of channels and a size after it that is no larger"),
 }
 """Fields of a `Checkpoint` that the record has by name: a function that reads a value, and what it is."""
 

@@ -204,14 +204,14 @@ class AttentionPruneTool(DynamicPruneTool):
             if attend is None:
                 self._fused.add(kind)
                 return
-            attention = self._attention(context, node, node)
-            prune = partial(self._attend, attention=attention)
+            attention = self._attention_record(context, node, node)
+            prune = partial(self._prune_probabilities, attention=attention)
             runs_unpruned = partial(self._forget_if_transformed, attention)
             context.replace_op(partial(attend, prune, runs_unpruned), **without_run(context))
         elif kind == "softmax" and (product := find_scores(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return
-            attention = self._attention(context, node, product)
+            attention = self._attention_record(context, node, product)
             context.insert_after_op(
                 self._prune_softmax, outputs=[0], attention=attention, **without_run(context)
             )
@@ -224,7 +224,9 @@ class AttentionPruneTool(DynamicPruneTool):
                     self._restore_dropped_tokens, outputs=[0], node=node, residual=residual_sum.notes["sum"]
                 )
 
-    def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> _Attention:
+    def _attention_record(
+        self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode
+    ) -> _Attention:
         """Return the record of an attention, and note it at the node of its softmax."""
         scores_shape, query_shape = node.shapes[0] or (), product.shapes[0] or ()
         # Scores of 3 axes have batch and heads in one; a fused attention is its own product, without scores.
@@ -234,7 +236,7 @@ class AttentionPruneTool(DynamicPruneTool):
         width = query_shape[-1] or 0 if query_shape else 0
         unit = "tokens" if self._size == 1 else f"blocks of {self._size}"
         attention = self._op_record(context, lambda: _Attention(
-            self._row(context, unit), node, heads, width, self._flow.nearest(node.reads, "attention"),
+            self._add_row(context, unit), node, heads, width, self._flow.nearest(node.reads, "attention"),
             self._skim_parameters(context, heads or head_axis or 1) if self._learned else (),
         ))  # fmt: skip
         node.notes["attention"] = attention
@@ -252,7 +254,7 @@ class AttentionPruneTool(DynamicPruneTool):
             "skim.bias": lambda: np.ones(1),
         }
         like = context.get_inputs()[0]
-        return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
+        return tuple(self._keep_parameter(context, like, name, make) for name, make in makers.items())
 
     def _analyse_residual(self, context: amanda.OpContext, node: DataflowNode, connection: Residual) -> None:
         """Keep the state of dropped tokens at a residual connection whose branch follows an attention.
@@ -275,12 +277,14 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _prune_softmax(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
         """Return the output of a softmax without dropped tokens, and record it in the dataflow."""
-        pruned = self._attend(probabilities, attention, run, recomputed)
+        pruned = self._prune_probabilities(probabilities, attention, run, recomputed)
         # The dataflow knows tensors by identity, and later ops read this one.
         self._flow.made(attention.node, [pruned])
         return pruned
 
-    def _attend(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
+    def _prune_probabilities(
+        self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool
+    ) -> Any:
         """Return probabilities without dropped tokens, and choose the tokens to drop next.
 
         Attention to another sequence, to a cache, or within a transform stays unchanged.  Adds the execution
@@ -293,14 +297,14 @@ class AttentionPruneTool(DynamicPruneTool):
         if len(probabilities.shape) == 3:
             shape, heads = tuple(probabilities.shape), attention.heads or 1
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            return do("reshape", self._attend(split, attention, run, recomputed), shape)
+            return do("reshape", self._prune_probabilities(split, attention, run, recomputed), shape)
         batch, heads, queries, keys = probabilities.shape
-        decision = self._states.of(attention)
+        decision = self._states.state_of(attention)
         decision.alive = decision.later = None
         # Attention to another sequence, or to a cache: its keys are not tokens of later layers.
         if queries != keys:
             return probabilities
-        previous = None if attention.previous is None else self._states.of(attention.previous)
+        previous = None if attention.previous is None else self._states.state_of(attention.previous)
         alive_tokens = previous.later if previous is not None and previous.carries else None
         if alive_tokens is not None and tuple(alive_tokens.shape) == (batch, keys):
             decision.alive = alive_tokens
@@ -314,7 +318,7 @@ class AttentionPruneTool(DynamicPruneTool):
         elif not recomputed:
             shares = do("mean", detached(decision.alive), axis=-1)
             attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        noise = partial(self._noise, run=run, recomputed=recomputed)
+        noise = partial(self._draw_noise, run=run, recomputed=recomputed)
         decision.later = self._choose_tokens(probabilities, attention, decision, previous, noise)
         return probabilities
 
@@ -322,7 +326,7 @@ class AttentionPruneTool(DynamicPruneTool):
         """Return True within a transform, and forget the decision: all tokens reach the layers behind."""
         if not self._is_transformed(value, attention.pruned):
             return False
-        decision = self._states.of(attention)
+        decision = self._states.state_of(attention)
         decision.alive = decision.later = None
         return True
 
@@ -373,7 +377,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
         Returns None, for no change, without dropped tokens, and where a normalisation follows.
         """
-        decision = self._states.of(residual)
+        decision = self._states.state_of(residual)
         decision.state = None
         if self._is_transformed(branch, residual.attention.pruned):
             return None
@@ -390,7 +394,7 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _restore_dropped_tokens(self, normed: Any, node: DataflowNode, residual: _ResidualSum) -> Any:
         """Restore the state that dropped tokens had before a residual connection and its normalisation."""
-        decision = self._states.of(residual)
+        decision = self._states.state_of(residual)
         # Released at once: the tensor is as large as the activations.
         state, decision.state = decision.state, None
         alive = None if state is None else self._tokens_alive(residual.attention, normed)
@@ -406,7 +410,7 @@ class AttentionPruneTool(DynamicPruneTool):
         Returns None for all tokens, and for states of other sequences than those of the attention, of which
         `carries` is set.
         """
-        decision = self._states.of(attention)
+        decision = self._states.state_of(attention)
         if decision.later is None:
             return None
         shape, batch_and_tokens = tuple(states.shape[:2]), tuple(decision.later.shape)

@@ -118,7 +118,7 @@ class PerThreadState(Generic[T]):
         """Begin without states."""
         self.__init__(*state)  # type: ignore[misc]
 
-    def of(self, key: Any) -> T:
+    def state_of(self, key: Any) -> T:
         """Return the state of a key, an object with weak references, in this execution.
 
         Raises ToolError on a framework's own thread, where several threads execute the program.
@@ -129,7 +129,7 @@ class PerThreadState(Generic[T]):
             state = states[key] = self._make()
         return state
 
-    def last(self, key: Any) -> T | None:
+    def last_state_of(self, key: Any) -> T | None:
         """Return the state of a key in this thread's last execution; None if that execution had no such key.
 
         Where this thread has executed nothing, the last execution of any thread counts.
@@ -244,7 +244,7 @@ class DynamicPruneTool(amanda.Tool):
 
     def _predictions(self) -> list[Any]:
         """Return the predictions at each op in this thread's last execution."""
-        return [state for state in map(self._states.last, self._ops.values()) if state is not None]
+        return [state for state in map(self._states.last_state_of, self._ops.values()) if state is not None]
 
     def _op_record(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
         """Return the tool's record of an op; the first analysis of the op creates it by `make`."""
@@ -254,7 +254,7 @@ class DynamicPruneTool(amanda.Tool):
         record: T = self._ops[op_key]
         return record
 
-    def _row(self, context: amanda.OpContext, unit: str) -> PrunedOp:
+    def _add_row(self, context: amanda.OpContext, unit: str) -> PrunedOp:
         """Return a new row of the result, for an op; unit: the name of the parts that are pruned."""
         row = PrunedOp(context["type"], context.get_scope(), context.get_source(), unit)
         self._rows[self.place(context)] = row
@@ -291,7 +291,9 @@ class DynamicPruneTool(amanda.Tool):
         self._rows.clear()
         super().load_state_dict(state, strict)
 
-    def _trainable(self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]) -> Any:
+    def _keep_parameter(
+        self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]
+    ) -> Any:
         """Return a predictor's parameter at an op, on the device of `like`; `make` gives its initial value.
 
         Raises AmandaError if the loaded value has another shape.
@@ -314,7 +316,7 @@ class DynamicPruneTool(amanda.Tool):
 
         return self.keep(context, name, lambda: make_parameter(start), load=load, renew=tensors.update)
 
-    def _noise(self, like: Any, run: Run, recomputed: bool) -> Any:
+    def _draw_noise(self, like: Any, run: Run, recomputed: bool) -> Any:
         """Return logistic noise for the logits of a gate; None outside of training.
 
         run, recomputed: of the routine; a recomputation has the noise of its first execution.

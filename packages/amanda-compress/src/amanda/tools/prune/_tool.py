@@ -45,7 +45,7 @@ def cubic_sparsity(
     Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
     """
     # The cube drops most while the network has most redundancy, and little at the end.
-    share_left = 1 - _share_passed(step, begin, end)
+    share_left = 1 - _progress(step, begin, end)
     return final + (initial - final) * share_left**3
 
 
@@ -54,10 +54,10 @@ def linear_sparsity(
     step: NonNegativeInt, begin: NonNegativeInt, end: NonNegativeInt, initial: Share, final: Share
 ) -> float:
     """Return the sparsity at a step between begin and end, which rises by the same amount at each step."""
-    return initial + (final - initial) * _share_passed(step, begin, end)
+    return initial + (final - initial) * _progress(step, begin, end)
 
 
-def _share_passed(step: int, begin: int, end: int) -> float:
+def _progress(step: int, begin: int, end: int) -> float:
     """Return the share of the steps from begin to end that have passed."""
     if end <= begin:
         raise PruneError(f"end is {end}, begin {begin}: the end comes after the beginning")

@@ -191,7 +191,7 @@ def element_importances(weight: PrunedWeight, importance: str, seed: int, update
         # Negative: a weight that gradient descent moves away from 0 has a gradient of the other sign.
         return weight.like(-weight.ordered(weight["movement"]), magnitudes)
     if importance == "wanda":
-        return magnitudes * weight.permuted(_norms(weight))
+        return magnitudes * weight.permuted(_input_norms(weight))
     if importance == "random":
         # The 1 gives other numbers than those by which dropped elements come back.
         return random_scores(weight, [seed, weight.number, update_step, 1])
@@ -206,7 +206,7 @@ def random_scores(weight: PrunedWeight, key: list[int]) -> Array:
     return weight.like(uniform, weight.magnitudes)
 
 
-def _norms(weight: PrunedWeight) -> Array:
+def _input_norms(weight: PrunedWeight) -> Array:
     """Return the norm of the inputs that each element (outputs, inputs, window) multiplies."""
     squares = weight.inputs  # (groups, inputs * window)
     groups, outputs = shape(squares)[0], weight.canonical_shape[0]
@@ -280,12 +280,12 @@ class MaskUpdater:
         if self._can_update_now(weight):
             update_step = self._schedule.last_update(self.step)
             if update_step is not None and weight.is_older_than(update_step):
-                self._gather(weight, present)
+                self._gather_values(weight, present)
                 self._update_masks([weight], update_step)
         # Once in a step: a weight that several ops read has one value.
         elif weight.magnitudes is None and self.is_gathering(weight):
             self._check_prepared()
-            self._gather(weight, present)
+            self._gather_values(weight, present)
 
     def is_gathering(self, weight: PrunedWeight) -> bool:
         """Return True if the end of this step updates the mask of the weight."""
@@ -307,7 +307,7 @@ class MaskUpdater:
             if weight.magnitudes is None:
                 weight.gather_magnitudes(present())
 
-    def _gather(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
+    def _gather_values(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again.
 
         SparseGPT gets a copy of the value too.

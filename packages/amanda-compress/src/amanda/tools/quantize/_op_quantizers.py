@@ -98,15 +98,15 @@ class OpQuantizers:
         make: Callable[[str], Quantizer | None]
         if weight is None:
             name = f"input {key[0]}" if key[1] is None else f"input {key[0]}.{key[1]}"
-            make = partial(self._activation_quantizer, context, read, name, key, tensor)
+            make = partial(self._create_activation_quantizer, context, read, name, key, tensor)
         else:
-            make = partial(self._weight_quantizer, context, weight, tensor)
+            make = partial(self._create_weight_quantizer, context, weight, tensor)
         if is_of_models:
             self.model_quantizers[key] = ModelQuantizers(make)
         elif (quantizer := make("")) is not None:
             self.quantizers[key] = quantizer
 
-    def _activation_quantizer(
+    def _create_activation_quantizer(
         self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
         value: Any, suffix: str = "",
     ) -> Quantizer:  # fmt: skip
@@ -116,7 +116,10 @@ class OpQuantizers:
         Registers the quantizers for other slices or parts in `_part_quantizers`.
         """
         make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
-        if read is not None and (first := self._slice_quantizer(read, make_for_slice, key)) is not None:
+        if (
+            read is not None
+            and (first := self._create_slice_quantizers(read, make_for_slice, key)) is not None
+        ):
             return first
         if read is None or not (read.is_part and read.is_followed):
             return self._make_quantizer(name, None, (), value, context, suffix)
@@ -154,7 +157,7 @@ class OpQuantizers:
                 "saved it, and nothing tells which part of a parameter that round read: calibrate again"
             ) from error
 
-    def _slice_quantizer(
+    def _create_slice_quantizers(
         self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
     ) -> Quantizer | None:
         """Create quantizers for all slices of a stack; return that of the first, None without a stack."""
@@ -168,7 +171,7 @@ class OpQuantizers:
         )
         return quantizers[slices[0]]
 
-    def _weight_quantizer(
+    def _create_weight_quantizer(
         self, context: amanda.OpContext, read: WeightInput, value: Any, suffix: str = ""
     ) -> Quantizer | None:
         """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped.
@@ -182,7 +185,7 @@ class OpQuantizers:
             return None
         groups = None
         if self._options.group_size is not None:
-            groups = self._groups(context, read, value)
+            groups = self._find_groups(context, read, value)
             if groups is None:
                 return None
         # A transposed convolution in groups counts outputs along two axes, of which no product of axes gives
@@ -190,9 +193,13 @@ class OpQuantizers:
         if groups is None and self._options.per_channel:
             groups = _output_groups(context["shape"](value), _weight_layout(context, read))
         make = partial(
-            self._make_quantizer, f"weight{suffix}", read, self._axes(context, read, value), groups=groups
+            self._make_quantizer,
+            f"weight{suffix}",
+            read,
+            self._find_scale_axes(context, read, value),
+            groups=groups,
         )
-        first = self._slice_quantizer(read, partial(make, value, context), (read.index, None))
+        first = self._create_slice_quantizers(read, partial(make, value, context), (read.index, None))
         if first is not None:
             return first
         if not read.is_part:
@@ -207,7 +214,7 @@ class OpQuantizers:
             self._part_quantizers[read.index, None] = quantizer_of_part
         return quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
 
-    def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
+    def _find_groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
         """Return the groups of a weight; None, and set `skip_reason`, if groups do not fit."""
         shape, size = context["shape"](value), self._options.group_size
         layout = _weight_layout(context, read)
@@ -223,7 +230,7 @@ class OpQuantizers:
         )
         return None
 
-    def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
+    def _find_scale_axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
         """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
 
         Outputs have the axis O, and the axes I and M in a depthwise convolution.
@@ -267,7 +274,7 @@ class ModelQuantizers:
         self._make = make
         self._quantizers: dict[tuple[int, ...], Quantizer | None] = {}
 
-    def of(self, numbers: tuple[int, ...]) -> Quantizer | None:
+    def quantizer_of(self, numbers: tuple[int, ...]) -> Quantizer | None:
         """Return the quantizer of a model by its number in each batch; () for a value that is not a batch."""
         if numbers not in self._quantizers:
             self._quantizers[numbers] = self._make("".join(f"[{number}]" for number in numbers))

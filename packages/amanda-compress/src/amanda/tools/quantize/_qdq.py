@@ -180,13 +180,13 @@ class QdqWriter:
 
     def write(self) -> None:
         """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
-        rewritten = self._rewrite(self._model.graph)
+        rewritten = self._rewrite_graph(self._model.graph)
         # A scale that finds no node would be lost silently.
         if missing_keys := self._nodes.keys() - rewritten:
             raise QuantizeError(f"{next(iter(missing_keys))[:2]} is no node of the model that is written")
         remove_unread(self._model.graph)
 
-    def _rewrite(self, graph: GraphProto) -> set[NodeKey]:
+    def _rewrite_graph(self, graph: GraphProto) -> set[NodeKey]:
         """Rewrite the nodes of a graph and of its bodies; return the keys of the rewritten nodes."""
         from onnx import NodeProto
 
@@ -196,7 +196,7 @@ class QdqWriter:
         for node in graph.node:
             # Bodies of If and Loop read values of the graph around them.
             for body in bodies_of(node):
-                rewritten |= self._rewrite(body)
+                rewritten |= self._rewrite_graph(body)
             key = node_key(node)
             inputs = self._nodes.get(key, {})
             if inputs:

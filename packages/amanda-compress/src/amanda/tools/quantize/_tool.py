@@ -289,7 +289,7 @@ class QuantizeTool(amanda.Tool):
         except BaseException:
             # Half a calibration would give scales that look like whole ones.
             for op in self._ops.values():
-                op.forget()
+                op.forget_observations()
             raise
         finally:
             self.is_calibrating = False
@@ -418,7 +418,7 @@ class QuantizeTool(amanda.Tool):
             if options is None:
                 return
             self._ops[name] = QuantizedOp(context, self, options)
-        self._ops[name].insert(context)
+        self._ops[name].insert_routines(context)
 
     def _clip_gradients_of_op(self, context: amanda.OpContext) -> None:
         """Insert the routine that clips gradients, where the program calls routines back."""

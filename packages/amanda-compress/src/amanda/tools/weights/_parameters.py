@@ -236,13 +236,13 @@ class MindSporeParameters(StridedStore):
 
     def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if two parts have elements in common."""
-        return bool(self._shared_elements(part, other_part, whole).any())
+        return bool(self._shared_element_mask(part, other_part, whole).any())
 
     def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if a part has every element of another."""
-        return bool(self._shared_elements(part, other_part, whole).all())
+        return bool(self._shared_element_mask(part, other_part, whole).all())
 
-    def _shared_elements(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
+    def _shared_element_mask(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
         """Return which elements of another part are of a part too."""
         mask = np.ones((part or whole).extents, bool)
         return self.transfer([(mask, part)], other_part, whole, False)

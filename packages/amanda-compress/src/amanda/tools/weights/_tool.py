@@ -220,23 +220,29 @@ class WeightTool(amanda.Tool, Generic[W]):
         try:
             # Reading and writing parameters executes ops, which no tool is to see.
             with amanda.disabled():
-                model, written = self._write(model, weights)
+                model, written = self._write_weights(model, weights)
         except ParameterError as error:
             raise self.error(str(error)) from error
         if not written:
-            remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not weights else ""
-            name = type(self).__name__
-            changed = f"none of the {len(weights)} weights that {name} has changed is"
-            raise self.error(
-                f"Nothing to finalize: {changed if weights else f'{name} has changed no weight'} of this "
-                f"{type(model).__name__}{remark}; run the model in `with amanda.apply(tool):` first, or call "
-                "tool.prepare(model, example)"
-            )
+            raise self._nothing_to_finalize(model, len(weights))
         for weight in written:
             self.on_finalized(weight)
         result = self.result
         result.model = model
         return result
+
+    def _nothing_to_finalize(self, model: Any, changed_count: int) -> AmandaError:
+        """Return the error for a model without any of the weights that the tool has changed."""
+        name = type(self).__name__
+        if changed_count:
+            text = f"none of the {changed_count} weights that {name} has changed is"
+        else:
+            text = f"{name} has changed no weight"
+        remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not changed_count else ""
+        return self.error(
+            f"Nothing to finalize: {text} of this {type(model).__name__}{remark}; run the model in `with "
+            "amanda.apply(tool):` first, or call tool.prepare(model, example)"
+        )
 
     def on_finalized(self, weight: W) -> None:
         """React to `finalize`; called for each written weight, after all are written.
@@ -244,7 +250,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         Does nothing unless a tool overrides it.
         """
 
-    def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
+    def _write_weights(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
         """Write finalized weights into a model; return the model and the written weights."""
         written: list[W] = []
 

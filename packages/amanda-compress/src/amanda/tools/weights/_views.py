@@ -96,10 +96,10 @@ class AliasedWeightView(WeightView):
             self._versions = versions
         return super().tensors_like(value, names)
 
-    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+    def _transform(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
         """Return what `transform` of an elementwise tool returns; None of another tool under a transform."""
         if tool.elementwise:
-            return super()._apply(tool, value, state)
+            return super()._transform(tool, value, state)
         for weight in self._ready_weights:
             tool.weights.reasons[f"{weight.type} of {weight.name}"] = TRANSFORMED_PART
         return None
@@ -198,7 +198,7 @@ class WeightsOfSamples(WeightView):
                 return None
             tensors = self.tensors_like(samples.first, tool.state_names)
         state = {name: samples.wrapped(tensor) for name, tensor in tensors.items()}
-        return self.weights[0]._apply(tool, value, state)
+        return self.weights[0]._transform(tool, value, state)
 
 
 class IndexedRows(WeightView):

@@ -100,9 +100,9 @@ class WeightView:
                 for weight, present in self.whole_weights(samples.data):
                     tool.on_read(weight, present)
             state = self.tensors_like(samples.first, tool.state_names) if self.is_ready else None
-        return None if state is None else self._apply(tool, value, state)
+        return None if state is None else self._transform(tool, value, state)
 
-    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+    def _transform(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
         """Return what `transform` of a tool returns for a value and state; None for no change."""
         return tool.transform(value, **state)
 
@@ -112,7 +112,7 @@ class WeightView:
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
         """Return what the op reads instead of a value; None for no change."""
-        return self._apply(tool, value, self.tensors_like(value, tool.state_names))
+        return self._transform(tool, value, self.tensors_like(value, tool.state_names))
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
         """Return the gradient of the value from the gradient of the transformed value; None for no change."""
@@ -338,7 +338,7 @@ class Weight(WeightView):
         """Yield the weight itself, with the whole gradient."""
         yield self, gradient
 
-    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+    def _transform(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
         """Return what `transform` of a tool returns for a value and state; None for no change."""
         if tool.elementwise:
             return tool.transform(value, **state)

@@ -147,10 +147,10 @@ class WeightReads(amanda.Tool):
         holder = context.get_variable(index)
         # A view of a parameter has the parameter as its variable; a copy or a selection has none, and needs
         # the record.
-        is_moved = holder is None and self._is_moved(context, index)
+        is_moved = holder is None and self._is_copied_or_selected(context, index)
         is_followed = self._is_followed(context, index)
         # The file of a model has one execution as it were, in which nothing varies.
-        varies = is_moved and not context.is_static() and self._varies(context, index)
+        varies = is_moved and not context.is_static() and self._is_selected_by_data(context, index)
         return WeightInput(
             index, layout, holder, is_followed,
             is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"), varies=varies,
@@ -174,7 +174,7 @@ class WeightReads(amanda.Tool):
         product = MATRIX_PRODUCTS.get(context["type"])
         # Two copied factors, such as queries and keys out of one parameter, are both activations: no position
         # is a weight then.
-        positions = [i for i in product.factors if self._is_moved(context, i)] if product else []
+        positions = [i for i in product.factors if self._is_copied_or_selected(context, i)] if product else []
         return positions[0] if len(positions) == 1 else None
 
     def _is_followed(self, context: amanda.OpContext, index: int) -> bool:
@@ -185,9 +185,9 @@ class WeightReads(amanda.Tool):
             return self.slices.copied_slice(context.get_inputs()[index]) is not None
         if isinstance(context.get_variable(index), ParameterSlot):
             return False
-        return may_vary(context, index)
+        return may_read_another_weight(context, index)
 
-    def _is_moved(self, context: amanda.OpContext, index: int) -> bool:
+    def _is_copied_or_selected(self, context: amanda.OpContext, index: int) -> bool:
         """Return True for an input that was copied or selected out of a parameter, False for a view."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
@@ -198,7 +198,7 @@ class WeightReads(amanda.Tool):
         is_tensorflow = context.namespace.matches("tensorflow")
         return is_tensorflow and self._variables.is_selection(context, index, only_by_data)
 
-    def _varies(self, context: amanda.OpContext, index: int) -> bool:
+    def _is_selected_by_data(self, context: amanda.OpContext, index: int) -> bool:
         """Return True if the data select the elements of a parameter that an op reads."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
@@ -458,7 +458,7 @@ def _compose_layouts(part: StridedLayout, copy: StridedLayout, view: StridedLayo
     return composed if torch.equal(strided, positions) else None
 
 
-def may_vary(context: amanda.OpContext, index: int) -> bool:
+def may_read_another_weight(context: amanda.OpContext, index: int) -> bool:
     """Return True if an eager op of PyTorch may read another weight at its next execution."""
     if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is None:
         return False

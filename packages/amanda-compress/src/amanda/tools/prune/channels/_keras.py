@@ -58,7 +58,7 @@ class KerasModel(PrunableModel):
         """Call the model op by op, in inference."""
         return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **named})
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Predict a batch by a compiled function."""
         self.now.predict_on_batch(example[0] if len(example) == 1 else list(example))
 
@@ -111,7 +111,7 @@ class KerasModel(PrunableModel):
 
         return mask
 
-    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+    def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the weights that an op reads, None for other inputs.
 
         A reshaped weight is another input: the reshape has read the weight, and was masked.
@@ -131,11 +131,11 @@ class KerasModel(PrunableModel):
         """Return a removal that puts a smaller model in the place of this one."""
         return KerasRemoval(self, plan)
 
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Return a smaller model."""
         return smaller_model(self, plan)
 
-    def with_zeros(self, masks: Masks) -> Any:
+    def write_masks(self, masks: Masks) -> Any:
         """Write masks into the weights; return the model."""
         for path, weight in self._weights().items():
             mask = masks(_KerasWeight(path, tuple(weight.shape), np.float32))
@@ -143,7 +143,7 @@ class KerasModel(PrunableModel):
                 weight.assign(weight.numpy() * mask)
         return self.model
 
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point tensors."""
         for tensor in tensors_in(result):
             if tensor.dtype.is_floating:
@@ -219,7 +219,7 @@ def why_size_is_unknown(layer: Any) -> str:
     kind = type(layer).__name__
     if not isinstance(layer, kinds):
         return f"the config of {kind} says no number of channels that can be made smaller"
-    size = _config_size(layer)
+    size = _channel_count_entry(layer)
     if size is not None and size[0] not in layer.get_config():
         return f"the config of {kind} has no {size[0]!r} to be made smaller"
     return ""
@@ -276,7 +276,7 @@ def _update_sizes(
     """Write the kept numbers of channels and groups into the config of a layer; nothing for a whole layer."""
     import keras
 
-    size = _config_size(layer)
+    size = _channel_count_entry(layer)
     if size is not None:
         key, name, axis = size
         keep_mask = keep_masks.get(name, {}).get(axis)
@@ -307,7 +307,7 @@ def _copy_kept_weights(whole: Any, smaller: Any, keep_masks: Mapping[str, Mappin
         new_weight.assign(value)
 
 
-def _config_size(layer: Any) -> tuple[str, str, int] | None:
+def _channel_count_entry(layer: Any) -> tuple[str, str, int] | None:
     """Return the entry of a config, the path of the weight whose axis it is, and that axis.
 
     None for a layer whose number of channels follows from its input.

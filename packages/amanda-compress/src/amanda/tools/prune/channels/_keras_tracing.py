@@ -222,7 +222,7 @@ class KerasTracing(Tracing):
         """Insert the routines before and after a forward op."""
         if context["phase"] != "forward":
             return
-        context.insert_before_op(self._store_inputs)
+        context.insert_before_op(self._push_inputs)
         context.insert_after_op(
             self._follow_channels,
             type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
@@ -230,7 +230,7 @@ class KerasTracing(Tracing):
         )  # fmt: skip
 
     @amanda.observer
-    def _store_inputs(self, *inputs: Any) -> None:
+    def _push_inputs(self, *inputs: Any) -> None:
         """Push the inputs of an op, with their channels, for `_follow_channels`."""
         self._open_inputs.append([self._with_channels(value) for value in inputs])
 
@@ -246,7 +246,7 @@ class KerasTracing(Tracing):
     ) -> None:
         """Follow an op by its rule, store the families of its outputs, and append it to `traced_ops`.
 
-        Pops the inputs that `_store_inputs` pushed.
+        Pops the inputs that `_push_inputs` pushed.
         """
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
@@ -268,11 +268,12 @@ class KerasTracing(Tracing):
             output_families = fresh(call)
         else:
             output_families = rule(call) if results else unknown(call)
+        # Mixed precision casts each weight before it is used.
+        passes_weight = type in ("Cast", "Identity") and input_values[0].name is not None
         for output, families in zip(output_tensors, output_families, strict=True):
             if families:
                 self._families_of[output] = families
-            # Mixed precision casts each weight before it is used.
-            if type in ("Cast", "Identity") and input_values[0].name is not None:
+            if passes_weight:
                 self._names[output] = input_values[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is not a BiasAdd
             self.note_op(

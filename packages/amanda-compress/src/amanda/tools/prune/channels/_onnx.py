@@ -63,7 +63,7 @@ class OnnxModel(PrunableModel):
         """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
         return self._run(False, example, named)
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Run a session with the optimizations of ONNX Runtime."""
         self._run(True, example, named)
 
@@ -142,11 +142,11 @@ class OnnxModel(PrunableModel):
         """Return a removal that puts a smaller model in the place of this one."""
         return OnnxRemoval(self, plan)
 
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
         """Return a smaller model."""
         return smaller_proto(self.proto, plan)
 
-    def with_zeros(self, masks: Masks) -> ModelProto:
+    def write_masks(self, masks: Masks) -> ModelProto:
         """Return a model whose initializers have zeros."""
         masked = ModelProto()
         masked.CopyFrom(self.proto)
@@ -158,25 +158,25 @@ class OnnxModel(PrunableModel):
                 )
         return masked
 
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point arrays."""
         for array in result:
             if isinstance(array, np.ndarray) and array.dtype.kind == "f":
                 yield array.astype(np.float64), float(np.finfo(array.dtype).eps)
 
-    def is_of(self, model: Any) -> bool:
+    def is_same_model(self, model: Any) -> bool:
         """Return True for the same ModelProto, or the same path."""
         if isinstance(model, (str, PathLike)) and isinstance(self.model, (str, PathLike)):
             return fspath(model) == fspath(self.model)
         return model is self.model
 
-    def key(self, context: amanda.OpContext) -> Any:
+    def op_key(self, context: amanda.OpContext) -> Any:
         """Return the first value that a node makes, which no other node makes."""
         return onnx_graph.first_output_of(context.get_op().node)
 
-    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+    def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return inputs by the names that they have in `proto`, also in a session that was made elsewhere."""
-        node = self.nodes.get(self.key(context))
+        node = self.nodes.get(self.op_key(context))
         # One name for each value, in order, also within lists: a node's inputs are one flat list.
         names = iter(() if node is None else node.input)
 

@@ -267,7 +267,7 @@ class OnnxTracing(Tracing):
 
     def _analyse(self, context: amanda.OpContext) -> None:
         """Insert the routines before and after a node of the main graph."""
-        key = self._model.key(context)
+        key = self._model.op_key(context)
         if key not in self._model.nodes:  # of a body, where nothing can listen
             return
         symbols, output_names = context.get_inputs(), [name for name in context.get_op().node.output if name]

@@ -58,7 +58,7 @@ class ChannelGroup:
     def __len__(self) -> int:
         return len(self.roots)
 
-    def values(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def channel_slices(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return for each weight of the group its slices (channels, elements), by `name:axis`."""
         slices = {}
         for member in self.members:
@@ -143,7 +143,7 @@ def importance_scores(
     """
     if importance == "random":
         return np.random.Generator(np.random.Philox([seed, number])).random(len(group))
-    values = group.values(tensors)
+    values = group.channel_slices(tensors)
     if callable(importance):
         result = importance(values)
         importances = _as_float64(result) if hasattr(result, "shape") else np.asarray(result, float)
@@ -155,13 +155,13 @@ def importance_scores(
         return importances
     if importance == "taylor":
         for member in group.members:
-            # Vectors, such as biases, do not count, see `ChannelGroup.values`.
+            # Vectors, such as biases, do not count, see `ChannelGroup.channel_slices`.
             if tensors[member.name].ndim > 1 and tensors[member.name].grad is None:
                 raise PruneError(
                     f'importance="taylor" reads gradients, and {member.name} has none: call backward() '
                     "before prepare(model, example)"
                 )
-        gradients = group.values({member.name: tensors[member.name].grad for member in group.members})
+        gradients = group.channel_slices({member.name: tensors[member.name].grad for member in group.members})
         rows = np.concatenate([_as_float64(values[name] * gradients[name]) for name in values], 1)
         return np.square(rows).sum(1)
     rows = np.concatenate([_as_float64(tensor) for tensor in values.values()], 1)
@@ -208,7 +208,7 @@ class ChannelBudget:
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             alive = alive_labels(labels, groups, self._keep_masks_at(middle, groups, importances))
-            if share_of_work(work, alive) > 1 - self.sparsity:
+            if kept_share_of_work(work, alive) > 1 - self.sparsity:
                 low = middle
             else:
                 high = middle
@@ -249,7 +249,7 @@ def alive_labels(labels: ChannelSets, groups: Sequence[ChannelGroup], keep_masks
     return ~np.isin(roots, np.concatenate([np.zeros(0, np.int64), *dropped_roots]))
 
 
-def share_of_work(work: Sequence[Work], alive: Any) -> float:
+def kept_share_of_work(work: Sequence[Work], alive: Any) -> float:
     """Return the share of multiplications that remain."""
 
     def kept_share(channels: Family | None) -> float:
@@ -312,7 +312,7 @@ class RemovalPlan:
         ]
         self.keep_masks = choice.budget.choose_keep_masks(self.groups, importances, labels, work)
         self.alive = alive_labels(labels, self.groups, self.keep_masks)
-        self.remaining_work = share_of_work(work, self.alive)
+        self.remaining_work = kept_share_of_work(work, self.alive)
         self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:
@@ -442,22 +442,22 @@ def _try_until_it_runs(
 
 def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of a call of the smaller model as a share of the whole model's time."""
-    whole_seconds = _seconds(plan.subject, example, named)
+    whole_seconds = _seconds_of_call(plan.subject, example, named)
     removal = plan.subject.removal(plan)
     try:
         removal.apply()
-        return _seconds(plan.subject, example, named) / whole_seconds
+        return _seconds_of_call(plan.subject, example, named) / whole_seconds
     finally:
         removal.undo()
 
 
-def _seconds(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+def _seconds_of_call(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
     seconds = []
     for _ in range(_TIMED_CALLS):
         start = perf_counter()
         with amanda.disabled():
-            subject.time(*example, **named)
+            subject.run_to_completion(*example, **named)
         seconds.append(perf_counter() - start)
     return min(seconds)
 

@@ -82,30 +82,30 @@ class PrunableModel(ABC):
         """Return a removal of the channels that a plan does not keep."""
 
     @abstractmethod
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove for good the channels that a plan does not keep; return the smaller model."""
 
     @abstractmethod
-    def with_zeros(self, masks: Masks) -> Any:
+    def write_masks(self, masks: Masks) -> Any:
         """Write masks into weights; return the model that has them."""
 
     @abstractmethod
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield the floating-point tensors of a result as arrays, and the rounding of their types."""
 
     def extents(self) -> Mapping[str, Any]:
-        """Return the extents of tensors and layers that `smaller` changes in place, by name."""
+        """Return the extents of tensors and layers that `make_smaller` changes in place, by name."""
         return {}
 
-    def is_of(self, model: Any) -> bool:
+    def is_same_model(self, model: Any) -> bool:
         """Return True for the model that the user has given."""
         return model is self.model
 
-    def key(self, context: amanda.OpContext) -> Any:
+    def op_key(self, context: amanda.OpContext) -> Any:
         """Return a key of an op that is unique in the model, and the same in each call."""
         return context.get_op_id()
 
-    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+    def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the inputs of an op in the form that masks are found by."""
         return context.get_inputs()
 
@@ -117,7 +117,7 @@ class PrunableModel(ABC):
         """Return a context in which the ops that the masks do not suit are taken apart."""
         return nullcontext()
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Run the model as its users do, until its results are there: the time of this is measured."""
         self(*example, **named)
 

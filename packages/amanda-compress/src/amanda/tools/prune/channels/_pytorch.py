@@ -76,7 +76,7 @@ class TorchModel(PrunableModel):
         whole_groups = frozenset(plan.tracing.notes.whole_groups)
         return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
 
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove channels of the module; return it."""
         removal = self.removal(plan, optimizer)
         try:
@@ -90,7 +90,7 @@ class TorchModel(PrunableModel):
         """Return shapes of parameters and buffers, and attributes of modules that are sizes."""
         return extents_of(self.model)
 
-    def with_zeros(self, masks: Masks) -> Any:
+    def write_masks(self, masks: Masks) -> Any:
         """Write masks into the parameters; return the module."""
         import torch
 
@@ -101,7 +101,7 @@ class TorchModel(PrunableModel):
                     parameter.mul_(mask)
         return self.model
 
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point tensors."""
         import torch
 
@@ -128,7 +128,7 @@ class TorchModel(PrunableModel):
         """Return a context in which layers of attention are the ops that they consist of."""
         return _fast_path.off()
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Call the module, and wait for its GPUs."""
         import torch
 
@@ -221,11 +221,11 @@ class ModuleTracing(Tracing):
                 "compute": context.get_computation(),
             }  # fmt: skip
             # Families are read before the op: an op in place changes its input's.
-            context.insert_before_op(self._store_inputs, op_type=facts["type"])
+            context.insert_before_op(self._push_inputs, op_type=facts["type"])
             context.insert_after_op(self._follow_channels, **facts)
 
     @amanda.observer
-    def _store_inputs(self, *inputs: Any, op_type: str) -> None:
+    def _push_inputs(self, *inputs: Any, op_type: str) -> None:
         """Push an op's inputs, with families and extents of its tensors, for `_follow_channels`."""
         if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are not parameters.
@@ -249,7 +249,7 @@ class ModuleTracing(Tracing):
     ) -> None:
         """Follow an op by its rule; store the families of its outputs, and append it to `traced_ops`.
 
-        Pops the inputs that `_store_inputs` pushed, and notes in `unfollowed` a module that reads a parameter
+        Pops the inputs that `_push_inputs` pushed, and notes in `unfollowed` a module that reads a parameter
         without a name in the model.
         """
         import torch

@@ -201,7 +201,7 @@ class ChannelPruneTool(amanda.Tool):
                 self._set_plan(plan)
                 with amanda.apply(self):
                     result = subject(*example, **kwargs)
-            _check_same_results(subject.floats(result), subject.floats(smaller))
+            _check_same_results(subject.float_arrays(result), subject.float_arrays(smaller))
         except BaseException:
             self._reset()
             raise
@@ -225,21 +225,10 @@ class ChannelPruneTool(amanda.Tool):
         Raises:
             PruneError: Before `prepare`, for another model, and where masks do not compute what removal does.
         """
-        plan = self._plan
-        if plan is None or not plan.subject.is_of(model):
-            raise PruneError(
-                "ChannelPruneTool.finalize was given a model that it has not met: call "
-                "prepare(model, example)"
-            )
-        if optimizer is not None and not plan.subject.has_gradients:
-            raise PruneError(
-                f"ChannelPruneTool.finalize was given the optimizer {type(optimizer).__name__}; only one of "
-                "PyTorch can follow: leave it, and compile a smaller model of Keras with a new one"
-            )
-        result = self.result
+        plan, result = self._plan_of(model, optimizer), self.result
         if remove:
             extents = plan.subject.extents()
-            pruned_model = plan.subject.smaller(plan, optimizer)
+            pruned_model = plan.subject.make_smaller(plan, optimizer)
             smaller_extents = plan.subject.extents()
             result.extents = {
                 name: (extent, smaller_extents[name])
@@ -254,11 +243,26 @@ class ChannelPruneTool(amanda.Tool):
                 "are kept alone; give remove=True, or exclude the layers whose channels it is over"
             )
         else:
-            pruned_model = plan.subject.with_zeros(self._masks)
+            pruned_model = plan.subject.write_masks(self._masks)
         self._reset()
         result.model = pruned_model
         self._finalized = result
         return result
+
+    def _plan_of(self, model: Any, optimizer: Any) -> RemovalPlan:
+        """Return the plan; raise PruneError for another model, and for an optimizer that cannot follow."""
+        plan = self._plan
+        if plan is None or not plan.subject.is_same_model(model):
+            raise PruneError(
+                "ChannelPruneTool.finalize was given a model that it has not met: call "
+                "prepare(model, example)"
+            )
+        if optimizer is not None and not plan.subject.has_gradients:
+            raise PruneError(
+                f"ChannelPruneTool.finalize was given the optimizer {type(optimizer).__name__}; only one of "
+                "PyTorch can follow: leave it, and compile a smaller model of Keras with a new one"
+            )
+        return plan
 
     def clear(self) -> None:
         """Forget the groups and what was chosen; call `prepare` again."""
@@ -298,11 +302,11 @@ class ChannelPruneTool(amanda.Tool):
         if self._plan is None or context["phase"] != "forward":
             return
         subject = self._plan.subject
-        for i, value in enumerate(subject.reads(context)):
+        for i, value in enumerate(subject.inputs_for_masks(context)):
             masks = self._masks_of(value)
             if masks is not None:
                 context.insert_before_op(masked, inputs=[i], mask=masks)
-        for type, axis, indices in self._reductions.get(subject.key(context), ()):
+        for type, axis, indices in self._reductions.get(subject.op_key(context), ()):
             if type in ("mean", "sum"):
                 context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=indices)
             else:

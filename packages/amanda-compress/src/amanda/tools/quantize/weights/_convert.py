@@ -199,25 +199,22 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         hint = "pip install 'amanda-compress[torchao]'"
         raise QuantizeError(f"convert makes tensors of torchao: {hint}") from error
     layers, skipped = linear_layers(model, tool)
+    parameters, reasons = _packed_parameters(layers, tool, Int8Tensor)
     before, rows = model_bytes(model), []
     converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
-    parameters: dict[int, nn.Parameter] = {}
     for name, (layer, weight) in layers.items():
         # A layer under two names is converted once.
         if id(layer) in converted:
             continue
-        bytes_before = weight_bytes(layer.weight)
-        # Layers that share a weight share the packed tensor, as tied embeddings do.
-        if id(weight) not in parameters:
-            tensor = _torchao_tensor(layer.weight, weight, tool, Int8Tensor)
-            if isinstance(tensor, str):
-                skipped[f"{weight.type} of {name}"] = tensor
-                continue
-            parameters[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
-        parameter = parameters[id(weight)]
+        if id(weight) in reasons:
+            skipped[f"{weight.type} of {name}"] = reasons[id(weight)]
+            continue
+        bytes_before, parameter = weight_bytes(layer.weight), parameters[id(weight)]
         converted[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
-        rows.append((name, kind, tool.grid.bits, tool.size(weight), bytes_before, weight_bytes(parameter)))
+        rows.append(
+            (name, kind, tool.grid.bits, tool.group_size_of(weight), bytes_before, weight_bytes(parameter))
+        )
     # Last step that may raise; layers are replaced when nothing can fail any more.
     tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
     for layer, parameter in converted.values():
@@ -229,6 +226,28 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
     return ConvertResult(model, rows, before, model_bytes(model), skipped)
 
 
+def _packed_parameters(
+    layers: Layers, tool: IntegerTool, int8: Any
+) -> tuple[dict[int, nn.Parameter], dict[int, str]]:
+    """Return a packed parameter for each weight, by its id, and reasons for weights without one.
+
+    Layers that share a weight share the packed tensor, as tied embeddings do.
+    """
+    import torch
+
+    parameters: dict[int, nn.Parameter] = {}
+    reasons: dict[int, str] = {}
+    for layer, weight in layers.values():
+        if id(weight) in parameters or id(weight) in reasons:
+            continue
+        tensor = _torchao_tensor(layer.weight, weight, tool, int8)
+        if isinstance(tensor, str):
+            reasons[id(weight)] = tensor
+        else:
+            parameters[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
+    return parameters, reasons
+
+
 def _torchao_tensor(
     parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8: Any
 ) -> Tensor | str:
@@ -237,7 +256,7 @@ def _torchao_tensor(
 
     state = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
     codes, scale, zero_point = state["codes"], state["scale"], state["zero_point"]
-    size, dtype = tool.size(weight), parameter.dtype
+    size, dtype = tool.group_size_of(weight), parameter.dtype
     pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
     # torchao's packed tensors of 4 bits run on the host alone in this layout.
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
@@ -324,7 +343,14 @@ def convert_checkpoint(
         state.update({prefix + part: value for part, value in tensors.items()})
         bytes_after = sum(map(weight_bytes, tensors.values()))
         rows.append(
-            (name, _FORMAT, tool.grid.bits, tool.size(weight), weight_bytes(layer.weight), bytes_after)
+            (
+                name,
+                _FORMAT,
+                tool.grid.bits,
+                tool.group_size_of(weight),
+                weight_bytes(layer.weight),
+                bytes_after,
+            )
         )
     model_config: Any = getattr(getattr(model, "config", None), "to_dict", dict)
     config = {**model_config(), "quantization_config": _quantization_config(model, tool, set(layers))}

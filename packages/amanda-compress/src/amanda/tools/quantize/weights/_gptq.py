@@ -126,9 +126,9 @@ class GPTQTool(IntegerTool, CalibratedTool):
 
         assert input_sums.gram is not None
         hessian = input_sums.gram * (2 / input_sums.count)
-        options = self.grid, self.size(weight), self._damping, self._block, self._act_order
+        options = self.grid, self.group_size_of(weight), self._damping, self._block, self._act_order
         try:
-            self.write(weight, matrix, gptq(matrix, hessian, *options))
+            self.store_codes(weight, matrix, gptq(matrix, hessian, *options))
         # Fewer rows than inputs give a singular matrix, which the damping makes regular, unless it is too
         # small.
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]

@@ -11,7 +11,13 @@ from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake_quantize import QuantizeError
 from amanda.tools.quantize.weights._calibrated import CalibratedWeight, InputSums
-from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, dequantized, quantized, sums_of
+from amanda.tools.quantize.weights._integers import (
+    IntegerTool,
+    WeightBits,
+    dequantized,
+    quantized,
+    sum_and_norm_of,
+)
 from amanda.tools.quantize.weights._scale_folding import FoldingTool, FoldResult, reduce_by_slot
 from amanda.tools.select import as_remarks
 from amanda.tools.weights import ParameterSlice, ParameterStore, SelectionOptions
@@ -73,16 +79,16 @@ class AWQTool(IntegerTool, FoldingTool):
     def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
         """Choose the scales of the inputs of a weight, and its integers."""
         super().solve(weight, matrix, input_sums)
-        scales, size = weight.like(weight["smoothing"], matrix), self.size(weight)
+        scales, size = weight.like(weight["smoothing"], matrix), self.group_size_of(weight)
         scaled = matrix * scales
         if self._clip:
             assert input_sums.gram is not None
             # The inputs are divided by the scales, and so are their products twice.
             gram = input_sums.gram / input_sums.count / (scales * scales[:, None])
             scaled = awq_clipped(scaled, gram, partial(self._round_to_integers, size=size), size)
-        self.write(weight, matrix, quantized(scaled, self.grid, size))
+        self.store_codes(weight, matrix, quantized(scaled, self.grid, size))
 
-    def factors(
+    def compute_factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the scales of an input with the least error of all weights that multiply it."""
@@ -92,7 +98,7 @@ class AWQTool(IntegerTool, FoldingTool):
         count = sum(weight_sums.count for weight_sums in input_sums)
         magnitudes = sum(weight_sums.magnitudes for weight_sums in input_sums) / count
         gram = sum(weight_sums.gram for weight_sums in input_sums) / count
-        rounded = partial(self._round_to_integers, size=self.size(weights[0]))
+        rounded = partial(self._round_to_integers, size=self.group_size_of(weights[0]))
         return awq_scales(
             torch.cat(matrices), reduce_by_slot(magnitudes, slots, "mean"), gram, rounded, self._steps
         )
@@ -107,7 +113,7 @@ class AWQTool(IntegerTool, FoldingTool):
             if weight.layout is not None and weight.layout[axis] == "O":
                 # Integers stay: a factor of a whole output is one of its scales.
                 weight["scale"] = weight["scale"] * weight.like(scale, weight["scale"])[:, None]
-        weight["sums"] = sums_of(weight.plain(value))
+        weight["sums"] = sum_and_norm_of(weight.plain(value))
 
     def finalize(self, model: Any) -> Any:
         """Write the dequantised weights into a model, see `WeightTool.finalize`.
@@ -246,7 +252,7 @@ class SmoothQuantTool(FoldingTool):
         weight.keep("smoothing", np.ones(weight.canonical_shape[1], "float32"))
         return None
 
-    def factors(
+    def compute_factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the factors of weights of one input, by the maxima of channels over all their places."""

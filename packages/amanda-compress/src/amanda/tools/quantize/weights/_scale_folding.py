@@ -78,7 +78,7 @@ class FoldingTool(CalibratedTool):
         self._unfolded: dict[int, str] = {}
         self._factors_by_fold: dict[Fold, Tensor] = {}
 
-    def factors(
+    def compute_factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the factors of weights that multiply one input.
@@ -125,7 +125,7 @@ class FoldingTool(CalibratedTool):
         # Outside of all tools, as the reference for the trial.
         with subject.evaluating(), amanda.disabled():
             result = model(*example, **named)
-            expected = list(subject.floats(result))
+            expected = list(subject.float_arrays(result))
         with subject.evaluating():
             tracing.follow(example, named)
         identities = {
@@ -136,7 +136,7 @@ class FoldingTool(CalibratedTool):
         # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
         folds, unfolded = find_folds(tracing, identities)
         with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
-            actual = list(subject.floats(model(*example, **named)))
+            actual = list(subject.float_arrays(model(*example, **named)))
         _check_trial(model, expected, actual)
         self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
         self._unfolded = unfolded
@@ -242,7 +242,7 @@ class FoldingTool(CalibratedTool):
         """Compute and store the factors of a weight; those of a fold are computed at its first weight."""
         fold = self._fold_of(weight)
         if fold is None:
-            weight["smoothing"] = self.factors([(weight, matrix, input_sums)], None)
+            weight["smoothing"] = self.compute_factors([(weight, matrix, input_sums)], None)
             return
         # The first weight of a fold computes for all; `_factors_by_fold` lasts for one calibration.
         if fold not in self._factors_by_fold:
@@ -254,7 +254,7 @@ class FoldingTool(CalibratedTool):
             ]  # fmt: skip
             for sibling, _, sibling_sums in calibrated:
                 sibling.check(sibling_sums)
-            self._factors_by_fold[fold] = self.factors(calibrated, fold.slots)
+            self._factors_by_fold[fold] = self.compute_factors(calibrated, fold.slots)
         weight["smoothing"] = self._factors_by_fold[fold]
 
     @contextmanager
