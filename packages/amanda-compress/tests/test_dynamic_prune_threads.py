@@ -143,18 +143,18 @@ def test_calls_of_one_function_get_what_they_get_one_after_another() -> None:
 def test_a_thread_of_the_framework_has_the_state_of_the_only_caller() -> None:
     tool = DynamicChannelPruneTool()
     state: PerThreadState[dict[str, int]] = PerThreadState(tool, dict)
-    state.of(tool)["x"] = 1
-    assert on_a_thread_of_c(lambda: state.of(tool)) == {"x": 1}
+    state.state_of(tool)["x"] = 1
+    assert on_a_thread_of_c(lambda: state.state_of(tool)) == {"x": 1}
 
 
 def test_a_thread_of_the_framework_that_serves_one_of_several_callers_is_an_error() -> None:
     tool = DynamicChannelPruneTool()
     state: PerThreadState[dict[str, int]] = PerThreadState(tool, dict)
-    state.of(tool)
+    state.state_of(tool)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(state.of, tool).result()
+        pool.submit(state.state_of, tool).result()
         with pytest.raises(amanda.errors.ToolError, match=r"DynamicChannelPruneTool.*2 threads"):
-            on_a_thread_of_c(lambda: state.of(tool))
+            on_a_thread_of_c(lambda: state.state_of(tool))
     assert len(state._states) == 1  # state ends with its thread
 
 

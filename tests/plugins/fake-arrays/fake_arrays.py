@@ -84,9 +84,9 @@ class FakeParameter(StoredParameter):
     def read(self) -> Any:
         return FakeTensors().to_numpy(self._parameter)
 
-    def change(self, changed: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
+    def change(self, update: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
         old = self._parameter.detach()
-        new = changed(old)
+        new = update(old)
         if undo is not None:
             undo.append(partial(self._parameter.assign, old))
         self._parameter.assign(FakeTensors().cast(FakeTensors().copy(new), old))

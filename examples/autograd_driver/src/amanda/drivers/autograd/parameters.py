@@ -32,9 +32,9 @@ class AutogradParameters(ParameterStore):
 class AutogradParameter(StoredParameter):
     """An array of a model."""
 
-    def change(self, changed: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
+    def change(self, update: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
         old = self.read()
-        new = changed(old)
+        new = update(old)
         if undo is not None:
             undo.append(partial(np.copyto, self._parameter, old))
         np.copyto(self._parameter, new)

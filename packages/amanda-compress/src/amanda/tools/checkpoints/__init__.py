@@ -92,7 +92,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoin
             f"{path} has integers, which become tensors of torchao: pip install 'amanda-compress[torchao]'"
         )
     with parsing(path, NOUN, ArtefactError):
-        tensors = dict(_unpacked(checkpoint))
+        tensors = dict(_unpack_tensors(checkpoint))
         tensors |= {name: tensors[first_name] for name, first_name in checkpoint.ties.items()}
     _check_model(model, path, checkpoint, tensors)
     _assign(model, checkpoint, tensors)
@@ -107,11 +107,11 @@ def _checkpoint_of(model: nn.Module, results: tuple[Result, ...]) -> Checkpoint:
     checkpoint.versions = {name: version(name) for name in names}
     names_by_identity: dict[int, str] = {}
     storages: set[int] = set()
-    for name, (_, _, tensor) in _state_of(model).items():
+    for name, (_, _, tensor) in _saved_state(model).items():
         if (first_name := names_by_identity.setdefault(id(tensor), name)) != name:
             checkpoint.ties[name] = first_name
             continue
-        parts, attributes = _plain(name, tensor)
+        parts, attributes = _file_parts(name, tensor)
         if attributes:
             checkpoint.packed[name] = attributes
         for part_name, part in parts.items():
@@ -140,7 +140,7 @@ def _extents_before(
             # Of several removals, in any order: extents only become smaller.
             whole, smallest = changes.get(name, (before, after))
             changes[name] = max(whole, before), min(smallest, after)
-    state, extents, buffers = _state_of(model), extents_of(model), dict(model.named_buffers())
+    state, extents, buffers = _saved_state(model), extents_of(model), dict(model.named_buffers())
     shapes, sizes = {}, {}
     for name, (before, after) in changes.items():
         if name in buffers and name not in state:
@@ -171,7 +171,7 @@ def _check_kind(model: Any) -> None:
         )
 
 
-def _state_of(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]:
+def _saved_state(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]:
     """Return the parameters and buffers that are saved: by name the dict and the key that hold each.
 
     Raises ArtefactError where `state_dict` has something else too, such as `get_extra_state` of a module, and
@@ -206,7 +206,7 @@ _DTYPES = frozenset(
 """Types of tensors that safetensors writes and reads."""
 
 
-def _plain(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _file_parts(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return a tensor, or its parts, by their names in the file, and its attributes, {} for a plain tensor.
 
     Raises ArtefactError for tensors of other types.
@@ -218,7 +218,7 @@ def _plain(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]
     if type(plain) is torch.Tensor and plain.layout is torch.strided and plain.device.type != "meta":
         if str(plain.dtype).removeprefix("torch.") not in _DTYPES:
             raise ArtefactError(
-                f"{name} of the model is {_form(plain)}, a type that safetensors does not have"
+                f"{name} of the model is {_dtype_and_shape(plain)}, a type that safetensors does not have"
             )
         return {name: plain}, {}
     packed = parts_of(plain)
@@ -231,7 +231,7 @@ def _plain(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]
     return {f"{name}:{part}": value for part, value in parts.items()}, attributes
 
 
-def _unpacked(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+def _unpack_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors as the model has them, by name; of tied ones the first."""
     parts: dict[str, dict[str, Tensor]] = {}
     for part_name, tensor in checkpoint.tensors.items():
@@ -246,7 +246,7 @@ def _unpacked(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     """Raise ArtefactError for a model that has other parameters and buffers than a folder."""
-    state = _state_of(model)
+    state = _saved_state(model)
     buffers, modules = dict(model.named_buffers()), dict(model.named_modules(remove_duplicate=False))
     differences = [
         *(f"the model has {name}, the folder has not" for name in state if name not in tensors),
@@ -281,10 +281,11 @@ def _difference_of_tensors(
     A floating-point tensor may have another floating-point type than the model's, as after `bfloat16()`.
     whole_shape: of the tensor before channels were removed, None if they were not.
     """
-    if _kind(saved) == _kind(present) and present.shape in (saved.shape, whole_shape):
+    if _element_kind(saved) == _element_kind(present) and present.shape in (saved.shape, whole_shape):
         return ""
-    whole = "" if whole_shape is None else f", {_extents(whole_shape)} before channels were removed,"
-    return f"{name} is {_form(saved)} in the folder{whole} and {_form(present)} in the model"
+    whole = "" if whole_shape is None else f", {_shape_text(whole_shape)} before channels were removed,"
+    saved_text, present_text = _dtype_and_shape(saved), _dtype_and_shape(present)
+    return f"{name} is {saved_text} in the folder{whole} and {present_text} in the model"
 
 
 def _difference_of_sizes(name: str, change: tuple[Any, Any], module: nn.Module | None) -> str:
@@ -302,7 +303,7 @@ def _difference_of_sizes(name: str, change: tuple[Any, Any], module: nn.Module |
     )
 
 
-def _kind(tensor: Tensor) -> str:
+def _element_kind(tensor: Tensor) -> str:
     """Return what the elements of a tensor are."""
     if tensor.is_floating_point():
         return "floating-point"
@@ -313,12 +314,12 @@ def _kind(tensor: Tensor) -> str:
     return "bool" if str(tensor.dtype) == "torch.bool" else "integer"
 
 
-def _form(tensor: Tensor) -> str:
+def _dtype_and_shape(tensor: Tensor) -> str:
     """Return the type and the extents of a tensor, as in float32 8x4."""
-    return f"{str(tensor.dtype).removeprefix('torch.')} {_extents(tensor.shape)}".strip()
+    return f"{str(tensor.dtype).removeprefix('torch.')} {_shape_text(tensor.shape)}".strip()
 
 
-def _extents(shape: Sequence[int]) -> str:
+def _shape_text(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape))
 
 
@@ -326,7 +327,7 @@ def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tens
     """Put tensors and sizes into a model."""
     import torch
 
-    state, loaded = _state_of(model), dict[str, Any]()
+    state, loaded = _saved_state(model), dict[str, Any]()
     # Before anything is assigned: a device may lack the memory.
     for name, (_, _, before) in state.items():
         first_name = checkpoint.ties.get(name, name)

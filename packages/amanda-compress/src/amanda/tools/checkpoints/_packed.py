@@ -109,13 +109,16 @@ def _codes_of(tensor: Any) -> Tensor:
     _REQUIRED.check()
     outputs, inputs = tensor.shape
     group_size = tensor.block_size[1]
-    units = torch.tensor([1.0, 0.0], dtype=torch.bfloat16).expand(inputs // group_size, outputs, 2)
-    units = units.contiguous()
+    # Scale 1 and zero 0 for each group, so that the product is that with the integers themselves.
+    unit_scales = torch.tensor([1.0, 0.0], dtype=torch.bfloat16).expand(inputs // group_size, outputs, 2)
+    unit_scales = unit_scales.contiguous()
     columns = []
     for start in range(0, inputs, _ROWS):
-        rows = torch.zeros(min(_ROWS, inputs - start), inputs, dtype=torch.bfloat16)
-        rows[range(len(rows)), range(start, start + len(rows))] = 1
-        columns.append(torch.ops.aten._weight_int4pack_mm_for_cpu(rows, tensor.qdata, group_size, units))
+        identity_rows = torch.zeros(min(_ROWS, inputs - start), inputs, dtype=torch.bfloat16)
+        identity_rows[range(len(identity_rows)), range(start, start + len(identity_rows))] = 1
+        columns.append(
+            torch.ops.aten._weight_int4pack_mm_for_cpu(identity_rows, tensor.qdata, group_size, unit_scales)
+        )
     # The kernel centres codes at 8.
     return (torch.cat(columns).T + 8).to(torch.uint8)
 

@@ -44,7 +44,7 @@ class Checkpoint:
         return f"Checkpoint: {len(self.tensors):,} tensors, {elements:,} elements; {tools or 'no results'}"
 
 
-def _extent(value: Any) -> Any:
+def _read_extent(value: Any) -> Any:
     """Return an int, or a tuple for a list of these; raise TypeError for another value."""
     if type(value) is int:
         return value
@@ -53,20 +53,20 @@ def _extent(value: Any) -> Any:
     raise TypeError
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _read_shape(value: Any) -> tuple[int, ...]:
     """Return the extents of a tensor; raise TypeError for another value, ValueError for negative ones."""
-    shape = tuple(_extent([*value]))
+    shape = tuple(_read_extent([*value]))
     if any(extent < 0 for extent in shape):
         raise ValueError
     return shape
 
 
-def _size_change(value: Any) -> tuple[Any, Any]:
+def _read_size_change(value: Any) -> tuple[Any, Any]:
     """Return a size, or sizes by axis, before and after a removal; raise ValueError for one that grows.
 
     An extent may stay as it was; if it shrinks, it ends above 0.  Raises TypeError for what is no size.
     """
-    before, after = map(_extent, value)
+    before, after = map(_read_extent, value)
     old_extents, new_extents = ((size,) if type(size) is int else size for size in (before, after))
     pairs = zip(old_extents, new_extents, strict=True)
     if type(before) is not type(after) or not all(new == old or 0 < new < old for old, new in pairs):
@@ -74,7 +74,7 @@ def _size_change(value: Any) -> tuple[Any, Any]:
     return before, after
 
 
-def _instance(kind: type) -> Any:
+def _instance_check(kind: type) -> Any:
     """Return a function that returns an instance of a type, and raises TypeError for another value."""
 
     def check(value: Any) -> Any:
@@ -86,16 +86,16 @@ def _instance(kind: type) -> Any:
 
 
 _FIELDS = {
-    "versions": (_instance(str), "the version of a distribution"),
-    "packed": (_instance(dict), "the attributes of a tensor"),
-    "ties": (_instance(str), "the name of a tensor"),
-    "shapes": (_shape, "the extents of a tensor"),
-    "sizes": (_size_change, "a size before a removal of channels and a size after it that is no larger"),
+    "versions": (_instance_check(str), "the version of a distribution"),
+    "packed": (_instance_check(dict), "the attributes of a tensor"),
+    "ties": (_instance_check(str), "the name of a tensor"),
+    "shapes": (_read_shape, "the extents of a tensor"),
+    "sizes": (_read_size_change, "a size before a removal of channels and a size after it that is no larger"),
 }
 """Fields of a `Checkpoint` that the record has by name: a function that reads a value, and what it is."""
 
 
-def _content_of(record: Any) -> dict[str, Any]:
+def _checked_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record; raise an error that says what is wrong with it."""
     check_schema(record, _SCHEMA, _VERSION)
     content: dict[str, Any] = {"checksum": record["checksum"]}
@@ -163,7 +163,7 @@ def read_folder(folder: Path) -> Checkpoint:
             f"{folder} has no {_RECORD}: it is a checkpoint for vLLM or transformers, which load it "
             f"themselves; save_compressed(model, path) writes a folder for load_compressed"
         )
-    record = read_json(folder / _RECORD, f"record of a {NOUN}", _content_of, ArtefactError)
+    record = read_json(folder / _RECORD, f"record of a {NOUN}", _checked_fields, ArtefactError)
     checksum = record.pop("checksum")
     path = folder / _TENSORS
     with parsing(path, f"file of the tensors of a {NOUN}", ArtefactError):

@@ -17,10 +17,10 @@ from amanda.tools.dynamic_prune._base import (
     PrunedOp,
     Residual,
     Run,
+    find_scores,
     head_count,
     is_of_one_sequence,
     residual_at,
-    scores_of,
     without_run,
 )
 from amanda.tools.dynamic_prune._math import (
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 def scaled_dot_product_attention(
     prune: Callable[..., Tensor],
-    leaves: Callable[[Tensor], bool],
+    runs_unpruned: Callable[[Tensor], bool],
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -59,7 +59,7 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Stand in for PyTorch's function of this name: `prune` changes the probabilities.
 
-    leaves: returns True for queries whose attention runs as it is.
+    runs_unpruned: returns True for queries whose attention runs as it is.
     run, recomputed: arguments of the routine, which are passed on to `prune`.
     Returns NotImplemented, which runs the original, there and where queries are not as many as keys.
     """
@@ -68,7 +68,7 @@ def scaled_dot_product_attention(
 
     # NotImplemented runs the original: generation with a cache has one query, whose tokens cannot be matched
     # with keys.
-    if leaves(query) or query.shape[-2] != key.shape[-2] or query.dim() not in (3, 4):
+    if runs_unpruned(query) or query.shape[-2] != key.shape[-2] or query.dim() not in (3, 4):
         return NotImplemented
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
@@ -204,14 +204,14 @@ class AttentionPruneTool(DynamicPruneTool):
             if attend is None:
                 self._fused.add(kind)
                 return
-            attention = self._attention(context, node, node)
-            prune = partial(self._attend, attention=attention)
-            leaves = partial(self._leaves, attention)
-            context.replace_op(partial(attend, prune, leaves), **without_run(context))
-        elif kind == "softmax" and (product := scores_of(self._flow, node)) is not None:
+            attention = self._attention_record(context, node, node)
+            prune = partial(self._prune_probabilities, attention=attention)
+            runs_unpruned = partial(self._forget_if_transformed, attention)
+            context.replace_op(partial(attend, prune, runs_unpruned), **without_run(context))
+        elif kind == "softmax" and (product := find_scores(self._flow, node)) is not None:
             if not is_of_one_sequence(self._flow, product):
                 return
-            attention = self._attention(context, node, product)
+            attention = self._attention_record(context, node, product)
             context.insert_after_op(
                 self._prune_softmax, outputs=[0], attention=attention, **without_run(context)
             )
@@ -224,36 +224,37 @@ class AttentionPruneTool(DynamicPruneTool):
                     self._restore_dropped_tokens, outputs=[0], node=node, residual=residual_sum.notes["sum"]
                 )
 
-    def _attention(self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode) -> _Attention:
+    def _attention_record(
+        self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode
+    ) -> _Attention:
         """Return the record of an attention, and note it at the node of its softmax."""
-        scores, query_shape = node.shapes[0] or (), product.shapes[0] or ()
-        heads = head_count(self._flow, product, scores) if node is not product and len(scores) == 3 else None
-        count = heads or (scores[1] if len(scores) == 4 else 1) or 1
-        size, learned = self._size, self._learned
+        scores_shape, query_shape = node.shapes[0] or (), product.shapes[0] or ()
+        # Scores of 3 axes have batch and heads in one; a fused attention is its own product, without scores.
+        has_heads_in_batch = node is not product and len(scores_shape) == 3
+        heads = head_count(self._flow, product, scores_shape) if has_heads_in_batch else None
+        head_axis = scores_shape[1] if len(scores_shape) == 4 else None
+        width = query_shape[-1] or 0 if query_shape else 0
+        unit = "tokens" if self._size == 1 else f"blocks of {self._size}"
         attention = self._op_record(context, lambda: _Attention(
-            self._row(context, "tokens" if size == 1 else f"blocks of {size}"), node, heads,
-            query_shape[-1] or 0 if query_shape else 0, self._flow.nearest(node.reads, "attention"),
-            self._skim(context, count) if learned else (),
+            self._add_row(context, unit), node, heads, width, self._flow.nearest(node.reads, "attention"),
+            self._skim_parameters(context, heads or head_axis or 1) if self._learned else (),
         ))  # fmt: skip
         node.notes["attention"] = attention
         attention.node = node
         return attention
 
-    def _skim(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
+    def _skim_parameters(self, context: amanda.OpContext, heads: int) -> tuple[Any, ...]:
         """Return the predictor's parameters; the initial bias keeps all tokens."""
-        like, width, hidden, normal = (
-            context.get_inputs()[0],
-            2 * heads,
-            self._hidden,
-            self._initial_random.normal,
-        )
+        hidden, normal = self._hidden, self._initial_random.normal
+        width = 2 * heads  # features: the attention that a token receives, and pays to itself, in each head
         makers = {
             "skim.hidden.weight": lambda: normal(0, width**-0.5, (width, hidden)),
             "skim.hidden.bias": lambda: np.zeros(hidden),
             "skim.weight": lambda: normal(0, 0.1 * hidden**-0.5, (hidden, 1)),
             "skim.bias": lambda: np.ones(1),
         }
-        return tuple(self._trainable(context, like, name, make) for name, make in makers.items())
+        like = context.get_inputs()[0]
+        return tuple(self._keep_parameter(context, like, name, make) for name, make in makers.items())
 
     def _analyse_residual(self, context: amanda.OpContext, node: DataflowNode, connection: Residual) -> None:
         """Keep the state of dropped tokens at a residual connection whose branch follows an attention.
@@ -276,31 +277,34 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _prune_softmax(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
         """Return the output of a softmax without dropped tokens, and record it in the dataflow."""
-        pruned = self._attend(probabilities, attention, run, recomputed)
+        pruned = self._prune_probabilities(probabilities, attention, run, recomputed)
         # The dataflow knows tensors by identity, and later ops read this one.
         self._flow.made(attention.node, [pruned])
         return pruned
 
-    def _attend(self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool) -> Any:
+    def _prune_probabilities(
+        self, probabilities: Any, attention: _Attention, run: Run, recomputed: bool
+    ) -> Any:
         """Return probabilities without dropped tokens, and choose the tokens to drop next.
 
-        Attention to another sequence, or to a cache, stays unchanged.
+        Attention to another sequence, to a cache, or within a transform stays unchanged.  Adds the execution
+        to the result unless it is `recomputed`.
 
         probabilities: (N, H, T, T), or (N * H, T, T).
         """
-        if self._leaves(attention, probabilities):
+        if self._forget_if_transformed(attention, probabilities):
             return probabilities
         if len(probabilities.shape) == 3:
             shape, heads = tuple(probabilities.shape), attention.heads or 1
             split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            return do("reshape", self._attend(split, attention, run, recomputed), shape)
+            return do("reshape", self._prune_probabilities(split, attention, run, recomputed), shape)
         batch, heads, queries, keys = probabilities.shape
-        decision = self._states.of(attention)
+        decision = self._states.state_of(attention)
         decision.alive = decision.later = None
         # Attention to another sequence, or to a cache: its keys are not tokens of later layers.
         if queries != keys:
             return probabilities
-        previous = None if attention.previous is None else self._states.of(attention.previous)
+        previous = None if attention.previous is None else self._states.state_of(attention.previous)
         alive_tokens = previous.later if previous is not None and previous.carries else None
         if alive_tokens is not None and tuple(alive_tokens.shape) == (batch, keys):
             decision.alive = alive_tokens
@@ -308,23 +312,21 @@ class AttentionPruneTool(DynamicPruneTool):
             alive = as_type_of(detached(alive_tokens), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
         macs = 2 * int(batch * heads * queries * keys) * attention.width
-        # Counted in the first execution already.
-        if recomputed:
-            pass
-        elif decision.alive is None:
+        # A recomputation was counted in the first execution already.
+        if not recomputed and decision.alive is None:
             attention.pruned.add(0.0, macs, 0.0)
-        else:
+        elif not recomputed:
             shares = do("mean", detached(decision.alive), axis=-1)
             attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
-        noise = partial(self._noise, run=run, recomputed=recomputed)
+        noise = partial(self._draw_noise, run=run, recomputed=recomputed)
         decision.later = self._choose_tokens(probabilities, attention, decision, previous, noise)
         return probabilities
 
-    def _leaves(self, attention: _Attention, value: Any) -> bool:
-        """Return True within a transform, where all tokens reach the layers behind an attention."""
+    def _forget_if_transformed(self, attention: _Attention, value: Any) -> bool:
+        """Return True within a transform, and forget the decision: all tokens reach the layers behind."""
         if not self._is_transformed(value, attention.pruned):
             return False
-        decision = self._states.of(attention)
+        decision = self._states.state_of(attention)
         decision.alive = decision.later = None
         return True
 
@@ -375,7 +377,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
         Returns None, for no change, without dropped tokens, and where a normalisation follows.
         """
-        decision = self._states.of(residual)
+        decision = self._states.state_of(residual)
         decision.state = None
         if self._is_transformed(branch, residual.attention.pruned):
             return None
@@ -392,7 +394,7 @@ class AttentionPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _restore_dropped_tokens(self, normed: Any, node: DataflowNode, residual: _ResidualSum) -> Any:
         """Restore the state that dropped tokens had before a residual connection and its normalisation."""
-        decision = self._states.of(residual)
+        decision = self._states.state_of(residual)
         # Released at once: the tensor is as large as the activations.
         state, decision.state = decision.state, None
         alive = None if state is None else self._tokens_alive(residual.attention, normed)
@@ -405,14 +407,16 @@ class AttentionPruneTool(DynamicPruneTool):
     def _tokens_alive(self, attention: _Attention, states: Any) -> Any:
         """Return 0/1 of the tokens that reached an attention, (N, T, 1) or (T, N, 1), as `states`.
 
-        Returns None for all tokens, and for states of other sequences than those of the attention.
+        Returns None for all tokens, and for states of other sequences than those of the attention, of which
+        `carries` is set.
         """
-        decision = self._states.of(attention)
+        decision = self._states.state_of(attention)
         if decision.later is None:
             return None
         shape, batch_and_tokens = tuple(states.shape[:2]), tuple(decision.later.shape)
-        if decision.alive is None or shape not in (batch_and_tokens, batch_and_tokens[::-1]):
-            decision.carries = shape in (batch_and_tokens, batch_and_tokens[::-1])
+        has_same_sequences = shape in (batch_and_tokens, batch_and_tokens[::-1])
+        if decision.alive is None or not has_same_sequences:
+            decision.carries = has_same_sequences
             return None
         alive = decision.alive if shape == batch_and_tokens else do("transpose", decision.alive, (1, 0))
         return as_type_of(alive, states)[..., None]

@@ -118,7 +118,7 @@ class PerThreadState(Generic[T]):
         """Begin without states."""
         self.__init__(*state)  # type: ignore[misc]
 
-    def of(self, key: Any) -> T:
+    def state_of(self, key: Any) -> T:
         """Return the state of a key, an object with weak references, in this execution.
 
         Raises ToolError on a framework's own thread, where several threads execute the program.
@@ -129,7 +129,7 @@ class PerThreadState(Generic[T]):
             state = states[key] = self._make()
         return state
 
-    def last(self, key: Any) -> T | None:
+    def last_state_of(self, key: Any) -> T | None:
         """Return the state of a key in this thread's last execution; None if that execution had no such key.
 
         Where this thread has executed nothing, the last execution of any thread counts.
@@ -244,7 +244,7 @@ class DynamicPruneTool(amanda.Tool):
 
     def _predictions(self) -> list[Any]:
         """Return the predictions at each op in this thread's last execution."""
-        return [state for state in map(self._states.last, self._ops.values()) if state is not None]
+        return [state for state in map(self._states.last_state_of, self._ops.values()) if state is not None]
 
     def _op_record(self, context: amanda.OpContext, make: Callable[[], T]) -> T:
         """Return the tool's record of an op; the first analysis of the op creates it by `make`."""
@@ -254,7 +254,7 @@ class DynamicPruneTool(amanda.Tool):
         record: T = self._ops[op_key]
         return record
 
-    def _row(self, context: amanda.OpContext, unit: str) -> PrunedOp:
+    def _add_row(self, context: amanda.OpContext, unit: str) -> PrunedOp:
         """Return a new row of the result, for an op; unit: the name of the parts that are pruned."""
         row = PrunedOp(context["type"], context.get_scope(), context.get_source(), unit)
         self._rows[self.place(context)] = row
@@ -277,29 +277,30 @@ class DynamicPruneTool(amanda.Tool):
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load predictors that `state_dict` returned; existing parameters take the loaded values.
 
-        Ops are analysed anew unless the state has exactly the parameters that exist.
+        Unless the state has the names and shapes of the parameters that exist, and the framework writes into
+        these in place, ops are analysed anew, with new parameters.
         """
         parameters = self.state_dict()
-        # Parameters that an optimizer holds have to stay the same objects, so that equal shapes are filled in
-        # place.
         has_same_parameters = not self.waiting_state() and _shapes(parameters) == _shapes(state)
-        if not (
-            has_same_parameters
-            and all(_update_in_place(value, state[name]) for name, value in parameters.items())
+        # Parameters that an optimizer holds have to stay the same objects, so that they are filled in place.
+        if has_same_parameters and all(
+            _update_in_place(value, state[name]) for name, value in parameters.items()
         ):
-            self._ops.clear()
-            self._rows.clear()
-            super().load_state_dict(state, strict)
+            return
+        self._ops.clear()
+        self._rows.clear()
+        super().load_state_dict(state, strict)
 
-    def _trainable(self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]) -> Any:
+    def _keep_parameter(
+        self, context: amanda.OpContext, like: Any, name: str, make: Callable[[], Any]
+    ) -> Any:
         """Return a predictor's parameter at an op, on the device of `like`; `make` gives its initial value.
 
         Raises AmandaError if the loaded value has another shape.
         """
         start, tensors = np.asarray(make(), np.float32), tensors_of(like)
-        dtype = (
-            "float64" if get_dtype_name(like) == "float64" else "float32"
-        )  # half precision is too coarse to train
+        # Half precision is too coarse to train.
+        dtype = "float64" if get_dtype_name(like) == "float64" else "float32"
 
         def make_parameter(value: Any) -> Any:
             return tensors.state(value, like, True, dtype)
@@ -315,7 +316,7 @@ class DynamicPruneTool(amanda.Tool):
 
         return self.keep(context, name, lambda: make_parameter(start), load=load, renew=tensors.update)
 
-    def _noise(self, like: Any, run: Run, recomputed: bool) -> Any:
+    def _draw_noise(self, like: Any, run: Run, recomputed: bool) -> Any:
         """Return logistic noise for the logits of a gate; None outside of training.
 
         run, recomputed: of the routine; a recomputation has the noise of its first execution.
@@ -363,6 +364,7 @@ _BETWEEN = frozenset(
 )  # fmt: skip
 """Types of ops between the product of queries and keys and the softmax."""
 
+_LONGEST_CHAIN = 12  # the most ops between scores and softmax: a longer chain is another program
 _PARTS = 50  # the most parts of a concatenated tensor that are followed
 
 
@@ -380,9 +382,9 @@ class Residual:
 
 
 def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
-    """Return the residual connection that an op ends, or None; the branch is the input with more ops.
+    """Return the residual connection that an addition ends; the branch is the input with more ops.
 
-    None also for a sum with a vector, and where the inputs have no common origin.
+    None for other ops, for a sum with a vector, and where the inputs have no common origin.
     """
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
@@ -391,16 +393,17 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
         return None
     # Both inputs are followed back until they meet, which is where the branch began.
     paths = [list(flow.back(number)) for number in node.inputs[:2]]
-    index_by_number = {number: i for i, (number, _) in enumerate(paths[0])}
-    meeting = next(
-        ((index_by_number[number], i) for i, (number, _) in enumerate(paths[1]) if number in index_by_number),
-        None,
-    )
-    if meeting is None or meeting[0] == meeting[1] == 0:
+    first_numbers, second_numbers = ([number for number, _ in path] for path in paths)
+    numbers_in_first = set(first_numbers)
+    origin = next((number for number in second_numbers if number in numbers_in_first), None)
+    if origin is None:
+        return None
+    lengths = first_numbers.index(origin), second_numbers.index(origin)  # of the paths, in ops
+    if lengths == (0, 0):  # a sum of a tensor with itself
         return None
     # The longer path computes; the other is the identity or a projection.
-    branch = 0 if meeting[0] > meeting[1] else 1
-    ops = [op for _, op in paths[branch][: meeting[branch]] if op is not None]
+    branch = 0 if lengths[0] > lengths[1] else 1
+    ops = [op for _, op in paths[branch][: lengths[branch]] if op is not None]
     return Residual(branch, tuple(ops), paths[1 - branch][0][0])
 
 
@@ -427,25 +430,29 @@ def _inputs_of_layers(flow: Dataflow, number: int) -> set[int | None]:
     return layer_inputs
 
 
-def scores_of(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
-    """Return the product of queries and keys that a softmax reads; None where other ops lie between."""
+def find_scores(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
+    """Return the product of queries and keys that a softmax reads, through scaling, masks and casts.
+
+    None if another op lies between, if the chain of ops is too long or its maker unknown, and if the input of
+    the softmax has not 3 or 4 axes.
+    """
     scores_shape = node.shapes[0]
     if scores_shape is None or len(scores_shape) not in (3, 4):
         return None
     number = node.inputs[0]
-    # Between scores and softmax lie scaling, masks and casts: a longer chain is another program.
-    for _ in range(12):
+    for _ in range(_LONGEST_CHAIN):
         maker = flow.maker(number)
         if maker is None or maker.type in SCORES:
             return maker
         if maker.type not in _BETWEEN:
             return None
+        # The scores, and not a mask or a scale that the op combines them with, have their shape.
         same_shape_inputs = [
-            i
-            for i, shape in zip(maker.inputs, maker.shapes, strict=True)
-            if shape == scores_shape and i is not None
+            tensor
+            for tensor, shape in zip(maker.inputs, maker.shapes, strict=True)
+            if shape == scores_shape and tensor is not None
         ]
-        number = next(iter(same_shape_inputs), maker.data)
+        number = same_shape_inputs[0] if same_shape_inputs else maker.data
     return None
 
 
@@ -458,5 +465,8 @@ def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, 
         if node is not None and node.type in LAYERS and node.shapes[0]:
             # All axes of the layer's input but the features are those of the batch and the tokens.
             batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores[1] or 1)
-            return (scores[0] or 1) // batch if batch and (scores[0] or 0) % batch == 0 else None
+            batch_and_heads = scores[0] or 0
+            if not batch or batch_and_heads % batch:
+                return None
+            return batch_and_heads // batch
     return None

@@ -85,11 +85,9 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         saliencies = [
             prediction.saliency for prediction in self._predictions() if prediction.saliency is not None
         ]
-        return (
-            self._penalty * sum(do("sum", do("mean", values, axis=0)) for values in saliencies)
-            if saliencies
-            else 0.0
-        )
+        if not saliencies:
+            return 0.0
+        return self._penalty * sum(do("sum", do("mean", values, axis=0)) for values in saliencies)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         """Insert the predictor of a convolution, and its gate at the ops that read the output."""
@@ -110,22 +108,22 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         An op of a normalisation hands the notes on to the next op instead.
         """
         kind, layer = context["type"], notes["layer"]
-        with_vector = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
+        has_vector_operand = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
         # The normalisation would undo a factor before it, so that the saliency takes the place of the scale
         # behind it.
         if kind in _NORMS and position == 0:
             if context["weight_index"] is not None:
                 weight = context["weight_index"]
                 context.insert_before_op(self._replace_scale_by_ones, inputs=[0, weight], layer=layer)
-            context.insert_after_op(self._prune, outputs=[0], layer=layer)
-        elif with_vector and kind == "add" and notes.get("scaled"):
-            context.insert_after_op(self._prune, layer=layer)
+            context.insert_after_op(self._apply_gate, outputs=[0], layer=layer)
+        elif has_vector_operand and kind == "add" and notes.get("scaled"):
+            context.insert_after_op(self._apply_gate, layer=layer)
         # TensorFlow splits a normalisation into mul and add by vectors: the gate waits for the last of them.
-        elif with_vector and kind != "add":
+        elif has_vector_operand and kind != "add":
             node.notes.update(layer=layer, scaled=kind == "mul")
         # Ops of the mean and variance of a normalisation read the ungated output.
         elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
-            context.insert_before_op(self._prune, inputs=[position], layer=layer, evenly=True)
+            context.insert_before_op(self._apply_gate, inputs=[position], layer=layer, evenly=True)
 
     def _gated_convolution(self, context: amanda.OpContext) -> _GatedConvolution:
         """Return the record of a convolution, with the parameters of its predictor."""
@@ -136,20 +134,20 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         out_channels = extents["O"] if "O" in extents else extents["I"] * extents["M"]
         normal = self._initial_random.normal
         return self._op_record(context, lambda: _GatedConvolution(
-            self._row(context, "channels"), context["layout"],
+            self._add_row(context, "channels"), context["layout"],
             # A tenth of what He et al. 2015 initialise with: a trained model begins near what it was.
-            self._trainable(
+            self._keep_parameter(
                 context, x, "saliency.weight",
                 lambda: normal(0, 0.1 * (2 / in_channels) ** 0.5, (in_channels, out_channels)),
             ),
-            self._trainable(context, x, "saliency.bias", lambda: np.ones(out_channels)),
+            self._keep_parameter(context, x, "saliency.bias", lambda: np.ones(out_channels)),
             prod(extents.values()),
         ))  # fmt: skip
 
     @amanda.differentiable
     def _predict_gate(self, x: Any, layer: _GatedConvolution) -> None:
         """Compute saliencies and gate of a convolution from its input; none within a transform."""
-        prediction = self._states.of(layer)
+        prediction = self._states.state_of(layer)
         if self._is_transformed(x, layer.pruned):
             prediction.gate = prediction.saliency = None
             return
@@ -163,23 +161,21 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         share_kept = do("mean", as_type_of(detached(prediction.gate) > 0, keep_mask), axis=-1)
         # Input channels that are 0, as pruned ones of the layer before, need no products either.
         share_nonzero = do("mean", as_type_of(detached(channel_means) > 0, keep_mask), axis=-1)
-        prediction.share_kept, prediction.share_computed = (
-            do("mean", share_kept),
-            do("mean", share_kept * share_nonzero),
-        )
+        prediction.share_kept = do("mean", share_kept)
+        prediction.share_computed = do("mean", share_kept * share_nonzero)
 
     @amanda.observer
     def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
         """Add an execution to the result, with the share of products that the gate saves."""
-        positions, prediction = prod(output.shape) // int(layer.bias.shape[0]), self._states.of(layer)
+        positions, prediction = prod(output.shape) // int(layer.bias.shape[0]), self._states.state_of(layer)
         if prediction.gate is None:
             return
         layer.pruned.add(1 - prediction.share_kept, layer.size * positions, 1 - prediction.share_computed)
 
     @amanda.differentiable
-    def _prune(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
+    def _apply_gate(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
         """Return a value times the gate of its channels; the value itself before the convolution has run."""
-        gate = self._states.of(layer).gate
+        gate = self._states.state_of(layer).gate
         # The convolution has not run in this execution, as in a branch of the program that was skipped.
         if gate is None or self._is_transformed(value, layer.pruned):
             return value
@@ -192,7 +188,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     @amanda.differentiable
     def _replace_scale_by_ones(self, value: Any, scale: Any, layer: _GatedConvolution) -> Any:
         """Return the value, and ones in the place of a normalisation's scale, if the gate takes its place."""
-        if self._states.of(layer).gate is None or self._is_transformed(value, layer.pruned):
+        if self._states.state_of(layer).gate is None or self._is_transformed(value, layer.pruned):
             return None
         return value, do("ones_like", scale)
 
@@ -300,16 +296,14 @@ class ActivationPruneTool(DynamicPruneTool):
         decisions = [decision for decision in self._predictions() if decision.macs_used is not None]
         if not decisions:
             return 0.0
-        macs_used, total = (
-            [decision.macs_used for decision in decisions],
-            [decision.macs_dense for decision in decisions],
-        )
-        return self._strength * budget_loss(macs_used, total, self._budget, self.progress)
+        macs_used = [decision.macs_used for decision in decisions]
+        macs_dense = [decision.macs_dense for decision in decisions]
+        return self._strength * budget_loss(macs_used, macs_dense, self._budget, self.progress)
 
     def _analyse(self, context: amanda.OpContext, node: DataflowNode) -> None:
         """Insert the masks of a convolution's input, and that of a branch where the op ends one."""
         if context["type"] in CONVOLUTIONS and context["layout"] in ("NCHW", "NHWC"):
-            convolution = self._convolution(context)
+            convolution = self._convolution_record(context)
             if convolution is not None:
                 node.notes["convolution"] = convolution
                 keywords: dict[str, Any] = {"convolution": convolution, **without_run(context)}
@@ -317,10 +311,10 @@ class ActivationPruneTool(DynamicPruneTool):
         connection = residual_at(self._flow, node)
         convolutions = [] if connection is None else _trailing_convolutions(connection.ops)
         if connection is not None and convolutions:
-            block = self._block(context, convolutions)
+            block = self._block_record(context, convolutions)
             context.insert_before_op(self._mask_branch, inputs=[connection.branch], block=block)
 
-    def _convolution(self, context: amanda.OpContext) -> _Convolution | None:
+    def _convolution_record(self, context: amanda.OpContext) -> _Convolution | None:
         """Return the record of a convolution; None for a transposed one."""
         shape, layout = context["shape"](context.get_inputs()[context["weight_index"]]), context["layout"]
         # By letters of the layout, as frameworks order the axes of kernels differently.
@@ -331,18 +325,18 @@ class ActivationPruneTool(DynamicPruneTool):
         except NotImplementedError:
             return None
         return self._op_record(context, lambda: _Convolution(
-            self._row(context, "positions"), layout, prod(extents.values()), windows
+            self._add_row(context, "positions"), layout, prod(extents.values()), windows
         ))  # fmt: skip
 
-    def _block(self, context: amanda.OpContext, convolutions: Sequence[tuple[_Convolution, int]]) -> _Block:
+    def _block_record(
+        self, context: amanda.OpContext, convolutions: Sequence[tuple[_Convolution, int]]
+    ) -> _Block:
         """Return the record of a branch, with the parameters of its mask unit."""
 
         def make() -> _Block:
             """Create the record, and link the convolutions to it."""
-            channels, parameter = (
-                convolutions[0][1],
-                partial(self._trainable, context, context.get_inputs()[0]),
-            )
+            _, channels = convolutions[0]
+            parameter = partial(self._keep_parameter, context, context.get_inputs()[0])
             block = _Block(
                 [convolution for convolution, _ in convolutions],
                 parameter("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
@@ -370,14 +364,12 @@ class ActivationPruneTool(DynamicPruneTool):
             return None
         # The mask unit runs at the first convolution, and later ones of the branch use what it decided.
         if self._is_transformed(x, convolution.pruned):
-            self._states.of(block).forget()
+            self._states.state_of(block).forget()
         elif block.convolutions[0] is convolution:
             self._predict_masks(x, block, run, recomputed)
-        decision = self._states.of(block)
-        output_mask, input_mask = (
-            decision.output_masks.get(convolution),
-            decision.input_masks.get(convolution),
-        )
+        decision = self._states.state_of(block)
+        output_mask = decision.output_masks.get(convolution)
+        input_mask = decision.input_masks.get(convolution)
         if output_mask is None:
             return None
         share_computed = do("mean", detached(output_mask))
@@ -389,35 +381,35 @@ class ActivationPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _mask_branch(self, branch: Any, block: _Block) -> Any:
-        mask = self._states.of(block).mask
+        mask = self._states.state_of(block).mask
         if mask is None or self._is_transformed(branch, block.convolutions[0].pruned):
             return None
         return _masked(branch, mask, block.convolutions[-1].layout)
 
     def _predict_masks(self, x: Any, block: _Block, run: Run, recomputed: bool) -> None:
         """Compute the masks of all convolutions of a branch from its input, and the MACs that remain."""
-        decision, layout = self._states.of(block), block.convolutions[0].layout
+        decision, layout = self._states.state_of(block), block.convolutions[0].layout
         x = as_type_of(x, block.kernel)
         logits = convolve_3x3(x, block.kernel, block.stride, layout)
         offset = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
         # One number for each example, (N, 1, 1), is added at all positions.
         logits = logits + offset[:, :, None]
-        mask = decision.mask = binary_gumbel(logits, self._noise(logits, run, recomputed), self._temperature)
+        mask = decision.mask = binary_gumbel(
+            logits, self._draw_noise(logits, run, recomputed), self._temperature
+        )
         input_sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for convolution in block.convolutions[:-1]:
-            input_sizes.append(
-                [
-                    window.places(size)
-                    for window, size in zip(convolution.windows, input_sizes[-1], strict=True)
-                ]
-            )
+            windows_and_sizes = zip(convolution.windows, input_sizes[-1], strict=True)
+            input_sizes.append([window.places(size) for window, size in windows_and_sizes])
         macs_used: Any = 0.0
         decision.macs_dense = 0
         # Backwards from the output: each convolution has to compute what the next one reads.
         for convolution, size in zip(reversed(block.convolutions), reversed(input_sizes), strict=True):
             macs = convolution.size * prod(mask.shape)
-            macs_used, decision.macs_dense = macs_used + macs * do("mean", mask), decision.macs_dense + macs
-            decision.output_masks[convolution], mask = mask, needed_inputs(mask, convolution.windows, size)
+            macs_used = macs_used + macs * do("mean", mask)
+            decision.macs_dense += macs
+            decision.output_masks[convolution] = mask
+            mask = needed_inputs(mask, convolution.windows, size)
             # Its input is the state of the residual connection too, which stays whole.
             if convolution is not block.convolutions[0]:
                 decision.input_masks[convolution] = mask

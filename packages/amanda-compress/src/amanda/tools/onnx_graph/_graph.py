@@ -44,7 +44,7 @@ def read_onnx(
     with parsing(path, "ONNX model", kind):
         # External data are checked first: a crafted model could name any file of the machine.
         proto = onnx.load(path, load_external_data=False)
-        for tensor in _tensors(proto):
+        for tensor in _tensors_in(proto):
             if external_data_helper.uses_external_data(tensor):
                 place = external_data_helper.ExternalDataInfo(tensor).location
                 file_beside(path, place, f"the data of {tensor.name}")
@@ -53,7 +53,7 @@ def read_onnx(
     return proto
 
 
-def _tensors(message: Any) -> Iterator[TensorProto]:
+def _tensors_in(message: Any) -> Iterator[TensorProto]:
     """Yield the tensors in a model: initializers, attributes, those of bodies, functions and sparse ones."""
     for field, value in message.ListFields():
         if field.message_type is not None:
@@ -61,7 +61,7 @@ def _tensors(message: Any) -> Iterator[TensorProto]:
                 if part.DESCRIPTOR.name == "TensorProto":
                     yield part
                 else:
-                    yield from _tensors(part)
+                    yield from _tensors_in(part)
 
 
 def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_external: bool = False) -> int:

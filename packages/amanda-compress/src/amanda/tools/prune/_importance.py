@@ -57,25 +57,21 @@ def sparsegpt_matrix(
     Source: Frantar & Alistarh 2023, "SparseGPT", algorithm 1.
     """
     tensors = tensors_of(weight)
-    new_weight, hessian = astype(weight, "float64") * 1, astype(products, "float64")
     # Float64 throughout: the inverse of a nearly singular Hessian in float32 loses the differences that
     # choose elements.
+    new_weight, hessian = astype(weight, "float64") * 1, astype(products, "float64")
     columns = shape(new_weight)[1]
-    unread = do("diagonal", hessian) == 0
-    new_weight = do("where", unread, do("zeros_like", new_weight), new_weight)
-    # A dead input would make the matrix singular: its weights become 0, and its diagonal 1.
-    eye = tensors.cast(np.eye(columns), hessian)
-    hessian = hessian + eye * unread
-    hessian = hessian + eye * (0.01 * do("diagonal", hessian).mean())
+    is_dead = do("diagonal", hessian) == 0  # inputs that were always 0
+    new_weight = do("where", is_dead, do("zeros_like", new_weight), new_weight)
     # Row j of the factor belongs to the inverse without the columns before j, whose values are final.
-    factor = do("moveaxis", do("linalg.cholesky", do("linalg.inv", hessian)), 0, 1)
+    factor = _inverse_factor(hessian, is_dead)
     diagonal = do("diagonal", factor)
     keep_mask = abs(new_weight) >= 0  # all true, in the library of the weight
     for start in range(0, columns, block):
         end = min(start + block, columns)
         if n_m is None:
+            # Over all rows of a block at once: which rows lose more elements is left to their losses.
             losses = do("reshape", (new_weight[:, start:end] / diagonal[start:end]) ** 2, (-1,))
-            # Of a block at once: which rows lose more is left to their losses.
             block_mask = tensors.keep_mask_of_highest(losses, round(sparsity * len(losses)))
             keep_mask[:, start:end] = do("reshape", block_mask, (-1, end - start))
         # Errors of a block are passed on to later columns by one product, as in the authors' code: column by
@@ -95,6 +91,15 @@ def sparsegpt_matrix(
     return keep_mask, new_weight
 
 
+def _inverse_factor(hessian: Array, is_dead: Array) -> Array:
+    """Return the upper Cholesky factor of the inverse of a damped Hessian.  is_dead: inputs always 0."""
+    eye = tensors_of(hessian).cast(np.eye(shape(hessian)[1]), hessian)
+    # A dead input would make the matrix singular: its diagonal becomes 1.
+    hessian = hessian + eye * is_dead
+    hessian = hessian + eye * (0.01 * do("diagonal", hessian).mean())
+    return do("moveaxis", do("linalg.cholesky", do("linalg.inv", hessian)), 0, 1)
+
+
 def sparsegpt(
     weight: Array, products: Array, sparsity: float, n_m: tuple[int, int] | None
 ) -> tuple[Array, Array]:
@@ -106,7 +111,8 @@ def sparsegpt(
     # A convolution in groups has a matrix, and products of inputs, for each group.
     groups, columns = shape(products)[0], prod(extents)
     order = np.arange(columns)
-    if n_m is not None:  # n:m counts consecutive input channels at one position of the window
+    if n_m is not None:
+        # Window before inputs: n:m counts consecutive input channels at one position of the window.
         order = order.reshape(extents[0], -1).T.reshape(-1)
     rows = do("reshape", weight, (groups, outputs // groups, columns))[:, :, order]
     ordered_products = products[:, order][:, :, order]
@@ -114,8 +120,9 @@ def sparsegpt(
         sparsegpt_matrix(group_rows, group_products, sparsity, n_m)
         for group_rows, group_products in zip(rows, ordered_products, strict=True)
     ]
+    original_order = order.argsort()
     keep_mask, new_weight = (
-        do("reshape", do("stack", parts)[:, :, order.argsort()], (outputs, *extents))
-        for parts in zip(*pruned, strict=True)
+        do("reshape", do("stack", groups_of_rows)[:, :, original_order], (outputs, *extents))
+        for groups_of_rows in zip(*pruned, strict=True)
     )
     return keep_mask, new_weight

@@ -168,22 +168,23 @@ def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: i
     # -inf of dropped elements becomes 0.
     squares = [np.square(np.maximum(tensors.to_numpy(matrix), 0)) for matrix in magnitudes]
     column_masks = unit_keep_masks([(np.sqrt(matrix.mean(0)), len(matrix)) for matrix in squares], share)
-    tiles = [
+    # The kept columns of each matrix, cut into tiles.
+    tiles_by_matrix = [
         [columns[i : i + granularity] for i in range(0, len(columns), granularity)]
         for columns in map(np.flatnonzero, column_masks)
     ]
     # Rows are ranked within their tile: a row may stay in one tile and go in another.
-    segments = [
+    tile_rows = [
         (np.sqrt(matrix[:, tile].mean(1)), len(tile))
-        for matrix, matrix_tiles in zip(squares, tiles, strict=True)
-        for tile in matrix_tiles
+        for matrix, tiles in zip(squares, tiles_by_matrix, strict=True)
+        for tile in tiles
     ]
-    rows = iter(unit_keep_masks(segments, share) if segments else [])
+    row_masks = iter(unit_keep_masks(tile_rows, share) if tile_rows else [])  # one for each tile, in order
     keep_masks = []
-    for matrix, matrix_tiles in zip(squares, tiles, strict=True):
+    for matrix, tiles in zip(squares, tiles_by_matrix, strict=True):
         keep_mask = np.zeros(matrix.shape, bool)
-        for tile in matrix_tiles:
-            keep_mask[:, tile] = next(rows)[:, None]
+        for tile in tiles:
+            keep_mask[:, tile] = next(row_masks)[:, None]
         keep_masks.append(keep_mask)
     return [
         tensors.beside(keep_mask, matrix) for keep_mask, matrix in zip(keep_masks, magnitudes, strict=True)
@@ -203,10 +204,10 @@ def channel_keep_masks(magnitudes: Sequence[Array], sparsity: float, norm: int =
     for weight in magnitudes:
         rows = do("reshape", weight, (shape(weight)[0], -1))
         # Dropped channels have -inf throughout; -1 ranks them below a channel that is 0 and kept.
-        alive = tensors.to_numpy((rows >= 0).sum(1)) > 0
+        is_dropped = tensors.to_numpy((rows >= 0).sum(1)) == 0
         powers = tensors.to_numpy((_zero_where_dropped(rows) ** norm).sum(1))
         length = shape(rows)[1]
-        units.append((np.where(alive, (powers / length) ** (1 / norm), -1), length))
+        units.append((np.where(is_dropped, -1, (powers / length) ** (1 / norm)), length))
     # A global budget could empty a whole layer otherwise, and cut the network.
     if len(units) > 1 and sparsity < 1:
         for scores, _ in units:
@@ -344,18 +345,21 @@ def input_permutation(
         return order
     group = order // m
     # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
-    rest_magnitudes = np.empty(k)  # magnitude that the group of channel i keeps without channel i
-    join_gains = np.empty((k, k))  # magnitude that this group gains by channel j
+    magnitudes_without = np.empty(k)  # magnitude that the group of channel i keeps without channel i
+    gains_by_joining = np.empty((k, k))  # magnitude that this rest of the group gains by channel j
     changed_groups = np.arange(k // m)
     for _ in range(rounds):
         for changed_group in changed_groups:
-            for i in order[changed_group * m : (changed_group + 1) * m]:
-                group_mates = [j for j in order[changed_group * m : (changed_group + 1) * m] if j != i]
-                largest = np.sort(channels[group_mates], 0)[-n:]
-                rest_magnitudes[i] = largest.sum()
-                join_gains[i] = np.maximum(channels - largest[0], 0).sum(1)
-        replacement = rest_magnitudes[:, None] + join_gains - (rest_magnitudes + np.diag(join_gains))[:, None]
-        gains = replacement + replacement.T
+            members = order[changed_group * m : (changed_group + 1) * m]
+            for i in members:
+                largest = np.sort(channels[[j for j in members if j != i]], 0)[-n:]
+                magnitudes_without[i] = largest.sum()
+                # Channel j takes the place of the smallest of the n that are kept, where it is larger.
+                gains_by_joining[i] = np.maximum(channels - largest[0], 0).sum(1)
+        present_magnitudes = magnitudes_without + np.diag(gains_by_joining)
+        # What the group of channel i gains if j replaces i; a swap changes the groups of both.
+        gains_by_replacement = magnitudes_without[:, None] + gains_by_joining - present_magnitudes[:, None]
+        gains = gains_by_replacement + gains_by_replacement.T
         # Each pair once, and no pair within a group, whose order changes nothing.
         gains[group[:, None] >= group[None, :]] = 0
         # Gains within rounding count as none: equal channels would be swapped in every round.
@@ -427,7 +431,7 @@ def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -
     if match := re.fullmatch(r"(\d+):(\d+)", name):
         n, m = int(match[1]), int(match[2])
         if 0 < n <= m:
-            return Pattern(name, partial(_vector_keep_masks, n, m), (n, m))
+            return Pattern(name, partial(_n_m_keep_masks, n, m), (n, m))
         raise PruneError(f"pattern is {name!r}: of each {m} channels {n} cannot be kept")
     named: dict[str, Callable[..., list[Array]]] = {
         "unstructured": element_keep_masks,
@@ -442,7 +446,7 @@ def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -
     return Pattern(name, named[name], block=(block[0], block[1]) if name == "block" else None)
 
 
-def _vector_keep_masks(n: int, m: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
+def _n_m_keep_masks(n: int, m: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:
     """Return keep masks by n:m along the input channels; the sparsity has no effect."""
     return [
         do("moveaxis", n_m_keep_mask(do("moveaxis", weight, 1, -1), n, m), -1, 1) for weight in magnitudes

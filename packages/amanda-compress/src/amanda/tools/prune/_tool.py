@@ -45,7 +45,7 @@ def cubic_sparsity(
     Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
     """
     # The cube drops most while the network has most redundancy, and little at the end.
-    share_left = 1 - _share_passed(step, begin, end)
+    share_left = 1 - _progress(step, begin, end)
     return final + (initial - final) * share_left**3
 
 
@@ -54,10 +54,10 @@ def linear_sparsity(
     step: NonNegativeInt, begin: NonNegativeInt, end: NonNegativeInt, initial: Share, final: Share
 ) -> float:
     """Return the sparsity at a step between begin and end, which rises by the same amount at each step."""
-    return initial + (final - initial) * _share_passed(step, begin, end)
+    return initial + (final - initial) * _progress(step, begin, end)
 
 
-def _share_passed(step: int, begin: int, end: int) -> float:
+def _progress(step: int, begin: int, end: int) -> float:
     """Return the share of the steps from begin to end that have passed."""
     if end <= begin:
         raise PruneError(f"end is {end}, begin {begin}: the end comes after the beginning")
@@ -121,12 +121,14 @@ class PruneSchedule:
         return sparsity(step, self.begin, self.end, self.initial, self.sparsity)
 
     def exchanged_share(self, step: int, fraction: float) -> float:
-        """Return the share of kept elements that is exchanged at a step, annealed to 0 at `end`.
+        """Return the share of kept elements that is exchanged at a step: `fraction`, annealed to 0 at `end`.
 
         Source: Evci et al. 2020, "Rigging the lottery" (RigL), eq. 1.
         """
-        # Clamped: after `end` the cosine would rise again.
-        return fraction if self.end is None else fraction / 2 * (1 + cos(pi * min(step / self.end, 1.0)))
+        if self.end is None:
+            return fraction
+        progress = min(step / self.end, 1.0)  # after `end` the cosine would rise again
+        return fraction / 2 * (1 + cos(pi * progress))
 
 
 Scope = Literal["local", "global"]
@@ -399,7 +401,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         if self._options.regrow == "gradient":
             weight.gather_gradient(gradient)
         if self._options.uses_gradients:
-            weight.gather_product(gradient)
+            weight.gather_weight_times_gradient(gradient)
 
     def _insert_gather_inputs(self, context: amanda.OpContext) -> None:
         """Insert a routine that gathers the inputs of a weight; none where these are not followed."""
@@ -420,15 +422,15 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Add the inputs of an execution to the sums of the weight, if the step gathers."""
         # An op in a loop may read another weight at each execution, which the forward routine has noted.
         weight = run.get(self._key, view)
-        if isinstance(weight, PrunedWeight) and self._mask_updater.is_gathering(weight):
-            # In an observer, which gets no gradient: importance does not train.
-            samples = tensors_of(value).samples(value)
-            if samples is None:
-                self._gather_rows(weight, rows_of(value, weight.canonical_shape))
-                return
-            with samples.outside():
-                for numbers in np.ndindex(samples.sizes):
-                    self._gather_rows(weight, rows_of(samples.data[numbers], weight.canonical_shape))
+        if not isinstance(weight, PrunedWeight) or not self._mask_updater.is_gathering(weight):
+            return
+        samples = tensors_of(value).samples(value)
+        if samples is None:
+            self._gather_rows(weight, rows_of(value, weight.canonical_shape))
+            return
+        with samples.outside():
+            for numbers in np.ndindex(samples.sizes):
+                self._gather_rows(weight, rows_of(samples.data[numbers], weight.canonical_shape))
 
     def _gather_rows(self, weight: PrunedWeight, rows: Any) -> None:
         weight.gather_inputs(

@@ -23,16 +23,16 @@ class PrunedWeight(Weight):
     State: "mask", true where an element is kept; "offset", subtracted from the weight before it is masked:
     the value of an element when it came back, so that it starts at 0, or the change by SparseGPT;
     "permutation", the order of the input channels; "movement", the sum of weight times gradient.
-    Data of a step: magnitudes, gradient and product (weight times gradient), in the order of `ordered`;
+    Data of a step: magnitudes, gradient and weight_times_gradient, in the order of `ordered`;
     inputs, sums as `sum_of_squares` or `sum_of_products` returns them.
     """
 
     magnitudes: Array = None
     gradient: Array = None
-    product: Array = None
+    weight_times_gradient: Array = None
     inputs: Array = None
     value: Array = None
-    _regrown: Array = None
+    _regrown_mask: Array = None
 
     @property
     def mask(self) -> Array:
@@ -54,9 +54,9 @@ class PrunedWeight(Weight):
         """Number of elements that are dropped."""
         return self.size - int(self.mask.sum())
 
-    def is_older_than(self, update: int | None) -> bool:
+    def is_older_than(self, update_step: int | None) -> bool:
         """Return True if the mask is older than the update of a step."""
-        return not self.is_skipped and update is not None and self.updated < update
+        return not self.is_skipped and update_step is not None and self.updated < update_step
 
     def reset_offset_if_finalized(self, present: Callable[[], Any]) -> None:
         """Set the offset to 0 if `finalize` wrote the loaded mask into the weight: its dropped values are 0.
@@ -75,14 +75,14 @@ class PrunedWeight(Weight):
 
     def zero_regrown(self, present: Callable[[], Any]) -> None:
         """Make elements that have just come back 0, if any: subtract their present values from now on."""
-        if self._regrown is None:
+        if self._regrown_mask is None:
             return
         present_value = self.plain(present())
-        regrown, offset = self.like(self._regrown, present_value), self.like(self.offset, present_value)
+        regrown, offset = self.like(self._regrown_mask, present_value), self.like(self.offset, present_value)
         self["offset"] = do("where", regrown, present_value, offset)
         # A regrown element starts at 0 once: from then on the offset holds, and the optimizer moves the
         # element.
-        self._regrown = None
+        self._regrown_mask = None
 
     def ordered(self, value: Any) -> Array:
         """Return a value as an array (outputs, inputs, window), inputs in the order of `permutation`."""
@@ -97,7 +97,7 @@ class PrunedWeight(Weight):
         return self.permuted(self.canonical(self.like(self.mask, array)))
 
     def gather_magnitudes(self, value: Any) -> None:
-        """Store the magnitudes of a value."""
+        """Store the magnitudes of a value, in the order of `ordered`."""
         self.magnitudes = abs(self.ordered(value))
 
     def without_dropped(self, scores: Array) -> Array:
@@ -122,7 +122,7 @@ class PrunedWeight(Weight):
         if self.magnitudes is not None and is_finite(self.plain(gradient)):
             self.gradient = _add_to(self.gradient, self.ordered(gradient))
 
-    def gather_product(self, gradient: Any) -> None:
+    def gather_weight_times_gradient(self, gradient: Any) -> None:
         """Add the weight times a gradient to the data of the step, and to the movement, if it is finite.
 
         Does nothing in a step that does not gather.
@@ -132,7 +132,7 @@ class PrunedWeight(Weight):
         product = self.value * self.plain(gradient)
         if not is_finite(product):  # a gradient scaler skips the step too
             return
-        self.product = _add_to(self.product, self.ordered(product))
+        self.weight_times_gradient = _add_to(self.weight_times_gradient, self.ordered(product))
         if self.get("movement") is not None:
             self["movement"] = self["movement"] + self.like(product, self["movement"])
 
@@ -149,19 +149,19 @@ class PrunedWeight(Weight):
 
     def release_gathered(self) -> None:
         """Release the arrays gathered in a step."""
-        self.magnitudes = self.gradient = self.product = self.inputs = self.value = None
+        self.magnitudes = self.gradient = self.weight_times_gradient = self.inputs = self.value = None
 
-    def set_mask(self, keep_mask: Array, update: int) -> None:
-        """Store a mask, in the order of `ordered`, of the update at a step."""
+    def set_mask(self, keep_mask: Array, update_step: int) -> None:
+        """Store a mask, in the order of `ordered`, of the update at a step; release the data of the step."""
         if self.permutation is not None:
             # Back into the order of the weight, in which ops read it.
             keep_mask = keep_mask[:, self.permutation.argsort()]
         mask = self.restored(keep_mask)
         if self.offset is not None and self.is_ready:
             # Their present values are subtracted at the next read, when the optimizer's step has been taken.
-            self._regrown = mask & ~self.like(self.mask, mask)
+            self._regrown_mask = mask & ~self.like(self.mask, mask)
         # `updated` comes last, because it marks the weight as ready.
-        self["mask"], self.updated = mask, update
+        self["mask"], self.updated = mask, update_step
         self.release_gathered()
 
 
@@ -176,7 +176,7 @@ def _add_to(total: Array | None, array: Array) -> Array:
     return array * 1 if total is None else total + array
 
 
-def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Array:
+def element_importances(weight: PrunedWeight, importance: str, seed: int, update_step: int) -> Array:
     """Return the importance of each element of a weight, in the order of `PrunedWeight.ordered`.
 
     "magnitude": |w| (Han et al. 2015).  "gradient": |w * g|, the change of the loss to first order (Molchanov
@@ -186,16 +186,16 @@ def scores(weight: PrunedWeight, importance: str, seed: int, update: int) -> Arr
     """
     magnitudes = weight.magnitudes
     if importance == "gradient":
-        return abs(weight.product)
+        return abs(weight.weight_times_gradient)
     if importance == "movement":
         # Negative: a weight that gradient descent moves away from 0 has a gradient of the other sign.
         return weight.like(-weight.ordered(weight["movement"]), magnitudes)
     if importance == "wanda":
-        return magnitudes * weight.permuted(_norms(weight))
+        return magnitudes * weight.permuted(_input_norms(weight))
     if importance == "random":
         # The 1 gives other numbers than those by which dropped elements come back.
-        return random_scores(weight, [seed, weight.number, update, 1])
-    return magnitudes
+        return random_scores(weight, [seed, weight.number, update_step, 1])
+    return magnitudes  # importance "magnitude"
 
 
 def random_scores(weight: PrunedWeight, key: list[int]) -> Array:
@@ -206,7 +206,7 @@ def random_scores(weight: PrunedWeight, key: list[int]) -> Array:
     return weight.like(uniform, weight.magnitudes)
 
 
-def _norms(weight: PrunedWeight) -> Array:
+def _input_norms(weight: PrunedWeight) -> Array:
     """Return the norm of the inputs that each element (outputs, inputs, window) multiplies."""
     squares = weight.inputs  # (groups, inputs * window)
     groups, outputs = shape(squares)[0], weight.canonical_shape[0]
@@ -245,7 +245,9 @@ class MaskUpdater:
         try:
             yield
             # A file has no steps: its masks are those with which the schedule ends.
-            self._update_gathered_masks(self._schedule.final_update if self._in_file else self._next_update)
+            self._update_gathered_masks(
+                self._schedule.final_update if self._in_file else self._gathered_update
+            )
         except BaseException:
             # Data of half a calibration would count in the next one.
             for weight in self._tool.weights:
@@ -262,7 +264,7 @@ class MaskUpdater:
         # Calls of a calibration are not steps of the training.
         if self.is_calibrating:
             return
-        self._update_gathered_masks(self._next_update)
+        self._update_gathered_masks(self._gathered_update)
         self.step, self._step_ran = self._first_step + number, False
 
     def update_if_due(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
@@ -276,18 +278,18 @@ class MaskUpdater:
         # At the op and not at the end of the step, so that step 0 computes with masks already and no weight's
         # magnitudes are kept.
         if self._can_update_now(weight):
-            update = self._schedule.last_update(self.step)
-            if update is not None and weight.is_older_than(update):
-                self._gather(weight, present)
-                self._update_masks([weight], update)
+            update_step = self._schedule.last_update(self.step)
+            if update_step is not None and weight.is_older_than(update_step):
+                self._gather_values(weight, present)
+                self._update_masks([weight], update_step)
         # Once in a step: a weight that several ops read has one value.
         elif weight.magnitudes is None and self.is_gathering(weight):
             self._check_prepared()
-            self._gather(weight, present)
+            self._gather_values(weight, present)
 
     def is_gathering(self, weight: PrunedWeight) -> bool:
         """Return True if the end of this step updates the mask of the weight."""
-        return weight.is_older_than(self._next_update)
+        return weight.is_older_than(self._gathered_update)
 
     def gather_for_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Gather data for the final mask of a weight in a file, unless it has one; `prepare` sets the mask.
@@ -305,7 +307,7 @@ class MaskUpdater:
             if weight.magnitudes is None:
                 weight.gather_magnitudes(present())
 
-    def _gather(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
+    def _gather_values(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again.
 
         SparseGPT gets a copy of the value too.
@@ -343,27 +345,28 @@ class MaskUpdater:
         )
 
     @property
-    def _next_update(self) -> int | None:
-        """The update that the data of this step serve.
+    def _gathered_update(self) -> int | None:
+        """The last update of the schedule up to the step for which data are gathered; None before the first.
 
-        A calibration serves the update of the current step, a step that of the step after it.
+        A calibration gathers for the current step, a step for the next one.
         """
         # The data of a step are complete when it ends, which is when the next one begins.
-        return self._schedule.last_update(self.step + (not self.is_calibrating))
+        return self._schedule.last_update(self.step if self.is_calibrating else self.step + 1)
 
-    def _update_gathered_masks(self, update: int | None) -> None:
+    def _update_gathered_masks(self, update_step: int | None) -> None:
         """Update the masks whose data the step has gathered, and release the data.
 
         A weight without data keeps its mask; `weights.reasons` tells why.
-        update: the number of the update; None to change no mask.
+        update_step: the step of the schedule that the masks are of; None to change no mask.
         Raises PruneError where a calibration has data for none.
         """
         gathered = [weight for weight in self._tool.weights if weight.magnitudes is not None]
         lacking = [weight for weight in gathered if self._lacks_data(weight)]
+        ready = [weight for weight in gathered if weight not in lacking]
         importance = self._options.importance
         # In a training a step without finite gradients is normal, and masks wait for the next; a calibration
         # has no next step.
-        if self.is_calibrating and gathered and len(lacking) == len(gathered):
+        if self.is_calibrating and gathered and not ready:
             raise PruneError(
                 f"importance={importance!r} is computed of {DATA_AND_REMEDY[importance]}; none was finite"
             )
@@ -374,11 +377,11 @@ class MaskUpdater:
                 self._tool.weights.reasons[place] = reason
             else:
                 self._tool.weights.reasons.pop(place, None)
-        ready = [weight for weight in gathered if weight not in lacking]
-        if update is not None and ready:
+        if update_step is not None and ready:
             # A weight without data stays out of a global budget instead of blocking it.
-            for group in [ready] if self._options.is_global else [[weight] for weight in ready]:
-                self._update_masks(group, update)
+            budgets = [ready] if self._options.is_global else [[weight] for weight in ready]
+            for weights in budgets:
+                self._update_masks(weights, update_step)
         for weight in self._tool.weights:
             weight.release_gathered()
 
@@ -388,25 +391,24 @@ class MaskUpdater:
         regrows = self._options.regrow == "gradient" and weight.is_ready
         return (
             (regrows and weight.gradient is None)
-            or (self._options.uses_gradients and weight.product is None)
+            or (self._options.uses_gradients and weight.weight_times_gradient is None)
             or (self._options.uses_inputs and weight.inputs is None)
         )
 
-    def _update_masks(self, weights: Sequence[PrunedWeight], update: int) -> None:
+    def _update_masks(self, weights: Sequence[PrunedWeight], update_step: int) -> None:
         """Update the masks of weights that share a budget."""
-        options, sparsity = self._options, self._schedule.sparsity_at(update)
-        # All are checked before any mask is set, so that an error leaves all masks of one step.
+        options, sparsity = self._options, self._schedule.sparsity_at(update_step)
         for weight in weights:
-            weight.check_inputs()
+            weight.check_inputs()  # before any mask is set, so that an error leaves all masks of one step
         if options.importance == "sparsegpt":
             for weight in weights:
-                self._prune_by_sparsegpt(weight, sparsity, update)
+                self._prune_by_sparsegpt(weight, sparsity, update_step)
             return
-        importances = [self._importances(weight, update) for weight in weights]
+        importances = [self._importances(weight, update_step) for weight in weights]
         # The first masks have nothing to exchange.
         if options.exchanges and all(weight.is_ready for weight in weights):
-            growth = [self._growth_scores(weight, update) for weight in weights]
-            fraction = self._schedule.exchanged_share(update, options.fraction)
+            growth = [self._growth_scores(weight, update_step) for weight in weights]
+            fraction = self._schedule.exchanged_share(update_step, options.fraction)
             keep_masks = regrown_keep_masks(importances, growth, sparsity, fraction)
         else:
             keep_masks = options.keep_masks(importances, sparsity)
@@ -414,20 +416,20 @@ class MaskUpdater:
             if options.regrow is None and weight.is_ready:
                 # Dropped elements rank lowest, but where sparsity falls some would return.
                 keep_mask = keep_mask & weight.keep_mask_like(keep_mask)
-            weight.set_mask(keep_mask, update)
+            weight.set_mask(keep_mask, update_step)
 
-    def _importances(self, weight: PrunedWeight, update: int) -> Array:
+    def _importances(self, weight: PrunedWeight, update_step: int) -> Array:
         """Return the importance of a weight's elements, the lowest of which are dropped.
 
         Before the first mask of a weight its permutation is chosen too, if it has one.
         """
         options = self._options
-        importances = scores(weight, options.importance, options.seed, update)
+        importances = element_importances(weight, options.importance, options.seed, update_step)
         if options.pattern.n_m and weight.permutation is not None and not weight.is_ready:
             importances = weight.choose_permutation(importances, *options.pattern.n_m)
         return importances if options.ranks_dropped else weight.without_dropped(importances)
 
-    def _prune_by_sparsegpt(self, weight: PrunedWeight, sparsity: float, update: int) -> None:
+    def _prune_by_sparsegpt(self, weight: PrunedWeight, sparsity: float, update_step: int) -> None:
         """Prune a weight by SparseGPT: set its mask, and as offset the change of its kept elements."""
         value = weight.ordered(weight.value)
         if not is_finite(value):
@@ -435,10 +437,10 @@ class MaskUpdater:
         keep_mask, new_value = sparsegpt(value, weight.inputs, sparsity, self._options.pattern.n_m)
         # The change is an offset, so that the parameter itself stays as it is until `finalize`.
         weight["offset"] = weight.restored((value - weight.like(new_value, value)) * keep_mask)
-        weight.set_mask(keep_mask, update)
+        weight.set_mask(keep_mask, update_step)
 
-    def _growth_scores(self, weight: PrunedWeight, update: int) -> Array:
+    def _growth_scores(self, weight: PrunedWeight, update_step: int) -> Array:
         """Return scores by which dropped elements come back: magnitudes of gradients, or random numbers."""
         if self._options.regrow == "gradient":
             return abs(weight.gradient)
-        return random_scores(weight, [self._options.seed, weight.number, update])
+        return random_scores(weight, [self._options.seed, weight.number, update_step])

@@ -142,10 +142,12 @@ def lsq_gradients(
     # eq. 3).
     inner_gradient = xp.within(wide, v, grid.low, grid.high)
     # Outside the second term is 0, so that the end of the grid remains.
-    by_scale = wide * (integers - xp.within(v, v, grid.low, grid.high))
-    gradients = [xp.cast(inner_gradient, gradient), xp.cast(sum_by_channel(by_scale, axes) * factor, scale)]
+    scale_terms = wide * (integers - xp.within(v, v, grid.low, grid.high))
+    scale_gradient = sum_by_channel(scale_terms, axes) * factor
+    gradients = [xp.cast(inner_gradient, gradient), xp.cast(scale_gradient, scale)]
     if offset is not None:
-        gradients.append(xp.cast(sum_by_channel(wide - inner_gradient, axes) * factor, offset))
+        offset_gradient = sum_by_channel(wide - inner_gradient, axes) * factor
+        gradients.append(xp.cast(offset_gradient, offset))
     return tuple(gradients)
 
 

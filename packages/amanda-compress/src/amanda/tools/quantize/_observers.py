@@ -84,15 +84,11 @@ class Histogram:
         """
         largest = max(-float(self.least), float(self.most))
         if largest > _LARGE:
-            scaled = Histogram(self.bins)
-            scaled.counts = self.counts
-            scaled.least, scaled.most = np.float32(self.least / largest), np.float32(self.most / largest)
-            least, most = scaled.best_range(levels)
-            return np.float32(float(least) * largest), np.float32(float(most) * largest)
+            return self._best_range_scaled(levels, largest)
         total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=np.float32)
-        # A greedy search from both ends, which drops the side with the larger step in bins. begin and end are
-        # bins; lower and upper are shares of the numbers below them.
-        begin, end, lower, upper = 0, self.bins - 1, 0.0, 1.0
+        # A greedy search from both ends, which drops the side with the larger step in bins.
+        begin, end = 0, self.bins - 1  # the first and the last bin of the range
+        lower, upper = 0.0, 1.0  # shares of the numbers below the range, and below its end
         error = np.inf
         while lower < upper:
             next_lower, next_upper = lower + _DROPPED_SHARE, upper - _DROPPED_SHARE
@@ -114,6 +110,14 @@ class Histogram:
             error, (begin, end) = proposed_error, proposed
         width = (self.most - self.least) / np.float32(self.bins)
         return self.least + width * np.float32(begin), self.least + width * np.float32(end + 1)
+
+    def _best_range_scaled(self, levels: int, largest: float) -> tuple[Any, Any]:
+        """Return the best range, searched with all numbers divided by the largest magnitude."""
+        scaled = Histogram(self.bins)
+        scaled.counts = self.counts
+        scaled.least, scaled.most = np.float32(self.least / largest), np.float32(self.most / largest)
+        least, most = scaled.best_range(levels)
+        return np.float32(float(least) * largest), np.float32(float(most) * largest)
 
     def _quantisation_error(self, begin: int, end: int, levels: int) -> float:
         """Return the squared error of rounding to equidistant levels that span the bins from begin to end.

@@ -50,7 +50,7 @@ class QuantizedOp(OpQuantizers):
         # execution.
         self._positions = sorted({position for position, _ in (*self.quantizers, *self.model_quantizers)})
 
-    def forget(self) -> None:
+    def forget_observations(self) -> None:
         """Forget the values that were observed."""
         for quantizer in self.created:
             quantizer.observer = None
@@ -60,26 +60,26 @@ class QuantizedOp(OpQuantizers):
         for quantizer in self.created:
             quantizer.finish_calibration()
 
-    def insert(self, context: amanda.OpContext) -> None:
+    def insert_routines(self, context: amanda.OpContext) -> None:
         """Insert the routines that quantise the inputs of the op; none for an op without quantizers."""
         if context.is_static():
-            self._insert_fixed(context)
+            self._insert_fixed_scales(context)
         elif self._positions:
             is_called_back = context["is_called_back"]
             # Inputs are recorded before they are quantised, in the order of insertion.
             if self._recompute is not None:
                 context.insert_before_op(self._record_inputs)
-            routine: Any = self._read_in_eager_mode if context.is_eager() else self._read_in_graph
+            routine: Any = self._quantise_in_eager_mode if context.is_eager() else self._quantise_in_graph
             # Autodiff does not pass through a routine that the program calls back (JAX).
             if self._options.trains and is_called_back:
-                routine = self._read_with_gradients
+                routine = self._quantise_and_save_clipping
             elif self._options.trains:
                 routine = amanda.differentiable(routine)
             context.insert_before_op(routine, inputs=self._positions)
             if self._recompute is not None:
                 context.insert_after_op(self._measure_outputs)
 
-    def _insert_fixed(self, context: amanda.OpContext) -> None:
+    def _insert_fixed_scales(self, context: amanda.OpContext) -> None:
         """Insert traceable routines with fixed scales, for the file of a model."""
         if self._positions and self._options.method not in ("static", "qat"):
             method = self._options.method
@@ -103,7 +103,7 @@ class QuantizedOp(OpQuantizers):
             kwargs = {"scales": item_scales, "rounding": self._options.rounding}
             context.insert_before_op(fake_quantize_fixed, inputs=[position], **kwargs)
 
-    def _read_in_graph(self, *values: Any) -> Any:
+    def _quantise_in_graph(self, *values: Any) -> Any:
         """Return the quantised values of the positions; None while the values calibrate."""
         read_values, _ = self._values_to_quantise(values, None)
         if self._must_calibrate(read_values):
@@ -111,8 +111,8 @@ class QuantizedOp(OpQuantizers):
             return None
         return self._quantise_values(values, read_values, {}, [()] * len(read_values))
 
-    def _read_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
-        """Quantise or calibrate as `_read_in_graph`; a recomputation repeats the first execution exactly."""
+    def _quantise_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
+        """Quantise or calibrate as `_quantise_in_graph`; a recomputation repeats the first execution."""
         read_values, sampled = self._values_to_quantise(values, ParameterSlice.of_execution(run))
         first_execution = run.get(self)
         if first_execution is None:
@@ -137,6 +137,7 @@ class QuantizedOp(OpQuantizers):
         """Return index, item, value and quantizer of each value to quantise; skip unreadable values.
 
         Of a value that transforms have wrapped each part comes, and the whole value in a dict beside it.
+        Sets `skip_reason` for skipped values.
         """
         read_values: list[_ReadValue] = []
         sampled: dict[tuple[int, int | None], SampledValue] = {}
@@ -156,11 +157,14 @@ class QuantizedOp(OpQuantizers):
                     read_values += parts
                     sampled[index, item] = whole
                 continue
-            of_part = self._part_quantizers.get(key)
+            find_part_quantizer = self._part_quantizers.get(key)
             if quantizer is None:
-                part_quantizer = self.model_quantizers[key].of(())
+                # Without a vmap an op of an ensemble has one model.
+                part_quantizer = self.model_quantizers[key].quantizer_of(())
+            elif find_part_quantizer is None:
+                part_quantizer = quantizer
             else:
-                part_quantizer = quantizer if of_part is None else of_part(value, part_of)
+                part_quantizer = find_part_quantizer(value, part_of)
                 if part_quantizer is None and quantizer.is_weight:
                     self.skip_reason = WeightReads.unknown_part
                     continue
@@ -185,7 +189,7 @@ class QuantizedOp(OpQuantizers):
         parts: list[_ReadValue] = []
         with whole.samples.outside():
             for numbers, part in whole.parts():
-                quantizer = self.quantizers.get(key) or self.model_quantizers[key].of(numbers)
+                quantizer = self.quantizers.get(key) or self.model_quantizers[key].quantizer_of(numbers)
                 if quantizer is None:
                     return []
                 parts.append((index, key[1], part, quantizer))
@@ -225,8 +229,10 @@ class QuantizedOp(OpQuantizers):
 
         sampled: the values that transforms have wrapped, of which `read_values` has the parts.
         first_qparams: of the first execution, for a recomputation.
+        Counts the execution, and adds to the noise if the tool measures it, unless `recomputed`.
         """
         tool, results = self._tool, list(values)
+        # By index and item: the quantised parts of a value, and where their gradients pass.
         parts: dict[tuple[int, int | None], list[Any]] = {}
         passes: dict[tuple[int, int | None], list[Any]] = {}
         with _outside(sampled):
@@ -259,9 +265,9 @@ class QuantizedOp(OpQuantizers):
         if self._positions:
             context.insert_after_backward_op(self._clip_gradients, grad_inputs=self._positions)
 
-    def _read_with_gradients(self, *values: Any, run: dict[str, Any]) -> Any:
-        """Quantise as `_read_in_graph`; save for each value a function that clips its gradient."""
-        quantised = self._read_in_graph(*values)
+    def _quantise_and_save_clipping(self, *values: Any, run: dict[str, Any]) -> Any:
+        """Quantise as `_quantise_in_graph`; save for each value a function that clips its gradient."""
+        quantised = self._quantise_in_graph(*values)
         quantizers = {
             position: quantizer for (position, item), quantizer in self.quantizers.items() if item is None
         }

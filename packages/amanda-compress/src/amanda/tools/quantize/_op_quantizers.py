@@ -70,22 +70,26 @@ class OpQuantizers:
         self, context: amanda.OpContext, read: WeightInput | None, weight: WeightInput | None,
         key: tuple[int, int | None], tensor: Any, levels: Sequence[int],
     ) -> None:  # fmt: skip
-        """Create the quantizer of a tensor, or those of each model of an ensemble.
+        """Create the quantizer of a tensor, or a maker of quantizers for each model of an ensemble.
 
+        Creates none for a tensor that is not quantised; sets `skip_reason` where a user would expect one.
         weight: the weight input if it is the tensor, else None.  levels: of vmaps whose samples have a weight
         of their own each.
         """
-        dtype, is_of_models = str(context["dtype"](tensor)), False
+        dtype = str(context["dtype"](tensor))
         if weight is not None and dtype.endswith("]"):
             self.skip_reason = f"it is packed, {dtype}"
         if not dtype.startswith(("float", "bfloat")) or getattr(tensor, "is_meta", False):
             return
         samples = tensors_of(tensor).samples(tensor) if context.is_eager() else None
+        is_of_models = False
         if samples is not None:
             if self._options.method.startswith("lsq"):
                 self.skip_reason = LEARNED
                 return
-            is_of_models, tensor = not {*levels}.isdisjoint(samples.levels), samples.first
+            # A vmap over the weights maps this tensor too: each model of the ensemble has a scale.
+            is_of_models = not {*levels}.isdisjoint(samples.levels)
+            tensor = samples.first
         elif context.is_eager() and (unread := tensors_of(tensor).unread(tensor)) is not None:
             self.skip_reason = unread
             return
@@ -94,15 +98,15 @@ class OpQuantizers:
         make: Callable[[str], Quantizer | None]
         if weight is None:
             name = f"input {key[0]}" if key[1] is None else f"input {key[0]}.{key[1]}"
-            make = partial(self._activation_quantizer, context, read, name, key, tensor)
+            make = partial(self._create_activation_quantizer, context, read, name, key, tensor)
         else:
-            make = partial(self._weight_quantizer, context, weight, tensor)
+            make = partial(self._create_weight_quantizer, context, weight, tensor)
         if is_of_models:
             self.model_quantizers[key] = ModelQuantizers(make)
         elif (quantizer := make("")) is not None:
             self.quantizers[key] = quantizer
 
-    def _activation_quantizer(
+    def _create_activation_quantizer(
         self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
         value: Any, suffix: str = "",
     ) -> Quantizer:  # fmt: skip
@@ -112,32 +116,20 @@ class OpQuantizers:
         Registers the quantizers for other slices or parts in `_part_quantizers`.
         """
         make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
-        if read is not None and (first := self._slice_quantizer(read, make_for_slice, key)) is not None:
+        if (
+            read is not None
+            and (first := self._create_slice_quantizers(read, make_for_slice, key)) is not None
+        ):
             return first
         if read is None or not (read.is_part and read.is_followed):
             return self._make_quantizer(name, None, (), value, context, suffix)
         # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
-        def make_for_part(value: Any, reader: amanda.OpContext, suffix: str) -> Quantizer:
-            """Return a new quantizer; raise QuantizeError for loaded state of an older version."""
-            # The name under which older versions saved one scale for all rounds.
-            old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
-            try:
-                return self._make_quantizer(name, None, (), value, reader, suffix)
-            except ToolError as error:
-                if old_name not in self._tool.waiting_state():
-                    raise
-                raise QuantizeError(
-                    f"the scale {old_name} that was loaded is of one round of a loop, as earlier versions "
-                    "saved it, and nothing tells which part of a parameter that round read: calibrate again"
-                ) from error
-
         def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
             """Return the quantizer for a part of a parameter; None where the op reads no part."""
-            quantizer: Quantizer | None = self._tool.parts.state_of(
-                context, part_of, partial(make_for_part, value), line
-            )
+            make = partial(self._make_activation_quantizer_of_part, context, name, value)
+            quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, make, line)
             return quantizer
 
         self._part_quantizers[key] = quantizer_of_part
@@ -145,7 +137,27 @@ class OpQuantizers:
         first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
         return self._make_quantizer(name, None, (), value, context) if first is None else first
 
-    def _slice_quantizer(
+    def _make_activation_quantizer_of_part(
+        self, context: amanda.OpContext, name: str, value: Any, reader: amanda.OpContext, suffix: str
+    ) -> Quantizer:
+        """Create the quantizer of an activation that an op multiplies by a part of a parameter.
+
+        reader, suffix: see `SharedState.state_of`.
+        Raises QuantizeError for loaded state of an older version.
+        """
+        # The name under which older versions saved one scale for all rounds.
+        old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
+        try:
+            return self._make_quantizer(name, None, (), value, reader, suffix)
+        except ToolError as error:
+            if old_name not in self._tool.waiting_state():
+                raise
+            raise QuantizeError(
+                f"the scale {old_name} that was loaded is of one round of a loop, as earlier versions "
+                "saved it, and nothing tells which part of a parameter that round read: calibrate again"
+            ) from error
+
+    def _create_slice_quantizers(
         self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
     ) -> Quantizer | None:
         """Create quantizers for all slices of a stack; return that of the first, None without a stack."""
@@ -159,7 +171,7 @@ class OpQuantizers:
         )
         return quantizers[slices[0]]
 
-    def _weight_quantizer(
+    def _create_weight_quantizer(
         self, context: amanda.OpContext, read: WeightInput, value: Any, suffix: str = ""
     ) -> Quantizer | None:
         """Return the quantizer of the weight, or of the part of a parameter that is read; None if skipped.
@@ -173,7 +185,7 @@ class OpQuantizers:
             return None
         groups = None
         if self._options.group_size is not None:
-            groups = self._groups(context, read, value)
+            groups = self._find_groups(context, read, value)
             if groups is None:
                 return None
         # A transposed convolution in groups counts outputs along two axes, of which no product of axes gives
@@ -181,9 +193,13 @@ class OpQuantizers:
         if groups is None and self._options.per_channel:
             groups = _output_groups(context["shape"](value), _weight_layout(context, read))
         make = partial(
-            self._make_quantizer, f"weight{suffix}", read, self._axes(context, read, value), groups=groups
+            self._make_quantizer,
+            f"weight{suffix}",
+            read,
+            self._find_scale_axes(context, read, value),
+            groups=groups,
         )
-        first = self._slice_quantizer(read, partial(make, value, context), (read.index, None))
+        first = self._create_slice_quantizers(read, partial(make, value, context), (read.index, None))
         if first is not None:
             return first
         if not read.is_part:
@@ -198,7 +214,7 @@ class OpQuantizers:
             self._part_quantizers[read.index, None] = quantizer_of_part
         return quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
 
-    def _groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
+    def _find_groups(self, context: amanda.OpContext, read: WeightInput, value: Any) -> Groups | None:
         """Return the groups of a weight; None, and set `skip_reason`, if groups do not fit."""
         shape, size = context["shape"](value), self._options.group_size
         layout = _weight_layout(context, read)
@@ -214,7 +230,7 @@ class OpQuantizers:
         )
         return None
 
-    def _axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
+    def _find_scale_axes(self, context: amanda.OpContext, read: WeightInput, value: Any) -> tuple[int, ...]:
         """Return the axes of a weight along which scales differ: those of a batch of weights, and of outputs.
 
         Outputs have the axis O, and the axes I and M in a depthwise convolution.
@@ -258,7 +274,7 @@ class ModelQuantizers:
         self._make = make
         self._quantizers: dict[tuple[int, ...], Quantizer | None] = {}
 
-    def of(self, numbers: tuple[int, ...]) -> Quantizer | None:
+    def quantizer_of(self, numbers: tuple[int, ...]) -> Quantizer | None:
         """Return the quantizer of a model by its number in each batch; () for a value that is not a batch."""
         if numbers not in self._quantizers:
             self._quantizers[numbers] = self._make("".join(f"[{number}]" for number in numbers))

@@ -67,7 +67,7 @@ def stored_weight(weight: NDArray[Any], scale: Scale, rounding: Any) -> StoredWe
 
 def _store_channels(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
     """Return the stored form of a weight with one scale, or with a scale for each channel of one axis."""
-    s, z, grid, axes, _ = scale
+    scales, zero_points, grid, axes, _ = scale
     # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
     scale_axes = [axis for axis in axes if dequantized.shape[axis] > 1] or list(axes[:1])
     if len(scale_axes) > 1:
@@ -76,10 +76,11 @@ def _store_channels(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
             "DequantizeLinear knows those of one axis; let per_channel be False"
         )
     if not scale_axes:
-        return StoredWeight(_grid_numbers(dequantized / s + z, grid), s, z, None, 0)
+        numbers = dequantized / scales + zero_points
+        return StoredWeight(_grid_numbers(numbers, grid), scales, zero_points, None, 0)
     broadcast_shape = [-1 if axis == scale_axes[0] else 1 for axis in range(dequantized.ndim)]
-    numbers = dequantized / s.reshape(broadcast_shape) + z.reshape(broadcast_shape)
-    return StoredWeight(_grid_numbers(numbers, grid), s, z, scale_axes[0], 0)
+    numbers = dequantized / scales.reshape(broadcast_shape) + zero_points.reshape(broadcast_shape)
+    return StoredWeight(_grid_numbers(numbers, grid), scales, zero_points, scale_axes[0], 0)
 
 
 def _store_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
@@ -179,13 +180,13 @@ class QdqWriter:
 
     def write(self) -> None:
         """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
-        rewritten = self._rewrite(self._model.graph)
+        rewritten = self._rewrite_graph(self._model.graph)
         # A scale that finds no node would be lost silently.
         if missing_keys := self._nodes.keys() - rewritten:
             raise QuantizeError(f"{next(iter(missing_keys))[:2]} is no node of the model that is written")
         remove_unread(self._model.graph)
 
-    def _rewrite(self, graph: GraphProto) -> set[NodeKey]:
+    def _rewrite_graph(self, graph: GraphProto) -> set[NodeKey]:
         """Rewrite the nodes of a graph and of its bodies; return the keys of the rewritten nodes."""
         from onnx import NodeProto
 
@@ -195,26 +196,12 @@ class QdqWriter:
         for node in graph.node:
             # Bodies of If and Loop read values of the graph around them.
             for body in bodies_of(node):
-                rewritten |= self._rewrite(body)
+                rewritten |= self._rewrite_graph(body)
             key = node_key(node)
             inputs = self._nodes.get(key, {})
-            for position, operand in inputs.items():
+            if inputs:
                 rewritten.add(key)
-                if operand.dtype != "float32":
-                    raise QuantizeError(
-                        f"{operand.tensor} of {node.op_type} {node.name} is {operand.dtype}; convert "
-                        "writes nodes for float32"
-                    )
-                write = self._quantize_activation if operand.value is None else self._quantize_weight
-                new_nodes, name, row = write(graph, node.input[position], operand, dequantized_names)
-                nodes += new_nodes
-                self.rows.append((node.name or node.op_type, *row))
-                node.input[position] = name
-            # With one quantised input the other factor of the product is of floats.
-            has_narrow_factor = len(inputs) == 1 and all(
-                element_type(operand.scale.grid)[1] == 4 for operand in inputs.values()
-            )
-            self.has_narrow_products |= node.op_type == "MatMul" and has_narrow_factor
+                nodes += self._quantize_inputs(graph, node, inputs, dequantized_names)
             # A node of a repeated field dies with the field, which is cleared below.
             copy = NodeProto()
             copy.CopyFrom(node)
@@ -222,6 +209,36 @@ class QdqWriter:
         del graph.node[:]
         graph.node.extend(nodes)
         return rewritten
+
+    def _quantize_inputs(
+        self,
+        graph: GraphProto,
+        node: NodeProto,
+        inputs: Mapping[int, QuantizedInput],
+        dequantized_names: dict[Any, str],
+    ) -> list[NodeProto]:
+        """Make a node read quantised inputs; return the new nodes that compute them, and append result rows.
+
+        Raises QuantizeError for an input of another type than float32.
+        """
+        nodes: list[NodeProto] = []
+        for position, operand in inputs.items():
+            if operand.dtype != "float32":
+                raise QuantizeError(
+                    f"{operand.tensor} of {node.op_type} {node.name} is {operand.dtype}; convert "
+                    "writes nodes for float32"
+                )
+            write = self._quantize_activation if operand.value is None else self._quantize_weight
+            new_nodes, name, row = write(graph, node.input[position], operand, dequantized_names)
+            nodes += new_nodes
+            self.rows.append((node.name or node.op_type, *row))
+            node.input[position] = name
+        # With one quantised input the other factor of the product is of floats.
+        has_narrow_factor = len(inputs) == 1 and all(
+            element_type(operand.scale.grid)[1] == 4 for operand in inputs.values()
+        )
+        self.has_narrow_products |= node.op_type == "MatMul" and has_narrow_factor
+        return nodes
 
     def _quantize_activation(
         self, graph: GraphProto, name: str, operand: QuantizedInput, dequantized_names: dict[Any, str]
@@ -250,8 +267,8 @@ class QdqWriter:
         nodes = []
         value_name = name
         # ONNX has 4, 8 and 16 bits: a narrower grid needs a Clip, as QuantizeLinear uses all integers.
-        is_narrower = grid.high - grid.low + 1 < 1 << bits
-        if is_narrower:
+        level_count = grid.high - grid.low + 1
+        if level_count < 2**bits:
             ends = [(end - zero_point) * scale for end in (grid.low, grid.high)]
             clip = [self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
             value_name = self._unique_name(f"{name}_clipped")

@@ -43,11 +43,11 @@ def tensorflow_kernel(x: Any, scale: Any, zero_point: Any, grid: Grid, axes: Seq
     if grid.dtype or not (are_adjacent and tensors_of(x).is_in_host_memory(x) and x.dtype == _tf().float32):
         return None
     tensor, array = _new_tensor_and_array(x.shape)
-    clipped = _write_on_grid(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
+    clipped = _quantise_into(np.asarray(x), np.asarray(scale), np.asarray(zero_point), grid, axes, array)
     return _record_on_tape(tensor, x, clipped)
 
 
-def _write_on_grid(
+def _quantise_into(
     x: Floats, scale: Floats, zero_point: Floats, grid: Grid, axes: Sequence[int], target: Floats
 ) -> NDArray[np.intp]:
     """Write the quantised array piece by piece; return the flat positions of clipped values, and of NaN.
@@ -90,12 +90,12 @@ def _record_on_tape(tensor: Any, source: Any, clipped: NDArray[Any]) -> Any:
     from tensorflow.python.eager import record
 
     record.record_operation(
-        "FakeQuantize", [tensor], [source], lambda gradient: [_pass_gradient(gradient, clipped)]
+        "FakeQuantize", [tensor], [source], lambda gradient: [_mask_clipped_gradient(gradient, clipped)]
     )
     return tensor
 
 
-def _pass_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
+def _mask_clipped_gradient(gradient: Any, clipped: NDArray[Any]) -> Any:
     """Return the gradient where values were not clipped, else 0, recorded for a further derivative."""
     if not clipped.size:
         return gradient

@@ -98,13 +98,7 @@ class QuantizeOptions:
 
     def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
         """Return the options for an op in modules with these paths; None for no quantisation."""
-        weight_bits, activation_bits = (
-            # The first glob that matches counts, so that "*" at the end is a default.
-            next((bits for layers, bits in bits_option if layers(*paths)), None)
-            if isinstance(bits_option, list)
-            else bits_option
-            for bits_option in self._by_layer
-        )
+        weight_bits, activation_bits = (_bits_of_layer(option, paths) for option in self._by_layer)
         if weight_bits is None and activation_bits is None:
             return None
         return replace(self, weight_bits=weight_bits, activation_bits=activation_bits)
@@ -145,6 +139,17 @@ class QuantizeOptions:
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
 
 
+def _bits_of_layer(option: Any, paths: Sequence[str]) -> Any:
+    """Return the bits that an option of bits gives to an op in modules with these paths; None for none.
+
+    option: pairs of globs and bits, or bits for all layers.
+    """
+    if not isinstance(option, list):
+        return option
+    # The first glob that matches counts, so that "*" at the end is a default.
+    return next((bits for is_of_layer, bits in option if is_of_layer(*paths)), None)
+
+
 def operand_rules() -> MappingTool:
     """Return rules that write `operands`, the positions to quantise, `recompute` and `is_called_back`.
 
@@ -167,9 +172,13 @@ def _write_is_called_back(is_called_back: bool, context: amanda.OpContext) -> No
 def _write_operands(context: amanda.OpContext) -> None:
     """Write the positions of the factors of a product, of the first input, or of all inputs."""
     product, count = product_of(context), len(context.get_inputs())
-    # A bias is added in the precision of the sum and stays as it is.
-    factors = sorted(product.factors) if product else [0] if context["type"] in _DATA_ALONE else ()
-    context["operands"] = [position for position in factors or range(count) if position < count]
+    positions: Sequence[int] = range(count)
+    if product and product.factors:  # the factors of an einsum are one list, and have no positions
+        # A bias is added in the precision of the sum and stays as it is.
+        positions = sorted(product.factors)
+    elif context["type"] in _DATA_ALONE:
+        positions = [0]
+    context["operands"] = [position for position in positions if position < count]
 
 
 class QuantizeTool(amanda.Tool):
@@ -280,7 +289,7 @@ class QuantizeTool(amanda.Tool):
         except BaseException:
             # Half a calibration would give scales that look like whole ones.
             for op in self._ops.values():
-                op.forget()
+                op.forget_observations()
             raise
         finally:
             self.is_calibrating = False
@@ -392,12 +401,11 @@ class QuantizeTool(amanda.Tool):
         if context["phase"] != "forward" or WeightReads.computes_weight(context):
             return
         # A recurrent layer is named in the result, since users expect it among the default types.
-        is_several = not self._selection.has_types and kind in SEVERAL_WEIGHTS
-        if not (self._selection.has_types or is_several or self._types(kind, context.get_op_type())):
+        has_several_weights = not self._selection.has_types and kind in SEVERAL_WEIGHTS
+        is_of_type = self._selection.has_types or self._types(kind, context.get_op_type())
+        if not (is_of_type or has_several_weights) or not self._selection.fits(context):
             return
-        if not self._selection.fits(context):
-            return
-        if is_several:
+        if has_several_weights:
             self._skipped_ops[f"{kind} of {context.get_scope() or context.get_source()}"] = (
                 WeightReads.several_weights
             )
@@ -410,7 +418,7 @@ class QuantizeTool(amanda.Tool):
             if options is None:
                 return
             self._ops[name] = QuantizedOp(context, self, options)
-        self._ops[name].insert(context)
+        self._ops[name].insert_routines(context)
 
     def _clip_gradients_of_op(self, context: amanda.OpContext) -> None:
         """Insert the routine that clips gradients, where the program calls routines back."""

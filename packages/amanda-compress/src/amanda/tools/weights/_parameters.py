@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
     from amanda.tools.weights._weight_input import ParameterSlice
 
-Changed = Callable[[Any], Any]
-"""Returns new values of a part of a parameter, from its present ones."""
+ValueUpdate = Callable[[Any], Any]
+"""Function that returns new values of a part of a parameter, from its present ones."""
 Undo = list[Callable[[], Any]]
 """Functions that write back the values that parameters had, in the order of the changes."""
 
@@ -69,15 +69,15 @@ class StoredParameter:
         """Return the values of the whole parameter, in its own shape and element type, without autograd."""
         return np.array(to_numpy(self._parameter))
 
-    def change(self, changed: Changed, part: Any = None, undo: Undo | None = None) -> None:
-        """Write the values that `changed` returns for the present values of a part.
+    def change(self, update: ValueUpdate, part: Any = None, undo: Undo | None = None) -> None:
+        """Write the values that `update` returns for the present values of a part.
 
         undo: receives a function that writes the present values back, before new ones are written.
         Raises ParameterError for a parameter that cannot be written.
         """
         # `undo` needs the old values until all parameters are written.
         old = self.read()
-        new = changed(old.copy())
+        new = update(old.copy())
         if undo is not None:
             undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
         do("assign", self._parameter, new, like=self._parameter)
@@ -163,7 +163,7 @@ class ParameterStore:
         for parameter in parameters:
             yield StoredParameter(self.identity(parameter), parameter)
 
-    def write_all(self, model: Any, changes: Sequence[tuple[Any, Any, Changed]]) -> tuple[Any, int]:
+    def write_all(self, model: Any, changes: Sequence[tuple[Any, Any, ValueUpdate]]) -> tuple[Any, int]:
         """Write parameters of a model; return the model with them, and how many parts were written.
 
         changes: the identity of a parameter, a part of it, and the function that returns its new values.
@@ -172,9 +172,9 @@ class ParameterStore:
         count = 0
         with self.undone_on_error() as undo:
             for parameter in self.parameters(model):
-                for identity, part, changed in changes:
+                for identity, part, update in changes:
                     if identity == parameter.identity:
-                        parameter.change(changed, part, undo)
+                        parameter.change(update, part, undo)
                         count += 1
         return model, count
 
@@ -236,13 +236,13 @@ class MindSporeParameters(StridedStore):
 
     def overlaps(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if two parts have elements in common."""
-        return bool(self._shared_elements(part, other_part, whole).any())
+        return bool(self._shared_element_mask(part, other_part, whole).any())
 
     def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if a part has every element of another."""
-        return bool(self._shared_elements(part, other_part, whole).all())
+        return bool(self._shared_element_mask(part, other_part, whole).all())
 
-    def _shared_elements(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
+    def _shared_element_mask(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
         """Return which elements of another part are of a part too."""
         mask = np.ones((part or whole).extents, bool)
         return self.transfer([(mask, part)], other_part, whole, False)
@@ -268,13 +268,13 @@ class MindSporeParameters(StridedStore):
 class MindSporeParameter(StoredParameter):
     """A parameter of MindSpore."""
 
-    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
-        """Write the values that `changed` returns for the present values of a part."""
+    def change(self, update: ValueUpdate, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `update` returns for the present values of a part."""
         # A parameter of MindSpore cannot be written in part: the whole one is assigned again.
         old = self.read()
         memory = old.reshape(-1).copy()
         view = memory.reshape(old.shape) if part is None else _view_in_layout(memory, part)
-        view[...] = changed(view.copy())
+        view[...] = update(view.copy())
         if undo is not None:
             undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
         do("assign", self._parameter, memory.reshape(old.shape), like=self._parameter)
@@ -329,23 +329,24 @@ def _store(library: str) -> ParameterStore:
     return ParameterStore() if store is None else store
 
 
-def in_memory_order(form: StridedLayout) -> tuple[int, ...]:
-    """Return the axes of a part in memory order, which is the same for all of its forms."""
-    extents, strides, _ = form
+def axes_in_memory_order(layout: StridedLayout) -> tuple[int, ...]:
+    """Return the axes from the slowest to the fastest in memory: the same order for all views of a part."""
+    extents, strides, _ = layout
     # Axes of extent 1 have arbitrary strides, so that they go last.
     return tuple(sorted(range(len(extents)), key=lambda axis: (extents[axis] == 1, -strides[axis])))
 
 
 class SharedState:
-    """The place that state of a part is kept under, whichever op of it happens to read the part first.
+    """Keys of the state of parameters' parts, and that state; the same whichever op reads a part first.
 
-    A parameter whose path in the model is known needs no more than the part.
+    Where the parameter has a path in the model, path and part are the key; else the op that first read any of
+    its parts stands for the path.
     """
 
     def __init__(self) -> None:
-        self._readers: dict[Hashable, amanda.OpContext] = {}
-        self._holders: dict[amanda.OpContext, list[Hashable]] = {}
-        self._lines: dict[Hashable, list[Hashable]] = {}
+        self._first_readers: dict[Hashable, amanda.OpContext] = {}
+        self._parameters_by_reader: dict[amanda.OpContext, list[Hashable]] = {}
+        self._lines_by_parameter: dict[Hashable, list[Hashable]] = {}
         self._states: dict[Hashable, Any] = {}
 
     def state_of(
@@ -366,10 +367,11 @@ class SharedState:
         identity, form = interceptor.ordinal(part.holder), part.form
         reader, suffix = self.key_for(context, identity, form, StridedLayout.of(part.holder))
         if line is not None:
-            lines = self._lines.setdefault((reader, identity), [])
+            lines = self._lines_by_parameter.setdefault((reader, identity), [])
             if line not in lines:
                 lines.append(line)
-            suffix += f"~{number}" if (number := lines.index(line)) else ""
+            line_number = lines.index(line)
+            suffix += f"~{line_number}" if line_number else ""
         key = reader, identity, form, line
         if key not in self._states:
             self._states[key] = make(reader, suffix)
@@ -385,33 +387,36 @@ class SharedState:
     ) -> tuple[amanda.OpContext, str]:
         """Return the context of the first reader of the parameter's parts, and a suffix for names of state.
 
-        identity: of the parameter; is_named: whether names of state have its path.
-        part: the form that is read, None for all of it.  whole: its own form.
+        The reader is `context` itself where all of a parameter is read.
+        identity: of the parameter.  is_named: True if names of state have the path of the parameter.
+        part: layout of what is read, None for all of it.  whole: the parameter's own layout.
         """
         # A transposed view of all elements is not a part: its state has the path of the parameter itself.
         is_part = part is not None and prod(part.extents) < prod(whole.extents)
         # Ops of a loop may read the parts in any order, so that the first reader of any part stands for all
         # of them.
-        reader = self._readers.setdefault(identity, context) if is_part else context
-        holders = self._holders.setdefault(reader, [])
-        if identity not in holders:
-            holders.append(identity)
+        reader = self._first_readers.setdefault(identity, context) if is_part else context
+        parameters = self._parameters_by_reader.setdefault(reader, [])
+        if identity not in parameters:
+            parameters.append(identity)
         # A line that reads several unnamed parameters needs a number for each; the order of first reads is
         # the same in another process.
-        number = 0 if is_named else holders.index(identity)
+        number = 0 if is_named else parameters.index(identity)
         offset = f"@{part.offset}" if is_part and part is not None else ""
         return reader, offset + (f"#{number}" if number else "")
 
 
-def element_counts(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
-    """Yield holder and number of elements of each weight that an op reads; nothing for computed weights."""
+def parameter_sizes(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
+    """Yield identity and number of elements of each parameter that an op reads as weight.
+
+    Nothing for computed weights, and after the values of the op's first execution have been freed.
+    """
     try:
         inputs = context.get_inputs()
-    except AmandaError:  # the values of its first execution are gone
+    except AmandaError:  # freed
         return
-    weight = context["weight_index"]
-    several = context["type"] in SEVERAL_WEIGHTS or context["type"] == "einsum"
-    positions = range(len(inputs)) if several else [weight]
+    reads_several = context["type"] in SEVERAL_WEIGHTS or context["type"] == "einsum"
+    positions = range(len(inputs)) if reads_several else [context["weight_index"]]
     for position in positions:
         if position is None or position >= len(inputs):
             continue
@@ -421,20 +426,25 @@ def element_counts(context: amanda.OpContext) -> Iterator[tuple[Hashable, int]]:
         else:
             holders = [context.get_variable(position)]
         for holder in holders:
-            size = None if holder is None else _element_count(context, holder, value)
+            size = None if holder is None else _parameter_size(context, holder, value)
             if size is not None:
                 yield parameter_store(holder).identity(holder), size
 
 
 def einsum_parameters(context: amanda.OpContext) -> list[Any]:
     """Return the parameters that an einsum of PyTorch reads, whole or in part."""
-    lists = [operand for operand in context.get_inputs() if isinstance(operand, (list, tuple))]
-    owners = [parameter_store(operand).owner(operand) for group in lists for operand in group]
-    return [operand for operand in owners if operand is not None]
+    operands = [
+        operand
+        for value in context.get_inputs()
+        if isinstance(value, (list, tuple))  # the operands are one list
+        for operand in value
+    ]
+    owners = [parameter_store(operand).owner(operand) for operand in operands]
+    return [owner for owner in owners if owner is not None]
 
 
-def _element_count(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
-    """Return the number of elements of a holder, or of the value where the holder is a handle."""
+def _parameter_size(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
+    """Return the number of elements of a holder, or of a value whose holder is a handle; None if unknown."""
     for candidate in (holder, value):
         extents: Sequence[int] | None = (
             None if isinstance(candidate, (list, tuple)) else context["shape"](candidate)

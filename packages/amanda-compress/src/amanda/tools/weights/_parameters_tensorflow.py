@@ -20,16 +20,20 @@ from amanda.tools.mapping import (
     TENSORFLOW_READS,
 )
 from amanda.tools.weights._parameters import (
-    Changed,
     ParameterError,
     ParameterStore,
     StoredParameter,
     Undo,
+    ValueUpdate,
 )
 
 Array = NDArray[Any]
 Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
-"""The order of a variable's axes, the shape that it is given then, and its own; None for it as it is."""
+"""The form in which an op reads a variable: a transpose and a reshape after it.
+
+The order of the variable's axes, the shape that the op reads, and the variable's own shape; None for the
+variable as it is.
+"""
 
 _NAME = re.compile(r'ResourceHandle\(name="([^"]*?)(?:/\d+)?"')
 """In the text of a handle the name of the variable, which a number follows."""
@@ -103,14 +107,14 @@ class TFVariable(StoredParameter):
         value: Array = self._session().run(self._parameter)
         return value
 
-    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
-        """Write the values that `changed` returns for the present values of a part.
+    def change(self, update: ValueUpdate, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `update` returns for the present values of a part.
 
         Raises ParameterError for a variable of a graph outside its session.
         """
         old = self.read()
         # Each form has every element of the variable, so that its inverse gives the whole value back.
-        new = _from_form(np.asarray(changed(_to_form(old.copy(), part))), part)
+        new = _from_form(np.asarray(update(_to_form(old.copy(), part))), part)
         if not self._is_in_graph():
             assign = self._parameter.assign
         else:
@@ -141,29 +145,29 @@ class TFVariable(StoredParameter):
 
 
 def _form_in_graph(weight: Any) -> Any:
-    """Return the form in which the ops after a variable give a symbol.
+    """Return the form in which a symbol of a graph has the elements of a variable, by the ops in between.
 
     None for the variable as it is; NotImplemented where no form is found.
     """
     import tensorflow as tf
 
     # Backwards from what the op reads to the variable, through ops that move elements without a change.
-    steps, tensor = [], weight
+    moves, tensor = [], weight
     while tensor.op.type in _PASSED:
         if tensor.op.type in _RESHAPING:
             argument = tf.get_static_value(tensor.op.inputs[1])
-            steps.append((tensor.op.type, tensor.shape.as_list() if argument is None else argument))
-            start_shape = tensor.op.inputs[0].shape
+            moves.append((tensor.op.type, tensor.shape.as_list() if argument is None else argument))
+            start_shape = tensor.op.inputs[0].shape  # finally that at the first of the moves
         tensor = tensor.op.inputs[0]
-    if not steps:
+    if not moves:
         return None
     # Arrays instead of algebra on shapes: a reshape between two transposes has no closed form.
     numbered = np.arange(start_shape.num_elements()).reshape(start_shape)
-    # Numbered elements pass through the same steps as the variable, in their order of execution.
-    reshaped = numbered
-    for kind, argument in reversed(steps):
-        reshaped = reshaped.reshape(argument) if kind == "Reshape" else reshaped.transpose(argument)
-    return _find_form(numbered, reshaped)
+    # Numbered elements pass through the same moves as the variable, in their order of execution.
+    moved = numbered
+    for kind, argument in reversed(moves):
+        moved = moved.reshape(argument) if kind == "Reshape" else moved.transpose(argument)
+    return _find_form(numbered, moved)
 
 
 def _form_of_value(holder: Any, weight: Any) -> Any:
@@ -181,14 +185,16 @@ def _read_variable(holder: Any) -> Any:
 
 
 def _find_form(value: Array, target: Array) -> Any:
-    """Return the form in which a value equals a target; None for the value as it is, else NotImplemented."""
+    """Return the transpose and reshape after which a value equals a target.
+
+    None if it equals the target as it is; NotImplemented if no form is found.
+    """
     if value.shape == target.shape and _are_equal(value, target):
         return None
     # In eager mode nothing but the values tells through which transpose and reshape an op reads.
     for axes in permutations(range(value.ndim)):
         if _are_equal(value.transpose(axes).reshape(target.shape), target):
             return axes, target.shape, value.shape
-    # None stands for the whole variable as it is; another value says that no form was found.
     return NotImplemented
 
 
@@ -198,7 +204,11 @@ def _are_equal(value: Array, target: Array) -> bool:
 
 
 def _to_form(value: Array, part: Part) -> Array:
-    return value if part is None else value.transpose(part[0]).reshape(part[1])
+    if part is None:
+        return value
+    axes, read_shape, _ = part
+    read_value: Array = value.transpose(axes).reshape(read_shape)
+    return read_value
 
 
 def _from_form(value: Array, part: Part) -> Array:
@@ -254,14 +264,17 @@ class VariableSlices:
             by_data = name in _SELECTIONS - _FIXED_SELECTIONS or any(by_data for _, by_data in selections)
             context.insert_after_op(self._record_selection, by_data=by_data)
 
-    def reads(self, context: amanda.OpContext, index: int, by_data: bool) -> bool:
+    def is_selection(self, context: amanda.OpContext, index: int, only_by_data: bool) -> bool:
         """Return True if an input of an op was selected out of a variable.
 
-        by_data: True to count only selections by indices that the data choose.
+        only_by_data: True to count only selections by indices that the data choose.
         """
         value = context.get_inputs()[index]
         selection = self._selection_of(value)
-        return (selection[1] or not by_data) if selection is not None else _is_selected(value, by_data)
+        if selection is None:
+            return _is_selected_in_graph(value, only_by_data)
+        _, by_data = selection
+        return by_data or not only_by_data
 
     def _selection_of(self, value: Any) -> tuple[Any, bool] | None:
         """Return a weak reference of a selected tensor, and True for a choice by data; else None."""
@@ -279,25 +292,29 @@ class VariableSlices:
         self._selections.pop(key, None)
 
 
-def _is_selected(symbol: Any, by_data: bool) -> bool:
-    """Return True if a symbol of a graph was selected out of a variable; with `by_data`, by the data."""
-    selects = False
+def _is_selected_in_graph(symbol: Any, only_by_data: bool) -> bool:
+    """Return True if a symbol of a graph was selected out of a variable; False for an eager tensor.
+
+    only_by_data: True to count only selections by indices that the data choose.
+    """
+    # Backwards from the symbol to the variable, past ops that select elements or pass all of them on.
+    is_selected = False
     while True:
         try:
             op = symbol.op
         except AttributeError:  # an eager tensor has none
             return False
         if op.type in TENSORFLOW_READS or (op.inputs and _is_handle(op.inputs[0])):
-            return selects or op.type in _SELECTIONS
+            # The op that reads the variable may itself select, such as ResourceGather.
+            return is_selected or op.type in _SELECTIONS
         if op.type not in _SELECTIONS | _FOLLOWED or not op.inputs:
             return False
         # The other inputs are indices and sizes: constants always select the same elements, which is a part
         # and no choice by data.
         position = _VALUE_POSITIONS.get(op.type, 0)
-        if op.type in _SELECTIONS and not selects:
-            selects = not (
-                by_data and _is_constant([value for i, value in enumerate(op.inputs) if i != position])
-            )
+        if op.type in _SELECTIONS:
+            indices = [value for i, value in enumerate(op.inputs) if i != position]
+            is_selected = is_selected or not only_by_data or not _is_constant(indices)
         symbol = op.inputs[position]
 
 

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 import amanda
 from amanda.tools.kit import RequiredNames
 from amanda.tools.weights._parameters import (
-    Changed,
     ParameterError,
     StoredParameter,
     StridedLayout,
     StridedStore,
     Undo,
+    ValueUpdate,
     tensor_of,
 )
 
@@ -56,13 +56,13 @@ class TorchParameters(StridedStore):
         first, second = part or whole, other_part or whole
         # Disjoint ranges of memory need no comparison of elements, which is slow.
         are_disjoint = min(first.end, second.end) <= max(first.offset, second.offset)
-        return not are_disjoint and bool(self._shared_elements(first, second).any())
+        return not are_disjoint and bool(self._shared_element_mask(first, second).any())
 
     def covers(self, part: Part, other_part: Part, whole: StridedLayout) -> bool:
         """Return True if a part has every element of another."""
-        return part is None or bool(self._shared_elements(part, other_part or whole).all())
+        return part is None or bool(self._shared_element_mask(part, other_part or whole).all())
 
-    def _shared_elements(self, part: StridedLayout, other_part: StridedLayout) -> Tensor:
+    def _shared_element_mask(self, part: StridedLayout, other_part: StridedLayout) -> Tensor:
         """Return which elements of another part are of a part too."""
         import torch
 
@@ -135,7 +135,7 @@ class TorchParameter(StoredParameter):
         # accelerate leaves parameters on the meta device between calls, and their numbers in a mapping of its
         # hook.
         if self._parameter.is_meta:
-            values, key = _offloaded(self._module, self._name)
+            values, key = _find_offloaded(self._module, self._name)
             offloaded: Tensor = values[key]
             return offloaded
         detached: Any = self._parameter.detach()
@@ -144,8 +144,8 @@ class TorchParameter(StoredParameter):
         whole: Tensor = detached.full_tensor() if hasattr(detached, "full_tensor") else detached
         return whole
 
-    def change(self, changed: Changed, part: Part = None, undo: Undo | None = None) -> None:
-        """Write the values that `changed` returns for the present values of a part, see StoredParameter.
+    def change(self, update: ValueUpdate, part: Part = None, undo: Undo | None = None) -> None:
+        """Write the values that `update` returns for the present values of a part, see StoredParameter.
 
         Raises ParameterError as `write` does, and for a parameter that is packed.
         """
@@ -163,7 +163,7 @@ class TorchParameter(StoredParameter):
             # A part may span several ranks: shards are gathered, changed and distributed again.
             whole = self._parameter if is_plain else self.read().clone()
             view = whole if part is None else whole.as_strided(*part)
-            new = changed(view.detach())
+            new = update(view.detach())
             if self._parameter.is_meta:
                 undo.append(partial(self.write, whole.clone()))
             else:
@@ -183,7 +183,7 @@ class TorchParameter(StoredParameter):
 
         with torch.no_grad():
             if self._parameter.is_meta:
-                _write_offloaded(*_offloaded(self._module, self._name), values)
+                _write_offloaded(*_find_offloaded(self._module, self._name), values)
             elif hasattr(self._parameter, "full_tensor"):
                 from torch.distributed.tensor import distribute_tensor
 
@@ -201,7 +201,7 @@ def _copy_into(tensor: Tensor, values: Tensor) -> None:
         tensor.copy_(values)
 
 
-def _offloaded(module: Module | None, name: str) -> tuple[Any, str]:
+def _find_offloaded(module: Module | None, name: str) -> tuple[Any, str]:
     """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
     # Private to accelerate, which has no function that returns the values of an offloaded parameter.
     hook: Any = getattr(module, "_hf_hook", None)

@@ -17,7 +17,7 @@ from amanda.tools.kit import tensors_of
 from amanda.tools.mapping import StandardMapping, weight_gradient
 from amanda.tools.select import Globs
 from amanda.tools.weights._parameters import ParameterError
-from amanda.tools.weights._views import Find, IndexedRows
+from amanda.tools.weights._views import FindView, IndexedRows
 from amanda.tools.weights._weight import Present, Weight, WeightError, WeightResult, WeightView
 from amanda.tools.weights._weight_input import ParameterSlice, WeightInput, WeightReads, weight_input
 from amanda.tools.weights._weights import W, Weights, WeightSelection
@@ -220,23 +220,29 @@ class WeightTool(amanda.Tool, Generic[W]):
         try:
             # Reading and writing parameters executes ops, which no tool is to see.
             with amanda.disabled():
-                model, written = self._write(model, weights)
+                model, written = self._write_weights(model, weights)
         except ParameterError as error:
             raise self.error(str(error)) from error
         if not written:
-            remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not weights else ""
-            name = type(self).__name__
-            changed = f"none of the {len(weights)} weights that {name} has changed is"
-            raise self.error(
-                f"Nothing to finalize: {changed if weights else f'{name} has changed no weight'} of this "
-                f"{type(model).__name__}{remark}; run the model in `with amanda.apply(tool):` first, or call "
-                "tool.prepare(model, example)"
-            )
+            raise self._nothing_to_finalize(model, len(weights))
         for weight in written:
             self.on_finalized(weight)
         result = self.result
         result.model = model
         return result
+
+    def _nothing_to_finalize(self, model: Any, changed_count: int) -> AmandaError:
+        """Return the error for a model without any of the weights that the tool has changed."""
+        name = type(self).__name__
+        if changed_count:
+            text = f"none of the {changed_count} weights that {name} has changed is"
+        else:
+            text = f"{name} has changed no weight"
+        remark = f"; {self.weights.empty_reason}" if self.weights.empty_reason and not changed_count else ""
+        return self.error(
+            f"Nothing to finalize: {text} of this {type(model).__name__}{remark}; run the model in `with "
+            "amanda.apply(tool):` first, or call tool.prepare(model, example)"
+        )
 
     def on_finalized(self, weight: W) -> None:
         """React to `finalize`; called for each written weight, after all are written.
@@ -244,7 +250,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         Does nothing unless a tool overrides it.
         """
 
-    def _write(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
+    def _write_weights(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
         """Write finalized weights into a model; return the model and the written weights."""
         written: list[W] = []
 
@@ -291,9 +297,8 @@ class WeightTool(amanda.Tool, Generic[W]):
 
     def _analyse_forward(self, context: amanda.OpContext) -> None:
         """Insert the routine that reads and changes the weight of a forward op; record an op without one."""
-        outdated_ops = self.weights.record_readers(context)
-        # Ops that have routines for a weight that turned out to be looked up are analysed anew, and have none
-        # then.
+        # A weight that also an embedding or an einsum reads stays unchanged, whichever op was analysed first.
+        outdated_ops = self.weights.skip_unsupported_readers(context)
         if outdated_ops:
             self.analyse_again(outdated_ops)
         read = weight_input(context) if context["phase"] == "forward" else None
@@ -312,9 +317,18 @@ class WeightTool(amanda.Tool, Generic[W]):
         if context.is_static():
             self._inline_in_file(context, read, view)
             return
+        self._insert_read(context, read, view, find)
+
+    def _insert_read(
+        self, context: amanda.OpContext, read: WeightInput, view: WeightView | None, find: FindView | None
+    ) -> None:
+        """Insert the routine by which an op reads its weight; leave view and constant state to its backward.
+
+        view, find: see `Weights.view_of_read`.
+        """
         # Indexed rows hold tensors of one execution, which a context would keep alive.
         context[self._key] = None if isinstance(view, IndexedRows) else view
-        state = context[self._state_key] = self._final_state(context, read, view)
+        state = context[self._state_key] = self._constant_state(context, read, view)
         # Eager PyTorch differentiates `transform` by autograd; elsewhere `_analyse_backward` does so.
         in_autograd = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
         # Settled state is a constant of the compiled graph: the compiler fuses the product with it into the
@@ -323,14 +337,17 @@ class WeightTool(amanda.Tool, Generic[W]):
             apply = self._adapt_to_read_value(self.transform, view)
             context.insert_before_op(_apply_transform, inputs=[read.index], apply=apply, **state)
         elif find is not None:
-            locating = self._read_located_in_autograd if in_autograd else self._read_located
-            context.insert_before_op(locating, inputs=[read.index], find=find)
+            find_and_read = self._find_and_read_in_autograd if in_autograd else self._find_and_read
+            context.insert_before_op(find_and_read, inputs=[read.index], find=find)
         else:
-            routine = self._read_in_autograd if in_autograd else self._read
-            context.insert_before_op(routine, inputs=[read.index], view=view)
+            read_view = self._read_in_autograd if in_autograd else self._read
+            context.insert_before_op(read_view, inputs=[read.index], view=view)
 
     def _inline_in_file(self, context: amanda.OpContext, read: WeightInput, view: WeightView | None) -> None:
-        """Insert `transform` with constant state into the file of a model; nothing for a skipped weight."""
+        """Insert `transform` with constant state into the file of a model; nothing for a skipped weight.
+
+        First calls `on_file` for a weight that the op reads in its own form.
+        """
         if isinstance(view, Weight):
             self.on_file(cast(W, view), partial(context.get_value, read.index))
         if view is None or not view.is_ready:
@@ -343,8 +360,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         apply = self._adapt_to_read_value(self.transform, view)
         context.insert_before_op(_apply_transform_in_file, inputs=[read.index], apply=apply, **arrays)
 
-    def _final_state(self, context: amanda.OpContext, read: WeightInput, view: WeightView | None) -> Any:
-        """Return state as tensors that a compiler may inline, as it cannot change; None elsewhere.
+    def _constant_state(self, context: amanda.OpContext, read: WeightInput, view: WeightView | None) -> Any:
+        """Return settled state as tensors that a compiler of PyTorch may inline; None elsewhere.
 
         Calls `on_read` for weights whose state is not computed yet, or was loaded.
         """
@@ -357,7 +374,7 @@ class WeightTool(amanda.Tool, Generic[W]):
             return None
         if not self.is_settled:
             return None
-        for weight, present in view.within(value):
+        for weight, present in view.whole_weights(value):
             if not weight.is_ready or weight.is_loaded:
                 self.on_read(cast(W, weight), present)
         return view.tensors_like(value, self.state_names) if view.is_ready else None
@@ -386,8 +403,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         elif state is None and (self.wants_gradients or (self.transforms_gradients and not in_autograd)):
             context.insert_after_backward_op(
                 self._read_gradient, grad_inputs=[index], view=view,
-                is_weights=partial(weight_gradient(context), index),
-                transforms=self.transforms_gradients and not in_autograd,
+                is_weight_gradient=partial(weight_gradient(context), index),
+                transforms_gradient=self.transforms_gradients and not in_autograd,
             )  # fmt: skip
 
     def _read(self, value: Any, view: WeightView) -> Any:
@@ -397,24 +414,28 @@ class WeightTool(amanda.Tool, Generic[W]):
     def _read_in_autograd(self, value: Any, view: WeightView) -> Any:
         return self._read(value, view)
 
-    def _read_located(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
+    def _find_and_read(self, value: Any, find: FindView, run: dict[str, Any]) -> Any:
         view = run[self._key] = find(value, ParameterSlice.of_execution(run))
         return None if view is None else self._read(value, view)
 
     @amanda.differentiable
-    def _read_located_in_autograd(self, value: Any, find: Find, run: dict[str, Any]) -> Any:
-        return self._read_located(value, find, run)
+    def _find_and_read_in_autograd(self, value: Any, find: FindView, run: dict[str, Any]) -> Any:
+        return self._find_and_read(value, find, run)
 
     def _read_gradient(
-        self, gradient: Any, view: WeightView | None, is_weights: Callable[[Any], bool], transforms: bool,
+        self,
+        gradient: Any,
+        view: WeightView | None,
+        is_weight_gradient: Callable[[Any], bool],
+        transforms_gradient: bool,
         run: dict[str, Any],
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         """Pass the gradient of each weight to `on_gradient`; return the transformed gradient or None."""
-        # The forward routine has left the view of this execution there, where executions differ.
+        # Where executions read different weights, `_find_and_read` has left the view of this one in `run`.
         view = run.get(self._key, view)
         # The analysis of one backward pass serves all: another pass may have no gradient of the weight there,
         # or one of another shape.
-        if view is None or not is_weights(gradient):
+        if view is None or not is_weight_gradient(gradient):
             return None
         if self.wants_gradients:
             samples = tensors_of(gradient).samples(gradient)
@@ -423,7 +444,7 @@ class WeightTool(amanda.Tool, Generic[W]):
                 whole = gradient if samples is None else samples.total
                 for weight, part_gradient in view.gradients(whole):
                     self.on_gradient(weight, part_gradient)
-        return view.transformed_gradient(self, gradient) if transforms and view.is_ready else None
+        return view.transformed_gradient(self, gradient) if transforms_gradient and view.is_ready else None
 
 
 @amanda.traceable

@@ -35,10 +35,10 @@ class AliasedWeightView(WeightView):
         super().__init__()
         self._store, self._part, self._whole, self._weights = store, part, whole, weights
         self._versions: list[int] = []
-        self._covers: list[bool] = []
+        self._are_covered: list[bool] = []
 
     @property
-    def _ready(self) -> list[Weight]:
+    def _ready_weights(self) -> list[Weight]:
         return [weight for weight in self._weights if weight.is_ready]
 
     @property
@@ -50,18 +50,20 @@ class AliasedWeightView(WeightView):
         """Return True if the view overlaps a weight with one of these ids."""
         return any(id(weight) in weights for weight in self._weights)
 
-    def _covered(self) -> Iterator[tuple[Weight, bool]]:
+    def _coverage(self) -> Iterator[tuple[Weight, bool]]:
         """Return pairs of each weight of the parameter, and True if the view has every element of it."""
         # The list of weights grows as ops read further parts; what was compared once is not compared again,
         # since each comparison takes a pass over elements.
-        new_weights = self._weights[len(self._covers) :]
-        self._covers += [self._store.covers(self._part, weight.part, self._whole) for weight in new_weights]
-        return zip(self._weights, self._covers, strict=False)
+        new_weights = self._weights[len(self._are_covered) :]
+        self._are_covered += [
+            self._store.covers(self._part, weight.part, self._whole) for weight in new_weights
+        ]
+        return zip(self._weights, self._are_covered, strict=False)
 
-    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+    def whole_weights(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weights of which the view has every element, each with a function for its value."""
-        for weight, covered in self._covered():
-            if covered:
+        for weight, is_covered in self._coverage():
+            if is_covered:
                 yield weight, partial(self.value_of, weight, value)
 
     def gradients(self, gradient: Any) -> Iterator[tuple[Weight, Any]]:
@@ -79,28 +81,26 @@ class AliasedWeightView(WeightView):
         """Return state of elements by name, for names that a weight keeps."""
         arrays = {}
         for name in names:
-            weight_arrays = [
-                (weight, *weight.arrays([name]).values()) for weight in self._ready if name in weight.fills
-            ]
-            if weight_arrays:
-                pieces = [(array, weight.part) for weight, array in weight_arrays]
-                arrays[name] = self._transfer(pieces, self._part, weight_arrays[0][0].fills[name])
+            weights = [weight for weight in self._ready_weights if name in weight.fills]
+            if weights:
+                pieces = [(weight[name], weight.part) for weight in weights]
+                arrays[name] = self._transfer(pieces, self._part, weights[0].fills[name])
         return arrays
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Any:
         """Return state by name in the element type of a tensor, on its device."""
         # The cached tensors are outdated once the state of any weight has changed.
-        versions = [weight.changes for weight in self._ready]
+        versions = [weight.change_count for weight in self._ready_weights]
         if versions != self._versions:
             self._tensors.clear()
             self._versions = versions
         return super().tensors_like(value, names)
 
-    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+    def _transform(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
         """Return what `transform` of an elementwise tool returns; None of another tool under a transform."""
         if tool.elementwise:
-            return super()._apply(tool, value, state)
-        for weight in self._ready:
+            return super()._transform(tool, value, state)
+        for weight in self._ready_weights:
             tool.weights.reasons[f"{weight.type} of {weight.name}"] = TRANSFORMED_PART
         return None
 
@@ -108,27 +108,33 @@ class AliasedWeightView(WeightView):
         """Return what ops read instead of a value; None for no change."""
         if tool.elementwise:
             return super().transformed(tool, value)
-        pieces = [(value, self._part)]
-        for weight, covered in self._covered():
+        # The value itself first: elements of no weight stay as they are.
+        view_piece = (value, self._part)
+        pieces = [view_piece]
+        for weight, is_covered in self._coverage():
             if not weight.is_ready:
                 continue
             # A view with a part of the weight alone cannot give its whole value to a transform that is not
             # elementwise, so that the present value of the parameter stands in.
-            value_of_weight = self._transfer(pieces[:1], weight.part, 0) if covered else weight.read()
+            value_of_weight = self._transfer([view_piece], weight.part, 0) if is_covered else weight.read()
             result = weight.transformed(tool, value_of_weight)
-            pieces += [] if result is None else [(result, weight.part)]
+            if result is not None:
+                pieces.append((result, weight.part))
         return self._transfer(pieces, self._part, 0)
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
         """Return the gradient of the view; None for no change."""
         if tool.elementwise:
             return super().transformed_gradient(tool, gradient)
-        pieces = [(gradient, self._part)]
-        for weight, covered in self._covered():
+        view_piece = (gradient, self._part)
+        pieces = [view_piece]
+        for weight, is_covered in self._coverage():
             # The gradient of a partly visible weight is incomplete, and its transform may mix elements.
-            if covered and weight.is_ready:
-                result = weight.transformed_gradient(tool, self._transfer(pieces[:1], weight.part, 0))
-                pieces += [] if result is None else [(result, weight.part)]
+            if is_covered and weight.is_ready:
+                weight_gradient = self._transfer([view_piece], weight.part, 0)
+                result = weight.transformed_gradient(tool, weight_gradient)
+                if result is not None:
+                    pieces.append((result, weight.part))
         return self._transfer(pieces, self._part, 0)
 
     def _transfer(self, pieces: Sequence[tuple[Array, Any]], part: Any, fill: Any) -> Array:
@@ -155,7 +161,7 @@ class WeightsOfSamples(WeightView):
         """Return True if a sample has a weight with one of these ids."""
         return any(id(weight) in weights for weight in self.weights)
 
-    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+    def whole_weights(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weight of each sample, with a function for its value.
 
         value: of all samples, with an axis for each batch in front.
@@ -175,7 +181,7 @@ class WeightsOfSamples(WeightView):
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
         """Return state by name in the element type of a tensor, on its device."""
-        versions = [weight.changes for weight in self.weights]
+        versions = [weight.change_count for weight in self.weights]
         if versions != self._versions:
             self._tensors.clear()
             self._versions = versions
@@ -186,13 +192,13 @@ class WeightsOfSamples(WeightView):
         samples = tensors_of(value).samples(value)
         assert samples is not None  # the view was found by them
         with samples.outside():
-            for weight, present in self.within(samples.data):
+            for weight, present in self.whole_weights(samples.data):
                 tool.on_read(weight, present)
             if not self.is_ready:
                 return None
             tensors = self.tensors_like(samples.first, tool.state_names)
         state = {name: samples.wrapped(tensor) for name, tensor in tensors.items()}
-        return self.weights[0]._apply(tool, value, state)
+        return self.weights[0]._transform(tool, value, state)
 
 
 class IndexedRows(WeightView):
@@ -210,7 +216,7 @@ class IndexedRows(WeightView):
         """True once one of the rows has state."""
         return self._rows.is_ready
 
-    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+    def whole_weights(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield every row, also rows that the op does not read.
 
         value: unused, since it has the selected rows alone.
@@ -218,7 +224,7 @@ class IndexedRows(WeightView):
         # All rows, as state of rows that are not read now would otherwise be missing when a later execution
         # selects them.
         whole = self._holder.detach()
-        for weight, _ in self._rows.within(value):
+        for weight, _ in self._rows.whole_weights(value):
             yield weight, partial(_row_of, whole, weight.part)
 
     def transformed(self, tool: WeightTool[Any], value: Tensor) -> Any:
@@ -236,29 +242,29 @@ def _row_of(whole: Tensor, part: Any) -> Tensor:
 
 
 def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None:
-    """Return the permutation of a parameter's row axes that gives the last axes of a tensor; None without.
+    """Return the permutation of a parameter's row axes that gives the last axes of a tensor.
 
+    None if the tensor does not consist of whole rows.
     origin: slice of the parameter that the tensor is; not empty.
     """
     import torch
 
     holder = origin.holder
-    extents = holder.shape[1:]
+    row_extents = holder.shape[1:]
     # Numbered elements show where an op's indexing has put each axis; indices of programs cannot be analysed
     # otherwise.
     places = origin.of(torch.arange(holder.numel(), device=holder.device).reshape(holder.shape))
-    if places.dim() < len(extents):
+    if places.dim() < len(row_extents):
         return None
-    read_rows = places.reshape(-1, *places.shape[places.dim() - len(extents) :])
-    size = extents.numel()
-    row_places = torch.arange(size, device=holder.device).reshape(extents)
+    read_rows = places.reshape(-1, *places.shape[places.dim() - len(row_extents) :])
+    row_size = row_extents.numel()
     # Rows may be selected in any order, and repeatedly: only the order within each row counts.
-    first_places = (read_rows.reshape(len(read_rows), -1)[:, 0] // size * size).reshape(
-        -1, *[1] * len(extents)
-    )
-    for axes in permutations(range(len(extents))):
-        permuted = row_places.permute(axes)
-        if permuted.shape == read_rows.shape[1:] and torch.equal(read_rows, first_places + permuted):
+    row_numbers = read_rows.reshape(len(read_rows), -1)[:, 0] // row_size
+    row_starts = (row_numbers * row_size).reshape(-1, *[1] * len(row_extents))
+    first_row = torch.arange(row_size, device=holder.device).reshape(row_extents)
+    for axes in permutations(range(len(row_extents))):
+        permuted = first_row.permute(axes)
+        if permuted.shape == read_rows.shape[1:] and torch.equal(read_rows, row_starts + permuted):
             return axes
     return None
 
@@ -270,5 +276,5 @@ def row_layout(layout: str | None, axes: Sequence[int]) -> str | None:
     return "".join(layout[axes.index(axis)] for axis in range(len(axes)))
 
 
-Find = Callable[[Any, ParameterSlice | None], WeightView | None]
+FindView = Callable[[Any, ParameterSlice | None], WeightView | None]
 """Returns the view that an op reads, from the value and its slice before any tool changed it."""

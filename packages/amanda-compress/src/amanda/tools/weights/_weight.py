@@ -15,7 +15,7 @@ from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import Column, Result, not_met, shortened
 from amanda.tools.select import as_remarks
-from amanda.tools.weights._parameters import ParameterStore, in_memory_order
+from amanda.tools.weights._parameters import ParameterStore, axes_in_memory_order
 
 if TYPE_CHECKING:
     from amanda.tools.weights._tool import WeightTool
@@ -75,7 +75,7 @@ class WeightView:
         """Return the same as arrays of NumPy."""
         return {name: tensors_of(array).to_numpy(array) for name, array in self.arrays(names).items()}
 
-    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+    def whole_weights(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weights that the form has as a whole, each with a function that gives its value."""
         raise NotImplementedError
 
@@ -83,12 +83,12 @@ class WeightView:
         """Call `on_read` for each weight within; return what the op reads instead, None for no change."""
         samples = tensors_of(value).samples(value)
         if samples is not None:
-            return self._read_samples(tool, value, samples)
-        for weight, present in self.within(value):
+            return self._read_wrapped(tool, value, samples)
+        for weight, present in self.whole_weights(value):
             tool.on_read(weight, present)
         return self.transformed(tool, value) if self.is_ready else None
 
-    def _read_samples(self, tool: WeightTool[Any], value: Any, samples: Samples) -> Any:
+    def _read_wrapped(self, tool: WeightTool[Any], value: Any, samples: Samples) -> Any:
         """Do as `read_by` with a value that a function transform has wrapped: a weight of all samples.
 
         What a batch has in the place of the weight, such as the weights that each task of a vmap has adapted,
@@ -97,12 +97,12 @@ class WeightView:
         # State that is computed within a transform would be of this call alone.
         with samples.outside():
             if not samples.sizes:
-                for weight, present in self.within(samples.data):
+                for weight, present in self.whole_weights(samples.data):
                     tool.on_read(weight, present)
             state = self.tensors_like(samples.first, tool.state_names) if self.is_ready else None
-        return None if state is None else self._apply(tool, value, state)
+        return None if state is None else self._transform(tool, value, state)
 
-    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+    def _transform(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
         """Return what `transform` of a tool returns for a value and state; None for no change."""
         return tool.transform(value, **state)
 
@@ -112,7 +112,7 @@ class WeightView:
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
         """Return what the op reads instead of a value; None for no change."""
-        return self._apply(tool, value, self.tensors_like(value, tool.state_names))
+        return self._transform(tool, value, self.tensors_like(value, tool.state_names))
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
         """Return the gradient of the value from the gradient of the transformed value; None for no change."""
@@ -170,12 +170,12 @@ class Weight(WeightView):
         self.part: Any = None if location is None else location[1]
         self.readers: set[int] = set()
         self.is_skipped = False
-        self.changes = 0
+        self.change_count = 0
         self.state: list[Array] = []
         self._xp, self.store, self._holder = tensors_of(value), store, holder
         # A transposed view lies in memory as the parameter does: state in that order fits every reader,
         # whichever comes first.
-        self._order = None if self.part is None or whole is None else in_memory_order(self.part)
+        self._order = None if self.part is None or whole is None else axes_in_memory_order(self.part)
         self._keep, self._error, self._whole = keep, error, whole
         self._arrays: dict[str, Array] = {}
         self.fills: dict[str, Any] = {}
@@ -259,7 +259,7 @@ class Weight(WeightView):
         self._arrays[name], self.fills[name] = array, fill
         return array
 
-    def close(self) -> None:
+    def end_setup(self) -> None:
         """Keep for which step the state was made, and let go of the op at which the weight was met."""
         # An array and not a number, because the state of a tool consists of arrays in every framework.
         self._updated_state = self.keep("updated", np.full(1, NEVER))
@@ -277,7 +277,7 @@ class Weight(WeightView):
         whole: Sequence[int] = self._whole[0]
         # A reshaped view of all elements has the parameter's own shape in files, so that a mask fits the
         # parameter.
-        if self.size == prod(whole) and in_memory_order(self._whole) == tuple(range(len(whole))):
+        if self.size == prod(whole) and axes_in_memory_order(self._whole) == tuple(range(len(whole))):
             return tuple(whole)
         return tuple(self.shape[axis] for axis in self._order)
 
@@ -293,7 +293,7 @@ class Weight(WeightView):
         self._arrays[name][...] = self._xp.beside(value, self._arrays[name])
         # Casts of the former state are outdated.
         self._tensors.clear()
-        self.changes += 1
+        self.change_count += 1
 
     @property
     def updated(self) -> int:
@@ -317,7 +317,7 @@ class Weight(WeightView):
         """Return state by name, as far as it is kept."""
         return {name: self._arrays[name] for name in names if name in self._arrays}
 
-    def within(self, value: Any) -> Iterator[tuple[Weight, Present]]:
+    def whole_weights(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weight itself, with a function that gives the value."""
         yield self, lambda: value
 
@@ -325,7 +325,7 @@ class Weight(WeightView):
         """Call `on_read`; return what the op reads instead, None for no change."""
         samples = self._xp.samples(value)
         if samples is not None:
-            return self._read_samples(tool, value, samples)
+            return self._read_wrapped(tool, value, samples)
         tool.on_read(self, lambda: value)
         if self._updated == NEVER or self.is_skipped:
             return None
@@ -338,7 +338,7 @@ class Weight(WeightView):
         """Yield the weight itself, with the whole gradient."""
         yield self, gradient
 
-    def _apply(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
+    def _transform(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
         """Return what `transform` of a tool returns for a value and state; None for no change."""
         if tool.elementwise:
             return tool.transform(value, **state)

@@ -63,7 +63,7 @@ def weight_input(context: amanda.OpContext) -> WeightInput | None:
     Call it in an analysis routine of a tool that depends on StandardMapping and `WeightReads`.
     """
     reads: WeightReads = context[READS]
-    return reads.input(context)
+    return reads.find_weight_input(context)
 
 
 class WeightReads(amanda.Tool):
@@ -133,9 +133,9 @@ class WeightReads(amanda.Tool):
 
     @amanda.differentiable  # to be given a view of a parameter as a view
     def _record_slice(self, value: Any, run: dict[str, Any]) -> None:
-        run[SLICE] = self.slices.source(value)
+        run[SLICE] = self.slices.slice_of(value)
 
-    def input(self, context: amanda.OpContext) -> WeightInput | None:
+    def find_weight_input(self, context: amanda.OpContext) -> WeightInput | None:
         """Return the weight input of an op; None for an op without a weight."""
         index = self._weight_position(context)
         if index is None:
@@ -147,10 +147,10 @@ class WeightReads(amanda.Tool):
         holder = context.get_variable(index)
         # A view of a parameter has the parameter as its variable; a copy or a selection has none, and needs
         # the record.
-        is_moved = holder is None and self._is_moved(context, index)
+        is_moved = holder is None and self._is_copied_or_selected(context, index)
         is_followed = self._is_followed(context, index)
         # The file of a model has one execution as it were, in which nothing varies.
-        varies = is_moved and not context.is_static() and self._varies(context, index)
+        varies = is_moved and not context.is_static() and self._is_selected_by_data(context, index)
         return WeightInput(
             index, layout, holder, is_followed,
             is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"), varies=varies,
@@ -158,12 +158,12 @@ class WeightReads(amanda.Tool):
             is_handed_in=isinstance(holder, ParameterSlot),
         )  # fmt: skip
 
-    def source(self, context: amanda.OpContext, index: int) -> ParameterSlice | None:
+    def slice_of_input(self, context: amanda.OpContext, index: int) -> ParameterSlice | None:
         """Return the slice of a parameter that an input is; None for a computed value."""
         value = context.get_inputs()[index]
         # Symbols of a graph have no memory to compare: the layout that the graph states is taken.
         if not _is_part_in_graph(context, index):
-            return self.slices.source(value)
+            return self.slices.slice_of(value)
         return ParameterSlice(context.get_variable(index), _raise_unknown_part, StridedLayout.of(value))
 
     def _weight_position(self, context: amanda.OpContext) -> int | None:
@@ -174,7 +174,7 @@ class WeightReads(amanda.Tool):
         product = MATRIX_PRODUCTS.get(context["type"])
         # Two copied factors, such as queries and keys out of one parameter, are both activations: no position
         # is a weight then.
-        positions = [i for i in product.factors if self._is_moved(context, i)] if product else []
+        positions = [i for i in product.factors if self._is_copied_or_selected(context, i)] if product else []
         return positions[0] if len(positions) == 1 else None
 
     def _is_followed(self, context: amanda.OpContext, index: int) -> bool:
@@ -182,28 +182,30 @@ class WeightReads(amanda.Tool):
         if not context.namespace.matches("pytorch/*/eager"):
             return False
         if context.get_variable(index) is None:
-            return self.slices.of(context.get_inputs()[index]) is not None
+            return self.slices.copied_slice(context.get_inputs()[index]) is not None
         if isinstance(context.get_variable(index), ParameterSlot):
             return False
-        return may_vary(context, index)
+        return may_read_another_weight(context, index)
 
-    def _is_moved(self, context: amanda.OpContext, index: int) -> bool:
+    def _is_copied_or_selected(self, context: amanda.OpContext, index: int) -> bool:
         """Return True for an input that was copied or selected out of a parameter, False for a view."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
-            return self.slices.of(value) is not None or self.slices.is_selected(value)
+            return self.slices.copied_slice(value) is not None or self.slices.is_selected(value)
         # A factor without a known position counts as a weight if anything selected it; at the known position
         # only a choice by data makes it a moved one.
-        by_data = context["weight_index"] is not None
-        return context.namespace.matches("tensorflow") and self._variables.reads(context, index, by_data)
+        only_by_data = context["weight_index"] is not None
+        is_tensorflow = context.namespace.matches("tensorflow")
+        return is_tensorflow and self._variables.is_selection(context, index, only_by_data)
 
-    def _varies(self, context: amanda.OpContext, index: int) -> bool:
+    def _is_selected_by_data(self, context: amanda.OpContext, index: int) -> bool:
         """Return True if the data select the elements of a parameter that an op reads."""
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
-            parameter_slice = self.slices.of(value)
+            parameter_slice = self.slices.copied_slice(value)
             return self.slices.is_selected(value) if parameter_slice is None else parameter_slice.form is None
-        return context.namespace.matches("tensorflow") and self._variables.reads(context, index, by_data=True)
+        is_tensorflow = context.namespace.matches("tensorflow")
+        return is_tensorflow and self._variables.is_selection(context, index, only_by_data=True)
 
 
 def _is_part_in_graph(context: amanda.OpContext, index: int) -> bool:
@@ -250,7 +252,7 @@ class ParameterSlice:
 
         The tool that calls this depends on `WeightReads`.
         """
-        return cast("ParameterSlice | None", context[READS].source(context, index))
+        return cast("ParameterSlice | None", context[READS].slice_of_input(context, index))
 
     @classmethod
     def of_execution(cls, run: Mapping[str, Any]) -> ParameterSlice | None:
@@ -262,7 +264,11 @@ class ParameterSlice:
 
 
 class _CopiedSlice(NamedTuple):
-    """A tensor that was copied or selected out of a parameter, as long as its storage lives."""
+    """A tensor that was copied or selected out of a parameter, as long as its storage lives.
+
+    storage, holder: weak references of its storage and of the parameter.  layout: of the tensor.
+    of, form: see ParameterSlice.
+    """
 
     storage: Any
     layout: StridedLayout
@@ -292,7 +298,7 @@ class FollowedSlices:
         self._symbols: TensorMap[bool] = TensorMap()
         self._inputs_key = f"inputs {next(_instance_numbers)}"  # several tools may follow one op
 
-    def of(self, value: Tensor) -> ParameterSlice | None:
+    def copied_slice(self, value: Tensor) -> ParameterSlice | None:
         """Return the slice that a tensor is a copy or selection of; None for a view or a computed tensor."""
         tensors, _ = _torch_tensors_and_store()
         # Keyed by storage and not by tensor: each view of a copy is another tensor, and Python may drop and
@@ -302,18 +308,18 @@ class FollowedSlices:
         holder = None if copied is None or copied.storage.expired() else copied.holder()
         if copied is None or holder is None:
             return None
-        form = StridedLayout.of(value)
+        view = StridedLayout.of(value)
         # The frequent case, in which the copy is read as it was made, needs no composition of layouts.
-        if form == copied.layout:
+        if view == copied.layout:
             return ParameterSlice(holder, copied.of, copied.form)
-        part = None if copied.form is None else _compose_layouts(copied.form, copied.layout, form)
-        return ParameterSlice(holder, partial(_view_elements, copied.of, copied.layout, form), part)
+        part = None if copied.form is None else _compose_layouts(copied.form, copied.layout, view)
+        return ParameterSlice(holder, partial(_view_elements, copied.of, copied.layout, view), part)
 
     def follow(self, context: amanda.OpContext) -> None:
         """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
         if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
             return
-        if self.source(next(iter(context.get_inputs()), None)) is None:
+        if self.slice_of(next(iter(context.get_inputs()), None)) is None:
             return
         # A selection is repeated later by the op itself, on other tensors of the parameter's shape: state and
         # masks.
@@ -323,15 +329,14 @@ class FollowedSlices:
         context.insert_after_op(self._record_copy, compute=compute)
 
     def follow_symbols(self, context: amanda.OpContext) -> None:
-        """Note the outputs of an op of a graph as `follow` does, where outputs are symbols."""
+        """Record the symbols that an op of a graph of PyTorch selects out of a parameter."""
         if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/graph"):
             return
         selects = context["type"] in SELECTIONS and context.get_variable(0) is not None
         if selects or self.is_selected(context.get_inputs()[0]):
             for output in context.get_outputs() or ():
-                if (
-                    getattr(output, "_base", output) is None
-                ):  # else it is a view of the parameter, which is known
+                is_view = getattr(output, "_base", output) is not None  # of the parameter, which is known
+                if not is_view:
                     self._symbols[output] = True
 
     def is_selected(self, symbol: Any) -> bool:
@@ -341,10 +346,13 @@ class FollowedSlices:
 
     @amanda.differentiable  # to be given what is a view of a parameter as that
     def _record_copy(self, output: Any, compute: Callable[[list[Any]], Tensor] | None, run: Any) -> None:
-        """Record the slice of a parameter that an output is a copy of."""
+        """Record the slice of a parameter that an output is a copy or a selection of, if it is no view.
+
+        compute: repeats the op on other inputs, for a selection; None for a copy.
+        """
         # Popped: the dict of an execution lives until its backward pass, and would keep the inputs.
         inputs = run.pop(self._inputs_key)
-        source = self.source(inputs[0])
+        source = self.slice_of(inputs[0])
         tensors, store = _torch_tensors_and_store()
         # `contiguous` and `to` return their input where nothing is to do, which is a view of the parameter
         # and no copy.
@@ -358,13 +366,15 @@ class FollowedSlices:
         if len(self._copies) >= self._sweep_at:
             self.sweep()
         _REQUIRED.check()
-        storage, of, form = output.untyped_storage(), source.of, source.form
+        of, form = source.of, source.form
         if compute is not None:
             of, form = partial(_select_elements, compute, of, inputs[1:]), None
-        lives = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        storage = output.untyped_storage()
+        weak_storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         # Weak: a record must not keep a model alive that the program has dropped.
-        holder = weakref.ref(source.holder)
-        self._copies[storage._cdata] = _CopiedSlice(lives, StridedLayout.of(output), holder, of, form)
+        weak_holder = weakref.ref(source.holder)
+        layout = StridedLayout.of(output)
+        self._copies[storage._cdata] = _CopiedSlice(weak_storage, layout, weak_holder, of, form)
 
     def sweep(self) -> None:
         """Forget freed copies, and with them the indices that selected them."""
@@ -373,14 +383,14 @@ class FollowedSlices:
                 self._copies.pop(key, None)
         self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._copies))
 
-    def source(self, value: Any) -> ParameterSlice | None:
+    def slice_of(self, value: Any) -> ParameterSlice | None:
         """Return the slice of a parameter that an input views, copies or selects; None for another value."""
         tensors, store = _torch_tensors_and_store()
         if not tensors.is_strided(value):
             return None
         holder = store.owner(value)
         if holder is None:
-            return self.of(value)
+            return self.copied_slice(value)
         form = StridedLayout.of(value)
         return ParameterSlice(
             holder, partial(_view_elements, _identity, StridedLayout.of(holder), form), form
@@ -404,46 +414,51 @@ def _select_elements(
 
 
 def _view_elements(
-    of: Callable[[Tensor], Tensor], layout: StridedLayout, form: StridedLayout, whole: Tensor
+    of: Callable[[Tensor], Tensor], base: StridedLayout, view: StridedLayout, whole: Tensor
 ) -> Tensor:
-    """Return a view, in the layout `form`, of the elements that `of` gives of a whole tensor.
+    """Return elements that `of` gives of a whole tensor, viewed as `view` views a tensor in layout `base`.
 
-    layout: of the copy in memory whose place these elements take.
+    base, view: layouts in one memory.
     """
     import torch
 
     elements = of(whole)
-    extents, strides, offset = layout
-    # as_strided needs the memory order of the replaced tensor, and a computed copy may have another.
-    if elements.stride() != strides or not elements.is_contiguous():
-        memory = torch.empty_strided(extents, strides, dtype=elements.dtype, device=elements.device)
+    # as_strided needs the memory order of `base`, and a computed copy may have another.
+    if elements.stride() != base.strides or not elements.is_contiguous():
+        memory = torch.empty_strided(base.extents, base.strides, dtype=elements.dtype, device=elements.device)
         elements = memory.copy_(elements)
-    return elements.as_strided(form.extents, form.strides, form.offset - offset + elements.storage_offset())
+    offset = view.offset - base.offset + elements.storage_offset()
+    return elements.as_strided(view.extents, view.strides, offset)
 
 
-def _compose_layouts(part: StridedLayout, layout: StridedLayout, form: StridedLayout) -> StridedLayout | None:
-    """Return the layout in the parameter of a view of a copied part; None if no strides describe it."""
+def _compose_layouts(part: StridedLayout, copy: StridedLayout, view: StridedLayout) -> StridedLayout | None:
+    """Return the layout in the parameter of the elements that a view of a copied part has.
+
+    part: of the copied elements in the parameter.  copy: of the copy in its memory.  view: in that memory.
+    None if no strides describe the elements, and for no elements.
+    """
     import torch
 
-    if not prod((*part.extents, *form.extents)):
+    if not prod((*part.extents, *view.extents)):
         return None
     # Numbered elements show where the view lies; strides of views cannot be multiplied in general.
-    places = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
-    positions = _view_elements(_identity, layout, form, places)
+    part_positions = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
+    positions = _view_elements(_identity, copy, view, part_positions)
     first = positions[(0,) * positions.dim()]
-    steps = [int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
-             for axis, size in enumerate(positions.shape)]  # fmt: skip
-    composed = StridedLayout(tuple(positions.shape), tuple(steps), int(first))
+    # The first two elements along each axis determine its stride, if any strides describe the view.
+    strides = [
+        int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
+        for axis, size in enumerate(positions.shape)
+    ]
     # as_strided takes no negative strides, as after a flip.
-    if min(steps, default=0) < 0:
+    if min(strides, default=0) < 0:
         return None
-    # First elements along each axis determine the strides if any describe the view: the comparison says
-    # whether they do.
-    whole = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
-    return composed if torch.equal(whole, positions) else None
+    composed = StridedLayout(tuple(positions.shape), tuple(strides), int(first))
+    strided = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
+    return composed if torch.equal(strided, positions) else None
 
 
-def may_vary(context: amanda.OpContext, index: int) -> bool:
+def may_read_another_weight(context: amanda.OpContext, index: int) -> bool:
     """Return True if an eager op of PyTorch may read another weight at its next execution."""
     if not context.namespace.matches("pytorch/*/eager") or context.get_variable(index) is None:
         return False

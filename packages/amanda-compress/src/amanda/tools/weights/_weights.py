@@ -18,12 +18,12 @@ from amanda.tools.weights._parameters import (
     SharedState,
     describe_op,
     einsum_parameters,
-    element_counts,
+    parameter_sizes,
     parameter_store,
 )
 from amanda.tools.weights._views import (
     AliasedWeightView,
-    Find,
+    FindView,
     IndexedRows,
     WeightsOfSamples,
     order_of_axes,
@@ -151,26 +151,25 @@ class Weights(Generic[W]):
         """Record a forward product that reads no weight; other ops are of no concern."""
         self._has_unweighted_product |= context["phase"] == "forward" and context["type"] in PRODUCTS
 
-    def record_readers(self, context: amanda.OpContext) -> set[int]:
-        """Record weights of lookups, einsums, ops of several weights, and adapters, which stay unchanged.
+    def skip_unsupported_readers(self, context: amanda.OpContext) -> set[int]:
+        """Record that weights of lookups, einsums, ops of several weights, and adapters stay unchanged.
 
-        A product that shares such a weight is skipped too: the lookup would read the weight unchanged.
-
-        Returns the ids of ops whose weight was changed until now, and is retracted.
+        Products stop changing a weight that a lookup or an einsum reads too, since that would read it
+        unchanged.  Returns the ids of the ops that changed such a weight until now.
         """
         if context["type"] in SEVERAL_WEIGHTS and self._tool.selection(context):
             self.skip(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
             self.reasons[describe_op(context)] = ADAPTER
-        holder = context.get_variable(0) if context["type"] in LOOKUPS else None
-        holders = [] if holder is None else [holder]
-        reason = LOOKED_UP
-        if context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
-            reason, holders = CONTRACTED, einsum_parameters(context)
-            if holders and self._tool.selection(context):
+        reason, parameters = LOOKED_UP, []
+        if context["type"] in LOOKUPS and context.get_variable(0) is not None:
+            parameters = [context.get_variable(0)]
+        elif context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
+            reason, parameters = CONTRACTED, einsum_parameters(context)
+            if parameters and self._tool.selection(context):
                 self.skip(context, EINSUM)
         outdated_ops: set[int] = set()
-        for parameter in holders:
+        for parameter in parameters:
             identity = parameter_store(parameter).identity(parameter)
             self._skip_reasons[identity] = reason
             # A lookup may come after the product, as where the output layer of a language model is tied and
@@ -182,7 +181,7 @@ class Weights(Generic[W]):
 
     def view_of_read(
         self, context: amanda.OpContext, read: WeightInput
-    ) -> tuple[WeightView | None, Find | None]:
+    ) -> tuple[WeightView | None, FindView | None]:
         """Return the weight view of an op, None if skipped, and a function that finds it at each execution.
 
         The function is None for an op that reads the same weight each time.
@@ -195,16 +194,16 @@ class Weights(Generic[W]):
         slices = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
         if slices:
             views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
-            return None, partial(_current_view, views, read.holder)
+            return None, partial(_view_of_current_slice, views, read.holder)
         if read.is_handed_in:
-            find = partial(self._view_of_samples, context, read.layout, read.holder)
+            find = partial(self._view_of_wrapped, context, read.layout, read.holder)
             return find(value, None), find
         if not read.is_followed:
-            return self._view_of_samples(context, read.layout, read.holder, value, None), None
-        find = partial(self._locate, context, read.layout)
+            return self._view_of_wrapped(context, read.layout, read.holder, value, None), None
+        find = partial(self._view_of_slice, context, read.layout)
         return find(value, ParameterSlice.of_input(context, read.index)), find
 
-    def _locate(
+    def _view_of_slice(
         self, context: amanda.OpContext, layout: str | None, value: Any, origin: ParameterSlice | None
     ) -> WeightView | None:
         """Return the view of the slice or of the rows that an execution reads; None for a skipped one."""
@@ -212,11 +211,11 @@ class Weights(Generic[W]):
             self.skip(context, WeightReads.unknown_part)
             return None
         if origin.form is None:
-            rows = self._rows(context, origin, value, layout)
+            rows = self._view_of_rows(context, origin, value, layout)
             return None if rows is None else IndexedRows(rows, origin)
         return self._view_of(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
 
-    def _view_of_samples(
+    def _view_of_wrapped(
         self,
         context: amanda.OpContext,
         layout: str | None,
@@ -233,24 +232,25 @@ class Weights(Generic[W]):
             return self._view_of(context, value, holder, layout)
         with samples.outside():
             store = parameter_store(samples.data)
-            key = None if holder is None else store.locate(holder, samples.first)
+            location = None if holder is None else store.locate(holder, samples.first)
             # One mask for all samples, where the model had one weight in this place before: it may have been
             # adapted in each sample since, as MAML does.
-            if not samples.sizes or key in self._by_key or key in self._views or key in self._skipped:
+            was_one_weight = location in self._by_key or location in self._views or location in self._skipped
+            if not samples.sizes or was_one_weight:
                 return self._view_of(context, samples.first, holder, layout)
-            if key is None or self._tool.leaves_samples:
+            if location is None or self._tool.leaves_samples:
                 if self._tool.selection(context):
-                    self.skip(context, self._tool.leaves_samples if key else COMPUTED_SAMPLES)
+                    self.skip(context, self._tool.leaves_samples if location else COMPUTED_SAMPLES)
                 return None
-            return self._weights_of_samples(context, store, samples, key, holder, layout)
+            return self._view_of_batch(context, store, samples, location, holder, layout)
 
-    def _weights_of_samples(
-        self, context: amanda.OpContext, store: ParameterStore, samples: Samples, key: Any, holder: Any,
+    def _view_of_batch(
+        self, context: amanda.OpContext, store: ParameterStore, samples: Samples, location: Any, holder: Any,
         layout: str | None,
     ) -> WeightView | None:  # fmt: skip
         """Return the view of a batch that has a weight for each sample; None for skipped weights."""
-        identity, part = key
-        view_key: Hashable = (*key, samples.sizes)
+        identity, part = location
+        view_key: Hashable = (identity, part, samples.sizes)
         if identity in self._skip_reasons:
             if self._tool.selection(context):
                 self.skip(context, self._skip_reasons[identity])
@@ -260,11 +260,11 @@ class Weights(Generic[W]):
             weights: list[W] = []
             for numbers in np.ndindex(samples.sizes):
                 # A batch of another size has the weights of the same numbers.
-                location = (identity, numbers), part
-                if location not in self._by_key:
-                    read = _WeightRead(samples.data[numbers], holder, location, layout, numbers)
-                    self._add_view(context, store, location, read)
-                weight = self._by_key.get(location)
+                sample_location = (identity, numbers), part
+                if sample_location not in self._by_key:
+                    read = _WeightRead(samples.data[numbers], holder, sample_location, layout, numbers)
+                    self._add_weight_or_view(context, store, sample_location, read)
+                weight = self._by_key.get(sample_location)
                 if weight is None:
                     return None
                 weights.append(weight)
@@ -294,13 +294,13 @@ class Weights(Generic[W]):
         # Skipped keys are remembered, so that each execution in a loop pays one look-up and no second
         # analysis.
         elif key not in self._by_key and key not in self._views and key not in self._skipped:
-            self._add_view(context, store, key, _WeightRead(value, holder, location, layout))
+            self._add_weight_or_view(context, store, key, _WeightRead(value, holder, location, layout))
         view = self._by_key.get(key) or self._views.get(key)
         if isinstance(view, Weight):
             view.readers.add(context.get_op_id())
         return view
 
-    def _add_view(
+    def _add_weight_or_view(
         self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead
     ) -> None:
         """Add the weight of a read, a view if it overlaps other weights, or mark the weight as skipped."""
@@ -317,7 +317,7 @@ class Weights(Generic[W]):
         elif not self._add_weight(context, store, key, read, whole):
             self._skipped.add(key)
 
-    def _rows(
+    def _view_of_rows(
         self, context: amanda.OpContext, origin: ParameterSlice, value: Any, layout: str | None
     ) -> AliasedWeightView | None:
         """Return the view of all rows of a parameter, some of which an op reads; None for skipped rows."""
@@ -379,7 +379,7 @@ class Weights(Generic[W]):
         if reason is not None:
             self.skip(context, reason)
             return False
-        weight.close()
+        weight.end_setup()
         self._by_key[key] = weight
         if read.location is not None:
             self._by_parameter.setdefault(read.location[0], []).append(weight)
@@ -413,7 +413,7 @@ class Weights(Generic[W]):
     def skip(self, context: amanda.OpContext, reason: str) -> None:
         """Record why the weight of an op is left as it is, and how many elements it has."""
         self.reasons[describe_op(context)] = reason
-        self.skipped_elements.update(element_counts(context))
+        self.skipped_elements.update(parameter_sizes(context))
 
     def _retract(self, context: amanda.OpContext, weights: list[W], reason: str) -> set[int]:
         """Stop changing weights that an embedding or an einsum reads too; return the ids of their readers."""
@@ -444,7 +444,7 @@ def _slot_of_sample(identity: Hashable) -> Hashable:
     return identity[0] if isinstance(identity, tuple) and len(identity) == 2 else None
 
 
-def _current_view(
+def _view_of_current_slice(
     views: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
 ) -> WeightView | None:
     """Return the weight view of the slice of a stack that the op reads now; None for a skipped slice.

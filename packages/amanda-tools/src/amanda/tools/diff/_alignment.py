@@ -49,22 +49,22 @@ def matching_positions(keys: Sequence[Hashable], other_keys: Sequence[Hashable])
     yield from ((len(keys) - i, len(other_keys) - i) for i in range(equal_at_end, 0, -1))
 
 
-def same_ops(
+def pair_same_ops(
     run: Run, other_run: Run, indices: tuple[Sequence[int], Sequence[int]], renamed: Mapping[str, str]
 ) -> list[tuple[int, int]]:
     """Pair ops of equal module and type, in order; where their values differ, in the way that fits best."""
     ops_a, ops_b = indices
-    rename = renaming(renamed)
+    rename = renamer(renamed)
     keys = [(rename(run.ops[i].module), run.ops[i].type) for i in ops_a]
     other_keys = [(dotted(other_run.ops[i].module), other_run.ops[i].type) for i in ops_b]
-    likeness = OpSimilarity((run, ops_a, keys), (other_run, ops_b, other_keys))
+    similarity = OpSimilarity((run, ops_a, keys), (other_run, ops_b, other_keys))
     common_pairs = list(matching_positions(keys, other_keys))
     # Ops with near values are fixed points; in the gaps between two of them the best pairs are looked for.
-    sure = [pair for pair in common_pairs if likeness.near(*pair)]
-    pairs = list(sure)
-    for (i, j), (next_i, next_j) in pairwise([(-1, -1), *sure, (len(ops_a), len(ops_b))]):
+    near_pairs = [pair for pair in common_pairs if similarity.are_near(*pair)]
+    pairs = list(near_pairs)
+    for (i, j), (next_i, next_j) in pairwise([(-1, -1), *near_pairs, (len(ops_a), len(ops_b))]):
         gap = range(i + 1, next_i), range(j + 1, next_j)
-        pairs += likeness.best(*gap) or [(n, o) for n, o in common_pairs if n in gap[0] and o in gap[1]]
+        pairs += similarity.align(*gap) or [(n, o) for n, o in common_pairs if n in gap[0] and o in gap[1]]
     return [(ops_a[i], ops_b[j]) for i, j in sorted(pairs)]
 
 
@@ -73,7 +73,7 @@ def dotted(path: str) -> str:
     return path.replace("/", ".")
 
 
-def renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
+def renamer(renamed: Mapping[str, str]) -> Callable[[str], str]:
     """Return a function from a module's path to that in the other run: by the longest name it begins with."""
     names = sorted(renamed, key=len, reverse=True)
 
@@ -88,7 +88,7 @@ def renaming(renamed: Mapping[str, str]) -> Callable[[str], str]:
     return rename
 
 
-def inside_module(run: Run, name: str) -> Callable[[str], bool]:
+def module_test(run: Run, name: str) -> Callable[[str], bool]:
     """Return a test of paths in a module: from the root, or else wherever the module's name is in the path.
 
     TensorFlow adds a number to a name scope that was there before: `conv` may be `conv_1`.
@@ -102,7 +102,7 @@ def inside_module(run: Run, name: str) -> Callable[[str], bool]:
     return lambda path: regex.match(dotted(path)) is not None
 
 
-def same_modules(run: Run, other_run: Run) -> dict[str, str]:
+def pair_same_modules(run: Run, other_run: Run) -> dict[str, str]:
     """Return modules of equal names, or, where the runs share few names, those with equal numbers of weights.
 
     Modules with as many elements in their weights are paired in the order of execution.
@@ -164,14 +164,14 @@ def module_outputs(run: Run, visit: Sequence[int]) -> list[Entry]:
     module = min((run.ops[i].module for i in ops), key=len, default="")  # a product of a child is the child's
     products = [n for n, i in enumerate(ops) if is_compute(run.ops[i].type) and run.ops[i].module == module]
     if products:
-        last_ops.add(_biased_end(run, ops[products[-1] :]))
+        last_ops.add(_last_op_of_product(run, ops[products[-1] :]))
     return [
         entry for i in sorted(last_ops) for entry in run.by_op[i]
         if entry.role == "output" and entry.position == 0
     ]  # fmt: skip
 
 
-def _biased_end(run: Run, ops: Sequence[int]) -> int:
+def _last_op_of_product(run: Run, ops: Sequence[int]) -> int:
     """Return the last op of a product with its bias: ops that add to it or shape it, and keep its size."""
     last, size = ops[0], _output_size(run, ops[0])
     for index in ops[1:]:
@@ -220,13 +220,13 @@ class OpSimilarity:
             np.array([is_distinctive(entries[0]) for entries in side], bool) for side in self._first_outputs
         ]
 
-    def near(self, i: int, j: int) -> bool:
+    def are_near(self, i: int, j: int) -> bool:
         """Return True if what two ops gave at their first execution is about the same."""
         entries_a, entries_b = self._first_outputs[0][i], self._first_outputs[1][j]
         distances = map(summary_distance, entries_a, entries_b)
         return len(entries_a) == len(entries_b) and all(distance.relative <= NEAR for distance in distances)
 
-    def best(self, range_a: range, range_b: range) -> list[tuple[int, int]]:
+    def align(self, range_a: range, range_b: range) -> list[tuple[int, int]]:
         """Pair ops in order so that the pairs fit best altogether; none where there are too many to try."""
         if not len(range_a) * len(range_b) or len(range_a) * len(range_b) > _CELLS:
             return []
@@ -255,9 +255,8 @@ class OpSimilarity:
         """Return a number for each pair of ops, 0 for two that do not fit."""
         rows, columns = slice(range_a.start, range_a.stop), slice(range_b.start, range_b.stop)
         keys = self._keys[0][rows], self._keys[1][columns]
-        same_module, same_type = (
-            _equal_pairs(*([key[part] for key in side] for side in keys)) for part in (0, 1)
-        )
+        modules, types = ([[key[part] for key in side] for side in keys] for part in (0, 1))
+        same_module, same_type = _equal_pairs(*modules), _equal_pairs(*types)
         same_key = same_module & same_type
         same_shape = _equal_pairs(self._shapes[0][rows], self._shapes[1][columns])
         same_source = _equal_pairs(self._sources[0][rows], self._sources[1][columns])
@@ -273,10 +272,10 @@ class OpSimilarity:
         # A cheap test of all pairs at once, before samples are compared pair by pair.
         a, b = self._sizes_and_norms[0][rows, None], self._sizes_and_norms[1][None, columns]
         scale = np.maximum(np.abs(a[..., 1]), np.abs(b[..., 1]))
-        alike = (a[..., 0] == b[..., 0]) & (np.abs(a[..., 1] - b[..., 1]) <= NEAR * scale)
-        alike &= self._are_distinctive[0][rows, None] & self._are_distinctive[1][None, columns]
-        for i, j in zip(*np.nonzero(alike), strict=True):
-            if self.near(range_a[i], range_b[j]):
+        may_be_near = (a[..., 0] == b[..., 0]) & (np.abs(a[..., 1] - b[..., 1]) <= NEAR * scale)
+        may_be_near &= self._are_distinctive[0][rows, None] & self._are_distinctive[1][None, columns]
+        for i, j in zip(*np.nonzero(may_be_near), strict=True):
+            if self.are_near(range_a[i], range_b[j]):
                 # Values say more than names: two ops of one kind and module are less alike than two with the
                 # same numbers.
                 fits[i, j] += 3.0 + (same_shape[i, j] & same_module[i, j])

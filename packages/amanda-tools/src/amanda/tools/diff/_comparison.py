@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain, product
 
 from amanda.errors import AmandaError
-from amanda.tools.diff._alignment import inside_module, is_compute, module_outputs, weight_gradients
+from amanda.tools.diff._alignment import is_compute, module_outputs, module_test, weight_gradients
 from amanda.tools.diff._cause import Cause, find_backward_cause, find_cause
 from amanda.tools.diff._errors import (
     TOLERANCES,
@@ -67,7 +67,7 @@ class RunComparison:
     def in_execution_order(self, compared: Iterable[Compared]) -> list[Compared]:
         """Return comparisons as run a executed; where a graph leaves that open, as its ops were met.
 
-        Raises AmandaError if the two runs have no op in common.
+        A difference raises later tolerances to its op's.  Raises AmandaError if the runs share no op.
         """
         # Ops of a graph run on several threads: the order of execution would change from run to run.
         ordered = self._runs[0].is_in_program_order
@@ -80,7 +80,7 @@ class RunComparison:
         limit = 0.0
         for pair, comparison in sorted(compared, key=order_key):
             rows.append((pair, replace(comparison, tolerance=max(limit, comparison.by_type))))
-            # Precision that was lost is lost for what follows.
+            # Precision that was lost is lost for what follows, unless a control says what to expect.
             if comparison.relative and self._expected is None:
                 limit = max(limit, comparison.by_type)
         if not rows:
@@ -109,7 +109,7 @@ class RunComparison:
     def compare_modules(self, names: Mapping[str, str]) -> Iterator[Compared]:
         """Compare what modules give, and the gradients of their weights."""
         for name, other_name in names.items():
-            tests = [inside_module(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
+            tests = [module_test(run, n) for run, n in zip(self._runs, (name, other_name), strict=True)]
             calls = [[*visits(run, is_inside)] for run, is_inside in zip(self._runs, tests, strict=True)]
             if len(calls[0]) != len(calls[1]):  # exporters move ops, which cuts a call in two
                 products = [
@@ -142,9 +142,9 @@ class RunComparison:
         # The gradient of a bias before a normalisation is rounding noise around 0: it is judged by its op's
         # size.
         floor = max(noise_floor(side) for side in zip(*pairs, strict=True))
-        judged = [(*self._measure(pair, floor), pair) for pair in pairs]
-        if not any(difference.relative for difference, _, _ in judged):
-            return self._comparison(pairs[0], *judged[0][:2])
+        errors = [(*self._measure(pair, floor), pair) for pair in pairs]
+        if not any(difference.relative for difference, _, _ in errors):
+            return self._comparison(pairs[0], *errors[0][:2])
         inputs = self.matcher.pair_reads(match)
         op_types = [run.ops[entry.op].type for run, entry in zip(self._runs, pairs[0], strict=True)]
         read: list[Read] = []
@@ -160,9 +160,9 @@ class RunComparison:
             read = [self.agreement(pair) for pair in inputs]
             read_error = self._read_error(match, read)
             text_parts = [(pair[0], *agreed[1:]) for pair, agreed in zip(inputs, read, strict=True)]
-        judged = [(difference, self._bound(pair, read_error), pair) for difference, _, pair in judged]
+        errors = [(difference, self._bound(pair, read_error), pair) for difference, _, pair in errors]
         # A tensor beyond its limit counts more than a larger error within another limit.
-        worst, limit, furthest = max(judged, key=lambda item: (item[0].relative > item[1], item[0].relative))
+        worst, limit, furthest = max(errors, key=lambda item: (item[0].relative > item[1], item[0].relative))
         comparison = self._comparison(furthest, worst, limit, read, read_error)
         return replace(comparison, read=reading_text(text_parts, self._runs[0].ops[furthest[0].op]))
 
@@ -177,8 +177,8 @@ class RunComparison:
 
     def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
         """Return the nearest tensor to `entry`: its partner, or a candidate of the same role and shape."""
-        alike = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
-        return min([partner, *alike], key=lambda c: self.agreement((entry, c))[1])
+        candidates_of_kind = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
+        return min([partner, *candidates_of_kind], key=lambda c: self.agreement((entry, c))[1])
 
     def explain(self, rows: list[Compared]) -> list[Compared]:
         """Return rows without ops of another way to the same results, and with a cause before its effect.
@@ -228,9 +228,9 @@ class RunComparison:
                 gradients = [pair for pair in match.pairs if pair[0].role == "weight gradient"]
                 has_gradients = has_gradients or bool(gradients)
                 floor = max((noise_floor(side) for side in zip(*match.pairs, strict=True)), default=0.0)
-                judged = (self._measure(pair, floor) for pair in gradients)
+                errors = (self._measure(pair, floor) for pair in gradients)
                 agreements += [
-                    distance.relative <= min(limit, comparison.by_type) for distance, limit in judged
+                    distance.relative <= min(limit, comparison.by_type) for distance, limit in errors
                 ]
             elif any(
                 not flow.is_read(entry)
@@ -321,12 +321,12 @@ class RunComparison:
             types = {run.ops[entry.op].type for run, entry in zip(self._runs, pairs[-1], strict=True)}
             if len(types) == 1 and _have_equal_sizes(pairs[-1]):
                 pairs = pairs[-1:]
-            judged = [(pair, *self._measure(pair)) for pair in pairs]
+            errors = [(pair, *self._measure(pair)) for pair in pairs]
             read = [
                 self.agreement((a, b))
                 for a, b in zip(*weights, strict=False) if a.execution == execution == b.execution
             ]  # fmt: skip
-            pair, closest, limit = min(judged, key=lambda item: item[1].relative)
+            pair, closest, limit = min(errors, key=lambda item: item[1].relative)
             # As many numbers in an unknown order of axes cannot be compared, and are reported instead.
             if closest.relative == math.inf and pair[0].shape != pair[1].shape and _have_equal_sizes(pair):
                 self.reordered_modules.append(name)

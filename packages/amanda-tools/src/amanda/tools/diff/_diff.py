@@ -15,7 +15,7 @@ import click
 from amanda.errors import AmandaError, printable
 from amanda.options import NonNegativeFloat, NonNegativeInt, OutputFile, checked
 from amanda.tools.command import OptionType, SpecError, exit_status, function_of, limit_option, save_option
-from amanda.tools.diff._alignment import dotted, inside_module, module_paths, same_modules
+from amanda.tools.diff._alignment import dotted, module_paths, module_test, pair_same_modules
 from amanda.tools.diff._comparison import RunComparison
 from amanda.tools.diff._errors import Pair
 from amanda.tools.diff._expected import Expected
@@ -122,7 +122,7 @@ def _compare_runs(
         )
     names = mapping
     if names is None:
-        names = same_modules(run, other_run)
+        names = pair_same_modules(run, other_run)
         for label, side, paired in (("a", run, set(names)), ("b", other_run, set(names.values()))):
             if unpaired := [path for path in module_paths(side) if path not in paired]:
                 notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
@@ -181,7 +181,7 @@ def _notes_on_pieces(comparing: RunComparison) -> list[str]:
 
 def _check_module(run: Run, name: str) -> None:
     """Raise AmandaError for a module that no op ran in."""
-    is_inside = inside_module(run, name)
+    is_inside = module_test(run, name)
     paths = {dotted(op.module) for op in run.ops if op.module}
     if not any(map(is_inside, paths)):
         close_names = get_close_matches(name, paths, n=1)

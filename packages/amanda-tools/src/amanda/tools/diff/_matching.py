@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import NamedTuple, get_args
 
-from amanda.tools.diff._alignment import NEAR, dotted, is_compute, is_distinctive, renaming, same_ops
+from amanda.tools.diff._alignment import NEAR, dotted, is_compute, is_distinctive, pair_same_ops, renamer
 from amanda.tools.diff._errors import (
     TOLERANCES,
     Pair,
@@ -282,7 +282,7 @@ class OpMatches:
             for pair in by_inputs(self._runs, self._unpaired(phase)):
                 self._add_matches(self._matcher.match_ops(*pair))
         postponed = []
-        for pair in same_ops(*self._runs, self._unpaired(phase), self._renamed):
+        for pair in pair_same_ops(*self._runs, self._unpaired(phase), self._renamed):
             matches = self._matcher.match_ops(*pair)
             are_near = all(self._matcher.is_near(match.pairs) for match in matches)
             if are_near or (len(matches) > 1 and all(match.is_whole for match in matches)):
@@ -314,7 +314,7 @@ class OpMatches:
 
     def _match_lines(self, phase: str) -> None:
         """Match ops of one line with those of another whose tensors are pieces of theirs."""
-        names = renaming(self._renamed), dotted
+        names = renamer(self._renamed), dotted
         lines: list[dict[tuple[str, str], dict[str, list[int]]]] = [{}, {}]
         for side, indices in enumerate(self._unpaired(phase)):
             for index in indices:

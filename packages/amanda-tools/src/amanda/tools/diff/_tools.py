@@ -216,10 +216,10 @@ def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[R
     # The tool counts analyses of forward ops, in the order in which a dump has these.
     op_count = len(_forward_ops(runs[0]))
     # Each try runs the whole program, so the number of tries is the logarithm of the ops.
-    works = bisect_left(range(1, op_count + 1), True, key=fails)
-    if works == op_count:
+    working_count = bisect_left(range(1, op_count + 1), True, key=fails)
+    if working_count == op_count:
         raise error
-    return runs[works], _forward_ops(runs[works])[works]
+    return runs[working_count], _forward_ops(runs[working_count])[working_count]
 
 
 def _forward_ops(run: Run) -> list[int]:

@@ -32,7 +32,7 @@ class ShapedContext(dict[str, Any]):
     def __init__(self, context: amanda.OpContext, sides: Sequence[list[Any]]) -> None:
         super().__init__(context)
         # The costs of inner operators were computed with values, which this context lacks.
-        self["within"] = None
+        self["inner_costs"] = None
         self._context = context
         inputs, outputs, incoming, outgoing = sides if len(sides) == 4 else (*sides, None, None)
         self.get_inputs, self.get_outputs = lambda: inputs, lambda: outputs
@@ -273,11 +273,11 @@ def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bo
     So they do if all tensors are of PyTorch's own classes, of known shape, and none is in a list of lists.
     """
     tensors = [tensor for side in sides for tensor in leaves(side) if hasattr(type(tensor), "shape")]
-    shallow = [
+    top_level_tensors = [
         tensor for side in sides for value in side
         for tensor in (value if isinstance(value, (list, tuple)) else [value]) if _is_tensor(tensor)
     ]  # fmt: skip
-    return len(tensors) == len(shallow) and are_known(shape_of(tensor, shape) for tensor in tensors)
+    return len(tensors) == len(top_level_tensors) and are_known(shape_of(tensor, shape) for tensor in tensors)
 
 
 # Types whose result lies in new memory at all shapes; of those not listed, `reshape` for one, strides decide.

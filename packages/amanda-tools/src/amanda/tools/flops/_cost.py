@@ -91,10 +91,10 @@ class Shapes:
     @property
     def elements(self) -> int:
         """Elements of the largest input or output: those that an elementwise op or a reduction visits."""
-        everything = tensors([*self.inputs, *self.outputs])
+        all_shapes = tensors([*self.inputs, *self.outputs])
         # A reduction over a list, such as a sum of tensors, visits the elements of all of them.
         lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
-        sizes = [*map(prod, everything), *(sum(map(prod, shapes)) for shapes in lists)]
+        sizes = [*map(prod, all_shapes), *(sum(map(prod, shapes)) for shapes in lists)]
         return max(sizes, default=0)
 
     @property
@@ -138,15 +138,15 @@ def are_known(shapes: Iterable[Any]) -> bool:
 
 
 def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:
-    """Return the shapes on each side for one component of nested tensors, and how many components have them.
+    """Return the shapes of a component of nested tensors, and how many have these; each set of shapes once.
 
-    A tensor of the nested tensors' rank has a matrix for each component.
+    sides: shapes of inputs, of outputs and so on.  A tensor of their rank has a matrix for each component.
     """
-    everything: list[Any] = [shape for side in sides for shape in tensors(side)]
-    nested = [shape for shape in everything if isinstance(shape, Components)]
+    all_shapes: list[Any] = [shape for side in sides for shape in tensors(side)]
+    nested = [shape for shape in all_shapes if isinstance(shape, Components)]
     if not nested:
         return [([list(side) for side in sides], 1)]
-    number, rank = len(nested[0]), 1 + max((len(shape[0]) for shape in nested if shape), default=0)
+    count, rank = len(nested[0]), 1 + max((len(shape[0]) for shape in nested if shape), default=0)
 
     def component_shape(shape: Any, i: int) -> Any:
         """Return the shape of component i; that of a tensor which all components share as it is."""
@@ -155,11 +155,11 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
         if isinstance(shape, Components):
             return shape[i]
         # A dense tensor beside nested ones has a row for each component, unless all components share it.
-        is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == number
+        is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == count
         return shape[1:] if is_batch else shape
 
     sides_of_components = [
-        [[component_shape(shape, i) for shape in side] for side in sides] for i in range(number)
+        [[component_shape(shape, i) for shape in side] for side in sides] for i in range(count)
     ]
     # Components of equal length cost the same, and batches have many of them: each form is computed once.
     counts = Counter(map(str, sides_of_components))
@@ -347,7 +347,7 @@ class FlopsResult(PlacesResult[OpCost]):
     @property
     def unsupported(self) -> Mapping[str, int]:
         """Types of ops whose cost is not known, with their calls: no formula knows them, or their shapes."""
-        return self._without_cost(lambda place: place.calls)
+        return self._sums_without_cost(lambda place: place.calls)
 
     @property
     def unseen(self) -> Mapping[str, int]:
@@ -395,8 +395,8 @@ class FlopsResult(PlacesResult[OpCost]):
             total = sum(unseen.values())
             sentences.append(f"Executions of {total} ops cannot be seen, and count as 0: {_listing(unseen)}.")
         if missing := self.missing:
-            everything = self._sum("macs") + sum(missing.values())
-            listed = ", ".join(f"{name} ({100 * macs / everything:.1f} %)" for name, macs in missing.items())
+            all_macs = self._sum("macs") + sum(missing.values())
+            listed = ", ".join(f"{name} ({100 * macs / all_macs:.1f} %)" for name, macs in missing.items())
             sentences.append(
                 f"Perhaps products, which would be so much of all MACs: {listed}. Give `formulas` for them."
             )
@@ -405,9 +405,9 @@ class FlopsResult(PlacesResult[OpCost]):
     @property
     def missing(self) -> Mapping[str, int]:
         """Types of ops that no formula knows and that may be products, with their MACs if they are."""
-        return self._without_cost(lambda place: place.calls * place.estimate)
+        return self._sums_without_cost(lambda place: place.calls * place.estimate)
 
-    def _without_cost(self, count_of: Callable[[OpCost], int]) -> Mapping[str, int]:
+    def _sums_without_cost(self, count_of: Callable[[OpCost], int]) -> Mapping[str, int]:
         """Return sums of a number by the types of ops whose cost is not known; types with 0 are left out.
 
         count_of: returns the number of a place.

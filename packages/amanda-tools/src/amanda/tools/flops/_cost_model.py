@@ -35,21 +35,22 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
 
     is_function: an autograd.Function, or an operator of a library; either may call ops in Python.
     """
-    # Contexts may be analysed again after a tool put a mask in a parameter's place: the first look is right.
+    # A later analysis may see a tool's value, such as a masked weight, in a parameter's place: the first
+    # counts.
     if context.is_backward() or context["backward_macs"] is _backward_macs:
-        return  # what takes a parameter's place later, as its mask has it, is none
+        return
     from torch._C import DisableTorchFunction
     from torch.nn import Parameter
 
     inputs = context.get_inputs()
     is_forward = context["phase"] == "forward"
     # An optimizer reads parameters to update them, which are not parameters of a layer.
-    owned = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
-    context["parameters_read"] = [(interceptor.ordinal(value), local(value).numel()) for value in owned]
+    parameters = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
+    context["parameters_read"] = [(interceptor.ordinal(value), local(value).numel()) for value in parameters]
     context["backward_macs"] = _backward_macs
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
-    context["inside"] = costs_inside
+    context["run_inside"] = costs_inside
     context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_forward_op_type()
     # Attributes of a tensor subclass may run code of the program.
     with DisableTorchFunction():
@@ -126,14 +127,14 @@ def _backward_macs(context: amanda.OpContext) -> int:
     if factors is None:
         layer = _macs_of_recurrent_layer(context)
         return _macs_of_factors(context, is_complex) if layer is None else layer
-    first_grad, second = (grads[i] if i < len(grads) else None for i in factors)
+    first_grad, second_grad = (grads[i] if i < len(grads) else None for i in factors)
     result_size, macs = prod(incoming_grad.shape), 0
     if first_grad is not None:
         macs += round(result_size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
-    if second is not None:
+    if second_grad is not None:
         # The gradient of a factor (k, m) is a product over the n rows of the result: n k m again.
-        width = second.shape[-2] if second.dim() > 1 else second.shape[-1] if second.dim() else 1
-        macs += round(result_size * width * share([second]))
+        depth = second_grad.shape[-2:][0] if second_grad.dim() else 1  # of a vector its length
+        macs += round(result_size * depth * share([second_grad]))
     return macs * (context.get("complex_products", 1) if is_complex else 1)
 
 
@@ -257,7 +258,7 @@ def write_default_facts(context: amanda.OpContext) -> None:
             context["parameters_read"] = [(("weight", context.get_op_id()), elements)]
         context["backward_macs"] = _macs_of_each_gradient
         context["extents"] = context["shape"]
-        context["inside"] = None
+        context["run_inside"] = None
         context["is_function"] = False
         context["is_view"] = lambda inputs, outputs: False
 
@@ -325,68 +326,66 @@ class OpCostModel:
         # A formula of the program counts complex products as the program likes.
         return total if custom or products == 1 else total.with_complex(products)
 
-    def inside(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
+    def inner_costs_of(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
         """Return the costs of the operators that an op calls, counted once for its backward ops too.
 
         None where the framework cannot run an op without data, and where that fails.
         """
-        if "within" not in context:
-            run = context["inside"]
-            context["within"] = run and run(context, {**FORMULAS, **self.custom}, self._complex_macs)
-        within: InnerCosts | None = context["within"]
-        return within
+        if "inner_costs" not in context:
+            run = context["run_inside"]
+            context["inner_costs"] = run and run(context, {**FORMULAS, **self.custom}, self._complex_macs)
+        inner_costs: InnerCosts | None = context["inner_costs"]
+        return inner_costs
 
     def cost_of_backward_op(
         self, context: ShapedContext | amanda.OpContext, kind: str, grads: Sequence[Any]
     ) -> Cost | None:
-        """Return the cost of a backward op that gives these gradients; None where it is not known.
-
-        kind: the backward op's type.
-        """
-        forward, shape = kind.removesuffix("_backward"), context["shape"]
+        """Return the cost of a backward op of type `kind` that gives these gradients; None if unknown."""
+        word, shape = kind.removesuffix("_backward"), context["shape"]
         if kind in self.custom:
             return self.custom[kind](shapes_of(context, context.get_grad_outputs() or [], grads))
-        if forward == "scaled_dot_product_attention":
-            return _attention_backward(context, share(grads))
+        if word == "scaled_dot_product_attention":
+            return _attention_backward_cost(context, share(grads))
         # Also double backward: its type has the suffix twice, and its products are those of the same op.
-        if forward.removesuffix("_backward") in CONTRACTIONS:
+        if word.removesuffix("_backward") in CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
-        if forward in NO_WORK:
+        if word in NO_WORK:
             return Cost()
         # A composite op, such as a loss, has a node for each inner operator: each is priced by its own run.
-        if forward not in ELEMENTWISE and context.get_backward_order() == 1:
-            within = self.inside(context)
+        if word not in ELEMENTWISE and context.get_backward_order() == 1:
+            inner_costs = self.inner_costs_of(context)
             node = context.get_backward_op().__name__
-            cost = within.pop_cost_of(node) if within else None
+            cost = inner_costs.pop_cost_of(node) if inner_costs else None
             if cost is not None:
                 return cost
-            if within and node == COMPILED and within.backward_macs:
+            if inner_costs and node == COMPILED and inner_costs.backward_macs:
                 return None  # how many of its products there are, torch does not tell
-            is_known = context["cost"] is not None and not (context["inside"] and forward in FORMULAS)
-            if forward == context["type"] and not is_known:
+            is_known = context["cost"] is not None and not (context["run_inside"] and word in FORMULAS)
+            if word == context["type"] and not is_known:
                 return None
         # The gradient of what is elementwise takes about one operation for each element.
         return Cost(0, sum(size(shape(local(grad))) for grad in grads))
 
     def cost_of_gradients(
-        self, context: amanda.OpContext, names: tuple[str, str], op: Shapes, *sides: Sequence[Any]
-    ) -> Cost | None:
+        self, context: amanda.OpContext, names: tuple[str, str], op: Shapes, incoming: Sequence[Any],
+        outgoing: Sequence[Any],
+    ) -> Cost | None:  # fmt: skip
         """Return the cost of a backward op by shapes that are known as it runs; None where they are not.
 
-        op: the shapes of its op.  sides: those of the gradients that enter and leave it.
+        op: the shapes of its op.  incoming, outgoing: those of its gradients.
         """
-        if not are_known([*op.inputs, *op.outputs, *sides[0], *sides[1]]):
+        if not are_known([*op.inputs, *op.outputs, *incoming, *outgoing]):
             return None
         costs = []
         dtype = context["element_type"]
-        for (inputs, outputs, *grads), count in components([op.inputs, op.outputs, *sides]):
+        for (inputs, outputs, *grads), count in components([op.inputs, op.outputs, incoming, outgoing]):
             forward = replace(op, inputs=inputs, outputs=outputs)
             shaped = ShapedContext(
-                context, [[_extents_of(shape, dtype) for shape in side] for side in (inputs, outputs, *grads)]
+                context, [[_stand_in(shape, dtype) for shape in side] for side in (inputs, outputs, *grads)]
             )
             shaped["cost"] = self.cost_of_op(names, forward, "", context["complex_products"])
-            outgoing = [grad for grad in shaped.get_grad_inputs() if grad is not None]
-            cost = self.cost_of_backward_op(shaped, context["backward_type"], outgoing)
+            present_grads = [grad for grad in shaped.get_grad_inputs() if grad is not None]
+            cost = self.cost_of_backward_op(shaped, context["backward_type"], present_grads)
             if cost is None:
                 return None
             costs.append((cost, count))
@@ -398,14 +397,14 @@ def _total(costs: Sequence[tuple[Cost, int]]) -> Cost:
     return Cost(macs, sum(flops * count for (_, flops), count in costs))
 
 
-def _extents_of(shape: Any, dtype: Any) -> Any:
+def _stand_in(shape: Any, dtype: Any) -> Any:
     """Return what stands for a tensor of a shape and an element type, or for a list of tensors."""
     if isinstance(shape, list):
-        return [_extents_of(inner, dtype) for inner in shape]
+        return [_stand_in(inner, dtype) for inner in shape]
     return None if shape is None else Extents(shape, dtype)
 
 
-def _attention_backward(context: ShapedContext | amanda.OpContext, part: float) -> Cost | None:
+def _attention_backward_cost(context: ShapedContext | amanda.OpContext, part: float) -> Cost | None:
     """Return the cost of a fused kernel, whose gradients are those of queries, keys and values.
 
     0 where no gradient enters; None where a shape is not known.  part: the share of this process.

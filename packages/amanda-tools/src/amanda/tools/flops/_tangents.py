@@ -45,14 +45,14 @@ def tangent_place(context: Any, place: OpCost, shapes: Sequence[Any]) -> OpCost:
     """
     is_backward = place.phase == "backward"
     inputs = [_components(shape) for shape in shapes[0]]
-    cost = _backward_cost(context, place, shapes) if is_backward else _cost(context, place, shapes[0])
+    cost = _backward_cost(context, place, shapes) if is_backward else _forward_cost(context, place, shapes[0])
     macs, flops = cost or (None, None)
     if is_backward:
         values = [context.get_grad_outputs(), context.get_grad_inputs()]
     else:
         values = [context.get_inputs(), context.get_outputs()]
     sides = [_components(shape) for side in shapes[2:] for shape in side] if is_backward else inputs
-    count = sum(_samples([batches]) for levels, batches in _closure(sides).items() if levels)
+    count = sum(_samples([batches]) for levels, batches in _combined_components(sides).items() if levels)
     return replace(
         place, phase=TANGENT, calls=0, macs=macs, flops=flops,
         bytes=place.bytes and bytes_of(context, values) * count,
@@ -60,7 +60,7 @@ def tangent_place(context: Any, place: OpCost, shapes: Sequence[Any]) -> OpCost:
     )  # fmt: skip
 
 
-def _cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
+def _forward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
     """Return the cost of the tangents of an op; None where no formula knows."""
     word, macs = context["type"], place.macs
     components = [_components(shape) for shape in shapes]
@@ -73,14 +73,14 @@ def _cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost | None:
     if word in PRODUCTS:
         positions = PRODUCTS[word].factors
         factors = [components[i] for i in positions] or [_components(shape) for shape in _tensors(shapes)]
-        return Cost.of_macs(macs * _products(factors))
+        return Cost.of_macs(macs * _product_count(factors))
     if word in ELEMENTWISE:
         extents = [shape_of(value, context["shape"]) for value in context.get_outputs() or ()]
         visited = max((size(shape) for shape in extents), default=0)
         sizes = [max(size(shape), visited) for shape in shapes]
-        return Cost(0, sum(n * count for n, count in zip(sizes, _tangents(components), strict=True)))
+        return Cost(0, sum(n * count for n, count in zip(sizes, _tangent_counts(components), strict=True)))
     if _LINEAR.fullmatch(context.get_forward_op_type()):
-        return Cost(macs, place.flops).part(sum(_tangents(components)))
+        return Cost(macs, place.flops).part(sum(_tangent_counts(components)))
     return None
 
 
@@ -94,7 +94,7 @@ def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost |
         return None
     if word in ELEMENTWISE:
         # One operation for each element of a gradient, as for the gradient itself.
-        counts = _tangents([_components(shape) for shape in outgoing])
+        counts = _tangent_counts([_components(shape) for shape in outgoing])
         return Cost(0, sum(size(shape) * count for shape, count in zip(outgoing, counts, strict=True)))
     factors = PRODUCTS[word].factors if word in CONTRACTIONS and word in PRODUCTS else ()
     if len(factors) != 2 or context.get_backward_order() > 1:
@@ -108,7 +108,7 @@ def _backward_cost(context: Any, place: OpCost, shapes: Sequence[Any]) -> Cost |
         if position < len(outgoing) and outgoing[position] is not None
     ]
     macs = place.macs // max(len(other_factors), 1)
-    return Cost.of_macs(macs * sum(_products([gradient, factor]) for factor in other_factors))
+    return Cost.of_macs(macs * sum(_product_count([gradient, factor]) for factor in other_factors))
 
 
 def _attention_cost(context: Any, macs: int, components: Sequence[Components]) -> Cost:
@@ -116,21 +116,21 @@ def _attention_cost(context: Any, macs: int, components: Sequence[Components]) -
     query, value = (context["shape"](context.get_inputs()[i]) for i in (0, 2))
     depth, width = query[-1], value[-1]
     score_macs = macs * depth // (depth + width)
-    weights = _closure(components[:2])
-    products = score_macs * _products(components[:2])
-    products += (macs - score_macs) * _products([weights, components[2]])
-    return Cost.of_macs(products, score_macs // depth * sum(_tangents([weights])))
+    weights = _combined_components(components[:2])
+    products = score_macs * _product_count(components[:2])
+    products += (macs - score_macs) * _product_count([weights, components[2]])
+    return Cost.of_macs(products, score_macs // depth * sum(_tangent_counts([weights])))
 
 
 def _components(shape: Any) -> Components:
     """Return the components of a value, or of all values of a list."""
     if isinstance(shape, (list, tuple)) and not hasattr(shape, "tangents"):
-        return _closure([_components(item) for item in shape if isinstance(item, tuple)])
+        return _combined_components([_components(item) for item in shape if isinstance(item, tuple)])
     tangents = {frozenset(levels): dict(batches) for levels, batches in getattr(shape, "tangents", ())}
     return {frozenset(): dict(getattr(shape, "batches", ())), **tangents}
 
 
-def _closure(factors: Iterable[Components]) -> Components:
+def _combined_components(factors: Iterable[Components]) -> Components:
     """Return the components of a function of some values."""
     result: dict[Levels, dict[int, int]] = {frozenset(): {}}
     for factor in factors:
@@ -141,7 +141,7 @@ def _closure(factors: Iterable[Components]) -> Components:
     return result
 
 
-def _products(factors: Sequence[Components]) -> int:
+def _product_count(factors: Sequence[Components]) -> int:
     """Return how many products the tangents take, each times its samples."""
     total = 0
     for components in combinations(*(factor.items() for factor in factors)):
@@ -151,7 +151,7 @@ def _products(factors: Sequence[Components]) -> int:
     return total
 
 
-def _tangents(values: Sequence[Components]) -> list[int]:
+def _tangent_counts(values: Sequence[Components]) -> list[int]:
     """Return how many tangents each value has, each times its samples."""
     counts = []
     for i, value in enumerate(values):

@@ -203,8 +203,8 @@ class FlopsTool(amanda.Tool):
         cost = self._model.cost_of_op(names, shapes, place.source, context["complex_products"])
         if cost is None:
             place.estimate = shapes.estimate
-            within = self._model.inside(context)
-            cost = within.forward if within and not within.unknown else None
+            inner_costs = self._model.inner_costs_of(context)
+            cost = inner_costs.forward if inner_costs and not inner_costs.unknown else None
         if self._calls_counted_ops(context, context.get_forward_op_type()):
             place.estimate = 0
             # A function in Python whose inner ops are counted costs nothing itself: it would count twice.
@@ -215,7 +215,7 @@ class FlopsTool(amanda.Tool):
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
-        of_sample, place = place, place.for_samples(context.get_samples())
+        sample_place, place = place, place.for_samples(context.get_samples())
         if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
             sides = [context.get_inputs(), outputs]
             # Not counted by itself; backward ops build their stand-ins from its values.
@@ -224,7 +224,7 @@ class FlopsTool(amanda.Tool):
             )
         context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(place))
         if is_eager and has_tangents(context.get_input_shapes()):
-            tangents = tangent_place(context, of_sample, [context.get_input_shapes()])
+            tangents = tangent_place(context, sample_place, [context.get_input_shapes()])
             context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(tangents))
 
     def _calls_counted_ops(self, context: amanda.OpContext, name: str) -> bool:
@@ -330,8 +330,8 @@ class FlopsTool(amanda.Tool):
             cost = Cost()
         place.macs, place.flops = cost or (None, None)
         if cost is None:
-            within = context.get("within")
-            place.estimate = (within and within.backward_macs) or 2 * int(context["estimate"])
+            inner_costs = context.get("inner_costs")
+            place.estimate = (inner_costs and inner_costs.backward_macs) or 2 * int(context["estimate"])
         place.bytes = gradient_bytes(context, grads)
         return place
 

@@ -199,14 +199,14 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
         return lambda position, gradient: False
     extents, is_variable = _weight_extents(context)
 
-    def is_weights(position: int, gradient: Any) -> bool:
+    def is_weight_gradient(position: int, gradient: Any) -> bool:
         """Return True at the weight's position, for a gradient whose shape may be the weight's."""
         gradient_extents = None if position != index or gradient is None else shape(gradient)
         return gradient_extents is not None and (
             extents is None or _extents_agree(gradient_extents, extents, is_variable)
         )
 
-    return is_weights
+    return is_weight_gradient
 
 
 def drop_absent_weight_gradient(context: OpContext) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amanda import OpContext
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, only_factor, product_of
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, parameter_factor, product_of
 
 _SAME = {
     "add_n": "Sum",
@@ -130,7 +130,7 @@ def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any
     product = product_of(context)
     index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
     if index is None and kind in MATRIX_PRODUCTS:
-        return only_factor(kind, lambda i: _is_initializer(context, i))
+        return parameter_factor(kind, lambda i: _is_initializer(context, i))
     return index if index is not None and index < len(inputs) and shape(inputs[index]) is not None else None
 
 

@@ -26,7 +26,7 @@ _NO_TASK = -1
 """Number of autograd's task on a thread without a backward pass."""
 
 
-def part_of(frame: FrameType) -> Literal["construction", "call"] | None:
+def phase_of_frame(frame: FrameType) -> Literal["construction", "call"] | None:
     """Return what a frame says of the ops below it: they make a model, or the call of a layer runs them.
 
     None for a frame that says neither.
@@ -45,9 +45,9 @@ def in_construction() -> bool:
     # From the inside out: a layer that is built as it is first called makes a model.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        part = part_of(frame)
-        if part is not None:
-            return part == "construction"
+        phase = phase_of_frame(frame)
+        if phase is not None:
+            return phase == "construction"
         frame = frame.f_back
     return False
 
@@ -69,9 +69,9 @@ def phase_in_torch(context: OpContext) -> str:
         return "backward"
     has_user_frame = False
     while frame is not None:
-        part = part_of(frame)
-        if part is not None:
-            return "forward" if part == "call" else part
+        phase = phase_of_frame(frame)
+        if phase is not None:
+            return "forward" if phase == "call" else phase
         name = str(frame.f_globals.get("__name__"))
         if name.startswith("torch.optim."):
             return "forward" if has_user_frame and _is_differentiated(context) else "optimizer"

@@ -83,7 +83,7 @@ def product_of(context: OpContext) -> Product | None:
     return _BY_NAME.get(context.get_forward_op_type()) or PRODUCTS.get(context["type"])
 
 
-def only_factor(kind: str, is_parameter: Callable[[int], bool]) -> int | None:
+def parameter_factor(kind: str, is_parameter: Callable[[int], bool]) -> int | None:
     """Return the position of the one factor of a matrix product that is a parameter; None without one."""
     factors = [i for i in MATRIX_PRODUCTS[kind].factors if is_parameter(i)]
     return factors[0] if len(factors) == 1 else None
@@ -116,8 +116,8 @@ class WeightLayout(str):
 
 
 def write_weight_axes(context: OpContext) -> None:
-    """Write `weight_groups` and `weight_layout`, each unless the framework's half has written it."""
-    if "weight_index" not in context:  # a half that writes some of the keys alone
+    """Write `weight_groups` and `weight_layout`, each unless the framework's rule has written it."""
+    if "weight_index" not in context:  # a rule that writes some of the keys alone
         return
     index = context["weight_index"]
     is_convolution = index is not None and convolution_axes(context["type"]) is not None

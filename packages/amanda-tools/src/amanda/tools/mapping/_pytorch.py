@@ -9,7 +9,7 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._phases import phase_in_torch
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, only_factor
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, parameter_factor
 
 _SAME = {
     "abs": "absolute",
@@ -93,7 +93,7 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """Extents of a tensor, None for one that is not a number; None for a tensor without a shape.
+    """Return the extents of a tensor, None for one that is not a number; None for a tensor without a shape.
 
     Nested tensors are such, and parameters of lazy modules.
     """
@@ -109,7 +109,7 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type; None for what is not a tensor, whatever attributes it has.
+    """Return the name of a tensor's element type; None for what is not a tensor, whatever attributes it has.
 
     A tensor whose elements its class keeps to itself, such as a quantised one of torchao or one that is
     masked, has the name of the class first.
@@ -172,7 +172,7 @@ def _describe_op(context: OpContext) -> None:
     weight = weight_index(kind, name, inputs)
     if weight is None and kind in MATRIX_PRODUCTS and not context.namespace.matches("*/*/eager"):
         # The values of a graph stand for what it is given when it runs, so they are no parameters themselves.
-        weight = only_factor(kind, lambda i: i < len(inputs) and context.get_variable(i) is not None)
+        weight = parameter_factor(kind, lambda i: i < len(inputs) and context.get_variable(i) is not None)
     context["type"] = kind
     context["in_place"] = in_place or name == "setitem"
     context["weight_index"] = weight
@@ -182,7 +182,7 @@ def _describe_op(context: OpContext) -> None:
 
 
 def word(name: str) -> str:
-    """The vocabulary's word for an ATen operator; its own name where there is none."""
+    """Return the vocabulary's word for an ATen operator; its own name where there is none."""
     return WORDS.get(name, name)
 
 
@@ -197,7 +197,7 @@ def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
     product = PRODUCTS.get(kind)
     index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
     if index is None and kind in MATRIX_PRODUCTS:
-        return only_factor(kind, lambda i: i < len(inputs) and _is_parameter(inputs[i]))
+        return parameter_factor(kind, lambda i: i < len(inputs) and _is_parameter(inputs[i]))
     # Shapes tell apart what is None, a number, or a weight of a lazy module.
     present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
     return index if present else None
@@ -211,7 +211,7 @@ def _is_parameter(value: Any) -> bool:
 
 
 def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
-    """Axes of the data input: channels first, as everywhere in PyTorch, batched or not."""
+    """Return the axes of the data input: channels first, batched or not; None of other ops."""
     if extents is None:
         return None
     # Of any rank: (N, C) is the input of BatchNorm1d as well.
@@ -228,7 +228,7 @@ _NODE = re.compile(r"(.+?)((?:Backward)*)\d*")
 
 
 def backward_type(node: str, kind: str) -> str:
-    """The word for a node of the autograd graph that an op of type `kind` made.
+    """Return the word for a node of the autograd graph that an op of type `kind` made.
 
     The node that computes the op's own gradient has the op's word, e.g. "conv2d_backward"; one
     that is a part of it has the word of its own: "transpose_backward" in the backward of linear.
@@ -247,7 +247,7 @@ def _stem_and_order(node: str) -> tuple[str, int]:
 
 
 def node_word(stem: str, kind: str) -> str:
-    """The word for the stem of a node's name: "NativeBatchNorm" is batch_norm."""
+    """Return the word for the stem of a node's name: "NativeBatchNorm" is batch_norm."""
     if stem.startswith("GeneratedBackwardFor_"):  # of an operator that a library defines, by its formula
         return kind
     name = snake(stem)
@@ -260,7 +260,7 @@ def node_word(stem: str, kind: str) -> str:
 
 
 def snake(name: str) -> str:
-    """`MaxPool2DWithIndices` as `max_pool2d_with_indices`."""
+    """Return a name in snake case: `max_pool2d_with_indices` for `MaxPool2DWithIndices`."""
     lowered = re.sub(r"(?<=[a-z])(\d)D(?![a-z])", r"\1d", name)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", lowered).lower()
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from amanda import OpContext
 from amanda.tools.mapping._phases import in_construction
-from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes, only_factor
+from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes, parameter_factor
 
 _SAME = {
     "add": "Add AddV2 AssignAddVariableOp AssignAdd",
@@ -101,7 +101,7 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """Extents of a tensor; None for one of unknown rank."""
+    """Return the extents of a tensor; None for one of unknown rank."""
     extents = getattr(value, "shape", None)
     if extents is None or getattr(extents, "rank", 0) is None:
         return None
@@ -109,7 +109,7 @@ def shape(value: Any) -> tuple[int | None, ...] | None:
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type."""
+    """Return the name of a tensor's element type; None for what has none."""
     element_type = getattr(value, "dtype", None)
     return None if element_type is None else str(getattr(element_type, "name", element_type))
 
@@ -134,7 +134,7 @@ def _describe_op(context: OpContext) -> None:
 
 
 def layout(kind: str, attributes: dict[str, Any]) -> str:
-    """Axes of the data of a convolution, pooling or normalisation; by default TensorFlow's default."""
+    """Return the axes of the data of a convolution, pooling or normalisation, TensorFlow's default else."""
     axes = attributes.get("data_format") or ("NDHWC" if "3d" in kind else "NHWC")
     return axes.decode() if isinstance(axes, bytes) else str(axes)
 
@@ -145,7 +145,7 @@ def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | 
     None of other ops, and where no factor or both are.
     """
     if kind in MATRIX_PRODUCTS:
-        return only_factor(kind, lambda i: is_parameter(context, inputs, i))
+        return parameter_factor(kind, lambda i: is_parameter(context, inputs, i))
     if kind in PRODUCTS:
         return PRODUCTS[kind].weight
     return {"batch_norm": 1, "embedding": 0}.get(kind)
@@ -196,7 +196,7 @@ _GRADIENT_NAME = re.compile(r".*(?:Grad|Backprop)(?:V\d|Input|Filter|InputV\d|Fi
 
 
 def backward_type(name: str, kind: str) -> str:
-    """The word for an operation in the gradient of an op of type `kind`.
+    """Return the word for an operation in the gradient of an op of type `kind`.
 
     name: TensorFlow's type of the operation, e.g. "Sum".
     What computes the op's own gradient has the op's word, e.g. "conv2d_backward"; a part of it has the

@@ -35,7 +35,7 @@ _BITS = re.compile(r"[a-z]+(\d+)")
 
 @cache
 def itemsize(dtype: str | None) -> int | None:
-    """Bytes of an element of a type, by the name that `context["dtype"]` gives; None of another name.
+    """Return the bytes of an element of a type, by the name that `context["dtype"]` gives; None of another.
 
     >>> itemsize("bfloat16"), itemsize("complex64"), itemsize("float8_e4m3fn"), itemsize("string")
     (2, 8, 1, None)

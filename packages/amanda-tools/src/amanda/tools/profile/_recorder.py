@@ -286,14 +286,14 @@ class Recorder:
                 return
             profile = self.recomputation(place) if recomputed else place
             stack = self._open[get_ident()]
-            entered = perf_counter_ns() if stack else 0
+            routine_begin = perf_counter_ns() if stack else 0
             # Made before the clock is read, as everything else that is not the op's time.
             execution = _StartedExecution(profile)
             # probes begin before the clock is read, so that their time is not the op's
             if probes:
                 execution.begun = [probe.begin(profile) for probe in probes]
             if stack:
-                stack[-1].overhead += perf_counter_ns() - entered
+                stack[-1].overhead += perf_counter_ns() - routine_begin
             stack.append(execution)
             # The last statement: what comes after it would count as the op's time.
             execution.begin = perf_counter_ns()

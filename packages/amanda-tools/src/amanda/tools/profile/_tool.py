@@ -105,7 +105,7 @@ def _batch_sizes(context: amanda.OpContext) -> tuple[int, ...]:
     values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
     is_tensor = context["dtype"]  # which asks no class of tensors for its shape
     samples = (tensors_of(value).samples(value) for value in leaves(values) if is_tensor(value))
-    return max((each.sizes for each in samples if each is not None), key=len, default=())
+    return max((sample.sizes for sample in samples if sample is not None), key=len, default=())
 
 
 def _storages_of(values: Iterable[Any]) -> list[Any]:

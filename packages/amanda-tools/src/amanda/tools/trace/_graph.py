@@ -366,13 +366,13 @@ class GraphRecorder:
         self._dropped = 0
         self._graph: Graph | None = None
 
-    def add_tensor(self, described: Tensor, same: bool = False, from_outside: bool = False) -> int:
+    def add_tensor(self, described: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
         """Return the index of a new tensor.
 
-        same: the tensor is its alias after a write, or handed on.  from_outside: new data at each execution.
+        is_same_tensor: it is its alias after a write, or handed on.  from_outside: new data each time.
         """
         index = root = len(self.values)
-        if same and described.alias_of is not None:
+        if is_same_tensor and described.alias_of is not None:
             root = self.values[described.alias_of].root
         self.values.append(RecordedTensor(replace(described, index=index), UNKNOWN if from_outside else root))
         self._graph = None
@@ -408,8 +408,8 @@ class GraphRecorder:
         """Return True if no further op is recorded."""
         return len(self.ops) >= self._limit
 
-    def drops(self, place: ProgramOp) -> bool:
-        """Return True for a new op after the limit; count the op once."""
+    def drop_if_full(self, place: ProgramOp) -> bool:
+        """Return True for a new op after the limit; count it as dropped, once."""
         if place.ops or not self.is_full:
             return False
         if not place.is_dropped:

@@ -138,7 +138,7 @@ class LiveTensors:
             # A write of a part leaves the rest, so the op reads the earlier tensor as well.
             earlier.consumers[op] = None
         described = self.values.describe(tensor, kind=kind, name=name, producer=op, alias_of=earlier_index)
-        return self._recorder.add_tensor(described, same=True)
+        return self._recorder.add_tensor(described, is_same_tensor=True)
 
     def set_index(self, tensor: Any, index: int) -> None:
         """Set the index of a live tensor."""
@@ -283,7 +283,7 @@ class ExecutionTracker:
     @amanda.observer
     def before_op(self, *inputs: Any, place: ProgramOp, recomputed: bool = False) -> None:
         """Record the inputs of an op before it runs; none of a new op after the limit."""
-        if self._recorder.drops(place):
+        if self._recorder.drop_if_full(place):
             return
         # A repeated execution adds no op: its tensors take the indices of the first one.
         target = self._matching_op(place, inputs, recomputed)
@@ -328,7 +328,7 @@ class ExecutionTracker:
     @amanda.observer
     def before_backward_op(self, *gradients: Any, place: ProgramOp) -> None:
         """Record the gradients that enter a backward op: several if autodiff added them up."""
-        if self._recorder.drops(place):
+        if self._recorder.drop_if_full(place):
             return
         # Autodiff may add up gradients before a node sees them: every summand that was sent is read.
         number, arrived = self.values.incoming_gradients(len(gradients))

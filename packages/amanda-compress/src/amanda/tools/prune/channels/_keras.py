@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from amanda.tools.prune.channels._prunable_model import (
     Masks,
     PrunableModel,
     Tracing,
-    array_over_kept,
+    compute_array_over_kept,
     selected_of_array,
     tensors_in,
 )
@@ -33,7 +33,7 @@ class KerasModel(PrunableModel):
 
     has_gradients = False
     # Ops over channels keep these whole, so that neither is called.
-    selected, over_kept = staticmethod(selected_of_array), staticmethod(array_over_kept)
+    selected, compute_over_kept = staticmethod(selected_of_array), staticmethod(compute_array_over_kept)
 
     def __init__(self, model: Any) -> None:
         import keras
@@ -58,7 +58,7 @@ class KerasModel(PrunableModel):
         """Call the model op by op, in inference."""
         return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **named})
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Predict a batch by a compiled function."""
         self.now.predict_on_batch(example[0] if len(example) == 1 else list(example))
 
@@ -111,7 +111,7 @@ class KerasModel(PrunableModel):
 
         return mask
 
-    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+    def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the weights that an op reads, None for other inputs.
 
         A reshaped weight is another input: the reshape has read the weight, and was masked.
@@ -131,11 +131,11 @@ class KerasModel(PrunableModel):
         """Return a removal that puts a smaller model in the place of this one."""
         return KerasRemoval(self, plan)
 
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Return a smaller model."""
         return smaller_model(self, plan)
 
-    def with_zeros(self, masks: Masks) -> Any:
+    def write_masks(self, masks: Masks) -> Any:
         """Write masks into the weights; return the model."""
         for path, weight in self._weights().items():
             mask = masks(_KerasWeight(path, tuple(weight.shape), np.float32))
@@ -143,7 +143,7 @@ class KerasModel(PrunableModel):
                 weight.assign(weight.numpy() * mask)
         return self.model
 
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point tensors."""
         for tensor in tensors_in(result):
             if tensor.dtype.is_floating:
@@ -216,15 +216,12 @@ def why_size_is_unknown(layer: Any) -> str:
 
     # By name, so that this module can be imported without Keras.
     kinds = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
-    kind = type(layer)
-    if (
-        isinstance(layer, kinds)
-        and (size := _config_size(layer)) is not None
-        and size[0] not in layer.get_config()
-    ):
-        return f"the config of {kind.__name__} has no {size[0]!r} to be made smaller"
+    kind = type(layer).__name__
     if not isinstance(layer, kinds):
-        return f"the config of {kind.__name__} says no number of channels that can be made smaller"
+        return f"the config of {kind} says no number of channels that can be made smaller"
+    size = _channel_count_entry(layer)
+    if size is not None and size[0] not in layer.get_config():
+        return f"the config of {kind} has no {size[0]!r} to be made smaller"
     return ""
 
 
@@ -250,21 +247,8 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
             rebuild_inner = partial(rebuild_layer, prefix=f"{path}.")
             return keras.models.clone_model(layer, clone_function=rebuild_inner)
         config = layer.get_config()
-        size = _config_size(layer)
-        if size is not None:
-            key, name, axis = size
-            keep_mask = keep_masks.get(name, {}).get(axis)
-            if keep_mask is not None:
-                old_size, config[key] = config[key], int(keep_mask.sum())
-                # Whole groups went, so that their number shrinks in the same share.
-                if name in plan.tracing.notes.whole_groups:
-                    config["groups"] = config["groups"] * config[key] // old_size
-        elif isinstance(layer, keras.layers.GroupNormalization):
-            for weight in layer.weights[:1]:
-                keep_mask = keep_masks.get(weight.path, {}).get(0)
-                if keep_mask is not None:
-                    config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
-        elif isinstance(layer, keras.layers.Reshape) and path in shapes:
+        _update_sizes(config, layer, keep_masks, plan.tracing.notes.whole_groups)
+        if isinstance(layer, keras.layers.Reshape) and path in shapes:
             config["target_shape"] = [
                 # -1 follows the elements by itself.
                 new_size if old_size != -1 else old_size
@@ -279,8 +263,33 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     _copy_kept_weights(model.now, smaller, keep_masks)
     for layer in layers_of(smaller):
         if isinstance(layer, keras.layers.Normalization):
-            layer.finalize_state()  # it computes with numbers made of its weights
+            layer.finalize_state()  # computes the mean and variance that it uses from its weights
     return smaller
+
+
+def _update_sizes(
+    config: dict[str, Any],
+    layer: Any,
+    keep_masks: Mapping[str, Mapping[int, Any]],
+    whole_groups: Container[str],
+) -> None:
+    """Write the kept numbers of channels and groups into the config of a layer; nothing for a whole layer."""
+    import keras
+
+    size = _channel_count_entry(layer)
+    if size is not None:
+        key, name, axis = size
+        keep_mask = keep_masks.get(name, {}).get(axis)
+        if keep_mask is not None:
+            old_size, config[key] = config[key], int(keep_mask.sum())
+            # Whole groups went, so that their number shrinks in the same share.
+            if name in whole_groups:
+                config["groups"] = config["groups"] * config[key] // old_size
+    elif isinstance(layer, keras.layers.GroupNormalization):
+        for weight in layer.weights[:1]:
+            keep_mask = keep_masks.get(weight.path, {}).get(0)
+            if keep_mask is not None:
+                config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
 
 
 def _copy_kept_weights(whole: Any, smaller: Any, keep_masks: Mapping[str, Mapping[int, Any]]) -> None:
@@ -298,22 +307,18 @@ def _copy_kept_weights(whole: Any, smaller: Any, keep_masks: Mapping[str, Mappin
         new_weight.assign(value)
 
 
-def _config_size(layer: Any) -> tuple[str, str, int] | None:
+def _channel_count_entry(layer: Any) -> tuple[str, str, int] | None:
     """Return the entry of a config, the path of the weight whose axis it is, and that axis.
 
     None for a layer whose number of channels follows from its input.
     """
     import keras
 
-    size = next(
-        (size for name, size in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))), None
-    )
-    if size is None or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
+    sizes = [size for name, size in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))]
+    if not sizes or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
         return None
-    kernel = next(
-        (candidate for name in _KERNELS if (candidate := getattr(layer, name, None)) is not None), None
-    )
-    if kernel is None:
+    kernels = [getattr(layer, name) for name in _KERNELS if getattr(layer, name, None) is not None]
+    if not kernels:
         return None
-    key, axis = size
-    return key, kernel.path, axis % len(kernel.shape)
+    key, axis = sizes[0]
+    return key, kernels[0].path, axis % len(kernels[0].shape)

@@ -68,10 +68,8 @@ def channels_first(rule: Rule) -> Rule:
             return unknown(call)
         # Rules are written once, for PyTorch's order of axes: tensors are transposed, and families back.
         rank = call.inputs[0].ndim
-        channels_second, outputs_first = (
-            (0, rank - 1, *range(1, rank - 1)),
-            (rank - 1, rank - 2, *range(rank - 2)),
-        )
+        channels_second = 0, rank - 1, *range(1, rank - 1)
+        outputs_first = rank - 1, rank - 2, *range(rank - 2)
         value, weight, *other_inputs = call.inputs
         inner = replace(
             call, inputs=[value.transposed(channels_second), weight.transposed(outputs_first), *other_inputs],
@@ -90,13 +88,15 @@ def depthwise(call: FollowedOp) -> Sequence[Families]:
     value, weight, output = *call.inputs[:2], call.outputs[0]
     if call.value("data_format") != "NHWC":
         return unknown(call)
-    multiplier_families = [family for family in call.of(weight) if family.shape[2] == 1]
-    call.labels.leave(multiplier_families, "")
-    channels = call.along(tuple(family for family in call.of(weight) if family.shape[2] > 1), 2)
-    call.match(call.along(call.of(value), -1), channels)
+    multiplier_families = [family for family in call.families_of(weight) if family.shape[2] == 1]
+    call.labels.leave_whole(multiplier_families, "")
+    channels = call.labels_along(
+        tuple(family for family in call.families_of(weight) if family.shape[2] > 1), 2
+    )
+    call.match(call.labels_along(call.families_of(value), -1), channels)
     # Channel i makes the outputs i * m to i * m + m - 1.
     outputs = None if channels is None else np.repeat(channels, weight.shape[3])
-    call.labels.produce(outputs)
+    call.labels.mark_outputs(outputs)
     call.notes.work.append(Work(prod(output.shape) * prod(weight.shape[:2]), outputs, None))
     return [shaped(outputs, output.ndim - 1, output.ndim)]
 
@@ -208,10 +208,10 @@ class KerasTracing(Tracing):
             self.result = self._model(*example, **named)
         labels = self.notes.labels
         for value in tensors_in(self.result):
-            labels.leave(self._families_of.get(value) or (), "the model returns them")
+            labels.leave_whole(self._families_of.get(value) or (), "the model returns them")
         for path, why in self._model.weights_of_unknown_size():
-            labels.leave(self.channels.get(path, ()), why)
-        labels.settle()
+            labels.leave_whole(self.weight_families.get(path, ()), why)
+        labels.settle_blocks()
         return self.result
 
     def layer(self, name: str) -> str:
@@ -222,7 +222,7 @@ class KerasTracing(Tracing):
         """Insert the routines before and after a forward op."""
         if context["phase"] != "forward":
             return
-        context.insert_before_op(self._store_inputs)
+        context.insert_before_op(self._push_inputs)
         context.insert_after_op(
             self._follow_channels,
             type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
@@ -230,8 +230,8 @@ class KerasTracing(Tracing):
         )  # fmt: skip
 
     @amanda.observer
-    def _store_inputs(self, *inputs: Any) -> None:
-        """Store the inputs of an op, with their channels."""
+    def _push_inputs(self, *inputs: Any) -> None:
+        """Push the inputs of an op, with their channels, for `_follow_channels`."""
         self._open_inputs.append([self._with_channels(value) for value in inputs])
 
     @amanda.observer
@@ -244,36 +244,36 @@ class KerasTracing(Tracing):
         attributes: Mapping[str, Any],
         module: str,
     ) -> None:
-        """Follow an op by its rule, and store the families of its outputs."""
+        """Follow an op by its rule, store the families of its outputs, and append it to `traced_ops`.
+
+        Pops the inputs that `_push_inputs` pushed.
+        """
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
-        # Weights enter the program here: the output is the weight for all ops that follow.
         if type == "ReadVariableOp":
-            name = self._handles.get(values[0].tensor)
-            if name is not None:
-                self._names[output_tensors[0]] = name
-                self._families_of[output_tensors[0]] = self._of_weight(name, output_tensors[0])
+            self._follow_read_weight(values[0].tensor, output_tensors[0])
             return
         results = [self._with_channels(value) for value in output_tensors]
         input_values = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
-        moved = partial(_move_labels, type, attributes, values)
+        move = partial(_move_labels, type, attributes, values)
         # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key, and
         # ops of a compiled function have no keys of eager ones.
         word = type if rule is reduced else "add" if type == "BiasAdd" else word
         call = FollowedOp(
-            word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, moved,
+            word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, move,
             self.notes, _name,
         )  # fmt: skip
         if not any(value.families for value in input_values):
             output_families = fresh(call)
         else:
             output_families = rule(call) if results else unknown(call)
+        # Mixed precision casts each weight before it is used.
+        passes_weight = type in ("Cast", "Identity") and input_values[0].name is not None
         for output, families in zip(output_tensors, output_families, strict=True):
             if families:
                 self._families_of[output] = families
-            # Mixed precision casts each weight before it is used.
-            if type in ("Cast", "Identity") and input_values[0].name is not None:
+            if passes_weight:
                 self._names[output] = input_values[0].name
         if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is not a BiasAdd
             self.note_op(
@@ -285,10 +285,16 @@ class KerasTracing(Tracing):
                 output_families,
             )
 
-    def _of_weight(self, name: str, value: Any) -> Families:
-        """Return the families of a weight, new ones at first."""
-        families = self.channels.get(name)
-        return self.fresh(name, tuple(value.shape)) if families is None else families
+    def _follow_read_weight(self, handle: Any, tensor: Any) -> None:
+        """Give a tensor the name and families of the weight that was read; nothing for another variable."""
+        # Weights enter the program here: the tensor is the weight for all ops that follow.
+        name = self._handles.get(handle)
+        if name is not None:
+            self._names[tensor] = name
+            families = self.weight_families.get(name)
+            self._families_of[tensor] = (
+                self.new_families(name, tuple(tensor.shape)) if families is None else families
+            )
 
     def _with_channels(self, tensor: Any) -> Any:
         """Return a tensor with its channels, a list of these for a list."""

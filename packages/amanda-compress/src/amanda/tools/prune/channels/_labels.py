@@ -6,9 +6,9 @@ label: a number for a place along an axis of a weight.  Labels in one set are ch
 family: the labels of a tensor along an axis, an integer array of the tensor's rank, whose extents are those
     of the tensor where the family varies and 1 elsewhere.  A tensor has a family for each axis with channels.
 block: a family that varies along several axes, such as heads and their features.
-to leave channels (whole): to remove none of them, for a reason.
+to leave channels whole: to remove none of them, for a reason.
 to pin an axis: to make all its places one channel, so that the axis stays whole.
-to produce: to compute as the outputs of a layer; only such channels can be removed.
+output labels: those of the channels that a layer computes; only such channels can be removed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ChannelSets:
         # labels.
         self._parents = np.zeros(0, np.int64)
         self._whole: list[tuple[Any, str]] = []
-        self._produced: list[Any] = []
+        self._outputs: list[Any] = []
         self.blocks: list[Family] = []
 
     @property
@@ -44,7 +44,7 @@ class ChannelSets:
         """Return how many labels there are."""
         return len(self._parents)
 
-    def fresh(self, count: int) -> Family:
+    def new_labels(self, count: int) -> Family:
         """Return new labels, each a set of its own."""
         start = len(self._parents)
         self._parents = np.concatenate([self._parents, np.arange(start, start + count)])
@@ -53,7 +53,7 @@ class ChannelSets:
     def roots(self, labels: Family) -> Family:
         """Return the root of each label, which stands for its set."""
         roots = self._parents[labels]
-        # Arrays of labels climb together, one gather for each level of the trees.
+        # Arrays of labels climb the trees together, one gather for each level.
         while True:
             parents = self._parents[roots]
             if (parents == roots).all():
@@ -73,40 +73,41 @@ class ChannelSets:
             self._parents[max(first, second)] = min(first, second)
 
     def _root(self, label: int) -> int:
-        """Return the root of a label, and shorten the way to it."""
+        """Return the root of a label, and shorten the way to it for later calls."""
         while (parent := int(self._parents[label])) != label:
             self._parents[label] = self._parents[parent]
             label = parent
         return label
 
-    def leave(self, labels: Iterable[Family] | Family, reason: str) -> None:
+    def leave_whole(self, labels: Iterable[Family] | Family, reason: str) -> None:
         """Keep the channels of labels whole; reason: "" for axes that are not channels."""
         for family in labels if isinstance(labels, (tuple, list)) else (labels,):
             # Labels and not roots: later unions extend what is left whole.
             self._whole.append((np.unique(family), reason))
 
-    def produce(self, labels: Family | None) -> None:
-        """Note that an op makes these channels of a weight: only such channels can be removed."""
+    def mark_outputs(self, labels: Family | None) -> None:
+        """Mark labels as outputs of a layer: only such channels can be removed; nothing for None."""
         if labels is not None:
-            self._produced.append(np.unique(labels))
+            self._outputs.append(np.unique(labels))
 
     def output_roots(self) -> set[int]:
-        """Return the roots of the channels that an op makes."""
-        return {root for labels in self._produced for root in self.roots(labels).tolist()}
+        """Return the roots of all channels that layers compute."""
+        return {root for labels in self._outputs for root in self.roots(labels).tolist()}
 
     def output_labels(self) -> set[int]:
-        """Return the labels of the channels that an op makes, before any union."""
-        return {label for labels in self._produced for label in labels.tolist()}
+        """Return the labels of all channels that layers compute, before any union."""
+        return {label for labels in self._outputs for label in labels.tolist()}
 
     def whole_roots(self) -> dict[int, str]:
         """Return the reason for each root that is left whole."""
         reasons: dict[int, str] = {}
         for labels, reason in self._whole:
             for root in self.roots(labels).tolist():
+                # The first reason that is not "" stays.
                 reasons[root] = reasons.get(root) or reason
         return reasons
 
-    def pin(self, family: Family, axis: int, reason: str) -> Family | None:
+    def pin_axis(self, family: Family, axis: int, reason: str) -> Family | None:
         """Keep an axis whole: return the family without the axis.
 
         Returns None if the family varies along no other axis; then it is left whole for the reason.
@@ -117,19 +118,23 @@ class ChannelSets:
         if first_place.size > 1:
             return first_place
         if family.size > 1:
-            self.leave(first_place, reason)
+            self.leave_whole(first_place, reason)
         return None
 
-    def pinned(self, families: Families, axes: Iterable[int], reason: str) -> Families:
-        """Pin axes of families; return the families that vary along other axes."""
+    def pin_axes(self, families: Families, axes: Iterable[int], reason: str) -> Families:
+        """Pin axes of families; return the families that vary along other axes.
+
+        A family without other axes is left whole for the reason.
+        """
         for axis in axes:
-            pinned = [
-                self.pin(family, axis, reason) if family.shape[axis] > 1 else family for family in families
+            pinned_families = [
+                self.pin_axis(family, axis, reason) if family.shape[axis] > 1 else family
+                for family in families
             ]
-            families = tuple(family for family in pinned if family is not None)
+            families = tuple(family for family in pinned_families if family is not None)
         return families
 
-    def compressed(self, family: Family, reason: str) -> Family | None:
+    def without_constant_axes(self, family: Family, reason: str) -> Family | None:
         """Return a family without axes along which its sets do not change; None if there is no other.
 
         A family that loses all axes is left whole for the reason.  A tensor without elements, such as an
@@ -147,35 +152,30 @@ class ChannelSets:
         if roots.size > 1:
             return roots
         if family.size > 1:
-            self.leave(roots, reason)
+            self.leave_whole(roots, reason)
         return None
 
-    def merged(self, parts: Sequence[Part], reason: str) -> Families:
+    def unite_elementwise(self, parts: Sequence[Part], reason: str) -> Families:
         """Unite the channels of tensors that an op computes with element by element; return the result's.
 
         An axis that one tensor has and another has without channels stays whole.
         """
         rank = max(len(shape) for _, shape in parts)
-        # Broadcasting aligns axes from the last one on.
-        aligned_parts = [
-            (tuple(family.reshape((1,) * (rank - len(shape)) + family.shape) for family in families),
-             (1,) * (rank - len(shape)) + tuple(shape))
-            for families, shape in parts
-        ]  # fmt: skip
+        aligned_parts = [_broadcast_to_rank(part, rank) for part in parts]
+        # A tensor without channels keeps its extent, so that the op would fail if others were shorter.
+        axes_without_channels = [
+            axis for axis in range(rank) if any(_lacks(part, axis) for part in aligned_parts)
+        ]
         merged: list[Family] = []
         for families, _ in aligned_parts:
-            for axis in range(rank):
-                # The other tensor would keep its extent, and the op would fail.
-                if any(_lacks(part, axis) for part in aligned_parts):
-                    families = self.pinned(families, [axis], reason)
-            for family in families:
+            for family in self.pin_axes(families, axes_without_channels, reason):
                 self._merge_into(merged, family, reason)
         return tuple(merged)
 
     def _merge_into(self, merged: list[Family], family: Family | None, reason: str) -> None:
         """Add a family to those of a result, in place; families along the same axis become one.
 
-        Of families where one varies along more axes, the common axes are kept whole.
+        Of a family whose axes are inner ones of another, such as the features of heads, the axes are pinned.
         """
         i = 0
         while family is not None and i < len(merged):
@@ -184,42 +184,43 @@ class ChannelSets:
                 i += 1
             elif _is_inner(axes, merged_axes):
                 # For example a weight of each feature of all heads: heads stay separate.
-                self.pinned((family,), axes, reason)
+                self.pin_axes((family,), axes, reason)
                 return
             elif _is_inner(merged_axes, axes):
                 inner = merged.pop(i)
-                self.pinned((inner,), merged_axes, reason)
-                pinned = self.pinned((family,), merged_axes, reason)
+                self.pin_axes((inner,), merged_axes, reason)
+                pinned = self.pin_axes((family,), merged_axes, reason)
                 family = pinned[0] if pinned else None
             else:
                 merged_family = merged.pop(i)
                 self.unite(family, merged_family)
                 united = np.broadcast_arrays(family, merged_family)[0]
-                # Along other axes than before, so that it is compared with all again.
-                family, i = self.compressed(united, reason), 0
+                family = self.without_constant_axes(united, reason)
+                # It varies along other axes than before, so that it is compared with all again.
+                i = 0
         if family is not None:
             merged.append(family)
 
-    def settle(self) -> None:
+    def settle_blocks(self) -> None:
         """Make each family that varies along several axes, as heads and their features, vary along one.
 
-        That is the longest one, if what ops do has not decided.
+        That is the longest one, unless unions by ops have left the block one axis along which it varies.
         """
-        # Until nothing changes: what one block decides may decide others that share its labels.
-        set_count_before = -1
-        while (set_count := self._set_count()) != set_count_before:
-            set_count_before = set_count
+        # Until no set is united: the axis that one block gets may decide that of others with the same labels.
+        set_count, set_count_before = self._set_count(), -1
+        while set_count != set_count_before:
             for block in self.blocks:
-                if not any(self._is_carrier(block, axis) for axis in varying(block)):
+                if not any(self._varies_only_along(block, axis) for axis in varying(block)):
                     # Of heads and features the longer axis gives the finer choice of what to remove.
-                    carrier = max(varying(block), key=lambda axis: block.shape[axis])
-                    for axis in varying(block) - {carrier}:
+                    longest_axis = max(varying(block), key=lambda axis: block.shape[axis])
+                    for axis in varying(block) - {longest_axis}:
                         self.unite(block, block.take([0], axis))
+            set_count, set_count_before = self._set_count(), set_count
 
     def _set_count(self) -> int:
         return len(np.unique(self.roots(np.arange(len(self._parents)))))
 
-    def _is_carrier(self, block: Family, axis: int) -> bool:
+    def _varies_only_along(self, block: Family, axis: int) -> bool:
         """Return True if the sets of a block change along this axis alone."""
         sets_at_place = np.moveaxis(self.roots(block), axis, 0).reshape(block.shape[axis], -1)
         return bool((sets_at_place == sets_at_place[:, :1]).all())
@@ -239,15 +240,22 @@ def shaped(labels: Family | None, axis: int, rank: int) -> Families:
     return (labels.reshape(extents),)
 
 
+def _broadcast_to_rank(part: Part, rank: int) -> Part:
+    """Return families and extents with leading axes of extent 1, as broadcasting aligns tensors."""
+    families, shape = part
+    leading = (1,) * (rank - len(shape))
+    return tuple(family.reshape(leading + family.shape) for family in families), leading + tuple(shape)
+
+
 def _lacks(part: Part, axis: int) -> bool:
     """Return True if a tensor has several places along an axis, and no channels."""
     families, shape = part
     return shape[axis] > 1 and not any(family.shape[axis] > 1 for family in families)
 
 
-def _is_inner(axes: set[int], block: set[int]) -> bool:
+def _is_inner(axes: set[int], block_axes: set[int]) -> bool:
     """Return True if a block varies along these axes, and along others before them."""
-    return axes < block and min(axes) > min(block)
+    return axes < block_axes and min(axes) > min(block_axes)
 
 
 @dataclass(frozen=True)
@@ -289,8 +297,8 @@ class Notes:
 class FollowedOp:
     """An execution of an op, whose inputs have PyTorch's names and order.
 
-    names: of the inputs.  channels: returns a tensor's families.  name_of: returns a weight's name.
-    moved: moves a family of the first input as the op moves its elements, a result for each output.
+    names: of the inputs.  find_families: returns a tensor's families.  name_of: returns a weight's name.
+    move: moves a family of the first input as the op moves its elements, a result for each output.
     key: tells the op from others.  place: "conv2d of layer1.0", for reasons.
     """
 
@@ -300,8 +308,8 @@ class FollowedOp:
     inputs: Sequence[Any]
     names: Sequence[str]
     outputs: Sequence[Any]
-    channels: Callable[[Any], Families]
-    moved: Callable[[Family], list[Family]]
+    find_families: Callable[[Any], Families]
+    move: Callable[[Family], list[Family]]
     notes: Notes
     name_of: Callable[[Any], str | None]
 
@@ -311,7 +319,7 @@ class FollowedOp:
         return self.notes.labels
 
     @property
-    def lacking(self) -> str:
+    def lacking_reason(self) -> str:
         """Return why channels are left whole that another tensor of the op does not have."""
         return f"{self.place} computes with a tensor that has no channels to remove with them"
 
@@ -320,15 +328,15 @@ class FollowedOp:
         value_or_none = dict(zip(self.names, self.inputs, strict=False)).get(name)
         return default if value_or_none is None else value_or_none
 
-    def of(self, value: Any) -> Families:
+    def families_of(self, value: Any) -> Families:
         """Return the families of an input; () for an input that is not a tensor."""
-        return () if value is None or not hasattr(value, "shape") else self.channels(value)
+        return () if value is None or not hasattr(value, "shape") else self.find_families(value)
 
-    def part(self, value: Any) -> Part:
+    def part_of(self, value: Any) -> Part:
         """Return families and extents of an input."""
-        return self.of(value), tuple(value.shape)
+        return self.families_of(value), tuple(value.shape)
 
-    def along(self, families: Families, axis: int) -> Family | None:
+    def labels_along(self, families: Families, axis: int) -> Family | None:
         """Pin all axes but one; return the labels along it as a vector, None without any.
 
         Families that do not vary along the axis are left whole; several that do become one.
@@ -336,19 +344,20 @@ class FollowedOp:
         channels: Family | None = None
         for family in families:
             if family.shape[axis] == 1:
-                self.labels.leave(family, self.lacking)
+                self.labels.leave_whole(family, self.lacking_reason)
                 continue
             other_axes = [i for i in range(family.ndim) if i != axis % family.ndim]
-            for axis_labels in self.labels.pinned((family,), other_axes, self.lacking):
+            for axis_labels in self.labels.pin_axes((family,), other_axes, self.lacking_reason):
                 if channels is not None:
                     self.labels.unite(channels, axis_labels.reshape(-1))
                 channels = axis_labels.reshape(-1)
         return channels
 
-    def split(self, families: Families, axis: int) -> tuple[Family | None, Families]:
-        """Return the labels along an axis as a vector, None without any, and the families along other axes.
+    def split_axis(self, families: Families, axis: int) -> tuple[Family | None, Families]:
+        """Split families into the labels along an axis, as a vector, and the families along other axes.
 
-        Of a family along both, such as heads and their features, the axis is pinned.
+        None without labels along the axis; several families along it become one.  Of a family along both,
+        such as heads and their features, the axis is pinned.
         """
         axis_labels: Family | None = None
         other_families: list[Family] = []
@@ -360,7 +369,7 @@ class FollowedOp:
                     self.labels.unite(axis_labels, family.reshape(-1))
                 axis_labels = family.reshape(-1)
             else:
-                other_families.extend(self.labels.pinned((family,), [axis], self.lacking))
+                other_families.extend(self.labels.pin_axes((family,), [axis], self.lacking_reason))
         return axis_labels, tuple(other_families)
 
     def match(self, first: Family | None, second: Family | None) -> None:
@@ -369,13 +378,13 @@ class FollowedOp:
             self.labels.unite(first, second)
         for labels in (first, second):
             if labels is not None and (first is None or second is None):
-                self.labels.leave(labels, self.lacking)
+                self.labels.leave_whole(labels, self.lacking_reason)
 
     def match_vector(self, channels: Family | None, *vectors: Any) -> None:
         """Match the channels with those of parameters that have one value for each."""
         for vector in vectors:
             if vector is not None:
-                self.match(channels, self.along(self.of(vector), 0))
+                self.match(channels, self.labels_along(self.families_of(vector), 0))
 
     def note_whole_groups(self, weight: Any) -> None:
         """Note that whole groups of a layer with this weight are removed."""
@@ -387,9 +396,11 @@ class FollowedOp:
         """Note that the op computes over these channels of its first input."""
         self.notes.reductions.append(Reduction(self.key, self.type, axis, labels))
 
-    def leave_all(self, reason: str) -> None:
-        """Keep the channels of all inputs whole, those of weights as outputs that a layer makes."""
+    def leave_inputs_whole(self, reason: str) -> None:
+        """Leave the channels of all inputs whole, and mark those of weights as outputs."""
+        # Results give reasons for outputs alone.
         for value in leaves(self.inputs):
-            self.labels.leave(self.of(value), reason)
-            for family in self.of(value) if self.name_of(value) is not None else ():
-                self.labels.produce(family)
+            self.labels.leave_whole(self.families_of(value), reason)
+            if self.name_of(value) is not None:
+                for family in self.families_of(value):
+                    self.labels.mark_outputs(family)

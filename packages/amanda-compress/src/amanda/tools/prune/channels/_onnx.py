@@ -25,7 +25,7 @@ from amanda.tools.prune.channels._prunable_model import (
     PrunableModel,
     TracedOp,
     Tracing,
-    array_over_kept,
+    compute_array_over_kept,
     selected_of_array,
 )
 
@@ -38,7 +38,7 @@ class OnnxModel(PrunableModel):
     """
 
     has_gradients = False
-    selected, over_kept = staticmethod(selected_of_array), staticmethod(array_over_kept)
+    selected, compute_over_kept = staticmethod(selected_of_array), staticmethod(compute_array_over_kept)
 
     def __init__(self, model: ModelProto | str | PathLike[str]) -> None:
         super().__init__(model)
@@ -63,7 +63,7 @@ class OnnxModel(PrunableModel):
         """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
         return self._run(False, example, named)
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Run a session with the optimizations of ONNX Runtime."""
         self._run(True, example, named)
 
@@ -94,7 +94,9 @@ class OnnxModel(PrunableModel):
     @contextmanager
     def without_failing_nodes(self, *example: Any, **named: Any) -> Iterator[None]:
         """Return a context in which the model ends before the first node that fails, so that it runs."""
-        whole, running_count, failing_count = self.proto, 0, len(self.proto.graph.node)
+        whole = self.proto
+        # Numbers of first nodes that run and that fail: halved until they are neighbours.
+        running_count, failing_count = 0, len(whole.graph.node)
         try:
             while failing_count - running_count > 1:
                 middle = (running_count + failing_count) // 2
@@ -140,11 +142,11 @@ class OnnxModel(PrunableModel):
         """Return a removal that puts a smaller model in the place of this one."""
         return OnnxRemoval(self, plan)
 
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
         """Return a smaller model."""
         return smaller_proto(self.proto, plan)
 
-    def with_zeros(self, masks: Masks) -> ModelProto:
+    def write_masks(self, masks: Masks) -> ModelProto:
         """Return a model whose initializers have zeros."""
         masked = ModelProto()
         masked.CopyFrom(self.proto)
@@ -156,25 +158,26 @@ class OnnxModel(PrunableModel):
                 )
         return masked
 
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point arrays."""
         for array in result:
             if isinstance(array, np.ndarray) and array.dtype.kind == "f":
                 yield array.astype(np.float64), float(np.finfo(array.dtype).eps)
 
-    def is_of(self, model: Any) -> bool:
+    def is_same_model(self, model: Any) -> bool:
         """Return True for the same ModelProto, or the same path."""
         if isinstance(model, (str, PathLike)) and isinstance(self.model, (str, PathLike)):
             return fspath(model) == fspath(self.model)
         return model is self.model
 
-    def key(self, context: amanda.OpContext) -> Any:
+    def op_key(self, context: amanda.OpContext) -> Any:
         """Return the first value that a node makes, which no other node makes."""
         return onnx_graph.first_output_of(context.get_op().node)
 
-    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+    def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return inputs by the names that they have in `proto`, also in a session that was made elsewhere."""
-        node = self.nodes.get(self.key(context))
+        node = self.nodes.get(self.op_key(context))
+        # One name for each value, in order, also within lists: a node's inputs are one flat list.
         names = iter(() if node is None else node.input)
 
         def with_name(value: Any) -> Any:
@@ -285,7 +288,8 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
                     initializers[graph_input.name].data_type, initializers[graph_input.name].dims
                 )
             )
-    unread = {item.name for item in graph.initializer} - onnx_graph.read_in(graph)
+    # Initializers that were unread before stay: they are the user's.
+    unread_before = {item.name for item in graph.initializer} - onnx_graph.read_in(graph)
     sizes = _SizeCorrection(smaller, plan)
     nodes = [item for node in graph.node for item in (*sizes.correct(node), node)]
     if len(nodes) > len(graph.node):
@@ -294,7 +298,7 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
         del graph.node[:]
         graph.node.extend(copied.node)
     has_types = bool(graph.value_info)
-    onnx_graph.remove_unread(graph, kept=unread)
+    onnx_graph.remove_unread(graph, kept=unread_before)
     # Types of intermediate values are of the old extents, and a checker would compare them.
     return onnx.shape_inference.infer_shapes(smaller) if has_types else smaller
 
@@ -320,8 +324,8 @@ class _SizeCorrection:
         """Give a node the new sizes; return new nodes that compute inputs of the node, mostly none."""
         op = self._traced_ops.get(onnx_graph.first_output_of(node))
         if op is None or not op.inputs or node.domain not in ("", "ai.onnx"):
-            pass
-        elif node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
+            return ()
+        if node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
             # The second extent of a kernel is the number of channels of one group.
             (_, channels, *_), (_, depth, *_) = (self._extents(part) for part in op.inputs[:2])
             onnx_graph.set_attribute(node, "group", channels // depth)
@@ -341,9 +345,9 @@ class _SizeCorrection:
         return self._tracing.kept_extents(part, self._alive)
 
     def _update_shape(self, node: NodeProto, index: int, op: TracedOp) -> Sequence[NodeProto]:
-        """Write new extents into the numbers of a shape, constants or a Concat of these.
+        """Write new extents into the shape that a node reads: a constant, or constants that a Concat joins.
 
-        Returns the node's own copy of a Concat that others read too; other shapes stay unchanged.
+        Other shapes stay unchanged.  Returns the node's own copy of a Concat that other nodes read too.
         """
         numbers = self._tracing.numbers.get((op.key, index))
         old_extents, new_extents = op.outputs[0][1], self._extents(op.outputs[0])
@@ -355,28 +359,35 @@ class _SizeCorrection:
             i: new_extents[i + offset] for i, number in enumerate(numbers.tolist())
             if old_extents[i + offset] != new_extents[i + offset] and number == old_extents[i + offset]
         }  # fmt: skip
-        producer = self._producers.get(node.input[index])
         if not new_numbers:
             return ()
         if node.input[index] in self._constants:
             self._set_initializer(node, index, _replace_numbers(numbers, 0, new_numbers))
             return ()
+        producer = self._producers.get(node.input[index])
         if producer is None or producer.op_type != "Concat":
             return ()
-        concat, position = producer, 0
-        if self._readers[producer.output[0]] > 1:
-            concat = NodeProto()
-            concat.CopyFrom(producer)
-            concat.name = concat.output[0] = node.input[index] = f"{op.key}/{index}"
-        for i, name in enumerate(producer.input):
-            piece = self._tracing.numbers[onnx_graph.first_output_of(producer), i]
-            if (
-                name in self._constants
-                and _replace_numbers(piece, position, new_numbers).tolist() != piece.tolist()
-            ):
-                self._set_initializer(concat, i, _replace_numbers(piece, position, new_numbers))
+        if self._readers[producer.output[0]] == 1:
+            self._update_concat(producer, producer, new_numbers)
+            return ()
+        concat = NodeProto()
+        concat.CopyFrom(producer)
+        concat.name = concat.output[0] = node.input[index] = f"{op.key}/{index}"
+        self._update_concat(concat, producer, new_numbers)
+        return (concat,)
+
+    def _update_concat(self, concat: NodeProto, original: NodeProto, new_numbers: dict[int, int]) -> None:
+        """Write new numbers of a shape into the constants that a Concat joins.
+
+        original: the node in the traced model.  new_numbers: by their positions in the shape.
+        """
+        position = 0
+        for i, name in enumerate(original.input):
+            piece = self._tracing.numbers[onnx_graph.first_output_of(original), i]
+            new_piece = _replace_numbers(piece, position, new_numbers)
+            if name in self._constants and new_piece.tolist() != piece.tolist():
+                self._set_initializer(concat, i, new_piece)
             position += len(piece)
-        return () if concat is producer else (concat,)
 
     def _update_slice(self, node: NodeProto, op: TracedOp) -> None:
         """Write the bounds of a Slice, counted in kept channels.
@@ -395,7 +406,7 @@ class _SizeCorrection:
         is_changed = False
         for i, axis in enumerate(axes.tolist()):
             axis %= len(shape)
-            keep_mask = self._tracing.kept_places(families, axis, self._alive)
+            keep_mask = self._tracing.keep_mask_along(families, axis, self._alive)
             has_unit_stride = strides is None or strides[i] == 1
             if keep_mask is not None and not keep_mask.all() and has_unit_stride:
                 # Bounds from the end, or beyond, become those from the start.

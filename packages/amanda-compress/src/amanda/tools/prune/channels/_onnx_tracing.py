@@ -62,11 +62,13 @@ class OnnxValue:
 def gemm(call: FollowedOp) -> Sequence[Families]:
     """Multiply two matrices, either transposed, and add a third."""
     first, second, summand = (*call.inputs[:2], call.value("C"))
-    first_part = _transposed(call.part(first)) if call.value("transA") else call.part(first)
-    second_part = _transposed(call.part(second)) if call.value("transB") else call.part(second)
+    first_part = _transposed(call.part_of(first)) if call.value("transA") else call.part_of(first)
+    second_part = _transposed(call.part_of(second)) if call.value("transB") else call.part_of(second)
     families = matrix_product(call, first_part, second_part, second)
     if summand is not None:
-        families = call.labels.merged([call.part(summand), (families, call.outputs[0].shape)], call.lacking)
+        families = call.labels.unite_elementwise(
+            [call.part_of(summand), (families, call.outputs[0].shape)], call.lacking_reason
+        )
     return [families]
 
 
@@ -80,23 +82,24 @@ def from_axis_on(call: FollowedOp) -> Sequence[Families]:
     """Keep an axis and all after it whole: before opset 13 a softmax is over all of them."""
     rank = call.inputs[0].ndim
     axes = range(call.value("dim", 1) % rank, rank)
-    return [call.labels.pinned(call.of(call.inputs[0]), axes, f"{call.place} computes over them")]
+    return [call.labels.pin_axes(call.families_of(call.inputs[0]), axes, f"{call.place} computes over them")]
 
 
 def depth_to_space(call: FollowedOp) -> Sequence[Families]:
     """Move channels into images: those that go to one channel go together."""
-    channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
+    channels, area = call.labels_along(call.families_of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
     if channels is None:
         return [()]
-    is_inner = call.value("mode", "DCR") == "CRD"
-    grouped = channels.reshape(-1, area) if is_inner else channels.reshape(area, -1).T
+    # Rows of `grouped` are the channels of one output channel; in mode CRD they are neighbours.
+    are_neighbours = call.value("mode", "DCR") == "CRD"
+    grouped = channels.reshape(-1, area) if are_neighbours else channels.reshape(area, -1).T
     call.labels.unite(grouped, grouped[:, :1])
     return [shaped(grouped[:, 0], 1, 4)]
 
 
 def space_to_depth(call: FollowedOp) -> Sequence[Families]:
     """Move images into channels, as many of each."""
-    channels, area = call.along(call.of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
+    channels, area = call.labels_along(call.families_of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
     return [shaped(None if channels is None else np.tile(channels, area), 1, 4)]
 
 
@@ -181,6 +184,7 @@ def rule_of(
         rule = unknown
     elif type in _REDUCED and attributes.get("noop_with_empty_axes") and not _has_axes(attributes, values):
         rule = same_channels
+    # As many names as inputs: names are "" behind the table's, inputs None where the node omits them.
     names += ["" for _ in inputs[len(names) :]]
     inputs += [None for _ in names[len(inputs) :]]
     for i, (name, value) in enumerate(zip(names, inputs, strict=True)):
@@ -247,14 +251,14 @@ class OnnxTracing(Tracing):
             raise
         labels = self.notes.labels
         for name in self._model.outputs:
-            labels.leave(self._families_of.get(name, ()), "the model returns them")
+            labels.leave_whole(self._families_of.get(name, ()), "the model returns them")
         for name, reader in self._model.read_in_bodies.items():
             if name in self._families_of or name in self._weights:
                 families = self._families(OnnxValue(name, self._weights.get(name)))
-                labels.leave(families, f"channels are not followed into the bodies of {reader}")
+                labels.leave_whole(families, f"channels are not followed into the bodies of {reader}")
                 for family in families if name in self._weights else ():
-                    labels.produce(family)
-        labels.settle()
+                    labels.mark_outputs(family)
+        labels.settle_blocks()
         return self.result
 
     def layer(self, name: str) -> str:
@@ -263,7 +267,7 @@ class OnnxTracing(Tracing):
 
     def _analyse(self, context: amanda.OpContext) -> None:
         """Insert the routines before and after a node of the main graph."""
-        key = self._model.key(context)
+        key = self._model.op_key(context)
         if key not in self._model.nodes:  # of a body, where nothing can listen
             return
         symbols, output_names = context.get_inputs(), [name for name in context.get_op().node.output if name]
@@ -302,26 +306,24 @@ class OnnxTracing(Tracing):
         node: str,
         compute: Callable[[Sequence[Any]], Any] | None,
     ) -> None:
-        """Follow a node by its rule, and store the families of its outputs."""
+        """Follow a node by its rule, store the families of its outputs, and append it to `traced_ops`.
+
+        Removes the inputs that `_store_inputs` stored, and notes in `unfollowed` why a layer is not followed.
+        """
         values = self._open_inputs.pop(key)
         arrays = (
             array for array in _map_leaves(outputs, lambda array: array) if isinstance(array, np.ndarray)
         )
         results = [OnnxValue(name, array) for name, array in zip(output_names, arrays, strict=False)]
         channels = [() if value is None else self._families(value) for value in values]
-        for i, value in enumerate(values):
-            if value is not None and value.root is not None and value.root in self._weights:
-                self._layers.setdefault(value.root, module)
-            # Shapes and indices computed at run time are needed when sizes are corrected.
-            if value is not None and value.array.dtype in (np.int32, np.int64):
-                self.numbers[key, i] = value.array
+        self._note_inputs(key, module, values)
         why = why_unfollowed(type, values, channels)
         if why:
             self.unfollowed[node] = why
         op_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
-        moved = partial(_move_labels, compute, values)
+        move = partial(_move_labels, compute, values)
         call = FollowedOp(
-            word, f"{type} {node}", key, inputs, names, results, self._families, moved, self.notes, self._name
+            word, f"{type} {node}", key, inputs, names, results, self._families, move, self.notes, self._name
         )
         rule = op_rule if any(channels) else fresh
         output_families = rule(call) if results else unknown(call)
@@ -337,11 +339,20 @@ class OnnxTracing(Tracing):
         ]
         self.note_op(call, op_rule, module, node, input_parts, output_families)
 
+    def _note_inputs(self, key: str, module: str, values: Sequence[OnnxValue | None]) -> None:
+        """Note the module that first reads a weight, and the integers that a node reads."""
+        for i, value in enumerate(values):
+            if value is not None and value.root is not None and value.root in self._weights:
+                self._layers.setdefault(value.root, module)
+            # Shapes and indices computed at run time are needed when sizes are corrected.
+            if value is not None and value.array.dtype in (np.int32, np.int64):
+                self.numbers[key, i] = value.array
+
     def _families(self, value: OnnxValue) -> Families:
         """Return the families of a value; a weight has new ones at first."""
         families = self._families_of.get(value.name)
         if families is None and value.name in self._weights:
-            families = self._families_of[value.name] = self.fresh(value.name, value.shape)
+            families = self._families_of[value.name] = self.new_families(value.name, value.shape)
         return families or ()
 
     def _name(self, value: Any) -> str | None:

@@ -13,8 +13,8 @@ import amanda
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._masks import PruneError, unit_keep_masks
-from amanda.tools.prune.channels._labels import ChannelSets, Work, varying
-from amanda.tools.prune.channels._prunable_model import PrunableModel, TracedOp, Tracing, first_difference
+from amanda.tools.prune.channels._labels import ChannelSets, Family, Work, varying
+from amanda.tools.prune.channels._prunable_model import PrunableModel, TracedOp, Tracing, first_unfit_op
 from amanda.tools.select import Paths, unmatched
 
 
@@ -22,13 +22,13 @@ from amanda.tools.select import Paths, unmatched
 class Member:
     """The part that an axis of a parameter or buffer has in a group.
 
-    indices: (channels of the group, places along the axis).  is_made: True if these are a layer's outputs.
+    indices: (channels of the group, places along the axis).  is_output: True if these are a layer's outputs.
     """
 
     name: str
     axis: int
     indices: Any
-    is_made: bool
+    is_output: bool
 
     def __str__(self) -> str:
         """Return name and axis: `layer1.0.conv1.weight:0`."""
@@ -58,7 +58,7 @@ class ChannelGroup:
     def __len__(self) -> int:
         return len(self.roots)
 
-    def values(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    def channel_slices(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
         """Return for each weight of the group its slices (channels, elements), by `name:axis`."""
         slices = {}
         for member in self.members:
@@ -70,19 +70,7 @@ class ChannelGroup:
 
 def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     """Return the groups that can be removed, in the order of their first layers."""
-    labels = tracing.notes.labels
-    produced_roots, whole_roots = labels.output_roots(), labels.whole_roots()
-    output_labels = labels.output_labels()
-    # Of each channel: its places along axes of weights, by name, axis, and True for outputs of a layer.
-    places_by_root: dict[int, dict[tuple[str, int, bool], list[int]]] = defaultdict(dict)
-    for name, families in tracing.channels.items():
-        for family in families:
-            (axis,) = varying(family)
-            roots_of_places = labels.roots(family).reshape(-1).tolist()
-            for i, (label, root) in enumerate(zip(family.reshape(-1).tolist(), roots_of_places, strict=True)):
-                # A channel that no layer makes, as of an input image, cannot be removed.
-                if root in produced_roots and root not in whole_roots:
-                    places_by_root[root].setdefault((name, axis, label in output_labels), []).append(i)
+    places_by_root = _removable_places(tracing)
     # Channels with as many places along the same axes are a group.
     roots_by_axes: dict[Any, list[int]] = defaultdict(list)
     for root, places_by_axis in places_by_root.items():
@@ -91,16 +79,34 @@ def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     groups = []
     for axes_with_counts, roots in roots_by_axes.items():
         members = []
-        for name, axis, is_made, _ in axes_with_counts:
-            indices = np.array([places_by_root[root][name, axis, is_made] for root in roots])
-            members.append(Member(name, axis, indices, is_made))
+        for name, axis, is_output, _ in axes_with_counts:
+            indices = np.array([places_by_root[root][name, axis, is_output] for root in roots])
+            members.append(Member(name, axis, indices, is_output))
         # `ChannelGroup` names itself after the first member, which has to be a layer's outputs.
-        members = [
-            *(member for member in members if member.is_made),
-            *(member for member in members if not member.is_made),
-        ]
+        members.sort(key=lambda member: not member.is_output)
         groups.append(ChannelGroup(np.array(roots), tuple(members)))
     return sorted(groups, key=lambda group: int(group.roots[0]))
+
+
+def _removable_places(tracing: Tracing) -> dict[int, dict[tuple[str, int, bool], list[int]]]:
+    """Return the places of each channel that can be removed, by its root.
+
+    The places are positions along axes of weights, by name, axis, and True for outputs of a layer.
+    """
+    labels = tracing.notes.labels
+    output_roots, whole_roots = labels.output_roots(), labels.whole_roots()
+    output_labels = labels.output_labels()
+    places_by_root: dict[int, dict[tuple[str, int, bool], list[int]]] = defaultdict(dict)
+    for name, families in tracing.weight_families.items():
+        for family in families:
+            (axis,) = varying(family)
+            pairs = zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
+            for position, (label, root) in enumerate(pairs):
+                # A channel that no layer makes, as of an input image, cannot be removed.
+                if root in output_roots and root not in whole_roots:
+                    axis_key = name, axis, label in output_labels
+                    places_by_root[root].setdefault(axis_key, []).append(position)
+    return places_by_root
 
 
 def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
@@ -108,10 +114,10 @@ def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
     labels = tracing.notes.labels
     whole_roots, output_labels = labels.whole_roots(), labels.output_labels()
     reasons: dict[str, str] = {}
-    for name, families in tracing.channels.items():
+    for name, families in tracing.weight_families.items():
         for family in families:
-            roots_of_places = labels.roots(family).reshape(-1).tolist()
-            for label, root in zip(family.reshape(-1).tolist(), roots_of_places, strict=True):
+            pairs = zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
+            for label, root in pairs:
                 if label in output_labels and root in whole_roots:
                     reasons.setdefault(name, whole_roots[root])
     return reasons
@@ -137,7 +143,7 @@ def importance_scores(
     """
     if importance == "random":
         return np.random.Generator(np.random.Philox([seed, number])).random(len(group))
-    values = group.values(tensors)
+    values = group.channel_slices(tensors)
     if callable(importance):
         result = importance(values)
         importances = _as_float64(result) if hasattr(result, "shape") else np.asarray(result, float)
@@ -149,13 +155,13 @@ def importance_scores(
         return importances
     if importance == "taylor":
         for member in group.members:
-            # Vectors, such as biases, do not count, see `ChannelGroup.values`.
+            # Vectors, such as biases, do not count, see `ChannelGroup.channel_slices`.
             if tensors[member.name].ndim > 1 and tensors[member.name].grad is None:
                 raise PruneError(
                     f'importance="taylor" reads gradients, and {member.name} has none: call backward() '
                     "before prepare(model, example)"
                 )
-        gradients = group.values({member.name: tensors[member.name].grad for member in group.members})
+        gradients = group.channel_slices({member.name: tensors[member.name].grad for member in group.members})
         rows = np.concatenate([_as_float64(values[name] * gradients[name]) for name in values], 1)
         return np.square(rows).sum(1)
     rows = np.concatenate([_as_float64(tensor) for tensor in values.values()], 1)
@@ -192,14 +198,17 @@ class ChannelBudget:
         labels: ChannelSets,
         work: Sequence[Work],
     ) -> list[Any]:
-        """Return a keep mask of the channels of each group, at least one of which is kept."""
+        """Return a keep mask of the channels of each group, at least one of which is kept.
+
+        For a share of the multiplications, the smallest share of channels whose removal suffices is searched.
+        """
         if self.of == "channels" or not groups:
             return self._keep_masks_at(self.sparsity, groups, importances)
-        low, high = 0.0, 1.0
+        low, high = 0.0, 1.0  # shares of channels: too few and enough
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
             alive = alive_labels(labels, groups, self._keep_masks_at(middle, groups, importances))
-            if share_of_work(work, alive) > 1 - self.sparsity:
+            if kept_share_of_work(work, alive) > 1 - self.sparsity:
                 low = middle
             else:
                 high = middle
@@ -210,15 +219,18 @@ class ChannelBudget:
     ) -> list[Any]:
         """Return the keep mask of each group at a share of the channels."""
         # The best channel of each group is never removed: a layer without channels cannot run.
-        guarded = [
+        guarded_importances = [
             np.where(np.arange(len(scores)) == scores.argmax(), np.inf, scores) for scores in importances
         ]
-        units = [(scores, group.width) for scores, group in zip(guarded, groups, strict=True)]
+        units = [(scores, group.width) for scores, group in zip(guarded_importances, groups, strict=True)]
         if self._scope == "global":
             keep_masks = unit_keep_masks(units, sparsity) if units else []
         else:
             keep_masks = [unit_keep_masks([unit], sparsity)[0] for unit in units]
-        return [self._round_up(*group) for group in zip(keep_masks, guarded, groups, strict=True)]
+        return [
+            self._round_up(keep_mask, scores, group)
+            for keep_mask, scores, group in zip(keep_masks, guarded_importances, groups, strict=True)
+        ]
 
     def _round_up(self, keep_mask: Any, importances: Any, group: ChannelGroup) -> Any:
         """Return a mask that keeps the best further channels until the axis is a multiple of `round_to`."""
@@ -237,14 +249,16 @@ def alive_labels(labels: ChannelSets, groups: Sequence[ChannelGroup], keep_masks
     return ~np.isin(roots, np.concatenate([np.zeros(0, np.int64), *dropped_roots]))
 
 
-def share_of_work(work: Sequence[Work], alive: Any) -> float:
+def kept_share_of_work(work: Sequence[Work], alive: Any) -> float:
     """Return the share of multiplications that remain."""
+
+    def kept_share(channels: Family | None) -> float:
+        """Return the share of channels that is kept."""
+        return 1.0 if channels is None else float(alive[channels].mean())
+
     total = sum(product.multiplications for product in work)
     remaining = sum(
-        product.multiplications
-        * (1.0 if product.outputs is None else float(alive[product.outputs].mean()))
-        * (1.0 if product.inputs is None else float(alive[product.inputs].mean()))
-        for product in work
+        product.multiplications * kept_share(product.outputs) * kept_share(product.inputs) for product in work
     )
     return remaining / total if total else 1.0
 
@@ -290,7 +304,7 @@ class RemovalPlan:
         tensors = self.subject.tensors()
         labels, work = self.tracing.notes.labels, self.tracing.notes.work
         # From here on each family varies along one axis: groups are final.
-        labels.settle()
+        labels.settle_blocks()
         self.groups = removable_groups(self.tracing)
         importances = [
             importance_scores(group, i, tensors, choice.importance, choice.seed)
@@ -298,12 +312,12 @@ class RemovalPlan:
         ]
         self.keep_masks = choice.budget.choose_keep_masks(self.groups, importances, labels, work)
         self.alive = alive_labels(labels, self.groups, self.keep_masks)
-        self.remaining_work = share_of_work(work, self.alive)
+        self.remaining_work = kept_share_of_work(work, self.alive)
         self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:
         """Yield the axes of parameters and buffers that become shorter, and which places on them are kept."""
-        for name, families in self.tracing.channels.items():
+        for name, families in self.tracing.weight_families.items():
             for family in families:
                 (axis,) = varying(family)
                 keep_mask = self.alive[family].reshape(-1)
@@ -314,30 +328,38 @@ class RemovalPlan:
 def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
     """Leave whole what the options do not select; raise PruneError for an option that fits no weight."""
     labels = plan.tracing.notes.labels
-    output_labels = labels.output_labels()
-    modules: dict[str, list[Any]] = {}
-    for name, families in plan.tracing.channels.items():
-        outputs = [family for family in families if output_labels.issuperset(family.reshape(-1).tolist())]
-        if outputs:
-            modules.setdefault(plan.tracing.layer(name), []).extend(outputs)
+    outputs_by_layer = _outputs_by_layer(plan.tracing)
     is_chosen, is_excluded = Paths("module", choice.module), Paths("exclude", choice.exclude or ())
-    chosen_paths = {path for path in modules if is_chosen(path)}
-    excluded_paths = {path for path in modules if is_excluded(path)}
+    chosen_paths = {path for path in outputs_by_layer if is_chosen(path)}
+    excluded_paths = {path for path in outputs_by_layer if is_excluded(path)}
     noun = "layer with channels"
     if texts := [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]:
         raise PruneError("; ".join(texts))
-    for path, outputs in modules.items():
+    for path, outputs in outputs_by_layer.items():
         if path in excluded_paths:
-            labels.leave(outputs, f"{path} is excluded")
-    if choice.module is not None:
-        chosen_roots: set[int] = set()
-        for path in chosen_paths:
-            for family in modules[path]:
-                chosen_roots.update(labels.roots(family).reshape(-1).tolist())
-        for outputs in modules.values():
-            for family in outputs:
-                unselected = family[~np.isin(labels.roots(family), list(chosen_roots))]
-                labels.leave(unselected, "`module` does not select it")
+            labels.leave_whole(outputs, f"{path} is excluded")
+    if choice.module is None:
+        return
+    # Layers that share channels with a selected layer lose them too.
+    chosen_roots: set[int] = set()
+    for path in chosen_paths:
+        for family in outputs_by_layer[path]:
+            chosen_roots.update(labels.roots(family).reshape(-1).tolist())
+    for outputs in outputs_by_layer.values():
+        for family in outputs:
+            unselected = family[~np.isin(labels.roots(family), list(chosen_roots))]
+            labels.leave_whole(unselected, "`module` does not select it")
+
+
+def _outputs_by_layer(tracing: Tracing) -> dict[str, list[Family]]:
+    """Return the families of the channels that layers compute, by the layers' paths."""
+    output_labels = tracing.notes.labels.output_labels()
+    outputs_by_layer: dict[str, list[Family]] = {}
+    for name, families in tracing.weight_families.items():
+        outputs = [family for family in families if output_labels.issuperset(family.reshape(-1).tolist())]
+        if outputs:
+            outputs_by_layer.setdefault(tracing.layer(name), []).extend(outputs)
+    return outputs_by_layer
 
 
 def make_plan(
@@ -352,17 +374,28 @@ def make_plan(
     tracing.follow(example, named)
     plan = RemovalPlan(subject, tracing)
     leave_unselected(plan, choice)
-    if choice.budget.of != "latency":
-        return plan, _try_until_it_runs(plan, choice, example, named)
-    low, high, labels = 0.0, 1.0, tracing.notes.labels
+    if choice.budget.of == "latency":
+        return plan, _meet_latency(plan, choice, example, named)
+    return plan, _try_until_it_runs(plan, choice, example, named)
+
+
+def _meet_latency(
+    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
+) -> Any:
+    """Choose the smallest share of channels whose removal saves the budget's share of the time.
+
+    Sets `plan.latency`; returns the smaller model's result.
+    """
+    labels = plan.tracing.notes.labels
 
     def try_sparsity(sparsity: float) -> Any:
         """Choose channels for a share of them, with no more left whole than at first; return the result."""
         # Channels that cannot be removed at one share may be removable at another.
-        tracing.notes.labels = deepcopy(labels)
+        plan.tracing.notes.labels = deepcopy(labels)
         budget = choice.budget.of_channels(sparsity)
         return _try_until_it_runs(plan, replace(choice, budget=budget), example, named)
 
+    low, high = 0.0, 1.0  # shares of channels: too few and enough
     for _ in range(_TIMED_HALVINGS):
         middle = (low + high) / 2
         try_sparsity(middle)
@@ -372,7 +405,7 @@ def make_plan(
             high = middle
     result = try_sparsity(high)
     plan.latency = _share_of_time(plan, example, named)
-    return plan, result
+    return result
 
 
 def _try_until_it_runs(
@@ -397,10 +430,10 @@ def _try_until_it_runs(
             error = f"{type(raised).__name__}: {raised}"
         finally:
             removal.undo()
-        unfit_op = first_difference(tracing, plan.alive, trial_ops)
+        unfit_op = first_unfit_op(tracing, plan.alive, trial_ops)
         if unfit_op is None and not error:
             return result
-        if unfit_op is None or not _leave_whole(tracing, unfit_op, error):
+        if unfit_op is None or not _leave_op_whole(tracing, unfit_op, error):
             where = "" if unfit_op is None else f" at {unfit_op.place}"
             raise PruneError(
                 f"ChannelPruneTool cannot remove channels of this model: it fails{where}: {error}"
@@ -409,44 +442,45 @@ def _try_until_it_runs(
 
 def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of a call of the smaller model as a share of the whole model's time."""
-    whole_seconds = _seconds(plan.subject, example, named)
+    whole_seconds = _seconds_of_call(plan.subject, example, named)
     removal = plan.subject.removal(plan)
     try:
         removal.apply()
-        return _seconds(plan.subject, example, named) / whole_seconds
+        return _seconds_of_call(plan.subject, example, named) / whole_seconds
     finally:
         removal.undo()
 
 
-def _seconds(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+def _seconds_of_call(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
     """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
     seconds = []
     for _ in range(_TIMED_CALLS):
         start = perf_counter()
         with amanda.disabled():
-            subject.time(*example, **named)
+            subject.run_to_completion(*example, **named)
         seconds.append(perf_counter() - start)
     return min(seconds)
 
 
-def _leave_whole(tracing: Tracing, unfit_op: TracedOp, error: str) -> bool:
-    """Leave the channels whole that an op reads and makes, and those of the same line elsewhere.
+def _leave_op_whole(tracing: Tracing, unfit_op: TracedOp, error: str) -> bool:
+    """Leave the channels whole that an op reads and makes, and those of other ops of its type and line.
 
-    Where that is nothing new, leave those of its module, or of the next one around it that has others.
-    Returns False if there are none.
+    Where these are whole already, leave those of all ops of its module, or of the innermost module around
+    it that has channels to leave.  Returns False if every channel is whole already.
     """
-    labels, count_before = tracing.notes.labels, len(tracing.notes.labels.whole_roots())
+    labels = tracing.notes.labels
+    whole_count = len(labels.whole_roots())
     why = error.splitlines()[0] if error else "its result would have other channels"
     reason = f"{unfit_op.place} at {unfit_op.source} does not suit fewer of them ({why})"
-    line = unfit_op.type, unfit_op.source
-    ops = [op for op in tracing.traced_ops if (op.type, op.source) == line]
+    type_and_line = unfit_op.type, unfit_op.source
+    ops = [op for op in tracing.traced_ops if (op.type, op.source) == type_and_line]
     path = unfit_op.module
     while True:
         for op in ops:
             for families, _ in (*op.inputs, *op.outputs):
-                labels.leave(families, reason)
-        labels.settle()
-        if len(labels.whole_roots()) > count_before:
+                labels.leave_whole(families, reason)
+        labels.settle_blocks()
+        if len(labels.whole_roots()) > whole_count:
             return True
         if len(ops) == len(tracing.traced_ops):
             return False

@@ -47,12 +47,12 @@ class PrunableModel(ABC):
     """A model whose channels are followed and removed.
 
     model: as the user has given it.  has_gradients: True if weights may have gradients.
-    selected, over_kept: routines that simulate an op over the channels that are kept.
+    selected, compute_over_kept: routines that simulate an op over the channels that are kept.
     """
 
     has_gradients: ClassVar[bool]
     selected: ClassVar[Callable[..., Any]]
-    over_kept: ClassVar[Callable[..., Any]]
+    compute_over_kept: ClassVar[Callable[..., Any]]
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -82,30 +82,30 @@ class PrunableModel(ABC):
         """Return a removal of the channels that a plan does not keep."""
 
     @abstractmethod
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove for good the channels that a plan does not keep; return the smaller model."""
 
     @abstractmethod
-    def with_zeros(self, masks: Masks) -> Any:
+    def write_masks(self, masks: Masks) -> Any:
         """Write masks into weights; return the model that has them."""
 
     @abstractmethod
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield the floating-point tensors of a result as arrays, and the rounding of their types."""
 
     def extents(self) -> Mapping[str, Any]:
-        """Return the extents of tensors and layers that `smaller` changes in place, by name."""
+        """Return the extents of tensors and layers that `make_smaller` changes in place, by name."""
         return {}
 
-    def is_of(self, model: Any) -> bool:
+    def is_same_model(self, model: Any) -> bool:
         """Return True for the model that the user has given."""
         return model is self.model
 
-    def key(self, context: amanda.OpContext) -> Any:
+    def op_key(self, context: amanda.OpContext) -> Any:
         """Return a key of an op that is unique in the model, and the same in each call."""
         return context.get_op_id()
 
-    def reads(self, context: amanda.OpContext) -> Sequence[Any]:
+    def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
         """Return the inputs of an op in the form that masks are found by."""
         return context.get_inputs()
 
@@ -117,7 +117,7 @@ class PrunableModel(ABC):
         """Return a context in which the ops that the masks do not suit are taken apart."""
         return nullcontext()
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Run the model as its users do, until its results are there: the time of this is measured."""
         self(*example, **named)
 
@@ -126,7 +126,7 @@ class PrunableModel(ABC):
 class TracedOp:
     """An executed op: its word, its module's path, and families and extents of its tensors.
 
-    key: tells the op from others.  moved: of an op that only moves elements, see `FollowedOp.moved`.
+    key: tells the op from others.  move: of an op that only moves elements, see `FollowedOp.move`.
     """
 
     type: str
@@ -135,7 +135,7 @@ class TracedOp:
     key: Any
     inputs: Sequence[Part]
     outputs: Sequence[Part]
-    moved: Callable[[Family], list[Family]] | None = None
+    move: Callable[[Family], list[Family]] | None = None
 
     @property
     def place(self) -> str:
@@ -146,7 +146,7 @@ class TracedOp:
 class Tracing(amanda.Tool):
     """Follows channels from op to op.
 
-    traced_ops: in their order.  channels: families of parameters and buffers, by their names.
+    traced_ops: in their order.  weight_families: families of parameters and buffers, by their names.
     result: of the call.  unfollowed: why layers are left whose weights have no channels, by layer.
     """
 
@@ -154,7 +154,7 @@ class Tracing(amanda.Tool):
         super().__init__()
         self.notes = Notes()
         self.traced_ops: list[TracedOp] = []
-        self.channels: dict[str, Families] = {}
+        self.weight_families: dict[str, Families] = {}
         self.unfollowed: dict[str, str] = {}
         self.result: Any = None
         self.depends_on(StandardMapping())
@@ -172,21 +172,21 @@ class Tracing(amanda.Tool):
     def _analyse(self, context: amanda.OpContext) -> None:
         """Insert the routines that follow an op."""
 
-    def fresh(self, name: str | None, shape: Sequence[int]) -> Families:
+    def new_families(self, name: str | None, shape: Sequence[int]) -> Families:
         """Return new labels for the places along each axis of a weight that is longer than 1.
 
         The labels of an axis have a shape that broadcasts to that of the weight.
-        name: the key in `channels`; None to leave these as they are.
+        name: the key in `weight_families`; None to leave these as they are.
         """
         labels = self.notes.labels
         # Axes share no labels. The window of a convolution gets some, too; the rules of convolutions leave
         # them alone.
         families = tuple(
-            labels.fresh(extent).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+            labels.new_labels(extent).reshape([-1 if i == axis else 1 for i in range(len(shape))])
             for axis, extent in enumerate(shape) if extent > 1
         )  # fmt: skip
         if name is not None:
-            self.channels[name] = families
+            self.weight_families[name] = families
         return families
 
     def note_op(
@@ -205,26 +205,25 @@ class Tracing(amanda.Tool):
         ]
         # Ops that only move elements are replayed in the trial: code may select channels by fixed numbers,
         # such as a number of heads, which select others among fewer.
-        moved = call.moved if rule in MOVES else None
-        self.traced_ops.append(
-            TracedOp(call.type, module, source, call.key, input_parts, output_parts, moved)
-        )
+        move = call.move if rule in MOVES else None
+        self.traced_ops.append(TracedOp(call.type, module, source, call.key, input_parts, output_parts, move))
 
     def kept_extents(self, part: Part, alive: Any) -> tuple[int, ...]:
         """Return the extents of a tensor without removed channels.  alive: mask of the kept labels."""
         families, shape = part
         extents = list(shape)
         for axis in range(len(extents)):
-            keep_mask = self.kept_places(families, axis, alive)
+            keep_mask = self.keep_mask_along(families, axis, alive)
             # An axis without channels keeps its extent.
             if keep_mask is not None:
                 extents[axis] = int(keep_mask.sum())
         return tuple(extents)
 
-    def kept_places(self, families: Families, axis: int, alive: Any) -> Any:
+    def keep_mask_along(self, families: Families, axis: int, alive: Any) -> Any:
         """Return the mask of the places along an axis that are kept; None for an axis without channels."""
         for family in families:
-            # One family at most varies along an axis; a place is kept for any living channel at it.
+            # One family at most varies along an axis.  A place stays if any channel at it is kept: of heads
+            # and features a place along either axis has several channels.
             if family.shape[axis] > 1:
                 other_axes = tuple(i for i in range(family.ndim) if i != axis)
                 return np.any(alive[family], axis=other_axes)
@@ -236,10 +235,11 @@ def tensors_in(value: Any) -> list[Any]:
     return [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
 
 
-def first_difference(expected: Tracing, alive: Any, trial_ops: Sequence[TracedOp]) -> TracedOp | None:
-    """Return the first op whose trial does not have the kept channels in its results, or that has not run.
+def first_unfit_op(expected: Tracing, alive: Any, trial_ops: Sequence[TracedOp]) -> TracedOp | None:
+    """Return the first op of which a trial of the smaller model has other results than the kept channels.
 
-    expected: of the whole model.  trial_ops: of the smaller model.
+    Also the first op that the trial has not run; None for a trial without a difference.
+    expected: the tracing of the whole model.  alive: mask of the kept labels.
     """
     # Op by op: the first difference is the cause, and those after it follow from it.
     for i, op in enumerate(expected.traced_ops):
@@ -255,24 +255,27 @@ def first_difference(expected: Tracing, alive: Any, trial_ops: Sequence[TracedOp
             if has_elements and expected.kept_extents(part, alive) != trial_shape:
                 return op
         # Extents alone miss an op that moves channels elsewhere.
-        if op.moved is not None and not _moves_alike(op, trial_op, expected, alive):
+        if not _moves_alike(op, trial_op, expected, alive):
             return op
     return None
 
 
 def _moves_alike(op: TracedOp, trial_op: TracedOp, expected: Tracing, alive: Any) -> bool:
     """Return True if an op of the trial moves the kept channels as the same op moved them among all."""
+    if op.move is None or trial_op.move is None:
+        return True
     roots = expected.notes.labels.roots
     families, _ = op.inputs[0]
     for family in families:
-        if not alive[family].all() and op.moved is not None and trial_op.moved is not None:
-            kept_labels = _without_removed(family, ((family,), family.shape), expected, alive)
-            triples = zip(op.moved(family), op.outputs, trial_op.moved(kept_labels), strict=True)
-            for expected_labels, part, trial_labels in triples:
-                # Roots: united channels may come in another order and still be the same.
-                kept_outputs = roots(_without_removed(expected_labels, part, expected, alive))
-                if kept_outputs.size and not np.array_equal(kept_outputs, roots(trial_labels)):
-                    return False
+        if alive[family].all():
+            continue
+        kept_family = _without_removed(family, ((family,), family.shape), expected, alive)
+        outputs = zip(op.move(family), op.outputs, trial_op.move(kept_family), strict=True)
+        for whole_labels, part, trial_labels in outputs:
+            # Roots: united channels may come in another order and still be the same.
+            expected_roots = roots(_without_removed(whole_labels, part, expected, alive))
+            if expected_roots.size and not np.array_equal(expected_roots, roots(trial_labels)):
+                return False
     return True
 
 
@@ -281,7 +284,7 @@ def _without_removed(array: Any, part: Part, expected: Tracing, alive: Any) -> A
     families, _ = part
     positions = []
     for axis, extent in enumerate(array.shape):
-        keep_mask = expected.kept_places(families, axis, alive)
+        keep_mask = expected.keep_mask_along(families, axis, alive)
         positions.append(np.arange(extent) if keep_mask is None else np.flatnonzero(keep_mask))
     return array[np.ix_(*positions)]
 
@@ -312,7 +315,7 @@ def selected_of_array(value: Any, axis: int, indices: Any) -> Any:
     return value.take(indices, axis)
 
 
-def array_over_kept(
+def compute_array_over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
     """Return the output of a normalisation of ONNX over the kept channels, with 0 for the others."""
@@ -326,7 +329,7 @@ def array_over_kept(
     return output
 
 
-def over_kept(
+def compute_over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
     """Return the output of a normalisation over the kept channels, with 0 for the others."""

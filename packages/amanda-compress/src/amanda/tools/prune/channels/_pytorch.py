@@ -19,11 +19,11 @@ from amanda.tools.prune.channels._prunable_model import (
     Masks,
     PrunableModel,
     Tracing,
-    over_kept,
+    compute_over_kept,
     selected,
     tensors_in,
 )
-from amanda.tools.prune.channels._removal import ModuleRemoval, extents_of, sizes_of
+from amanda.tools.prune.channels._removal import ModuleRemoval, extents_of, new_size_attributes
 from amanda.tools.prune.channels._rules import RULES, Rule, fresh, unknown
 
 UNREGISTERED = "a parameter that it reads is of no module of the model, as of a module in a plain list"
@@ -33,7 +33,7 @@ class TorchModel(PrunableModel):
     """A `torch.nn.Module`."""
 
     has_gradients = True
-    selected, over_kept = staticmethod(selected), staticmethod(over_kept)
+    selected, compute_over_kept = staticmethod(selected), staticmethod(compute_over_kept)
 
     def __call__(self, *example: Any, **named: Any) -> Any:
         """Call the module."""
@@ -71,12 +71,12 @@ class TorchModel(PrunableModel):
 
     def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
         """Return a removal that also shortens the state of an optimizer."""
-        sizes = sizes_of(self.model, plan.tracing, plan.alive)
+        sizes = new_size_attributes(self.model, plan.tracing, plan.alive)
         keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
         whole_groups = frozenset(plan.tracing.notes.whole_groups)
         return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
 
-    def smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
+    def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
         """Remove channels of the module; return it."""
         removal = self.removal(plan, optimizer)
         try:
@@ -90,7 +90,7 @@ class TorchModel(PrunableModel):
         """Return shapes of parameters and buffers, and attributes of modules that are sizes."""
         return extents_of(self.model)
 
-    def with_zeros(self, masks: Masks) -> Any:
+    def write_masks(self, masks: Masks) -> Any:
         """Write masks into the parameters; return the module."""
         import torch
 
@@ -101,7 +101,7 @@ class TorchModel(PrunableModel):
                     parameter.mul_(mask)
         return self.model
 
-    def floats(self, result: Any) -> Iterator[tuple[Any, float]]:
+    def float_arrays(self, result: Any) -> Iterator[tuple[Any, float]]:
         """Yield floating-point tensors."""
         import torch
 
@@ -128,7 +128,7 @@ class TorchModel(PrunableModel):
         """Return a context in which layers of attention are the ops that they consist of."""
         return _fast_path.off()
 
-    def time(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Call the module, and wait for its GPUs."""
         import torch
 
@@ -200,8 +200,8 @@ class ModuleTracing(Tracing):
         with torch.enable_grad(), _fast_path.off(), amanda.apply(self):
             self.result = self._model(*example, **named)
         for value in tensors_in(self.result):
-            self.notes.labels.leave(self._families(value), self.returned)
-        self.notes.labels.settle()
+            self.notes.labels.leave_whole(self._families(value), self.returned)
+        self.notes.labels.settle_blocks()
         return self.result
 
     def layer(self, name: str) -> str:
@@ -221,11 +221,11 @@ class ModuleTracing(Tracing):
                 "compute": context.get_computation(),
             }  # fmt: skip
             # Families are read before the op: an op in place changes its input's.
-            context.insert_before_op(self._store_inputs, op_type=facts["type"])
+            context.insert_before_op(self._push_inputs, op_type=facts["type"])
             context.insert_after_op(self._follow_channels, **facts)
 
     @amanda.observer
-    def _store_inputs(self, *inputs: Any, op_type: str) -> None:
+    def _push_inputs(self, *inputs: Any, op_type: str) -> None:
         """Push an op's inputs, with families and extents of its tensors, for `_follow_channels`."""
         if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are not parameters.
@@ -249,7 +249,7 @@ class ModuleTracing(Tracing):
     ) -> None:
         """Follow an op by its rule; store the families of its outputs, and append it to `traced_ops`.
 
-        Pops the inputs that `_store_inputs` pushed, and notes in `unfollowed` a module that reads a parameter
+        Pops the inputs that `_push_inputs` pushed, and notes in `unfollowed` a module that reads a parameter
         without a name in the model.
         """
         import torch
@@ -260,10 +260,10 @@ class ModuleTracing(Tracing):
         output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
-        moved = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
+        move = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
         call = FollowedOp(
             type=type, place=place, key=op_id, inputs=inputs, names=names, outputs=output_tensors,
-            channels=self._families, moved=moved, notes=self.notes, name_of=self._name,
+            find_families=self._families, move=move, notes=self.notes, name_of=self._name,
         )  # fmt: skip
         op_rule = self.rule(type)
         # Most ops of a model compute sizes and masks without channels.
@@ -295,9 +295,9 @@ class ModuleTracing(Tracing):
         is_new = isinstance(tensor, torch.nn.Parameter) or (is_followed and _is_tensor(tensor))
         if families is None and is_new:
             name = self._names.get(tensor)
-            families = self._families_of[tensor] = self.fresh(name, tuple(tensor.shape))
+            families = self._families_of[tensor] = self.new_families(name, tuple(tensor.shape))
             if name is None:
-                self.notes.labels.leave(families, UNREGISTERED)
+                self.notes.labels.leave_whole(families, UNREGISTERED)
         return families or ()
 
     def _name(self, tensor: Any) -> str | None:

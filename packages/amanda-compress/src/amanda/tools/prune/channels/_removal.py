@@ -75,8 +75,7 @@ class ModuleRemoval:
 
         Raises PruneError for an optimizer with state of other shapes than its parameters.
         """
-        # Before anything changes.
-        _check_state(self._optimizer)
+        _check_state_shapes(self._optimizer)  # first, as it raises before anything changes
         model = self._model
         # All axes of a tensor at once: a change of the data costs a copy.
         indices_by_name: dict[str, dict[int, Any]] = {}
@@ -157,9 +156,11 @@ class ModuleRemoval:
         for attribute, axis in _EXTENTS.items():
             if isinstance(getattr(module, attribute, None), int) and axis < weight.ndim:
                 axis = 1 - axis if has_inputs_first else axis
+                extent = weight.shape[axis]
                 # A grouped convolution's weight has the inputs of one group.
-                is_of_group = axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
-                self._set_attribute(module, attribute, weight.shape[axis] * (groups if is_of_group else 1))
+                if axis == 1 and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+                    extent *= groups
+                self._set_attribute(module, attribute, extent)
         if isinstance(getattr(module, "normalized_shape", None), tuple):
             self._set_attribute(module, "normalized_shape", tuple(weight.shape))
 
@@ -170,7 +171,7 @@ class ModuleRemoval:
         self._before.append((owner, attribute, old_value))
 
 
-def _check_state(optimizer: Any) -> None:
+def _check_state_shapes(optimizer: Any) -> None:
     """Raise PruneError for an optimizer whose state of a parameter has another shape."""
     import torch
 
@@ -197,7 +198,7 @@ def _set_data(tensor: Any, data: Any) -> None:
     tensor.data = data
 
 
-def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, Any]]:
+def new_size_attributes(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, Any]]:
     """Return new values for attributes that modules reshape by, such as the number of heads.
 
     An attribute is such if its name speaks of sizes and it has the extent of an axis that changes, but of no
@@ -214,7 +215,9 @@ def sizes_of(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, An
             unchanged = set() if _HEAD_COUNT_NAMES.search(name) else unchanged_sizes.get(path, set())
             # Where one extent becomes two different ones, no attribute says which it means.
             new_sizes = {
-                old: min(new) for old, new in new_extents.items() if len(new) == 1 and old not in unchanged
+                old: next(iter(new))
+                for old, new in new_extents.items()
+                if len(new) == 1 and old not in unchanged
             }
             # `type` and not isinstance: True is an int, and an attribute such as `use_head` no size.
             if type(value) is int and value in new_sizes:

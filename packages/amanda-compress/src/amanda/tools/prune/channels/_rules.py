@@ -6,7 +6,7 @@ A rule unites and leaves labels of the op's inputs, and returns the families of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -22,15 +22,15 @@ def convolution(call: FollowedOp) -> Sequence[Families]:
     """
     value, weight, groups = call.inputs[0], call.inputs[1], int(call.value("groups", 1))
     channel_axis = 1 - weight.ndim
-    input_channels = call.along(call.of(value), channel_axis)
-    outputs = call.along(_families_along(call, weight, 0), 0)
-    inputs = call.along(_families_along(call, weight, 1), 1)
+    input_channels = call.labels_along(call.families_of(value), channel_axis)
+    outputs = call.labels_along(_families_along(call, weight, 0), 0)
+    inputs = call.labels_along(_families_along(call, weight, 1), 1)
     # A weight of a grouped convolution has the inputs of one group alone.
     if groups == 1:
         call.match(input_channels, inputs)
     else:
         inputs = _match_groups(call, input_channels, outputs, inputs, weight, groups)
-    return _finish_layer(call, outputs, inputs, channel_axis, ())
+    return _note_layer(call, outputs, inputs, channel_axis, ())
 
 
 def _match_groups(
@@ -56,7 +56,7 @@ def _match_groups(
         call.labels.unite(input_groups, input_groups[:, :1])
         call.labels.unite(output_groups, input_groups[:, :1])
         # What remains of a group keeps all its inputs.
-        call.labels.leave(inputs if inputs is not None else (), "")
+        call.labels.leave_whole(inputs if inputs is not None else (), "")
         call.note_whole_groups(weight)
         return None
     call.labels.unite(input_groups, input_groups[:1])
@@ -72,42 +72,42 @@ def transposed_convolution(call: FollowedOp) -> Sequence[Families]:
     """
     value, weight = call.inputs[0], call.inputs[1]
     if int(call.value("groups", 1)) != 1:
-        call.leave_all(f"{call.place} is a transposed convolution with groups")
+        call.leave_inputs_whole(f"{call.place} is a transposed convolution with groups")
         return [()]
-    inputs = call.along(_families_along(call, weight, 0), 0)
-    outputs = call.along(_families_along(call, weight, 1), 1)
+    inputs = call.labels_along(_families_along(call, weight, 0), 0)
+    outputs = call.labels_along(_families_along(call, weight, 1), 1)
     channel_axis = 1 - weight.ndim
-    call.match(call.along(call.of(value), channel_axis), inputs)
-    return _finish_layer(call, outputs, inputs, channel_axis, ())
+    call.match(call.labels_along(call.families_of(value), channel_axis), inputs)
+    return _note_layer(call, outputs, inputs, channel_axis, ())
 
 
 def linear(call: FollowedOp) -> Sequence[Families]:
     """Match the features of the input with the weight's inputs; the weight's outputs are the op's."""
     value, weight = call.inputs[0], call.inputs[1]
-    input_features, other_families = call.split(call.of(value), -1)
-    outputs = call.along(_families_along(call, weight, 0), 0)
-    inputs = call.along(_families_along(call, weight, 1), 1)
+    input_features, other_families = call.split_axis(call.families_of(value), -1)
+    outputs = call.labels_along(_families_along(call, weight, 0), 0)
+    inputs = call.labels_along(_families_along(call, weight, 1), 1)
     call.match(input_features, inputs)
-    return _finish_layer(call, outputs, inputs, -1, other_families)
+    return _note_layer(call, outputs, inputs, -1, other_families)
 
 
 def _families_along(call: FollowedOp, weight: Any, axis: int) -> Families:
     """Return the families of a weight along one axis; leave families of windows, which are not channels."""
-    families = call.of(weight)
+    families = call.families_of(weight)
     for family in families:
         if weight.ndim > 2 and max(family.shape[:2]) == 1:
-            call.labels.leave(family, "")
+            call.labels.leave_whole(family, "")
     return tuple(family for family in families if family.shape[axis] > 1)
 
 
-def _finish_layer(
+def _note_layer(
     call: FollowedOp, outputs: Family | None, inputs: Family | None, axis: int, other_families: Families
 ) -> Sequence[Families]:
-    """Note outputs and work of a layer, match its bias, and return the families of its output.
+    """Note outputs and multiplications of a layer, match its bias, and return the families of its output.
 
     axis: of the output's channels.  other_families: of the input, along axes that the output has too.
     """
-    call.labels.produce(outputs)
+    call.labels.mark_outputs(outputs)
     call.match_vector(outputs, call.value("bias"))
     output, weight = call.outputs[0], call.inputs[1]
     is_transposed = call.type.startswith("conv_transpose")
@@ -120,15 +120,17 @@ def _finish_layer(
 
 def product(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices."""
-    return [matrix_product(call, call.part(call.inputs[0]), call.part(call.inputs[1]), call.inputs[1])]
+    return [matrix_product(call, call.part_of(call.inputs[0]), call.part_of(call.inputs[1]), call.inputs[1])]
 
 
 def matrix_product_plus(call: FollowedOp) -> Sequence[Families]:
     """Multiply matrices, and add a third."""
     summand, first, second = call.inputs[:3]
     shape = tuple(call.outputs[0].shape)
-    product_families = matrix_product(call, call.part(first), call.part(second), second)
-    return [call.labels.merged([call.part(summand), (product_families, shape)], call.lacking)]
+    product_families = matrix_product(call, call.part_of(first), call.part_of(second), second)
+    return [
+        call.labels.unite_elementwise([call.part_of(summand), (product_families, shape)], call.lacking_reason)
+    ]
 
 
 def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = None) -> Families:
@@ -139,25 +141,26 @@ def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = No
     """
     (rows, first_shape), (columns, second_shape) = first, second
     if min(len(first_shape), len(second_shape)) < 2:
-        call.leave_all(f"channels are not followed through {call.place} of a vector")
+        call.leave_inputs_whole(f"channels are not followed through {call.place} of a vector")
         return ()
-    row_channels, rows = call.split(rows, -1)
-    column_channels, columns = call.split(columns, -2)
+    row_channels, rows = call.split_axis(rows, -1)
+    column_channels, columns = call.split_axis(columns, -2)
     # The sum is over both: a channel goes from both factors or from none.
     call.match(row_channels, column_channels)
     if weight is not None and call.name_of(weight) is not None:
-        outputs, _ = call.split(columns, -1)
-        call.labels.produce(outputs)
+        outputs, _ = call.split_axis(columns, -1)
+        call.labels.mark_outputs(outputs)
         multiplications = prod(first_shape[:-1]) * second_shape[0] * second_shape[1]
         call.notes.work.append(Work(multiplications, outputs, column_channels))
-    return call.labels.merged(
-        [(rows, (*first_shape[:-1], 1)), (columns, (*second_shape[:-2], 1, second_shape[-1]))], call.lacking
+    return call.labels.unite_elementwise(
+        [(rows, (*first_shape[:-1], 1)), (columns, (*second_shape[:-2], 1, second_shape[-1]))],
+        call.lacking_reason,
     )
 
 
 def batch_norm(call: FollowedOp) -> Sequence[Families]:
     """Match channels with weight, bias and running statistics."""
-    channels = call.along(call.of(call.inputs[0]), 1)
+    channels = call.labels_along(call.families_of(call.inputs[0]), 1)
     vectors = (call.value(name) for name in ("weight", "bias", "running_mean", "running_var"))
     call.match_vector(channels, *vectors)
     return [shaped(channels, 1, call.inputs[0].ndim)]
@@ -166,14 +169,16 @@ def batch_norm(call: FollowedOp) -> Sequence[Families]:
 def layer_norm(call: FollowedOp) -> Sequence[Families]:
     """Match features with weights and biases; the mean is over the features that are kept."""
     value, extents = call.inputs[0], call.value("normalized_shape")
-    families = call.of(value)
+    families = call.families_of(value)
     # A reduction is noted along one axis: over several ones the kept elements are not a rectangle of channels
     # alone.
     if len(extents) > 1:
         axes = range(value.ndim - len(extents), value.ndim)
-        call.labels.leave([family for name in ("weight", "bias") for family in call.of(call.value(name))], "")
-        return [call.labels.pinned(families, axes, f"{call.place} computes over several axes")]
-    features, other_families = call.split(families, -1)
+        call.labels.leave_whole(
+            [family for name in ("weight", "bias") for family in call.families_of(call.value(name))], ""
+        )
+        return [call.labels.pin_axes(families, axes, f"{call.place} computes over several axes")]
+    features, other_families = call.split_axis(families, -1)
     call.match_vector(features, call.value("weight"), call.value("bias"))
     if features is not None:
         call.note_reduction(value.ndim - 1, features)
@@ -183,7 +188,7 @@ def layer_norm(call: FollowedOp) -> Sequence[Families]:
 def group_norm(call: FollowedOp) -> Sequence[Families]:
     """Match channels with weights and biases; whole groups go, or the same place in each group."""
     value, groups = call.inputs[0], int(call.value("num_groups"))
-    channels = call.along(call.of(value), 1)
+    channels = call.labels_along(call.families_of(value), 1)
     call.match_vector(channels, call.value("weight"), call.value("bias"))
     if channels is not None:
         grouped = channels.reshape(groups, -1)
@@ -203,9 +208,9 @@ def embedding(call: FollowedOp) -> Sequence[Families]:
     weight, rank = call.value("weight"), call.outputs[0].ndim
     rows = _families_along(call, weight, 0)
     # Numbers in the data select rows: without one row all later numbers would be wrong.
-    call.labels.leave(rows, f"{call.place} reads them by index")
-    outputs = call.along(_families_along(call, weight, 1), 1)
-    call.labels.produce(outputs)
+    call.labels.leave_whole(rows, f"{call.place} reads them by index")
+    outputs = call.labels_along(_families_along(call, weight, 1), 1)
+    call.labels.mark_outputs(outputs)
     return [shaped(outputs, rank - 1, rank)]
 
 
@@ -214,21 +219,25 @@ def attention(call: FollowedOp) -> Sequence[Families]:
 
     Where several queries share a key and value, they go together.
     """
-    query, key, value = (call.part(tensor) for tensor in call.inputs[:3])
+    query, key, value = (call.part_of(tensor) for tensor in call.inputs[:3])
     reason = f"{call.place} is scaled by how many there are"
     # The scale is 1 / sqrt(features), which the op computes from the features that it receives.
-    query, key = ((call.labels.pinned(families, [-1], reason), shape) for families, shape in (query, key))
+    query, key = ((call.labels.pin_axes(families, [-1], reason), shape) for families, shape in (query, key))
     query_shape = query[1]
     if call.value("enable_gqa"):
-        key, value = (_repeat_heads(part, query_shape[-3] // part[1][-3]) for part in (key, value))
+        head_count = query_shape[-3]
+        key, value = (_repeat_heads(part, head_count // part[1][-3]) for part in (key, value))
+    # The scores are the product of queries and transposed keys: (..., tokens of queries, tokens of keys).
     key_families, (*batch, tokens, features) = key
     transposed_keys = tuple(np.swapaxes(family, -1, -2) for family in key_families)
     scores = matrix_product(call, query, (transposed_keys, (*batch, features, tokens)))
     scores_shape = (*query_shape[:-1], tokens)
     mask = call.value("attn_mask")
     if mask is not None:
-        scores = call.labels.merged([(scores, scores_shape), call.part(mask)], call.lacking)
-    scores = call.labels.pinned(scores, [-1], reason)
+        scores = call.labels.unite_elementwise(
+            [(scores, scores_shape), call.part_of(mask)], call.lacking_reason
+        )
+    scores = call.labels.pin_axes(scores, [-1], reason)
     return [matrix_product(call, (scores, scores_shape), value)]
 
 
@@ -244,12 +253,12 @@ Rule = Callable[[FollowedOp], Sequence[Families]]
 
 def elementwise(call: FollowedOp) -> Sequence[Families]:
     """Unite the channels of all tensors, broadcast as the op broadcasts them."""
-    parts = [call.part(value) for value in call.inputs if hasattr(value, "shape")]
+    parts = [call.part_of(value) for value in call.inputs if hasattr(value, "shape")]
     # The op does not broadcast its inputs, so that its elements are not those of the inputs at the same
     # places.
     if np.broadcast_shapes(*(shape for _, shape in parts)) != tuple(call.outputs[0].shape):
         return unknown(call)
-    return [call.labels.merged(parts, call.lacking)] * len(call.outputs)
+    return [call.labels.unite_elementwise(parts, call.lacking_reason)] * len(call.outputs)
 
 
 def same_channels(call: FollowedOp) -> Sequence[Families]:
@@ -257,14 +266,14 @@ def same_channels(call: FollowedOp) -> Sequence[Families]:
     families = []
     for output in call.outputs:
         output_families: list[Any] = []
-        for family in call.of(call.inputs[0]):
+        for family in call.families_of(call.inputs[0]):
             extents = zip(family.shape, output.shape, strict=False)
             if family.ndim == output.ndim and all(
                 extent in (1, output_extent) for extent, output_extent in extents
             ):
                 output_families.append(family)
             else:
-                call.labels.leave(family, f"{call.place} changes how many there are")
+                call.labels.leave_whole(family, f"{call.place} changes how many there are")
         families.append(tuple(output_families))
     return families
 
@@ -273,7 +282,9 @@ def over_axis(call: FollowedOp) -> Sequence[Families]:
     """Keep the axis whole over which the op computes."""
     rank = len(call.inputs[0].shape)
     axis = call.value("dim", -1)
-    families = call.labels.pinned(call.of(call.inputs[0]), [axis % rank], f"{call.place} computes over them")
+    families = call.labels.pin_axes(
+        call.families_of(call.inputs[0]), [axis % rank], f"{call.place} computes over them"
+    )
     return [families] * len(call.outputs)
 
 
@@ -281,16 +292,19 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
     """Drop the axes over which the op computes; a mean or sum is over the channels that are kept."""
     value = call.inputs[0]
     rank, dim = len(value.shape), call.value("dim")
-    axes = range(rank) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    axes, families = sorted(axis % rank for axis in axes), call.of(value)
+    if dim is None or dim == []:
+        dims: Iterable[int] = range(rank)
+    else:
+        dims = [dim] if isinstance(dim, int) else dim
+    axes, families = sorted(axis % rank for axis in dims), call.families_of(value)
     for axis in axes:
         # Over kept channels a mean differs from the mean over masked ones: noted, so that the simulation
         # selects them.
         if call.type in ("mean", "sum"):
-            labels, families = call.split(families, axis)
+            labels, families = call.split_axis(families, axis)
             if labels is not None:
                 call.note_reduction(axis, labels)
-        families = call.labels.pinned(families, [axis], f"{call.place} computes over them")
+        families = call.labels.pin_axes(families, [axis], f"{call.place} computes over them")
     if len(call.outputs[0].shape) != rank:
         families = tuple(np.squeeze(family, tuple(axes)) for family in families)
     return [families] * len(call.outputs)
@@ -307,27 +321,27 @@ def concatenated(call: FollowedOp) -> Sequence[Families]:
     parts: list[Part] = []
     labels_of_tensors: list[Any] = []
     for tensor in tensors:
-        families = call.of(tensor)
+        families = call.families_of(tensor)
         other_families = tuple(family for family in families if family.shape[axis] == 1)
         axis_families = tuple(family for family in families if family.shape[axis] > 1)
         parts.append((other_families, (*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])))
-        labels_of_tensors.append(call.along(axis_families, axis))
-    merged = call.labels.merged(parts, call.lacking)
-    if any(labels is not None for labels in labels_of_tensors):
-        for i, (labels, tensor) in enumerate(zip(labels_of_tensors, tensors, strict=True)):
-            if labels is None:
-                labels_of_tensors[i] = call.labels.fresh(tensor.shape[axis])
-                # Places without channels have labels too, or those behind them would move.
-                call.labels.leave(labels_of_tensors[i], f"{call.place} has channels beside them that stay")
-        merged += shaped(np.concatenate(labels_of_tensors), axis, rank)
-    return [merged]
+        labels_of_tensors.append(call.labels_along(axis_families, axis))
+    merged = call.labels.unite_elementwise(parts, call.lacking_reason)
+    if all(labels is None for labels in labels_of_tensors):
+        return [merged]
+    for i, (labels, tensor) in enumerate(zip(labels_of_tensors, tensors, strict=True)):
+        if labels is None:
+            # Places without channels have labels too, or those behind them would move.
+            labels_of_tensors[i] = call.labels.new_labels(tensor.shape[axis])
+            call.labels.leave_whole(labels_of_tensors[i], f"{call.place} has channels beside them that stay")
+    return [merged + shaped(np.concatenate(labels_of_tensors), axis, rank)]
 
 
 def glu(call: FollowedOp) -> Sequence[Families]:
     """Unite the halves of an axis that the op multiplies."""
     value = call.inputs[0]
     axis = call.value("dim", -1) % value.ndim
-    labels, other_families = call.split(call.of(value), axis)
+    labels, other_families = call.split_axis(call.families_of(value), axis)
     if labels is not None:
         # The op multiplies place i by place i + n / 2.
         labels, second_half = np.split(labels, 2)
@@ -340,7 +354,7 @@ def prelu(call: FollowedOp) -> Sequence[Families]:
     value, slopes = call.inputs[:2]
     if prod(slopes.shape) == 1:
         return same_channels(call)
-    channels = call.along(call.of(value), 1)
+    channels = call.labels_along(call.families_of(value), 1)
     call.match_vector(channels, slopes)
     return [shaped(channels, 1, value.ndim)]
 
@@ -348,21 +362,23 @@ def prelu(call: FollowedOp) -> Sequence[Families]:
 def stacked(call: FollowedOp) -> Sequence[Families]:
     """Make the channels of tensors the same that are stacked along a new axis."""
     axis = call.value("dim", 0) % call.outputs[0].ndim
-    families = call.labels.merged([call.part(tensor) for tensor in call.inputs[0]], call.lacking)
+    families = call.labels.unite_elementwise(
+        [call.part_of(tensor) for tensor in call.inputs[0]], call.lacking_reason
+    )
     return [tuple(np.expand_dims(family, axis) for family in families)]
 
 
 def rearranged(call: FollowedOp) -> Sequence[Families]:
     """Move labels as the op moves elements; leave all whole if indices have channels themselves."""
-    if any(call.of(call.value(name)) for name in _INDICES):
+    if any(call.families_of(call.value(name)) for name in _INDICES):
         return unknown(call)
     families_by_output: list[list[Any]] = [[] for _ in call.outputs]
-    for family in call.of(call.inputs[0]):
-        for output_families, moved_family in zip(families_by_output, call.moved(family), strict=True):
-            compressed = call.labels.compressed(moved_family, call.lacking)
+    for family in call.families_of(call.inputs[0]):
+        for output_families, moved_family in zip(families_by_output, call.move(family), strict=True):
+            compressed = call.labels.without_constant_axes(moved_family, call.lacking_reason)
             if compressed is not None:
                 output_families.append(compressed)
-                # As heads and their features: `settle` decides later which axis carries the channels.
+                # As heads and their features: `settle_blocks` decides later which axis carries the channels.
                 if len(varying(compressed)) > 1:
                     call.labels.blocks.append(compressed)
     return [tuple(output_families) for output_families in families_by_output]
@@ -373,7 +389,7 @@ def shuffled(call: FollowedOp) -> Sequence[Families]:
     value, groups = call.inputs[0], call.value("groups")
     is_channel_shuffle = bool(groups)
     # An input of pixel_shuffle may lack the axis of a batch.
-    channels = call.along(call.of(value), 1 if is_channel_shuffle else -3)
+    channels = call.labels_along(call.families_of(value), 1 if is_channel_shuffle else -3)
     if channels is not None and is_channel_shuffle:
         call.labels.blocks.append(channels.reshape(int(groups), -1))
     elif channels is not None:
@@ -384,7 +400,7 @@ def shuffled(call: FollowedOp) -> Sequence[Families]:
 
 def unknown(call: FollowedOp) -> Sequence[Families]:
     """Keep the channels of all inputs whole."""
-    call.leave_all(f"channels are not followed through {call.place}")
+    call.leave_inputs_whole(f"channels are not followed through {call.place}")
     return [()] * len(call.outputs)
 
 

@@ -60,7 +60,7 @@ class ChannelPruneResult(Result):
         self.flops, self.left, self.latency = plan.remaining_work, plan.whole_layers, plan.latency
         for group, keep_mask in zip(plan.groups, plan.keep_masks, strict=True):
             count, kept_count = len(group) * group.width, int(keep_mask.sum()) * group.width
-            weights = len({member.name for member in group.members if member.is_made})
+            weights = len({member.name for member in group.members if member.is_output})
             path = plan.tracing.layer(group.name)
             self._rows.append((path, weights, group.width, count, kept_count, 1 - kept_count / count))
         shares: dict[str, float] = {}
@@ -68,7 +68,7 @@ class ChannelPruneResult(Result):
             shares[name] = shares.get(name, 1.0) * float(keep_mask.mean())
         # Parameters that the example did not reach, such as those of a head for training: they stay whole and
         # may no longer fit.
-        self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.channels]
+        self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.weight_families]
         for name, parameter in plan.subject.parameters().items():
             self.parameters += prod(parameter.shape)
             self.kept_parameters += round(prod(parameter.shape) * shares.get(name, 1.0))
@@ -201,7 +201,7 @@ class ChannelPruneTool(amanda.Tool):
                 self._set_plan(plan)
                 with amanda.apply(self):
                     result = subject(*example, **kwargs)
-            _check_same_results(subject.floats(result), subject.floats(smaller))
+            _check_same_results(subject.float_arrays(result), subject.float_arrays(smaller))
         except BaseException:
             self._reset()
             raise
@@ -225,21 +225,10 @@ class ChannelPruneTool(amanda.Tool):
         Raises:
             PruneError: Before `prepare`, for another model, and where masks do not compute what removal does.
         """
-        plan = self._plan
-        if plan is None or not plan.subject.is_of(model):
-            raise PruneError(
-                "ChannelPruneTool.finalize was given a model that it has not met: call "
-                "prepare(model, example)"
-            )
-        if optimizer is not None and not plan.subject.has_gradients:
-            raise PruneError(
-                f"ChannelPruneTool.finalize was given the optimizer {type(optimizer).__name__}; only one of "
-                "PyTorch can follow: leave it, and compile a smaller model of Keras with a new one"
-            )
-        result = self.result
+        plan, result = self._plan_of(model, optimizer), self.result
         if remove:
             extents = plan.subject.extents()
-            pruned_model = plan.subject.smaller(plan, optimizer)
+            pruned_model = plan.subject.make_smaller(plan, optimizer)
             smaller_extents = plan.subject.extents()
             result.extents = {
                 name: (extent, smaller_extents[name])
@@ -254,11 +243,26 @@ class ChannelPruneTool(amanda.Tool):
                 "are kept alone; give remove=True, or exclude the layers whose channels it is over"
             )
         else:
-            pruned_model = plan.subject.with_zeros(self._masks)
+            pruned_model = plan.subject.write_masks(self._masks)
         self._reset()
         result.model = pruned_model
         self._finalized = result
         return result
+
+    def _plan_of(self, model: Any, optimizer: Any) -> RemovalPlan:
+        """Return the plan; raise PruneError for another model, and for an optimizer that cannot follow."""
+        plan = self._plan
+        if plan is None or not plan.subject.is_same_model(model):
+            raise PruneError(
+                "ChannelPruneTool.finalize was given a model that it has not met: call "
+                "prepare(model, example)"
+            )
+        if optimizer is not None and not plan.subject.has_gradients:
+            raise PruneError(
+                f"ChannelPruneTool.finalize was given the optimizer {type(optimizer).__name__}; only one of "
+                "PyTorch can follow: leave it, and compile a smaller model of Keras with a new one"
+            )
+        return plan
 
     def clear(self) -> None:
         """Forget the groups and what was chosen; call `prepare` again."""
@@ -298,11 +302,11 @@ class ChannelPruneTool(amanda.Tool):
         if self._plan is None or context["phase"] != "forward":
             return
         subject = self._plan.subject
-        for i, value in enumerate(subject.reads(context)):
+        for i, value in enumerate(subject.inputs_for_masks(context)):
             masks = self._masks_of(value)
             if masks is not None:
                 context.insert_before_op(masked, inputs=[i], mask=masks)
-        for type, axis, indices in self._reductions.get(subject.key(context), ()):
+        for type, axis, indices in self._reductions.get(subject.op_key(context), ()):
             if type in ("mean", "sum"):
                 context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=indices)
             else:
@@ -310,7 +314,7 @@ class ChannelPruneTool(amanda.Tool):
                 # the zeros.
                 compute, names = context.get_computation(), context.get_input_names()
                 context.replace_op(
-                    subject.over_kept, axis=axis, indices=indices, compute=compute, names=names
+                    subject.compute_over_kept, axis=axis, indices=indices, compute=compute, names=names
                 )
 
     def _masks_of(self, value: Any) -> Any:

@@ -25,13 +25,13 @@ INDEXED_ROWS = (
 )
 
 
-class Samples:
+class InputSums:
     """Sums over the inputs of a weight in a calibration, of K weights for each output.
 
     No tensor is one of inference mode, so that calls outside of it add to them too.
 
     weight: as the op read it.  count: number of rows of inputs.  magnitudes: (K,), sum of magnitudes.
-    most: (K,), largest magnitudes.  gram: (K, K), sum of products of pairs of inputs; None if not wanted.
+    max_magnitudes: (K,).  gram: (K, K), sum of products of pairs of inputs; None if not wanted.
     """
 
     def __init__(self, weight: Tensor, rows: Tensor, wants_gram: bool) -> None:
@@ -41,7 +41,7 @@ class Samples:
         self.weight, self.count = weight.detach(), 0
         # Tensors of inference mode could not be added to outside of it.
         with torch.inference_mode(False):
-            self.magnitudes, self.most = rows.new_zeros(size), rows.new_zeros(size)
+            self.magnitudes, self.max_magnitudes = rows.new_zeros(size), rows.new_zeros(size)
             self.gram = rows.new_zeros(size, size) if wants_gram else None
 
     def add(self, rows: Tensor) -> None:
@@ -49,7 +49,7 @@ class Samples:
         magnitudes = rows.abs()
         self.count += len(rows)
         self.magnitudes += magnitudes.sum(0)
-        self.most = self.most.maximum(magnitudes.amax(0))
+        self.max_magnitudes = self.max_magnitudes.maximum(magnitudes.amax(0))
         if self.gram is not None:
             # In place: a gram matrix of 4096 inputs has 64 MB.
             self.gram.addmm_(rows.T, rows)
@@ -58,7 +58,7 @@ class Samples:
 class CalibratedWeight(Weight):
     """A weight with the inputs of its ops in a running calibration.  skip_reason: why there are none."""
 
-    samples: Samples | None = None
+    input_sums: InputSums | None = None
     skip_reason: str = NOT_RUN
 
     def matrix(self, value: Tensor) -> Tensor:
@@ -71,16 +71,17 @@ class CalibratedWeight(Weight):
             raise QuantizeError(f"NaN or Inf in {self.name}: integers stand for finite numbers")
         return matrix
 
-    def check(self, samples: Samples) -> None:
+    def check(self, input_sums: InputSums) -> None:
         """Raise QuantizeError for NaN and infinity in the inputs, or in their sums."""
-        if not samples.most.isfinite().all():
+        if not input_sums.max_magnitudes.isfinite().all():
             raise QuantizeError(f"NaN or Inf in what the {self.type} of {self.name} is given")
         # Finite inputs may have products that overflow.
-        sums = samples.magnitudes if samples.gram is None else samples.gram
+        sums = input_sums.magnitudes if input_sums.gram is None else input_sums.gram
         if not sums.isfinite().all():
             raise QuantizeError(
-                f"the {self.type} of {self.name} is given up to {float(samples.most.max()):.3g}: products of "
-                f"that overflow {sums.dtype}; calibrate with smaller inputs, or exclude it"
+                f"the {self.type} of {self.name} is given up to "
+                f"{float(input_sums.max_magnitudes.max()):.3g}: products of that overflow {sums.dtype}; "
+                "calibrate with smaller inputs, or exclude it"
             )
 
 
@@ -103,7 +104,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         self.finished: set[CalibratedWeight] = set()
         self.add_inst_for_op(self._analyse_product)
 
-    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
         """Compute the state of a weight from the inputs of its ops.
 
         matrix: the weight as (outputs, K), in float32 or wider.
@@ -130,7 +131,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
         Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
-        with self._collecting():
+        with self._new_calibration():
             yield
             for weight in self.weights:
                 self.finish_calibration(weight)
@@ -139,10 +140,10 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
     @deprecated(use="calibrating", since="amanda-compress 0.2", gone="0.4")
     def collecting(self) -> AbstractContextManager[None]:
         """Return a context that begins a calibration anew.  Deprecated: use `calibrating`."""
-        return self._collecting()
+        return self._new_calibration()
 
     @contextmanager
-    def _collecting(self) -> Iterator[None]:
+    def _new_calibration(self) -> Iterator[None]:
         """Return a context of a new calibration; call `finish_calibration` for each weight within."""
         self._expire()
         for weight in self.weights:
@@ -154,7 +155,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             self.is_calibrating = False
             for weight in self.weights:
                 # Grams are as large as the model, and go also after an error.
-                weight.samples = None
+                weight.input_sums = None
 
     def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Return True if inputs (n, K) of a weight count in the calibration that goes on."""
@@ -178,19 +179,19 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """Compute the state of a weight from its collected inputs; record a reason without inputs."""
         import torch
 
-        samples = weight.samples
+        input_sums = weight.input_sums
         self.finished.add(weight)
-        weight.is_skipped = samples is None or weight.skip_reason != NOT_RUN
+        weight.is_skipped = input_sums is None or weight.skip_reason != NOT_RUN
         place = f"{weight.type} of {weight.module or weight.source}"
-        if samples is None or weight.is_skipped:
+        if input_sums is None or weight.is_skipped:
             self.weights.reasons[place] = weight.skip_reason
             return
         self.weights.reasons.pop(place, None)
         # The algorithms run thousands of ops, which are none of the program.
         with amanda.disabled(), torch.no_grad():
-            matrix = weight.matrix(samples.weight)
-            weight.check(samples)
-            self.solve(weight, matrix, samples)
+            matrix = weight.matrix(input_sums.weight)
+            weight.check(input_sums)
+            self.solve(weight, matrix, input_sums)
         weight.updated = 0
 
     def _analyse_product(self, context: amanda.OpContext) -> None:
@@ -198,8 +199,8 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
-        view, find = self.weights.view_of_read(context, read)
-        if view is None and find is None:
+        view, find_weight = self.weights.view_of_read(context, read)
+        if view is None and find_weight is None:
             return
         multiplied = read.multiplied_input(context)
         reason = _why_unsupported(context, read, multiplied is not None)
@@ -208,27 +209,32 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
                 view.skip_reason = reason
             return
         # An op that reads the same weight each time finds it as ops in loops find theirs.
-        find = find or (lambda value, source: view)
+        find_weight = find_weight or (lambda value, source: view)
         inputs = [multiplied.position, read.index]
         rows_of, layout = multiplied.rows, read.layout
-        context.insert_before_op(self._add_samples, inputs=inputs, find=find, rows_of=rows_of, layout=layout)
-        self.on_product(context, inputs, multiplied.axis, find)
+        context.insert_before_op(
+            self._add_inputs, inputs=inputs, find_weight=find_weight, rows_of=rows_of, layout=layout
+        )
+        self.on_product(context, inputs, multiplied.axis, find_weight)
 
-    def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
+    def on_product(
+        self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find_weight: Any
+    ) -> None:
         """React to an op whose weight may be changed; called at analysis.  Does nothing unless overridden.
 
         inputs: positions of the input that is multiplied, whose channels are at `axis`, and of the weight.
-        find: returns the weight at an execution, from its value and the slice of a parameter that it is.
+        find_weight: returns the weight at an execution, from its value and the slice of a parameter that it
+        is.
         """
 
-    def _add_samples(
-        self, x: Any, value: Any, find: Any, rows_of: Any, layout: str, run: dict[str, Any]
+    def _add_inputs(
+        self, x: Any, value: Any, find_weight: Any, rows_of: Any, layout: str, run: dict[str, Any]
     ) -> None:
-        """Add the rows that an execution multiplies to the samples of the weight, if these count.
+        """Add the rows that an execution multiplies to the sums of the weight, if these count.
 
-        find: see `on_product`.  rows_of, layout: of the input, and of the weight.
+        find_weight: see `on_product`.  rows_of, layout: of the input, and of the weight.
         """
-        weight = find(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
+        weight = find_weight(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         # A batch may send no token to an expert.
         if not isinstance(weight, CalibratedWeight) or weight in self.finished or not x.numel():
             return
@@ -236,9 +242,9 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         rows = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
         if not self.calibrates_with(weight, rows):
             return
-        if weight.samples is None:
-            weight.samples = Samples(value, rows, self.wants_gram)
-        weight.samples.add(rows)
+        if weight.input_sums is None:
+            weight.input_sums = InputSums(value, rows, self.wants_gram)
+        weight.input_sums.add(rows)
 
 
 def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:

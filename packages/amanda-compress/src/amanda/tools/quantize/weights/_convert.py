@@ -76,26 +76,21 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
 
     _check_kinds(model, tool)
     tool.check_model(model)
-    # Modules by the parameters that they hold; None for a module that holds one under another name.
-    owners_by_parameter: dict[Any, list[tuple[str, Any]]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        for parameter_name, parameter in module.named_parameters(recurse=False):
-            owners = owners_by_parameter.setdefault(tool.identity_of(parameter, module), [])
-            owners.append((name, module if parameter_name == "weight" else None))
+    owners_by_parameter = _owners_by_parameter(model, tool)
     layers, skipped, quantised_count = {}, dict(tool.left), 0
     for weight in tool.weights:
         owners = owners_by_parameter.get(weight.holder, [])
         is_computed = weight.holder is None
-        # A weight with a parameter of another model does not count.
-        if not weight.is_ready or not (owners or is_computed):
+        is_of_other_model = not (owners or is_computed)
+        if not weight.is_ready or is_of_other_model:
             continue
         quantised_count += 1
         is_linear = bool(owners) and all(isinstance(module, torch.nn.Linear) for _, module in owners)
         if not is_linear or weight.part is not None or weight.layout != "OI":
             place = f"{weight.type} of {weight.module or weight.source}"
             skipped[place] = COMPUTED if is_computed else ELSEWHERE
-        elif (other_reader := tool.other_readers.get(weight.holder)) is not None:
-            skipped[f"{weight.type} of {owners[0][0]}"] = other_reader
+        elif weight.holder in tool.other_readers:
+            skipped[f"{weight.type} of {owners[0][0]}"] = tool.other_readers[weight.holder]
         else:
             layers.update({name: (module, weight) for name, module in owners})
     if not quantised_count:
@@ -104,6 +99,19 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             "in a scope of the tool first"
         )
     return layers, skipped
+
+
+def _owners_by_parameter(model: nn.Module, tool: IntegerTool) -> dict[Any, list[tuple[str, Any]]]:
+    """Return paths and modules that hold each parameter, by its identity.
+
+    None in place of a module that holds the parameter under another name than "weight".
+    """
+    owners_by_parameter: dict[Any, list[tuple[str, Any]]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, parameter in module.named_parameters(recurse=False):
+            owners = owners_by_parameter.setdefault(tool.identity_of(parameter, module), [])
+            owners.append((path, module if name == "weight" else None))
+    return owners_by_parameter
 
 
 def _check_kinds(model: Any, tool: Any) -> None:
@@ -191,35 +199,53 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         hint = "pip install 'amanda-compress[torchao]'"
         raise QuantizeError(f"convert makes tensors of torchao: {hint}") from error
     layers, skipped = linear_layers(model, tool)
+    parameters, reasons = _packed_parameters(layers, tool, Int8Tensor)
     before, rows = model_bytes(model), []
     converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
-    parameters: dict[int, nn.Parameter] = {}
     for name, (layer, weight) in layers.items():
         # A layer under two names is converted once.
         if id(layer) in converted:
             continue
-        bytes_before = weight_bytes(layer.weight)
-        # Layers that share a weight share the packed tensor, as tied embeddings do.
-        if id(weight) not in parameters:
-            tensor = _torchao_tensor(layer.weight, weight, tool, Int8Tensor)
-            if isinstance(tensor, str):
-                skipped[f"{weight.type} of {name}"] = tensor
-                continue
-            parameters[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
-        parameter = parameters[id(weight)]
+        if id(weight) in reasons:
+            skipped[f"{weight.type} of {name}"] = reasons[id(weight)]
+            continue
+        bytes_before, parameter = weight_bytes(layer.weight), parameters[id(weight)]
         converted[id(layer)] = layer, parameter
         kind = type(parameter.data).__name__
-        rows.append((name, kind, tool.grid.bits, tool.size(weight), bytes_before, weight_bytes(parameter)))
+        rows.append(
+            (name, kind, tool.grid.bits, tool.group_size_of(weight), bytes_before, weight_bytes(parameter))
+        )
     # Last step that may raise; layers are replaced when nothing can fail any more.
     tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
     for layer, parameter in converted.values():
         layer.weight = parameter
     for name, module in model.named_modules():
-        if id(module) in converted or not isinstance(module, torch.nn.Linear):
-            continue
-        if not tool.weights.has_met(tool.identity_of(module.weight, module)):
+        is_left = isinstance(module, torch.nn.Linear) and id(module) not in converted
+        if is_left and not tool.weights.has_met(tool.identity_of(module.weight, module)):
             skipped.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
     return ConvertResult(model, rows, before, model_bytes(model), skipped)
+
+
+def _packed_parameters(
+    layers: Layers, tool: IntegerTool, int8: Any
+) -> tuple[dict[int, nn.Parameter], dict[int, str]]:
+    """Return a packed parameter for each weight, by its id, and reasons for weights without one.
+
+    Layers that share a weight share the packed tensor, as tied embeddings do.
+    """
+    import torch
+
+    parameters: dict[int, nn.Parameter] = {}
+    reasons: dict[int, str] = {}
+    for layer, weight in layers.values():
+        if id(weight) in parameters or id(weight) in reasons:
+            continue
+        tensor = _torchao_tensor(layer.weight, weight, tool, int8)
+        if isinstance(tensor, str):
+            reasons[id(weight)] = tensor
+        else:
+            parameters[id(weight)] = torch.nn.Parameter(tensor, requires_grad=False)
+    return parameters, reasons
 
 
 def _torchao_tensor(
@@ -230,7 +256,7 @@ def _torchao_tensor(
 
     state = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
     codes, scale, zero_point = state["codes"], state["scale"], state["zero_point"]
-    size, dtype = tool.size(weight), parameter.dtype
+    size, dtype = tool.group_size_of(weight), parameter.dtype
     pre_scale = 1 / state["smoothing"] if has_factors(weight) else None
     # torchao's packed tensors of 4 bits run on the host alone in this layout.
     has_kernel = parameter.device.type == "cpu" and dtype in (torch.bfloat16, torch.float16)
@@ -304,18 +330,7 @@ def convert_checkpoint(
     `convert` does; and FileError.
     """
     layers, skipped = linear_layers(model, tool)
-    unsupported = [place for place in skipped if place not in tool.left]
-    if unsupported:
-        raise QuantizeError(
-            f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
-        )
-    scaled_layers = [name for name, (_, weight) in layers.items() if has_factors(weight)]
-    if scaled_layers:
-        raise QuantizeError(
-            f"the layout has no place for the scales of the inputs of {', '.join(scaled_layers)}: fold them "
-            f"by prepare(model, example) of the {type(tool).__name__} before its calibration and by "
-            "finalize(model) after it, or exclude these layers"
-        )
+    _check_layout_holds(layers, [place for place in skipped if place not in tool.left], tool)
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")
     # safetensors writes contiguous tensors alone.
@@ -328,7 +343,14 @@ def convert_checkpoint(
         state.update({prefix + part: value for part, value in tensors.items()})
         bytes_after = sum(map(weight_bytes, tensors.values()))
         rows.append(
-            (name, _FORMAT, tool.grid.bits, tool.size(weight), weight_bytes(layer.weight), bytes_after)
+            (
+                name,
+                _FORMAT,
+                tool.grid.bits,
+                tool.group_size_of(weight),
+                weight_bytes(layer.weight),
+                bytes_after,
+            )
         )
     model_config: Any = getattr(getattr(model, "config", None), "to_dict", dict)
     config = {**model_config(), "quantization_config": _quantization_config(model, tool, set(layers))}
@@ -336,6 +358,21 @@ def convert_checkpoint(
     _write_checkpoint(folder, state, text)
     after = sum(map(weight_bytes, state.values()))
     return ConvertResult(folder, rows, model_bytes(model), after, skipped)
+
+
+def _check_layout_holds(layers: Layers, unsupported: Sequence[str], tool: IntegerTool) -> None:
+    """Raise QuantizeError for quantised weights of others than linear layers, and scales of inputs."""
+    if unsupported:
+        raise QuantizeError(
+            f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
+        )
+    scaled_layers = [name for name, (_, weight) in layers.items() if has_factors(weight)]
+    if scaled_layers:
+        raise QuantizeError(
+            f"the layout has no place for the scales of the inputs of {', '.join(scaled_layers)}: fold them "
+            f"by prepare(model, example) of the {type(tool).__name__} before its calibration and by "
+            "finalize(model) after it, or exclude these layers"
+        )
 
 
 def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool) -> dict[str, Tensor]:

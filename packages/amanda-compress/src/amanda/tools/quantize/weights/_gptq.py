@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
 from amanda.tools.quantize._fake_quantize import Grid, QuantizeError
-from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, Samples
+from amanda.tools.quantize.weights._calibrated import CalibratedTool, CalibratedWeight, InputSums
 from amanda.tools.quantize.weights._integers import (
     Codes,
     IntegerTool,
     WeightBits,
     dequantized,
-    nearest,
-    qparams,
+    group_qparams,
+    nearest_codes,
 )
 from amanda.tools.trials import Progress
 from amanda.tools.weights import SelectionOptions
@@ -85,7 +85,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         batch_run: _BatchRun | None = None
         calls = done_count = 0
         try:
-            with self._collecting(), Progress(progress) as display:
+            with self._new_calibration(), Progress(progress) as display:
                 while batch_run is None or batch_run.waiting:
                     self._batch_run = batch_run = _BatchRun()
                     run()
@@ -102,13 +102,11 @@ class GPTQTool(IntegerTool, CalibratedTool):
                     for weight in batch_run.weights:
                         self.finish_calibration(weight)
                         # The gram of a finished weight is released before the next run gathers.
-                        weight.samples = None
-                    display.done(
-                        "left" if all(weight.is_skipped for weight in batch_run.weights) else "quantised"
-                    )
-                # Weights that no run has read are named with a reason.
+                        weight.input_sums = None
+                    are_skipped = all(weight.is_skipped for weight in batch_run.weights)
+                    display.done("left" if are_skipped else "quantised")
                 for weight in self.weights:
-                    if weight not in self.finished:
+                    if weight not in self.finished:  # no run has read it: this records the reason
                         self.finish_calibration(weight)
         except BaseException:
             # No weight keeps integers of a calibration that others have not finished.
@@ -122,15 +120,15 @@ class GPTQTool(IntegerTool, CalibratedTool):
         """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
         return self._batch_run is None or self._batch_run.admit(weight, rows)
 
-    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
         """Choose the integers of a weight."""
         import torch
 
-        assert samples.gram is not None
-        hessian = samples.gram * (2 / samples.count)
-        options = self.grid, self.size(weight), self._damping, self._block, self._act_order
+        assert input_sums.gram is not None
+        hessian = input_sums.gram * (2 / input_sums.count)
+        options = self.grid, self.group_size_of(weight), self._damping, self._block, self._act_order
         try:
-            self.write(weight, matrix, gptq(matrix, hessian, *options))
+            self.store_codes(weight, matrix, gptq(matrix, hessian, *options))
         # Fewer rows than inputs give a singular matrix, which the damping makes regular, unless it is too
         # small.
         except torch.linalg.LinAlgError as error:  # type: ignore[attr-defined]
@@ -197,20 +195,25 @@ def gptq(
     """
     import torch
 
-    has_whole_rows, is_dead = group_size >= matrix.shape[1], hessian.diagonal() == 0
-    order = hessian.diagonal().argsort(descending=True, stable=True) if act_order else range(len(hessian))
-    order = torch.as_tensor(order, device=matrix.device)
+    has_whole_rows = group_size >= matrix.shape[1]
+    is_dead = hessian.diagonal() == 0
+    order = torch.arange(len(hessian), device=matrix.device)
+    if act_order:
+        order = hessian.diagonal().argsort(descending=True, stable=True).to(matrix.device)
     # In float64: errors of all earlier columns add up in the last ones.
     remaining = matrix.double().masked_fill(is_dead, 0)
     # As in the authors' code, dead inputs count in the scales of whole rows, and not in those of groups.
-    first_qparams = qparams(matrix if has_whole_rows else remaining.to(matrix.dtype), grid, group_size)
+    first_qparams = group_qparams(matrix if has_whole_rows else remaining.to(matrix.dtype), grid, group_size)
     scale, zero_point = (qparam.double() for qparam in first_qparams)
     factor = _inverse_factor(hessian.double()[order][:, order], damping)
     codes = torch.empty_like(remaining)
     # From here on columns are in the order of their rounding; inputs[column] is the input of a column.
-    remaining, inputs = remaining[:, order], order.tolist()
+    inputs = order.tolist()
+    # The weights with the corrections by all earlier blocks.
+    remaining = remaining[:, order]
     for start in range(0, len(inputs), block):
         end = min(start + block, len(inputs))
+        # The block's columns, corrected by its own earlier ones too, and the errors of their rounding.
         corrected, errors = remaining[:, start:end].clone(), torch.empty_like(remaining[:, start:end])
         for i, column in enumerate(range(start, end)):
             group_index = inputs[column] // group_size
@@ -219,9 +222,9 @@ def gptq(
             # consecutive here, and have static scales.
             if column % group_size == 0 and not (has_whole_rows or act_order):
                 columns = remaining[:, column : column + group_size].to(matrix.dtype)
-                scale[:, group], zero_point[:, group] = qparams(columns, grid, group_size)
+                scale[:, group], zero_point[:, group] = group_qparams(columns, grid, group_size)
             qparams_of_group = scale[:, group], zero_point[:, group]
-            code = nearest(corrected[:, i : i + 1], *qparams_of_group, grid)
+            code = nearest_codes(corrected[:, i : i + 1], *qparams_of_group, grid)
             codes[:, inputs[column]] = code[:, 0]
             error = (corrected[:, i : i + 1] - dequantized(code, *qparams_of_group)) / factor[column, column]
             # Within the block alone: columns behind it are corrected at its end.

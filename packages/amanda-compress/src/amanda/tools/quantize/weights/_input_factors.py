@@ -10,8 +10,14 @@ import amanda
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.libraries import numpy as np
 from amanda.tools.quantize._fake_quantize import QuantizeError
-from amanda.tools.quantize.weights._calibrated import CalibratedWeight, Samples
-from amanda.tools.quantize.weights._integers import IntegerTool, WeightBits, dequantized, quantized, sums_of
+from amanda.tools.quantize.weights._calibrated import CalibratedWeight, InputSums
+from amanda.tools.quantize.weights._integers import (
+    IntegerTool,
+    WeightBits,
+    dequantized,
+    quantized,
+    sum_and_norm_of,
+)
 from amanda.tools.quantize.weights._scale_folding import FoldingTool, FoldResult, reduce_by_slot
 from amanda.tools.select import as_remarks
 from amanda.tools.weights import ParameterSlice, ParameterStore, SelectionOptions
@@ -70,29 +76,29 @@ class AWQTool(IntegerTool, FoldingTool):
             weight.keep("smoothing", np.ones(int(np.prod(weight.canonical_shape[1:])), "float32"))
         return reason
 
-    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
         """Choose the scales of the inputs of a weight, and its integers."""
-        super().solve(weight, matrix, samples)
-        scales, size = weight.like(weight["smoothing"], matrix), self.size(weight)
+        super().solve(weight, matrix, input_sums)
+        scales, size = weight.like(weight["smoothing"], matrix), self.group_size_of(weight)
         scaled = matrix * scales
         if self._clip:
-            assert samples.gram is not None
+            assert input_sums.gram is not None
             # The inputs are divided by the scales, and so are their products twice.
-            gram = samples.gram / samples.count / (scales * scales[:, None])
+            gram = input_sums.gram / input_sums.count / (scales * scales[:, None])
             scaled = awq_clipped(scaled, gram, partial(self._round_to_integers, size=size), size)
-        self.write(weight, matrix, quantized(scaled, self.grid, size))
+        self.store_codes(weight, matrix, quantized(scaled, self.grid, size))
 
-    def factors(
-        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+    def compute_factors(
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the scales of an input with the least error of all weights that multiply it."""
         import torch
 
-        weights, matrices, samples = zip(*calibrated, strict=True)
-        count = sum(weight_samples.count for weight_samples in samples)
-        magnitudes = sum(weight_samples.magnitudes for weight_samples in samples) / count
-        gram = sum(weight_samples.gram for weight_samples in samples) / count
-        rounded = partial(self._round_to_integers, size=self.size(weights[0]))
+        weights, matrices, input_sums = zip(*calibrated, strict=True)
+        count = sum(weight_sums.count for weight_sums in input_sums)
+        magnitudes = sum(weight_sums.magnitudes for weight_sums in input_sums) / count
+        gram = sum(weight_sums.gram for weight_sums in input_sums) / count
+        rounded = partial(self._round_to_integers, size=self.group_size_of(weights[0]))
         return awq_scales(
             torch.cat(matrices), reduce_by_slot(magnitudes, slots, "mean"), gram, rounded, self._steps
         )
@@ -107,7 +113,7 @@ class AWQTool(IntegerTool, FoldingTool):
             if weight.layout is not None and weight.layout[axis] == "O":
                 # Integers stay: a factor of a whole output is one of its scales.
                 weight["scale"] = weight["scale"] * weight.like(scale, weight["scale"])[:, None]
-        weight["sums"] = sums_of(weight.plain(value))
+        weight["sums"] = sum_and_norm_of(weight.plain(value))
 
     def finalize(self, model: Any) -> Any:
         """Write the dequantised weights into a model, see `WeightTool.finalize`.
@@ -246,14 +252,16 @@ class SmoothQuantTool(FoldingTool):
         weight.keep("smoothing", np.ones(weight.canonical_shape[1], "float32"))
         return None
 
-    def factors(
-        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+    def compute_factors(
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the factors of weights of one input, by the maxima of channels over all their places."""
         import torch
 
         channels = calibrated[0][0].canonical_shape[1]
-        input_maxima = [samples.most.reshape(channels, -1).amax(1) for _, _, samples in calibrated]
+        input_maxima = [
+            input_sums.max_magnitudes.reshape(channels, -1).amax(1) for _, _, input_sums in calibrated
+        ]
         # Over all weights that read the input: they share its factor.
         weight_maxima = [
             matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
@@ -270,17 +278,19 @@ class SmoothQuantTool(FoldingTool):
 
     transform_gradient = transform
 
-    def on_product(self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find: Any) -> None:
+    def on_product(
+        self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find_weight: Any
+    ) -> None:
         """Divide the input of an op by the factors."""
-        context.insert_before_op(self._divide, inputs=inputs, axis=axis, find=find)
+        context.insert_before_op(self._divide, inputs=inputs, axis=axis, find_weight=find_weight)
 
     @amanda.differentiable
-    def _divide(self, x: Tensor, value: Tensor, axis: int, find: Any, run: dict[str, Any]) -> Any:
+    def _divide(self, x: Tensor, value: Tensor, axis: int, find_weight: Any, run: dict[str, Any]) -> Any:
         """Return the input divided by the factors of its channels, and the unchanged weight.
 
         Returns None, for no change, before the factors are computed.
         """
-        weight = find(value, ParameterSlice.of_execution(run))
+        weight = find_weight(value, ParameterSlice.of_execution(run))
         # Without a weight the input could not be divided, while another op's weight is multiplied.
         if not isinstance(weight, CalibratedWeight):
             raise QuantizeError("the op reads another form of a parameter than another op that is smoothed")

@@ -35,13 +35,13 @@ class Codes(NamedTuple):
     zero_point: Tensor
 
 
-def qparams(matrix: Tensor, grid: Grid, size: int) -> tuple[Tensor, Tensor]:
+def group_qparams(matrix: Tensor, grid: Grid, size: int) -> tuple[Tensor, Tensor]:
     """Return scale and zero point, (outputs, groups), of groups of so many inputs, by their extremes."""
     groups = matrix.reshape(len(matrix), -1, size)
     return choose_qparams(groups.amin(-1), groups.amax(-1), grid)
 
 
-def nearest(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
+def nearest_codes(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Tensor:
     """Return the integers nearest to a matrix, half to even: scale and zero point are those of its groups."""
     groups = matrix.reshape(*scale.shape, -1)
     # A product with the reciprocal, as in `fake_quantize`.
@@ -51,8 +51,8 @@ def nearest(matrix: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid) -> Te
 
 def quantized(matrix: Tensor, grid: Grid, size: int) -> Codes:
     """Quantise a matrix by rounding to nearest, with a scale for each group."""
-    scale, zero_point = qparams(matrix, grid, size)
-    return Codes(nearest(matrix, scale, zero_point, grid), scale, zero_point)
+    scale, zero_point = group_qparams(matrix, grid, size)
+    return Codes(nearest_codes(matrix, scale, zero_point, grid), scale, zero_point)
 
 
 def dequantized(codes: Tensor, scale: Tensor, zero_point: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class QuantizedWeights(WeightResult):
     def row(self, weight: Weight) -> tuple[Any, ...]:
         """Return the values of the columns for a weight."""
         bits = None if weight.is_skipped else self._tool.grid.bits
-        return (*super().row(weight), bits, None if weight.is_skipped else self._tool.size(weight))
+        return (*super().row(weight), bits, None if weight.is_skipped else self._tool.group_size_of(weight))
 
     def _facts(self) -> Mapping[str, Any]:
         """Return totals, reasons for skipped weights, and how weights were calibrated."""
@@ -175,7 +175,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             elif storage in self._storages:  # of what `detach` gave, which is not a view of the parameter
                 yield self._storages[storage], parameter_store(tensor).whole(tensor)
 
-    def size(self, weight: Weight) -> int:
+    def group_size_of(self, weight: Weight) -> int:
         """Return the number of weights that share a scale."""
         return self.group_size or int(np.prod(weight.canonical_shape[1:]))
 
@@ -184,7 +184,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         if weight.layout is None:
             return "which of its axes are inputs is not known"
         outputs, *inputs = weight.canonical_shape
-        count, size = int(np.prod(inputs)), self.size(weight)
+        count, size = int(np.prod(inputs)), self.group_size_of(weight)
         if count % size:
             return f"its {count} inputs are no multiple of group_size {size}"
         weight.keep("codes", np.zeros((outputs, count), "int8" if self.grid.symmetric else "uint8"))
@@ -201,12 +201,12 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         weight.keep("sums", np.full(2, np.nan))
         return None
 
-    def write(self, weight: CalibratedWeight, matrix: Tensor, codes: Codes) -> None:
+    def store_codes(self, weight: CalibratedWeight, matrix: Tensor, codes: Codes) -> None:
         """Store the integers of a weight, and sums that identify the value they were computed from."""
         for name, value in codes._asdict().items():
             weight[name] = value
         # Sum and norm identify the value: a copy would double the memory of the weights.
-        weight["sums"] = sums_of(matrix)
+        weight["sums"] = sum_and_norm_of(matrix)
 
     def check_model(self, model: Any) -> None:
         """Raise QuantizeError if a weight has no integers, or its value in a model has changed since.
@@ -249,7 +249,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         ready_weights = [weight for weight in weights if weight.is_ready and weight.holder is not None]
         try:
             with amanda.disabled():
-                self._write(model, ready_weights)
+                self._write_weights(model, ready_weights)
         except ParameterError as error:
             raise QuantizeError(str(error)) from error
 
@@ -286,8 +286,11 @@ def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Ten
     value = whole if weight.part is None else whole.as_strided(*weight.part)
     # Elements that were cast to bfloat16 differ by up to 2 ** -9; sums of float64 by their rounding alone.
     tolerance = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
-    present_sums = sums_of(weight.plain(value))
-    sums_before, sums_dequantized = weight["sums"], sums_of(weight.plain(tool.finalized(weight, value)))
+    present_sums = sum_and_norm_of(weight.plain(value))
+    sums_before, sums_dequantized = (
+        weight["sums"],
+        sum_and_norm_of(weight.plain(tool.finalized(weight, value))),
+    )
     for expected_sums in (sums_before.to(present_sums.device), sums_dequantized):
         _, norm = expected_sums
         if (present_sums - expected_sums).abs().max() <= tolerance * norm:
@@ -295,7 +298,7 @@ def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Ten
     return False
 
 
-def sums_of(value: Tensor) -> Tensor:
+def sum_and_norm_of(value: Tensor) -> Tensor:
     """Return the sum and the norm of a tensor."""
     import torch
 
@@ -323,5 +326,5 @@ class NearestTool(IntegerTool):
         """Round a weight to nearest at its first read."""
         if not weight.is_ready:
             matrix = weight.matrix(present())
-            self.write(weight, matrix, quantized(matrix, self.grid, self.size(weight)))
+            self.store_codes(weight, matrix, quantized(matrix, self.grid, self.group_size_of(weight)))
             weight.updated = 0

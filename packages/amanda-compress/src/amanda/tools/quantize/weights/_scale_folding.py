@@ -16,7 +16,7 @@ from amanda.tools.quantize.weights._calibrated import (
     NOT_RUN,
     CalibratedTool,
     CalibratedWeight,
-    Samples,
+    InputSums,
 )
 from amanda.tools.quantize.weights._scale_tracing import Fold, find_folds
 from amanda.tools.results import Column, Result
@@ -78,8 +78,8 @@ class FoldingTool(CalibratedTool):
         self._unfolded: dict[int, str] = {}
         self._factors_by_fold: dict[Fold, Tensor] = {}
 
-    def factors(
-        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, Samples]], slots: NDArray[Any] | None
+    def compute_factors(
+        self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
     ) -> Tensor:
         """Return the factors of weights that multiply one input.
 
@@ -99,15 +99,15 @@ class FoldingTool(CalibratedTool):
         after `load_state_dict`, with the state that was loaded.
         Raises QuantizeError for what is not a torch.nn.Module, and where factors would change the results.
         """
-        result = self._find_folds(model, example, kwargs)
+        result = self._set_folds(model, example, kwargs)
         return super().prepare(model, *example, **kwargs) if self.waiting_state() else result
 
     @deprecated(use="prepare", since="amanda-compress 0.2", gone="0.4")
     def plan_fold(self, model: nn.Module, *example: Any, **named: Any) -> None:
         """Find the parameters that can take factors.  Deprecated: use `prepare`."""
-        self._find_folds(model, example, named)
+        self._set_folds(model, example, named)
 
-    def _find_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _set_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
         """Set the folds and the reasons for other weights, after a trial; return the model's result.
 
         Raises QuantizeError as `prepare` does.
@@ -125,7 +125,7 @@ class FoldingTool(CalibratedTool):
         # Outside of all tools, as the reference for the trial.
         with subject.evaluating(), amanda.disabled():
             result = model(*example, **named)
-            expected = list(subject.floats(result))
+            expected = list(subject.float_arrays(result))
         with subject.evaluating():
             tracing.follow(example, named)
         identities = {
@@ -136,7 +136,7 @@ class FoldingTool(CalibratedTool):
         # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
         folds, unfolded = find_folds(tracing, identities)
         with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
-            actual = list(subject.floats(model(*example, **named)))
+            actual = list(subject.float_arrays(model(*example, **named)))
         _check_trial(model, expected, actual)
         self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
         self._unfolded = unfolded
@@ -214,7 +214,7 @@ class FoldingTool(CalibratedTool):
         skipped: dict[str, str] = {}
         for weight in self.weights:
             fold = None if weight.part is not None else folds.get(weight.holder)
-            if fold in selected:
+            if fold in selected:  # by another weight of the same input
                 continue
             if fold is None:
                 why: str | None = self._unfolded.get(weight.holder, no_fold)
@@ -238,28 +238,29 @@ class FoldingTool(CalibratedTool):
         if inputs_are_folded:
             weight["smoothing"] = 1
 
-    def solve(self, weight: CalibratedWeight, matrix: Tensor, samples: Samples) -> None:
+    def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
         """Compute and store the factors of a weight; those of a fold are computed at its first weight."""
         fold = self._fold_of(weight)
         if fold is None:
-            weight["smoothing"] = self.factors([(weight, matrix, samples)], None)
+            weight["smoothing"] = self.compute_factors([(weight, matrix, input_sums)], None)
             return
         # The first weight of a fold computes for all; `_factors_by_fold` lasts for one calibration.
         if fold not in self._factors_by_fold:
             calibrated = [
-                (sibling, sibling.matrix(sibling.samples.weight), sibling.samples) for sibling in self.weights
-                if self._fold_of(sibling) is fold and sibling.samples is not None
+                (sibling, sibling.matrix(sibling.input_sums.weight), sibling.input_sums)
+                for sibling in self.weights
+                if self._fold_of(sibling) is fold and sibling.input_sums is not None
                 and sibling.skip_reason == NOT_RUN
             ]  # fmt: skip
-            for sibling, _, sibling_samples in calibrated:
-                sibling.check(sibling_samples)
-            self._factors_by_fold[fold] = self.factors(calibrated, fold.slots)
+            for sibling, _, sibling_sums in calibrated:
+                sibling.check(sibling_sums)
+            self._factors_by_fold[fold] = self.compute_factors(calibrated, fold.slots)
         weight["smoothing"] = self._factors_by_fold[fold]
 
     @contextmanager
-    def _collecting(self) -> Iterator[None]:
+    def _new_calibration(self) -> Iterator[None]:
         """Return a context that begins a calibration anew, with factors anew."""
-        with super()._collecting():
+        with super()._new_calibration():
             try:
                 yield
             finally:
@@ -292,11 +293,10 @@ class FoldingTool(CalibratedTool):
             if len(weights[identity]["smoothing"]) != len(fold.slots):
                 return "its factors differ within the window of a convolution"
         first, *further = [weights[identity]["smoothing"] for identity, _ in fold.readers]
-        # Of channels with one slot the first: all of them have to have its factor.
+        # All channels of a slot have to have the factor of the first channel of the slot.
         _, first_channels = np.unique(fold.slots, return_index=True)
-        if not all(
-            bool((factors == first).all()) for factors in [*further, first[first_channels[fold.slots]]]
-        ):
+        factors_by_slot = first[first_channels[fold.slots]]
+        if not all(bool((factors == first).all()) for factors in [*further, factors_by_slot]):
             return "its factors are of a calibration before prepare, and others of the same input differ"
         return None
 

@@ -46,15 +46,15 @@ Axis = tuple[int, int]
 def stop_factors(call: FollowedOp) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     # An op without a rule is taken to compute something nonlinear.
-    call.leave_all(f"{call.place} reads its input too")
+    call.leave_inputs_whole(f"{call.place} reads its input too")
     reason = f"{call.place} makes its input, through which no factor passes"
     return [_families_without_factors(call, output, reason) for output in call.outputs]
 
 
 def _families_without_factors(call: FollowedOp, output: Any, reason: str) -> Families:
     """Return the families of an output that tell its readers why their input has no factors."""
-    label = call.labels.fresh(1).reshape((1,) * output.ndim)
-    call.labels.leave(label, reason)
+    label = call.labels.new_labels(1).reshape((1,) * output.ndim)
+    call.labels.leave_whole(label, reason)
     # A label of its own, which has a reason and no parameter.
     return (label,)
 
@@ -64,19 +64,19 @@ def _match_input(call: FollowedOp, value: Any, axis: int, inputs: Family | None)
 
     axis: of the input's channels.  inputs: labels of the weight's inputs, None for a weight without any.
     """
-    families = call.of(value)
+    families = call.families_of(value)
     along_other_axes = [family for family in families if varying(family) - {axis % value.ndim}]
-    call.labels.leave(along_other_axes, f"{call.place} reads its input too")
-    channels = call.along(tuple(family for family in families if family.size > 1), axis)
+    call.labels.leave_whole(along_other_axes, f"{call.place} reads its input too")
+    channels = call.labels_along(tuple(family for family in families if family.size > 1), axis)
     if inputs is not None and channels is not None:
         call.labels.unite(channels, inputs)
     elif inputs is not None:
         # The single label of an input without factors has a reason, which then is that of the weight.
         if families:
             call.labels.unite(inputs, families[0].reshape(-1)[:1])
-        call.labels.leave(inputs, UNMADE)
+        call.labels.leave_whole(inputs, UNMADE)
     elif channels is not None:
-        call.labels.leave(channels, f"{call.place} reads its input too")
+        call.labels.leave_whole(channels, f"{call.place} reads its input too")
 
 
 def layer(call: FollowedOp) -> Sequence[Families]:
@@ -90,7 +90,7 @@ def layer(call: FollowedOp) -> Sequence[Families]:
         return stop_factors(call)
     # In front of the window, from the end, as an input may have no axis of a batch.
     axis = 1 - weight.ndim if call.type != "linear" else -1
-    inputs = [family.reshape(-1) for family in call.of(weight) if family.shape[1] > 1]
+    inputs = [family.reshape(-1) for family in call.families_of(weight) if family.shape[1] > 1]
     _match_input(call, value, axis, inputs[0] if inputs else None)
     outputs = (linear if call.type == "linear" else convolution)(call)
     return [tuple(family for family in outputs[0] if family.shape[axis] > 1)]
@@ -104,17 +104,17 @@ def product(call: FollowedOp) -> Sequence[Families]:
     output = call.outputs[0]
     if call.name_of(weight) is not None and weight.ndim == 2:
         inputs, outputs = (
-            next((family.reshape(-1) for family in call.of(weight) if family.shape[axis] > 1), None)
+            next((family.reshape(-1) for family in call.families_of(weight) if family.shape[axis] > 1), None)
             for axis in (0, 1)
         )
         _match_input(call, value, -1, inputs)
-        call.labels.produce(outputs)
+        call.labels.mark_outputs(outputs)
         call.match_vector(outputs, *summands)
         call.notes.work.append(Work(0, outputs, inputs))
         return [shaped(outputs, output.ndim - 1, output.ndim)]
     if summands or min(value.ndim, weight.ndim) < 2:
         return stop_factors(call)
-    return _pass_columns(call, call.of(weight), [value])
+    return _pass_columns(call, call.families_of(weight), [value])
 
 
 def attention(call: FollowedOp) -> Sequence[Families]:
@@ -123,7 +123,7 @@ def attention(call: FollowedOp) -> Sequence[Families]:
     queries_per_key = query.shape[-3] // key.shape[-3] if call.value("enable_gqa") else 1
     families = tuple(
         family.repeat(queries_per_key, -3) if queries_per_key > 1 and family.shape[-3] > 1 else family
-        for family in call.of(value)
+        for family in call.families_of(value)
     )
     return _pass_columns(call, families, [query, key, *masks])
 
@@ -134,10 +134,10 @@ def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) 
     factors: the other tensors of the op, which are the weights of the sum, or decide them.
     """
     for tensor in factors:
-        call.labels.leave(call.of(tensor), f"{call.place} reads its input too")
+        call.labels.leave_whole(call.families_of(tensor), f"{call.place} reads its input too")
     # Rows are summed with weights that differ by column: factors along rows would not come out of the sum.
     column_families = [family for family in families if family.shape[-2] == 1]
-    call.labels.leave(
+    call.labels.leave_whole(
         [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
     )
     if not column_families:
@@ -148,15 +148,15 @@ def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) 
 
 def normalization(call: FollowedOp) -> Sequence[Families]:
     """Leave the input of a normalisation, and match its outputs with its weight and bias."""
-    call.labels.leave(call.of(call.inputs[0]), f"{call.place} reads its input too")
+    call.labels.leave_whole(call.families_of(call.inputs[0]), f"{call.place} reads its input too")
     weight, output = call.value("weight"), call.outputs[0]
-    if weight is None or weight.ndim != 1 or not varies(call.of(weight)):
+    if weight is None or weight.ndim != 1 or not varies(call.families_of(weight)):
         return [
             _families_without_factors(
                 call, output, f"{call.place} makes its input without a weight for each channel"
             )
         ]
-    channels = call.along(call.of(weight), 0)
+    channels = call.labels_along(call.families_of(weight), 0)
     call.match_vector(channels, call.value("bias"))
     axis = output.ndim - 1 if call.type in ("layer_norm", "rms_norm") else 1
     return [shaped(channels, axis, output.ndim)]
@@ -169,7 +169,7 @@ def scaling(call: FollowedOp) -> Sequence[Families]:
     """
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
     candidates = tensors[:1] if call.type == "div" else tensors
-    carriers = [tensor for tensor in candidates if varies(call.of(tensor))]
+    carriers = [tensor for tensor in candidates if varies(call.families_of(tensor))]
     # 1 / x has the inverse factors.
     if not carriers or (call.type == "div" and tensors[0] is not call.inputs[0]):
         return stop_factors(call)
@@ -179,8 +179,8 @@ def scaling(call: FollowedOp) -> Sequence[Families]:
     if len(tensors) > 1:
         # The square of a tensor, x * x, has no other one.
         other_tensor = next((tensor for tensor in tensors if tensor is not carrier), carrier)
-        call.labels.leave(call.of(other_tensor), f"{call.place} reads its input too")
-    return [_with_rank(call.of(carrier), call.outputs[0].ndim)]
+        call.labels.leave_whole(call.families_of(other_tensor), f"{call.place} reads its input too")
+    return [_with_rank(call.families_of(carrier), call.outputs[0].ndim)]
 
 
 def addition(call: FollowedOp) -> Sequence[Families]:
@@ -188,11 +188,13 @@ def addition(call: FollowedOp) -> Sequence[Families]:
     terms = dict(zip(call.names, call.inputs, strict=False))
     terms.pop("alpha", None)
     rank = call.outputs[0].ndim
-    term_families = [_with_rank(call.of(term), rank) for term in terms.values() if hasattr(term, "shape")]
+    term_families = [
+        _with_rank(call.families_of(term), rank) for term in terms.values() if hasattr(term, "shape")
+    ]
     axes = [[varying(family) for family in families if family.size > 1] for families in term_families]
     if len(term_families) != 2 or any(len(term_axes) != 1 or term_axes != axes[0] for term_axes in axes):
         for families in term_families:
-            call.labels.leave(families, f"{call.place} adds something else to its input")
+            call.labels.leave_whole(families, f"{call.place} adds something else to its input")
         return stop_factors(call)
     first, second = (next(family for family in families if family.size > 1) for families in term_families)
     call.labels.unite(first, second)
@@ -203,9 +205,14 @@ def mean_or_sum(call: FollowedOp) -> Sequence[Families]:
     """Pass factors on along axes over which the op computes no mean or sum."""
     # A mean is linear, and a factor of each channel passes through it if channels are not an axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
-    axes = range(value.ndim) if dim is None or dim == [] else [dim] if isinstance(dim, int) else dim
-    passing_families = [family for family in call.of(value) if all(family.shape[axis] == 1 for axis in axes)]
-    if len(passing_families) < len(call.of(value)) or not output.is_floating_point():
+    if dim is None or dim == []:
+        axes: Iterable[int] = range(value.ndim)
+    else:
+        axes = [dim] if isinstance(dim, int) else dim
+    passing_families = [
+        family for family in call.families_of(value) if all(family.shape[axis] == 1 for axis in axes)
+    ]
+    if len(passing_families) < len(call.families_of(value)) or not output.is_floating_point():
         return stop_factors(call)
     reduced_axes = tuple(axis % value.ndim for axis in axes) if output.ndim < value.ndim else ()
     return [tuple(np.squeeze(family, reduced_axes) for family in passing_families)]
@@ -216,13 +223,15 @@ def rearrangement(call: FollowedOp) -> Sequence[Families]:
     if any(hasattr(value, "shape") for value in leaves(call.inputs[1:])):
         return stop_factors(call)
     output_families: list[list[Family]] = [[] for _ in call.outputs]
-    for family in call.of(call.inputs[0]):
+    for family in call.families_of(call.inputs[0]):
         # A single label, of a tensor without factors, is not moved: it only gets the rank of each output.
-        moved_families = call.moved(family) if family.size > 1 else [family] * len(output_families)
+        moved_families = call.move(family) if family.size > 1 else [family] * len(output_families)
         for families, moved_family, output in zip(output_families, moved_families, call.outputs, strict=True):
             if family.size > 1:
                 # Axes along which factors do not change are dropped.
-                moved_family = call.labels.compressed(moved_family, f"{call.place} reads its input too")
+                moved_family = call.labels.without_constant_axes(
+                    moved_family, f"{call.place} reads its input too"
+                )
             if moved_family is not None:
                 is_single = moved_family.size <= 1
                 families.append(moved_family.reshape((1,) * output.ndim) if is_single else moved_family)
@@ -249,8 +258,8 @@ def _with_rank(families: Families, rank: int) -> Families:
 def _produce_and_follow(rule: Rule, call: FollowedOp) -> Sequence[Families]:
     """Follow an op by a rule, and note the parameters that it reads: their channels can take factors."""
     for value in leaves(call.inputs):
-        for family in call.of(value) if call.name_of(value) is not None else ():
-            call.labels.produce(family)
+        for family in call.families_of(value) if call.name_of(value) is not None else ():
+            call.labels.mark_outputs(family)
     return rule(call)
 
 
@@ -326,8 +335,6 @@ class Fold:
 
 def find_folds(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
     """Return the folds of a traced call, and reasons for weights without a fold, by identity."""
-    from amanda.tools.quantize.weights._scale_tracing import UNMADE
-
     names = {identity: name for name, identity in reversed(list(identities.items()))}
     multiplied_labels = {
         label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
@@ -343,10 +350,13 @@ def find_folds(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[l
     folds: list[Fold] = []
     unfolded: dict[int, str] = {}
     for input_roots, reader_axes in readers_by_input.items():
-        why = next((reasons[root] for root in input_roots if root in reasons), None)
-        if why is None and not produced_roots.issuperset(input_roots):
+        why: str | None = None
+        root_reasons = [reasons[root] for root in input_roots if root in reasons]
+        if root_reasons:
+            why = root_reasons[0]
+        elif not produced_roots.issuperset(input_roots):
             why = UNMADE
-        if why is None and any(inputs_with_root[root] > 1 for root in input_roots):
+        elif any(inputs_with_root[root] > 1 for root in input_roots):
             why = "another product reads a part of its input, or more than that"
         if why is None:
             folds.append(_fold_of_input(input_roots, reader_axes, producers, names))
@@ -375,7 +385,7 @@ def _reading_and_producing_axes(
     """
     readers: dict[Axis, NDArray[Any]] = {}
     producers: dict[Axis, NDArray[Any]] = {}
-    for name, families in tracing.channels.items():
+    for name, families in tracing.weight_families.items():
         for family in families if name in identities else ():
             # A family of a parameter varies along one axis.
             axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
