@@ -368,9 +368,9 @@ def newest(session: nox.Session) -> None:
     session.install("--quiet", "--upgrade", *session.posargs, *frameworks, *group("drivers"), "hypothesis")
     session.install("--quiet", "--no-deps", *editable(*DISTRIBUTIONS))
     session.run("python", "-m", "amanda", "doctor")
-    session.run(
-        "python", "-m", "pytest", *WITH_SLOW, *SUITES, f"{JAX}/tests/test_driver.py", env=OLD_WARNINGS
-    )
+    # Each in a process of its own: PyTorch's triton and TensorFlow cannot be loaded into one.
+    for suite in (*SUITES, f"{JAX}/tests/test_driver.py"):
+        session.run("python", "-m", "pytest", *WITH_SLOW, suite, env=OLD_WARNINGS)
 
 
 def install_mindspore(session: nox.Session) -> None:
