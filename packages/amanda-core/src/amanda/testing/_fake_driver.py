@@ -207,12 +207,12 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
 
 def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Callable[[], None]:
     """Put the routines of the open tools around a node; return a function that takes them away."""
-    leaf = isinstance(node, _autograd.AccumulateGrad)
+    is_leaf = isinstance(node, _autograd.AccumulateGrad)
     place = node.number - origin.start
     if isinstance(node, _autograd.AccumulateGrad):
         # By the leaf and not by a number, since one node serves every op that reads the leaf.
         place = _LEAF_PLACE + interceptor.ordinal(node.leaf)
-    step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not leaf)
+    step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not is_leaf)
     if not step.has_work:
         return lambda: None
 
