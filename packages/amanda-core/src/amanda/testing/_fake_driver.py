@@ -45,7 +45,7 @@ class FakeTensors(TensorOps):
 
     def version(self, value: Any) -> Any:
         """Return how often a tensor was written into; of each, for a list."""
-        return _each(value, lambda tensor: tensor.version)
+        return _read_each(value, lambda tensor: tensor.version)
 
     def straight_through(self, original: Tensor, value: Tensor) -> Tensor:
         """`value` with an edge of the tape to `original`."""
@@ -78,19 +78,19 @@ class FakeTensors(TensorOps):
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors require a gradient."""
-        needs = tuple(_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
+        needs = tuple(_read_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
         return needs if fake.is_grad_enabled() and "True" in str(needs) else None
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """dtype and rank of each tensor."""
-        return tuple(_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs)
+        return tuple(_read_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs)
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor."""
-        return tuple(_each(value, lambda tensor: tensor.shape) for value in inputs)
+        return tuple(_read_each(value, lambda tensor: tensor.shape) for value in inputs)
 
 
-def _each(value: Any, read: Callable[[Tensor], Any]) -> Any:
+def _read_each(value: Any, read: Callable[[Tensor], Any]) -> Any:
     """Read something of a tensor, or of each tensor of a list; None for other values."""
     if isinstance(value, Tensor):
         return read(value)
