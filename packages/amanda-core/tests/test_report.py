@@ -95,8 +95,8 @@ def test_a_framework_without_a_driver_is_named(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(drivers, "_driver_extras", lambda: ["known", "used"])
     monkeypatch.setattr(drivers, "driven_frameworks", lambda: ["known"])
     monkeypatch.setitem(sys.modules, "known", ModuleType("known"))
-    assert drivers.none_installed() == ""
+    assert drivers.missing_driver_hint() == ""
     monkeypatch.setitem(sys.modules, "used", ModuleType("used"))
-    assert drivers.none_installed() == (
+    assert drivers.missing_driver_hint() == (
         'no op of used is seen, for its driver is missing: pip install "amanda-core[used]"'
     )

@@ -219,8 +219,8 @@ def _refilled_docstring(docstring: str, indent: str) -> Iterator[str]:
         for line in lines:
             # A heading, such as "Args:", is a line of its own, and so is the beginning of a description; in
             # the midst of a sentence a word with a colon is none.
-            end = entries[-1][-1][-1] if entries else ":"
-            if end == ":" or (end == "." and _ENTRY.match(line)):
+            last_character = entries[-1][-1][-1] if entries else ":"
+            if last_character == ":" or (last_character == "." and _ENTRY.match(line)):
                 entries.append([])
             entries[-1].append(line)
         for entry in entries:

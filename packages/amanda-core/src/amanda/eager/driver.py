@@ -168,7 +168,7 @@ class EagerDriver(EagerOps, Driver):
         needs_grad = self.gradients(inputs) if plan.has_backward_routines else None
         wants_backward = plan.wants_backward(needs_grad)
         trace = Trace(op_id, needs_grad, plan, run, not state.cache) if wants_backward else None
-        # Of backward ops: copied before a changed output is written into the tensor that the op returned.
+        # Tensors that backward ops save: copied before a routine's output is written into a target.
         saved = None
         if call.targets and _may_change_outputs(plan, analysis):
             saved = self.written_later([inputs[i] for i in call.targets])

@@ -28,7 +28,7 @@ def lacking(names: Iterable[str]) -> list[str]:
 
     names: module and path of attributes: "package.module:Class.method".
     """
-    return [name for name in names if not _exists(name)]
+    return [name for name in names if not _can_be_imported(name)]
 
 
 def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
@@ -56,7 +56,8 @@ def when_imported(name: str, callback: Callback) -> Callable[[], object]:
     return _watch.add(name, callback)
 
 
-def _exists(name: str) -> bool:
+def _can_be_imported(name: str) -> bool:
+    """Import the module of a name; return True if the module exists and has the attributes of the path."""
     module, _, path = name.partition(":")
     try:
         attrgetter(path)(importlib.import_module(module))

@@ -21,10 +21,13 @@ def uninterrupted(work: Callable[[], None]) -> None:
         work()
         return
     handlers: dict[int, Handler] = {}
-    arrived: list[tuple[Handler, int, FrameType | None]] = []
+    delayed_calls: list[tuple[Handler, int, FrameType | None]] = []
+
+    def delay(handler: Handler, number: int, frame: FrameType | None) -> None:
+        delayed_calls.append((handler, number, frame))
 
     try:
-        _replace_handlers(handlers, lambda handler, number, frame: arrived.append((handler, number, frame)))
+        _replace_handlers(handlers, delay)
         work()
     finally:
         try:
@@ -32,7 +35,7 @@ def uninterrupted(work: Callable[[], None]) -> None:
         finally:
             _restore_handlers(handlers)  # a signal may have interrupted the call above
     # In the order of arrival; the first that raises keeps the rest from running, as it would have done.
-    for handler, number, frame in arrived:
+    for handler, number, frame in delayed_calls:
         handler(number, frame)
 
 

@@ -42,7 +42,7 @@ class PendingPlan(Generic[PlanT]):
                 # The thread that analyses shows its own execution's values, not those of the thread that came
                 # first.
                 self.context._facts = facts
-                self._add_actions(self._run_analyses(point))
+                self._update_plan(self._run_analyses(point))
                 self._analysed_points.add(point)
 
     def _run_analyses(self, point: InstrumentationPoint) -> Sequence[Action]:
@@ -74,7 +74,7 @@ class PendingPlan(Generic[PlanT]):
             source.changes_to_undo = _context_changes(context, initial_context)
         return recorded
 
-    def _add_actions(self, recorded: Sequence[Action]) -> None:
+    def _update_plan(self, recorded: Sequence[Action]) -> None:
         """Add actions to those of the stack's own tools."""
         if recorded:
             scope_actions = self.plan.scope_actions if isinstance(self.plan, Plan) else self.plan
@@ -134,10 +134,10 @@ class PendingBackwardPlan(PendingPlan[Actions]):
         super().__init__(Actions(), OpContext(facts, analyse, source.context), source)
         self.context._actions += Actions.from_records(self._recorded).all  # a second replacement is an error
 
-    def _add_actions(self, recorded: Sequence[Action]) -> None:
+    def _update_plan(self, recorded: Sequence[Action]) -> None:
         """Set the plan's actions from the records of all tools; add them where all tools analyse together."""
         if self._recorded is None:
-            super()._add_actions(recorded)
+            super()._update_plan(recorded)
             return
         # Sorted anew from all records: a tool that analyses later may come before others in the order of
         # tools.

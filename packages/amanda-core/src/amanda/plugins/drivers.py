@@ -90,7 +90,7 @@ def version_note(driver: Driver) -> str:
     return self_test.version_note(driver)
 
 
-def none_installed() -> str:
+def missing_driver_hint() -> str:
     """Say how to get a driver where none is installed, or none of the imported frameworks; "" otherwise."""
     driven = driven_frameworks()
     if not driven:

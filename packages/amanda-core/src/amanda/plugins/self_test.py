@@ -50,25 +50,26 @@ def self_test(driver: Driver) -> Verdict:
 
 
 def _run_exercise(exercise: Exercise) -> tuple[int, str]:
-    """Return the number of checks that passed, and the first failure."""
-    expected = _FORWARD + _BACKWARD if exercise.backward_op_type else _FORWARD
+    """Run an exercise under tools; return the number of checks that passed, and the first failure."""
+    expected_events = _FORWARD + _BACKWARD if exercise.backward_op_type else _FORWARD
     try:
-        bare = list(exercise.run())
+        bare_result = list(exercise.run())
         witness = _Witness(exercise, factor=1)
         with apply(witness):
-            watched = list(exercise.run())
+            watched_result = list(exercise.run())
         with apply(_Witness(exercise, factor=2)):
-            changed = list(exercise.run())
+            doubled_result = list(exercise.run())
     except Exception as error:
         return 0, f"{exercise.op_type} raises {error!r}"
-    unseen = [event for event in expected if event not in witness.events]
-    if unseen:
-        return 0, f"of {exercise.op_type} tools did not see {', '.join(unseen)}"
-    if watched != bare:
-        return 0, f"{exercise.op_type} gives {watched} under a tool that changes nothing, {bare} without it"
-    if changed[0] != 2 * bare[0]:
-        return 0, f"the result of {exercise.op_type} is {bare[0]}; doubled by a tool it is {changed[0]}"
-    return len(expected) + 2, ""
+    op = exercise.op_type
+    unseen_events = [event for event in expected_events if event not in witness.events]
+    if unseen_events:
+        return 0, f"of {op} tools did not see {', '.join(unseen_events)}"
+    if watched_result != bare_result:
+        return 0, f"{op} gives {watched_result} under a tool that changes nothing, {bare_result} without it"
+    if doubled_result[0] != 2 * bare_result[0]:
+        return 0, f"the result of {op} is {bare_result[0]}; doubled by a tool it is {doubled_result[0]}"
+    return len(expected_events) + 2, ""  # with the two comparisons of results
 
 
 class _Witness(Tool):

@@ -51,7 +51,7 @@ class InstalledDrivers(Protocol):
         Raises DriverError if the driver cannot serve that version.
         """
 
-    def none_installed(self) -> str:
+    def missing_driver_hint(self) -> str:
         """Say how to get a driver where none can be used; "" where one can."""
 
 
@@ -95,7 +95,7 @@ class Attachment:
                 self._attach_at_import()
             elif self._faulty:  # what an import lacked may be there by now
                 self._attach_loaded()
-            if not (self._attached or self.guests) and (reason := self.installed.none_installed()):
+            if not (self._attached or self.guests) and (reason := self.installed.missing_driver_hint()):
                 self._failure_reasons["drivers"] = reason
             report_threads_outside(self._intercepting)
             # Told to every scope: each report stands for itself.

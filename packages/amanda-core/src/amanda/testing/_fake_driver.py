@@ -45,7 +45,7 @@ class FakeTensors(TensorOps):
 
     def version(self, value: Any) -> Any:
         """Return how often a tensor was written into; of each, for a list."""
-        return _each(value, lambda tensor: tensor.version)
+        return _read_each(value, lambda tensor: tensor.version)
 
     def straight_through(self, original: Tensor, value: Tensor) -> Tensor:
         """`value` with an edge of the tape to `original`."""
@@ -78,19 +78,19 @@ class FakeTensors(TensorOps):
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors require a gradient."""
-        needs = tuple(_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
+        needs = tuple(_read_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
         return needs if fake.is_grad_enabled() and "True" in str(needs) else None
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """dtype and rank of each tensor."""
-        return tuple(_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs)
+        return tuple(_read_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs)
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Shape of each tensor."""
-        return tuple(_each(value, lambda tensor: tensor.shape) for value in inputs)
+        return tuple(_read_each(value, lambda tensor: tensor.shape) for value in inputs)
 
 
-def _each(value: Any, read: Callable[[Tensor], Any]) -> Any:
+def _read_each(value: Any, read: Callable[[Tensor], Any]) -> Any:
     """Read something of a tensor, or of each tensor of a list; None for other values."""
     if isinstance(value, Tensor):
         return read(value)
@@ -207,12 +207,12 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
 
 def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Callable[[], None]:
     """Put the routines of the open tools around a node; return a function that takes them away."""
-    leaf = isinstance(node, _autograd.AccumulateGrad)
+    is_leaf = isinstance(node, _autograd.AccumulateGrad)
     place = node.number - origin.start
     if isinstance(node, _autograd.AccumulateGrad):
         # By the leaf and not by a number, since one node serves every op that reads the leaf.
         place = _LEAF_PLACE + interceptor.ordinal(node.leaf)
-    step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not leaf)
+    step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not is_leaf)
     if not step.has_work:
         return lambda: None
 

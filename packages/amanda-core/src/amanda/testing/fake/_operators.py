@@ -37,7 +37,7 @@ def add(input: Tensor, other: Tensor | Number, *, out: Tensor | None = None) -> 
 
 
 def add_(input: Tensor, other: Tensor | Number) -> Tensor:
-    """Add to input where it lies."""
+    """Add to input in place."""
     if input.requires_grad and input.is_leaf and is_grad_enabled():
         raise RuntimeError("a leaf that requires a gradient is written in place")
     result = mapped(lambda a, b: a + b, input, other)
