@@ -128,14 +128,9 @@ def _layout_of_form(form: CallForm) -> ArgumentLayout:
     nargs = len(bound) - len(form.keywords)
     bound_indices = {i for i in bound if i is not None}
     length = max(bound_indices, default=-1) + 1
-    appended: list[str] = []
-    keywords: list[tuple[str, int]] = []
-    for keyword, i in zip(form.keywords, bound[nargs:], strict=True):
-        if i is None:
-            keywords.append((keyword, length + len(appended)))
-            appended.append(keyword)
-        else:
-            keywords.append((keyword, i))
+    pairs = list(zip(form.keywords, bound[nargs:], strict=True))
+    appended = [keyword for keyword, i in pairs if i is None]
+    keywords = [(keyword, length + appended.index(keyword) if i is None else i) for keyword, i in pairs]
     written = [i for i in range(length) if i in bound_indices and arguments[i].is_written]
     written += [length + i for i, name in enumerate(appended) if name == "out"]
     positional = form.signature.positional[:nargs]

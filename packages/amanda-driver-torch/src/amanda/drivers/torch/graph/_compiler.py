@@ -231,13 +231,13 @@ class InstrumentingConverter:
         except BaseException:
             # Dynamo wraps or swallows errors of a backend: the one noted there is raised as itself.
             failure = self.backend.take_failure()
-            if isinstance(failure, SharedMemory):
-                self._op_by_op[frame.f_code] = failure
-                self._report_op_by_op(frame)
-                return SKIP_ONCE
-            if failure is not None:
+            if failure is None:
+                raise
+            if not isinstance(failure, SharedMemory):
                 raise failure from failure.__cause__
-            raise
+            self._op_by_op[frame.f_code] = failure
+            self._report_op_by_op(frame)
+            return SKIP_ONCE
         failure = self.backend.take_failure()
         if failure is not None:
             raise failure from failure.__cause__

@@ -161,32 +161,35 @@ class NodeRoutines:
         is_taped = (action.differentiable or self.program.state.autodiff) and not action.observer
 
         def call(*place_values: Any) -> Any:
-            """Insert the custom op, and return its results as a routine returns them; None if it observes."""
-            values = PlaceValues(place_values)
-            result_positions = () if action.observer else values.tensor_positions
-            slot = self._slot_of_call(
-                action, facts, values, lambda: PythonCall(action, facts, values, result_positions)
-            )
-            # Each call of Python is a kernel of its own to compilers: observers may share one.
-            if self.program.can_gather(action, facts) and self.token is not None:
-                waiting = WaitingObservers.of_token(self.program, self.token)
-                waiting.add(self.token, slot, values, action.type.is_backward)
-                return None
-            likes = list(values.tensors) if result_positions else []
-            if is_taped:
-                results = self._call_in_autograd(slot, values, likes)
-            else:
-                results = call_python(
-                    "call", self.token, values.flat, values.numbers, likes, self.program.number, slot
-                )
-            if not result_positions:
-                return None
-            return _as_routine_returns(values.with_tensors(results))
+            return self._insert_python_call(action, facts, PlaceValues(place_values), is_taped)
 
         # Without the keyword arguments, which `PythonCall` passes.
         call.__qualname__ = routine_name(action.func)
         func = differentiable(call) if is_taped else call
         return Action(action.type, func, action.tool, action.select, kwargs={})
+
+    def _insert_python_call(self, action: Action, facts: OpFacts, values: PlaceValues, is_taped: bool) -> Any:
+        """Insert a custom op that calls a routine, or let an observer wait; return what the routine would.
+
+        is_taped: whether the routine takes part in autodiff.
+        """
+        result_positions = () if action.observer else values.tensor_positions
+        slot = self._slot_of_call(
+            action, facts, values, lambda: PythonCall(action, facts, values, result_positions)
+        )
+        # Each call of Python is a kernel of its own to compilers: observers may share one.
+        if self.program.can_gather(action, facts) and self.token is not None:
+            waiting = WaitingObservers.of_token(self.program, self.token)
+            waiting.add(self.token, slot, values, action.type.is_backward)
+            return None
+        likes = list(values.tensors) if result_positions else []
+        if is_taped:
+            results = self._call_in_autograd(slot, values, likes)
+        else:
+            results = call_python(
+                "call", self.token, values.flat, values.numbers, likes, self.program.number, slot
+            )
+        return _as_routine_returns(values.with_tensors(results)) if result_positions else None
 
     def _slot_of_call(
         self,
