@@ -673,6 +673,12 @@ def test_primal_ops_of_linearize_are_seen_and_the_recorded_program_is_named() ->
     assert "mul" in [op for op, *_ in tool.forward]
 
 
+def test_values_of_a_transform_that_has_ended_are_seen_within_others() -> None:
+    curvatures = vmap(hessian(lambda x: torch.ones_like(x).sum()))
+    for routine in (nothing, unchanged, cloned):
+        assert_transparent(lambda: curvatures(ROWS), routine)
+
+
 def test_an_error_within_a_transform_leaves_no_transform_in_force() -> None:
     def fail(x: Tensor) -> None:
         raise ValueError("planted")

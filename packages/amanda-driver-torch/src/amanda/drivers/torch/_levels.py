@@ -144,6 +144,9 @@ def _batches_of_value_and_tangents(tensor: torch.Tensor) -> dict[tuple[int, ...]
     if _functorch.is_batchedtensor(tensor):
         size = inner.shape[_functorch.maybe_get_bdim(tensor)]
         return {levels: {**batches, level: size} for levels, batches in components.items()}
+    # A wrapper of a transform that has ended, as of a hessian's inner vjp, has a negative level.
+    if level < 0:
+        return components
     with without_transforms_above(level):
         tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     if tangent is not None:
