@@ -360,7 +360,7 @@ def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Seque
     if grid.dtype and torch.is_grad_enabled() and x.requires_grad:
         return None
     shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
-    # Fixed scales: without it autograd would record what nothing asks for.
+    # Scales are fixed: without `detach` autograd would record their gradients too.
     scale, zero_point = scale.detach(), zero_point.detach()
     if x.is_cuda and not grid.dtype:
         return _run_fused_kernel(x, scale, zero_point, grid, axes, shape)
@@ -449,8 +449,9 @@ def _straight_through_rounding() -> Any:
 
         @staticmethod
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            ctx.mark_non_differentiable(output[1])
-            ctx.save_for_backward(output[1])
+            _, passes = output
+            ctx.mark_non_differentiable(passes)
+            ctx.save_for_backward(passes)
 
         @staticmethod
         def backward(ctx: Any, gradient: Any, _: Any) -> Any:

@@ -174,19 +174,7 @@ class CachedStates:
         import torch
 
         tool, tokens = self._tool, states.shape[-2]
-        if self.axis == "token" and states.shape[-1] % tool.group_size:
-            raise QuantizeError(
-                f"{self.tensor} of {self.module} have {states.shape[-1]} channels, which are no multiple of "
-                f"group_size {tool.group_size}"
-            )
-        # A cache that was cut, as where generation takes tokens back: its last group may hold tokens that are
-        # gone.
-        if self.axis == "channel" and 0 < cached_tokens < self.shape[-2]:
-            raise QuantizeError(
-                f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have "
-                f"{cached_tokens} of them now: groups of tokens are for caches that only grow; let the axis "
-                'be "token"'
-            )
+        self._check_groups(states, cached_tokens)
         begin, end = self._quantised_count(cached_tokens), self._quantised_count(tokens)
         self.shape, self.quantised_tokens, self.itemsize = tuple(states.shape), end, states.element_size()
         self.longest = max(self.longest, tokens)
@@ -202,6 +190,22 @@ class CachedStates:
             self._noise += (rounded - exact).square().sum()
             leaving_states.copy_(rounded)
         return states
+
+    def _check_groups(self, states: Tensor, cached_tokens: int) -> None:
+        """Raise QuantizeError for states that groups do not fit, see `quantise`."""
+        if self.axis == "token" and states.shape[-1] % self._tool.group_size:
+            raise QuantizeError(
+                f"{self.tensor} of {self.module} have {states.shape[-1]} channels, which are no multiple of "
+                f"group_size {self._tool.group_size}"
+            )
+        # A cache that was cut, as where generation takes tokens back: its last group may hold tokens that are
+        # gone.
+        if self.axis == "channel" and 0 < cached_tokens < self.shape[-2]:
+            raise QuantizeError(
+                f"{self.tensor} of {self.module} had {self.shape[-2]} tokens, and have "
+                f"{cached_tokens} of them now: groups of tokens are for caches that only grow; let the axis "
+                'be "token"'
+            )
 
     def _quantised_count(self, tokens: int) -> int:
         """Return how many tokens of a cache with this number of tokens are quantised."""

@@ -156,9 +156,8 @@ def _op_as_function(context: amanda.OpContext) -> Callable[[Sequence[Any]], Any]
     }
 
     def recompute(values: Sequence[Any]) -> Any:
-        return raw(
-            **{argument.name: value for argument, value in zip(inputs, values, strict=True)}, **attributes
-        )
+        values_of_inputs = {argument.name: value for argument, value in zip(inputs, values, strict=True)}
+        return raw(**values_of_inputs, **attributes)
 
     return recompute
 

@@ -257,23 +257,34 @@ class Weights(Generic[W]):
         elif view_key not in self._views and view_key not in self._skipped:
             # Skipped until all weights are added: a failure half way leaves the whole batch unchanged.
             self._skipped.add(view_key)
-            weights: list[W] = []
-            for numbers in np.ndindex(samples.sizes):
-                # A batch of another size has the weights of the same numbers.
-                sample_location = (identity, numbers), part
-                if sample_location not in self._by_key:
-                    read = _WeightRead(samples.data[numbers], holder, sample_location, layout, numbers)
-                    self._add_weight_or_view(context, store, sample_location, read)
-                weight = self._by_key.get(sample_location)
-                if weight is None:
-                    return None
-                weights.append(weight)
+            weights = self._weights_of_samples(context, store, samples, location, holder, layout)
+            if weights is None:
+                return None
             self._skipped.discard(view_key)
             self._views[view_key] = WeightsOfSamples(samples.sizes, weights)
         view = self._views.get(view_key)
         for weight in getattr(view, "weights", ()):
             weight.readers.add(context.get_op_id())
         return view
+
+    def _weights_of_samples(
+        self, context: amanda.OpContext, store: ParameterStore, samples: Samples, location: Any, holder: Any,
+        layout: str | None,
+    ) -> list[W] | None:  # fmt: skip
+        """Return the weight of each sample, added where it is new; None as soon as one is skipped."""
+        identity, part = location
+        weights: list[W] = []
+        for numbers in np.ndindex(samples.sizes):
+            # A batch of another size has the weights of the same numbers.
+            sample_location = (identity, numbers), part
+            if sample_location not in self._by_key:
+                read = _WeightRead(samples.data[numbers], holder, sample_location, layout, numbers)
+                self._add_weight_or_view(context, store, sample_location, read)
+            weight = self._by_key.get(sample_location)
+            if weight is None:
+                return None
+            weights.append(weight)
+        return weights
 
     def _view_of(
         self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None

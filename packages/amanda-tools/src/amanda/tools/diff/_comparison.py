@@ -359,13 +359,9 @@ class RunComparison:
         return pair[0].role, difference.relative, difference.relative <= bound
 
     def _comparison(
-        self,
-        pair: Pair,
-        difference: Distance,
-        limit: float,
-        read: Sequence[Read] = (),
+        self, pair: Pair, difference: Distance, limit: float, read: Sequence[Read] = (),
         read_error: float = math.inf,
-    ) -> Comparison:
+    ) -> Comparison:  # fmt: skip
         """Return the comparison of an op by one pair of its tensors; read_error: as of `Expected.error`."""
         op, other_op = (run.ops[entry.op] for run, entry in zip(self._runs, pair, strict=True))
         inputs = [agree for role, _, agree in read if role == "input"]

@@ -127,16 +127,7 @@ def _compare_runs(
             if unpaired := [path for path in module_paths(side) if path not in paired]:
                 notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
     rows = comparing.in_execution_order(comparing.compare_modules(names))
-    if comparing.reordered_modules:
-        notes.append(
-            f"Modules whose axes do not match, and were not compared: {_listed(comparing.reordered_modules)}"
-        )
-    if comparing.unevenly_called:
-        notes.append(
-            "Modules that one run called more often than the other, of which the last outputs alone were "
-            f"compared: {_listed(comparing.unevenly_called)}"
-        )
-    notes += _notes_on_pieces(comparing)
+    notes += [*_notes_on_modules(comparing), *_notes_on_pieces(comparing)]
     comparisons = [comparison for _, comparison in rows]
     result = DiffResult(run.name, other_run.name, comparisons, modules=list(names), told=notes)
     return result, [pair for pair, _ in rows]
@@ -164,6 +155,21 @@ def _notes_on_compiled(run: Run, other_run: Run) -> list[str]:
 def _listed(names: Sequence[str]) -> str:
     suffix = f" and {len(names) - _MAX_NAMES:,} more" if len(names) > _MAX_NAMES else ""
     return f"{', '.join(names[:_MAX_NAMES])}{suffix}"
+
+
+def _notes_on_modules(comparing: RunComparison) -> list[str]:
+    """Return sentences on modules that were not compared, or by their last outputs alone."""
+    notes = []
+    if comparing.reordered_modules:
+        notes.append(
+            f"Modules whose axes do not match, and were not compared: {_listed(comparing.reordered_modules)}"
+        )
+    if comparing.unevenly_called:
+        notes.append(
+            "Modules that one run called more often than the other, of which the last outputs alone were "
+            f"compared: {_listed(comparing.unevenly_called)}"
+        )
+    return notes
 
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:

@@ -258,12 +258,9 @@ class OpMatches:
     """
 
     def __init__(
-        self,
-        runs: tuple[Run, Run],
-        flows: tuple[DataFlow, DataFlow],
-        matching: ExecutionMatcher,
+        self, runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], matching: ExecutionMatcher,
         renamed: Mapping[str, str],
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._runs, self._flows, self._matcher, self._renamed = runs, flows, matching, renamed
         self._paired: tuple[set[int], set[int]] = (set(), set())
         self.matches: list[OpMatch] = []

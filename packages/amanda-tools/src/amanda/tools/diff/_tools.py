@@ -198,7 +198,6 @@ def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[R
     record: runs the program under a tool.  The op is the last of the fewest first ops that fail as they are
     compiled alone.  Raises the error, which the program raised, where it is raised with no op compiled too.
     """
-
     runs: dict[int, Run] = {}
 
     def fails(compiled_ops: int) -> bool:

@@ -58,15 +58,10 @@ class ShapeCounts(amanda.ShapeTally):
     )  # fmt: skip
 
     def __init__(
-        self,
-        context: amanda.OpContext,
-        sides: Sequence[Sequence[Any]],
-        measure: Callable[[ShapedContext, tuple[Any, ...]], OpCost],
-        costs: dict[Hashable, OpCost],
-        settle: Callable[[ShapeCounts], None],
-        forward: ShapeCounts | None = None,
-        key: Hashable = None,
-    ) -> None:
+        self, context: amanda.OpContext, sides: Sequence[Sequence[Any]],
+        measure: Callable[[ShapedContext, tuple[Any, ...]], OpCost], costs: dict[Hashable, OpCost],
+        settle: Callable[[ShapeCounts], None], forward: ShapeCounts | None = None, key: Hashable = None,
+    ) -> None:  # fmt: skip
         super().__init__(MAX_SHAPES)
         self._context = context
         self._measure = measure

@@ -108,15 +108,7 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
 
     def twin(tensor: Tensor) -> Tensor:
         """Return a tensor like this one without data; one that is differentiated is added to `leaves`."""
-        if isinstance(tensor, FakeTensor):
-            copy = tensor.detach()
-        elif type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-            with mode:  # what a subclass wraps is none of ours to read
-                copy = torch.empty_strided(
-                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-                )
-        else:
-            copy = mode.from_tensor(tensor.detach())
+        copy = _without_data(tensor, mode)
         # In the order of `context["differentiated"]`, which was read before `requires_grad` was hidden by
         # `detach`.
         if not next(differentiated):
@@ -146,6 +138,20 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
     return costs
 
 
+def _without_data(tensor: Tensor, mode: Any) -> Tensor:
+    """Return a tensor of a fake mode with the shape, strides, type and device of another."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    if isinstance(tensor, FakeTensor):
+        return tensor.detach()
+    if type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__:
+        copy: Tensor = mode.from_tensor(tensor.detach())
+        return copy
+    with mode:  # what a subclass wraps is none of ours to read
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: InnerCosts) -> None:
     """Run the backward pass, and add the cost of each node under the node's name."""
     import torch
@@ -173,12 +179,9 @@ def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: 
 
 
 def _counting_mode(
-    costs: InnerCosts,
-    formulas: Mapping[str, Formula],
-    shape: Callable[[Any], Any],
-    fake: Any,
+    costs: InnerCosts, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any,
     complex_macs: int,
-) -> AbstractContextManager[Any]:
+) -> AbstractContextManager[Any]:  # fmt: skip
     """Return a mode that adds what is dispatched to `costs`.
 
     fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
@@ -215,13 +218,9 @@ def _counting_mode(
 
 
 def _cost_of_call(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    result: Any,
-    formulas: Mapping[str, Formula],
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, formulas: Mapping[str, Formula],
     shape: Callable[[Any], Any],
-) -> Cost | None:
+) -> Cost | None:  # fmt: skip
     """Return the cost of a call of an ATen operator, by its name or its tag; None where neither tells."""
     if op.namespace == "prim":
         return Cost()

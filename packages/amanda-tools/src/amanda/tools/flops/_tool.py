@@ -191,15 +191,10 @@ class FlopsTool(amanda.Tool):
         # To read the shapes makes the plan depend on them, so another shape is analysed anew.
         if is_eager and is_known:
             context.get_input_shapes()
-        place = self._new_place(context)
         if not is_known:
-            dtypes = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
-            context["element_type"] = next((dtype for dtype in dtypes if dtype is not None), None)
-            context["cost"] = _COST_AT_EXECUTION
-            context.insert_after_op(
-                self._count_execution_shapes, place=place, names=names, shapes=shapes, context=context
-            )
+            self._count_at_execution(context, names, shapes)
             return
+        place = self._new_place(context)
         cost = self._model.cost_of_op(names, shapes, place.source, context["complex_products"])
         if cost is None:
             place.estimate = shapes.estimate
@@ -215,17 +210,30 @@ class FlopsTool(amanda.Tool):
         cost = None if cost is None else Cost(*cost).part(share(outputs))
         place.macs, place.flops = cost or (None, None)
         context["cost"], context["estimate"] = cost, place.estimate
-        sample_place, place = place, place.for_samples(context.get_samples())
-        if is_eager and are_plain([context.get_inputs(), outputs], context["shape"]):
-            sides = [context.get_inputs(), outputs]
+        self._insert_counters(context, place, [context.get_inputs(), outputs])
+
+    def _insert_counters(self, context: amanda.OpContext, sample_place: OpCost, sides: list[Any]) -> None:
+        """Count executions and tangents at the analysed shapes; sample_place: the cost of one sample."""
+        place = sample_place.for_samples(context.get_samples())
+        if context.is_eager() and are_plain(sides, context["shape"]):
             # Not counted by itself; backward ops build their stand-ins from its values.
             context["as_analysed"] = ShapeCounts(
                 context, sides, lambda *_: place, {}, self._settle_counts, key=_place_key(place)
             )
         context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(place))
-        if is_eager and has_tangents(context.get_input_shapes()):
+        if context.is_eager() and has_tangents(context.get_input_shapes()):
             tangents = tangent_place(context, sample_place, [context.get_input_shapes()])
             context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(tangents))
+
+    def _count_at_execution(self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes) -> None:
+        """Compute the cost of an op at each execution, which alone has all shapes."""
+        dtypes = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
+        context["element_type"] = next((dtype for dtype in dtypes if dtype is not None), None)
+        context["cost"] = _COST_AT_EXECUTION
+        place = self._new_place(context)
+        context.insert_after_op(
+            self._count_execution_shapes, place=place, names=names, shapes=shapes, context=context
+        )
 
     def _calls_counted_ops(self, context: amanda.OpContext, name: str) -> bool:
         """Return True for a function in Python, forward or backward, whose own ops compute and are counted.

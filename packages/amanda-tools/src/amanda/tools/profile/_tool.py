@@ -187,7 +187,6 @@ _FLOW = frozenset(
 def _tensorflow_facts(context: amanda.OpContext) -> None:
     """Write the facts of an op of TensorFlow."""
     kind = context.get_op_type() if context.is_forward() else str(context.get_backward_op().__name__)
-
     shape, dtype = context["shape"], context["dtype"]
 
     def nbytes(values: Iterable[Any]) -> int:

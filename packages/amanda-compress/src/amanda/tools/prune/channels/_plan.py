@@ -145,29 +145,38 @@ def importance_scores(
         return np.random.Generator(np.random.Philox([seed, number])).random(len(group))
     values = group.channel_slices(tensors)
     if callable(importance):
-        result = importance(values)
-        importances = _as_float64(result) if hasattr(result, "shape") else np.asarray(result, float)
-        if importances.shape != (len(group),) or not np.isfinite(importances).all():
-            raise PruneError(
-                f"importance gave values of shape {importances.shape} for {group.name}; it returns a finite "
-                f"number for each of its {len(group)} channels"
-            )
-        return importances
+        return _checked_importances(importance(values), group)
     if importance == "taylor":
-        for member in group.members:
-            # Vectors, such as biases, do not count, see `ChannelGroup.channel_slices`.
-            if tensors[member.name].ndim > 1 and tensors[member.name].grad is None:
-                raise PruneError(
-                    f'importance="taylor" reads gradients, and {member.name} has none: call backward() '
-                    "before prepare(model, example)"
-                )
-        gradients = group.channel_slices({member.name: tensors[member.name].grad for member in group.members})
+        gradients = _gradient_slices(group, tensors)
         rows = np.concatenate([_as_float64(values[name] * gradients[name]) for name in values], 1)
         return np.square(rows).sum(1)
     rows = np.concatenate([_as_float64(tensor) for tensor in values.values()], 1)
     # Means instead of norms: over their mean below, both are the same.
     importances = np.abs(rows).mean(1) if importance == "l1" else np.sqrt(np.square(rows).mean(1))
     return importances / max(importances.mean(), np.finfo(float).tiny)
+
+
+def _checked_importances(result: Any, group: ChannelGroup) -> Any:
+    """Return what a user's function gave as an array; raise PruneError unless it has a number per channel."""
+    importances = _as_float64(result) if hasattr(result, "shape") else np.asarray(result, float)
+    if importances.shape != (len(group),) or not np.isfinite(importances).all():
+        raise PruneError(
+            f"importance gave values of shape {importances.shape} for {group.name}; it returns a finite "
+            f"number for each of its {len(group)} channels"
+        )
+    return importances
+
+
+def _gradient_slices(group: ChannelGroup, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gradients of weights as `ChannelGroup.channel_slices`; raise PruneError without one."""
+    for member in group.members:
+        # Vectors, such as biases, do not count, see `ChannelGroup.channel_slices`.
+        if tensors[member.name].ndim > 1 and tensors[member.name].grad is None:
+            raise PruneError(
+                f'importance="taylor" reads gradients, and {member.name} has none: call backward() '
+                "before prepare(model, example)"
+            )
+    return group.channel_slices({member.name: tensors[member.name].grad for member in group.members})
 
 
 def _as_float64(tensor: Any) -> Any:
