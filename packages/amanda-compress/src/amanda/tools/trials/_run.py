@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
@@ -97,11 +97,11 @@ _Answer: TypeAlias = tuple[int, "Outcome[Any, Any] | Exception"]
 class _Engine(NamedTuple):
     """Processes of joblib.
 
-    jobs: as joblib's `n_jobs`.  count: the number of processes.  backend: joblib's object.
+    jobs: as joblib's `n_jobs`.  workers: the number of processes.  backend: joblib's object.
     """
 
     jobs: int | None
-    count: int
+    workers: int
     backend: Any
 
     @classmethod
@@ -113,7 +113,7 @@ class _Engine(NamedTuple):
         backend, _ = get_active_backend()
         engine = cls(jobs, joblib.effective_n_jobs(jobs), backend)
         # Dask's single worker may be another machine.
-        if engine.count == 1 and engine._dask_client() is None:
+        if engine.workers == 1 and engine._dask_client() is None:
             return None
         if type(backend).__name__ == "ThreadingBackend":
             raise AmandaError(
@@ -130,9 +130,11 @@ class _Engine(NamedTuple):
     def batch_size(self, trials: int) -> int:
         """Return how many trials a worker gets at once."""
         # Other engines send what the workers run along with each batch.
-        return 1 if self.maps_arrays else max(1, trials // (4 * self.count))
+        return 1 if self.maps_arrays else max(1, trials // (4 * self.workers))
 
-    def run(self, worker: _Worker, trials: Mapping[int, T], batch_size: int) -> Iterator[_Answer]:
+    def run(
+        self, worker: _Worker, trials: Mapping[int, T], batch_size: int
+    ) -> Generator[_Answer, None, None]:
         """Yield what came of each trial, as batches end."""
         import joblib
 
@@ -151,8 +153,8 @@ class _Engine(NamedTuple):
                 yield from answers
         else:
             # Ray's engine returns lists alone.  In rounds, an interrupt loses little.
-            for i in range(0, len(tasks), 2 * self.count):
-                for answers in joblib.Parallel(self.jobs, batch_size=1)(tasks[i : i + 2 * self.count]):
+            for i in range(0, len(tasks), 2 * self.workers):
+                for answers in joblib.Parallel(self.jobs, batch_size=1)(tasks[i : i + 2 * self.workers]):
                     yield from answers
 
     def _dask_client(self) -> Any:
@@ -168,7 +170,7 @@ def _run_on_dask(client: Any, tasks: Sequence[Any]) -> Iterator[_Answer]:
 
     futures = [client.submit(function, *arguments, pure=False) for function, arguments, _ in tasks]
     try:
-        for future in as_completed(futures):
+        for future in as_completed(futures):  # type: ignore[no-untyped-call]
             yield from future.result()
     finally:
         client.cancel(futures)
@@ -190,7 +192,7 @@ def _run_in_workers(
                 continue
             # One of the trials that were running has ended its process, and nothing tells which: each of
             # these runs again alone.
-            for number in list(remaining)[: 2 * engine.count]:
+            for number in list(remaining)[: 2 * engine.workers]:
                 alone = {number: remaining[number]}
                 try:
                     yield from _collect(engine.run(worker, alone, 1), alone)
@@ -203,7 +205,7 @@ class _EngineError(Exception):
     """joblib raised an exception that no trial has raised, such as for a process that died."""
 
 
-def _collect(answers: Iterator[_Answer], remaining: dict[int, T]) -> Iterator[Outcome[T, Any]]:
+def _collect(answers: Generator[_Answer, None, None], remaining: dict[int, T]) -> Iterator[Outcome[T, Any]]:
     """Yield the outcomes of an engine, and drop their trials.  Raises _EngineError, and errors of workers."""
     # Closing ends the trials that run when the caller has enough, or is interrupted.
     with closing(answers):
