@@ -1,31 +1,26 @@
-"""Trials that run here or in workers of joblib, the file that keeps their outcomes, and their progress."""
+"""Trials that run in this process or in workers of joblib, Dask and Ray."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from hashlib import sha256
-from math import isfinite
-from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
-from amanda.action import routine_name
-from amanda.errors import AmandaError, ArtefactError
-from amanda.files import naming
+from amanda.errors import AmandaError
 from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 if sys.platform != "win32":
-    import fcntl
+    pass
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -127,53 +122,104 @@ class _Engine(NamedTuple):
         """Return True for joblib's own processes, which read a large array from one file."""
         return type(self.backend).__module__.startswith("joblib.") and self._dask_client() is None
 
-    def batch_size(self, trials: int) -> int:
-        """Return how many trials a worker gets at once."""
-        # Other engines send what the workers run along with each batch.
-        return 1 if self.maps_arrays else max(1, trials // (4 * self.workers))
-
-    def run(
-        self, worker: _Worker, trials: Mapping[int, T], batch_size: int
-    ) -> Generator[_Answer, None, None]:
-        """Yield what came of each trial, as batches end."""
+    def run(self, worker: _Worker, trials: Mapping[int, T]) -> Generator[_Answer, None, None]:
+        """Yield what came of each trial, as trials end."""
         import joblib
 
-        payload = np.frombuffer(worker.payload, np.uint8) if self.maps_arrays else worker.payload
-        numbers = list(trials)
-        batches = [numbers[i : i + batch_size] for i in range(0, len(numbers), batch_size)]
-        tasks = [
-            joblib.delayed(_Worker.run)(payload, worker.digest, worker.threads, {i: trials[i] for i in batch})
-            for batch in batches
-        ]
         client = self._dask_client()
         if client is not None:
-            yield from _run_on_dask(client, tasks)
-        elif self.maps_arrays:
-            for answers in joblib.Parallel(self.jobs, return_as="generator_unordered", batch_size=1)(tasks):
-                yield from answers
+            yield from _run_on_dask(client, worker, trials)
+        elif type(self.backend).__name__ == "RayBackend":
+            yield from _run_on_ray(self.workers, worker, trials)
         else:
-            # Ray's engine returns lists alone.  In rounds, an interrupt loses little.
-            for i in range(0, len(tasks), 2 * self.workers):
-                for answers in joblib.Parallel(self.jobs, batch_size=1)(tasks[i : i + 2 * self.workers]):
-                    yield from answers
+            payload = np.frombuffer(worker.payload, np.uint8) if self.maps_arrays else worker.payload
+            tasks = [
+                joblib.delayed(_Worker.run)(payload, worker.digest, worker.threads, number, trial)
+                for number, trial in trials.items()
+            ]
+            if self.maps_arrays:
+                yield from joblib.Parallel(self.jobs, return_as="generator_unordered", batch_size=1)(tasks)
+                return
+            # An engine of others may return lists alone.  In rounds, an interrupt loses little.
+            for i in range(0, len(tasks), 4 * self.workers):
+                yield from joblib.Parallel(self.jobs, batch_size=1)(tasks[i : i + 4 * self.workers])
 
     def _dask_client(self) -> Any:
         """Return the client of Dask; None for another engine."""
         return getattr(self.backend, "client", None)
 
 
-def _run_on_dask(client: Any, tasks: Sequence[Any]) -> Iterator[_Answer]:
-    """Yield what came of each trial from a cluster of Dask."""
+def _run_on_dask(client: Any, worker: _Worker, trials: Mapping[int, Any]) -> Generator[_Answer, None, None]:
+    """Yield what came of each trial from a cluster of Dask; then raise an exception of the cluster."""
     # Not by joblib's engine: it waits for ever for a task whose worker died too often, and scatters large
     # arguments to one worker, with which they are lost.
-    from distributed import as_completed
+    from distributed import WorkerPlugin, as_completed
 
-    futures = [client.submit(function, *arguments, pure=False) for function, arguments, _ in tasks]
+    class Payload(WorkerPlugin):
+        """Gives each worker, also one that starts later, what it runs."""
+
+        def __init__(self, worker: _Worker) -> None:
+            self.payload, self.digest = worker.payload, worker.digest
+
+        def setup(self, worker: Any) -> None:
+            # Imported there: this class travels with copies of its globals.
+            from amanda.tools.trials import _run
+
+            _run._payloads[self.digest] = self.payload
+
+        def teardown(self, worker: Any) -> None:
+            from amanda.tools.trials import _run
+
+            _run._payloads.pop(self.digest, None)
+
+    failure: Exception | None = None
+    client.register_plugin(Payload(worker), name=worker.digest)
+    futures = [
+        client.submit(_Worker.run, None, worker.digest, worker.threads, number, trial, pure=False)
+        for number, trial in trials.items()
+    ]
     try:
         for future in as_completed(futures):  # type: ignore[no-untyped-call]
-            yield from future.result()
+            try:
+                answer = future.result()
+            except Exception as error:
+                failure = error
+            else:
+                yield answer
     finally:
         client.cancel(futures)
+        client.unregister_worker_plugin(worker.digest)
+    if failure is not None:
+        raise failure
+
+
+def _run_on_ray(workers: int, worker: _Worker, trials: Mapping[int, Any]) -> Generator[_Answer, None, None]:
+    """Yield what came of each trial from a cluster of Ray; then raise an exception of the cluster."""
+    # Not by Ray's engine for joblib: it waits for ever for a worker that died, and starts processes anew for
+    # each list of tasks.
+    import ray
+
+    # Not twice for a process that ends by itself: the caller runs that trial again alone.
+    run = ray.remote(max_retries=0)(_Worker.run)
+    payload = ray.put(worker.payload)
+    waiting, running = list(trials.items())[::-1], list[Any]()
+    failure: Exception | None = None
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                running.append(run.remote(payload, worker.digest, worker.threads, *waiting.pop()))
+            (finished,), running = ray.wait(running, num_returns=1)
+            try:
+                answer = ray.get(finished)
+            except Exception as error:
+                failure = error
+                continue
+            yield answer
+    finally:
+        for task in running:
+            ray.cancel(task, force=True)
+    if failure is not None:
+        raise failure
 
 
 def _run_in_workers(
@@ -182,31 +228,44 @@ def _run_in_workers(
     """Yield the outcomes of trials that run in workers; those of a worker that died run again."""
     worker = _Worker.of(load)
     remaining = dict(enumerate(trials))
-    batch_size = engine.batch_size(len(trials))
     while remaining:
         try:
-            yield from _collect(engine.run(worker, remaining, batch_size), remaining)
-        except _EngineError:
-            if batch_size > 1:
-                batch_size = 1
-                continue
+            yield from _collect(engine.run(worker, remaining), remaining)
+        except _ProcessEnded:
             # One of the trials that were running has ended its process, and nothing tells which: each of
             # these runs again alone.
             for number in list(remaining)[: 2 * engine.workers]:
                 alone = {number: remaining[number]}
                 try:
-                    yield from _collect(engine.run(worker, alone, 1), alone)
-                except _EngineError as error:
-                    yield Outcome(remaining[number], None, f"its process ended: {error}")
+                    yield from _collect(engine.run(worker, alone), alone)
+                except _ProcessEnded as error:
+                    yield Outcome(remaining[number], None, str(error))
                 del remaining[number]
 
 
-class _EngineError(Exception):
-    """joblib raised an exception that no trial has raised, such as for a process that died."""
+class _ProcessEnded(Exception):
+    """A process that ran trials has ended."""
+
+
+_DEATHS = {"TerminatedWorkerError", "BrokenProcessPool", "KilledWorker", "WorkerCrashedError"}
+"""Exceptions of loky, Dask and Ray for a process that has ended."""
+_EXIT_CODES = re.compile(r"exit codes? of the workers? (?:are|is) \{(.*?)\}")
+"""Of loky's message, such as `{SIGKILL(-9)}`."""
+
+
+def _engine_error(error: Exception) -> Exception:
+    """Return what an exception of joblib, Dask or Ray means, which no trial has raised."""
+    if type(error).__name__ not in _DEATHS:
+        return AmandaError(f"the processes of joblib failed: {type(error).__name__}: {error}")
+    codes = _EXIT_CODES.search(str(error))
+    return _ProcessEnded("its process ended" + (f": {codes[1]}" if codes else ""))
 
 
 def _collect(answers: Generator[_Answer, None, None], remaining: dict[int, T]) -> Iterator[Outcome[T, Any]]:
-    """Yield the outcomes of an engine, and drop their trials.  Raises _EngineError, and errors of workers."""
+    """Yield the outcomes of an engine, and drop their trials.
+
+    Raises _ProcessEnded, AmandaError for other exceptions of the engine, and errors of workers.
+    """
     # Closing ends the trials that run when the caller has enough, or is interrupted.
     with closing(answers):
         while True:
@@ -215,7 +274,7 @@ def _collect(answers: Generator[_Answer, None, None], remaining: dict[int, T]) -
             except StopIteration:
                 return
             except Exception as error:
-                raise _EngineError(f"{type(error).__name__}: {error}") from error
+                raise _engine_error(error) from error
             if isinstance(answer, BaseException):
                 raise answer
             del remaining[number]
@@ -225,6 +284,8 @@ def _collect(answers: Generator[_Answer, None, None], remaining: dict[int, T]) -
 _lock = threading.Lock()
 _measures: dict[str, Callable[[Any], Any]] = {}
 """In a worker: the function that measures, by the digest of what it was loaded from; one at most."""
+_payloads: dict[str, bytes] = {}
+"""In a worker of Dask: pickled functions, by their digests."""
 
 
 class _Worker(NamedTuple):
@@ -251,21 +312,23 @@ class _Worker(NamedTuple):
 
     @staticmethod
     def run(
-        payload: bytes | NDArray[Any], digest: str, threads: int | None, trials: Mapping[int, Any]
-    ) -> list[_Answer]:
-        """Measure trials in a worker; return with each an exception that is to reach the caller, if any."""
-        answers: list[_Answer] = []
+        payload: bytes | NDArray[Any] | None, digest: str, threads: int | None, number: int, trial: Any
+    ) -> _Answer:
+        """Measure a trial; return its number with its outcome, or with an exception for the caller.
+
+        payload: None where Dask has brought it.
+        """
         # A worker with several threads, as Dask's are, has one model for all of them.
         with _lock:
-            for number, trial in trials.items():
-                try:
-                    if digest not in _measures:
-                        _measures.clear()
-                        _measures[digest] = _load(bytes(payload), threads)
-                    answers.append((number, _measure(_measures[digest], trial)))
-                except Exception as error:
-                    answers.append((number, _sendable(error)))
-        return answers
+            try:
+                if digest not in _measures:
+                    _measures.clear()
+                    _measures[digest] = _load(
+                        _payloads[digest] if payload is None else bytes(payload), threads
+                    )
+                return number, _measure(_measures[digest], trial)
+            except Exception as error:
+                return number, _sendable(error)
 
 
 def _load(payload: bytes, threads: int | None) -> Callable[[Any], Any]:
@@ -290,173 +353,3 @@ def _sendable(error: Exception) -> Exception:
     except Exception:
         return AmandaError(f"{type(error).__name__}: {error}")
     return error
-
-
-class TrialFile:
-    """Records of trials in a file of JSON lines, so that a run which was interrupted goes on.
-
-    The first line says what the trials are of; each further line is one that ended.  A line is on the disk
-    before the next trial begins, and an unfinished last line is dropped.
-
-    Args:
-        path: Made if there is none.
-        kind: Of the trials, such as "sweep".
-        options: That decide what the trials measure, as JSON has them.
-
-    Raises:
-        ArtefactError: For a file of other trials, or one that another process writes.  FileError for one that
-            cannot be read or written.
-    """
-
-    def __init__(self, path: str | os.PathLike[str], kind: str, options: Mapping[str, Any]) -> None:
-        self.path = Path(path)
-        self.records: dict[str, Any] = {}
-        """The record of each trial, by its key."""
-        header = json.loads(json.dumps({"format": f"amanda {kind}", "version": 1, "options": options}))
-        with naming(self.path):
-            self._file = self.path.open("a+", encoding="utf-8")
-        try:
-            self._hold()
-            self._read(header)
-        except BaseException:
-            self._file.close()
-            raise
-
-    def __enter__(self) -> TrialFile:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._file.close()
-
-    def add(self, key: str, record: Any) -> None:
-        """Write the record of a trial, which replaces an earlier one of the key."""
-        self.records[key] = record
-        self._write([key, record])
-
-    def _hold(self) -> None:
-        """Lock the file until it is closed; raise ArtefactError if another process has it."""
-        if sys.platform == "win32":
-            return
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ArtefactError(f"{self.path} is being written by another process") from None
-        except OSError:  # a file system without locks
-            pass
-
-    def _read(self, header: Mapping[str, Any]) -> None:
-        """Read the records; write the header of a new file."""
-        with naming(self.path, "read"):
-            self._file.seek(0)
-            try:
-                *lines, unfinished = self._file.read().split("\n")
-                entries = [json.loads(line) for line in lines]
-            except ValueError as error:
-                raise ArtefactError(f"{self.path} is no file of trials: {error}") from error
-        if unfinished:
-            with naming(self.path):
-                size = sum(len(line.encode()) + 1 for line in lines)
-                os.truncate(self.path, size)
-        if not entries:
-            self._write(header)
-            return
-        self._check(entries[0], header)
-        try:
-            self.records = dict(entries[1:])
-        except (TypeError, ValueError) as error:
-            raise ArtefactError(f"{self.path} is no file of trials: {error}") from error
-
-    def _check(self, found: Any, header: Mapping[str, Any]) -> None:
-        """Raise ArtefactError unless the header of the file is the one expected."""
-        if found == header:
-            return
-        if not isinstance(found, dict) or found.get("format") != header["format"]:
-            raise ArtefactError(f"{self.path} is no file of {header['format']} trials; give another file")
-        options = found.get("options", {})
-        names = [name for name, value in header["options"].items() if options.get(name) != value]
-        differences = "; ".join(
-            f"{name} was {options.get(name)!r} and is {header['options'][name]!r}" for name in names
-        )
-        raise ArtefactError(
-            f"{self.path} has trials with other options: {differences or 'another version'}; "
-            "give another file"
-        )
-
-    def _write(self, entry: Any) -> None:
-        with naming(self.path):
-            self._file.write(json.dumps(entry) + "\n")
-            self._file.flush()
-            os.fsync(self._file.fileno())
-
-
-class Progress:
-    """Show a bar on a terminal, elsewhere a line for each point."""
-
-    def __init__(self, is_visible: bool) -> None:
-        from rich import progress
-        from rich.console import Console
-
-        self._console = Console(stderr=True, soft_wrap=True)
-        self._lines = is_visible and not self._console.is_terminal
-        self._bar = progress.Progress(
-            progress.TextColumn("{task.description}"), progress.BarColumn(),
-            progress.MofNCompleteColumn(), progress.TimeRemainingColumn(),
-            console=self._console, transient=True, disable=self._lines or not is_visible,
-        )  # fmt: skip
-        self._task = self._bar.add_task("", total=None)
-        self._count = self._total = 0
-        self._description = ""
-
-    def __enter__(self) -> Progress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._bar.disable:  # else it would end a line that nobody began
-            self._bar.stop()
-
-    def begin(self, total: int, description: str, count: int = 0) -> None:
-        """Announce the measurement of a point.  count: points measured before it."""
-        self._count, self._total, self._description = count, total, description
-        self._bar.update(self._task, description=description, total=total, completed=count)
-
-    def done(self, outcome: str) -> None:
-        """Report the outcome of the point."""
-        self._bar.update(self._task, completed=self._count + 1)
-        if self._lines:
-            line = f"{self._count + 1}/{self._total} {self._description}: {outcome}"
-            self._console.print(line, highlight=False, markup=False)
-
-    @staticmethod
-    def attempt(measure: Callable[[], T], description: str) -> tuple[T | None, str]:
-        """Return the value of a function of the user, and ""; or None and its exception, as text.
-
-        The exception is logged with the description.  Errors of Amanda and interrupts reach the caller.
-        """
-        try:
-            return measure(), ""
-        except AmandaError:
-            raise
-        except Exception as caught:
-            error = f"{type(caught).__name__}: {caught}"
-            logger.warning("%s: %s", description, error)
-            return None, error
-
-
-def check_number(value: Any, evaluate: Any, error: type[AmandaError], name: str = "") -> float:
-    """Return a number, from the value that a function of the user, `evaluate`, returned.
-
-    Raises an `error` for a value that is not a number, and ValueError for one that is not finite.
-
-    Args:
-        name: Of the number, where it has to be finite; "" for a number that may be NaN or infinite.
-    """
-    try:
-        number = float(value.item() if hasattr(value, "item") else value)
-    except (RuntimeError, TypeError, ValueError) as reason:  # torch's own, for several numbers
-        raise error(
-            f"{routine_name(evaluate)} gave {value!r}; give a number, such as an accuracy"
-        ) from reason
-    if name and not isfinite(number):
-        raise ValueError(f"{name} is {number}")
-    return number
