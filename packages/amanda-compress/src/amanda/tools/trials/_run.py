@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -138,7 +139,15 @@ class _Engine(NamedTuple):
                 for number, trial in trials.items()
             ]
             if self.maps_arrays:
-                yield from joblib.Parallel(self.jobs, return_as="generator_unordered", batch_size=1)(tasks)
+                answers = joblib.Parallel(self.jobs, return_as="generator_unordered", batch_size=1)(tasks)
+                try:
+                    # Not `yield from`, which would close the generator outside of the filter below.
+                    for answer in answers:  # noqa: UP028
+                        yield answer
+                finally:
+                    with warnings.catch_warnings():
+                        warnings.simplefilter("ignore", UserWarning)  # that trials were stopped
+                        answers.close()
                 return
             # An engine of others may return lists alone.  In rounds, an interrupt loses little.
             for i in range(0, len(tasks), 4 * self.workers):
