@@ -9,8 +9,9 @@ print(result.best, result.front)
 from amanda.tools.trials._file import TrialFile
 from amanda.tools.trials._progress import Progress, check_number
 from amanda.tools.trials._result import SearchResult, Trial, dominates
-from amanda.tools.trials._run import Outcome, run_trials
+from amanda.tools.trials._run import Outcome, PerProcess, run_trials
 
 __all__ = [
-    "Outcome", "Progress", "SearchResult", "Trial", "TrialFile", "check_number", "dominates", "run_trials",
+    "Outcome", "PerProcess", "Progress", "SearchResult", "Trial", "TrialFile", "check_number", "dominates",
+    "run_trials",
 ]  # fmt: skip

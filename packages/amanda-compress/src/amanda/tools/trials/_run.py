@@ -14,6 +14,7 @@ from hashlib import sha256
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+import amanda
 from amanda.errors import AmandaError
 from amanda.tools.libraries import numpy as np
 
@@ -39,9 +40,36 @@ class Outcome(Generic[T, R]):
     seconds: float = 0.0
 
 
+class PerProcess(Generic[R]):
+    """A function that each process makes for itself, where it cannot be pickled with its model and data.
+
+    >>> evaluate = PerProcess(lambda: abs)
+    >>> evaluate(-1)
+    1
+
+    Args:
+        make: Returns the function, at the first call in a process; the ops of `make` are not instrumented.
+    """
+
+    def __init__(self, make: Callable[[], Callable[..., R]]) -> None:
+        self._make = make
+        self._function: Callable[..., R] | None = None
+
+    def __reduce__(self) -> Any:
+        return PerProcess, (self._make,)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
+        """Call the function."""
+        if self._function is None:
+            # Parameters that were made in the scope of a tool would look like tensors of the program.
+            with amanda.disabled():
+                self._function = self._make()
+        return self._function(*args, **kwargs)
+
+
 def run_trials(
     load: Callable[[], Callable[[T], R]], trials: Sequence[T], jobs: int | None = None
-) -> Iterator[Outcome[T, R]]:
+) -> Generator[Outcome[T, R], None, None]:
     """Yield the outcomes of trials as they end; with several jobs in any order.
 
     A trial is a value, such as a seed; what it measures has to follow from it alone, so that the numbers are
@@ -67,7 +95,9 @@ def run_trials(
     return _run_here(load, trials) if engine is None else _run_in_workers(engine, load, list(trials))
 
 
-def _run_here(load: Callable[[], Callable[[T], R]], trials: Sequence[T]) -> Iterator[Outcome[T, R]]:
+def _run_here(
+    load: Callable[[], Callable[[T], R]], trials: Sequence[T]
+) -> Generator[Outcome[T, R], None, None]:
     """Yield the outcomes of trials that run in this process, each when the caller asks for it."""
     measure = load() if trials else None
     for trial in trials:
@@ -233,7 +263,7 @@ def _run_on_ray(workers: int, worker: _Worker, trials: Mapping[int, Any]) -> Gen
 
 def _run_in_workers(
     engine: _Engine, load: Callable[[], Callable[[T], R]], trials: Sequence[T]
-) -> Iterator[Outcome[T, R]]:
+) -> Generator[Outcome[T, R], None, None]:
     """Yield the outcomes of trials that run in workers; those of a worker that died run again."""
     worker = _Worker.of(load)
     remaining = dict(enumerate(trials))
