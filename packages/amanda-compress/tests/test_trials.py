@@ -208,17 +208,17 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 def test_an_interrupt_in_the_terminal_keeps_what_ended(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED)
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, tmp_path / "program.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
-    )  # fmt: skip
-    assert process.stdout is not None
-    for _ in range(4):
-        process.stdout.readline()
-    # A terminal sends the signal to the workers too.
-    os.killpg(process.pid, signal.SIGINT)
-    begin = time.monotonic()
-    stdout, stderr = process.communicate(timeout=60)
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        for _ in range(4):
+            process.stdout.readline()
+        # A terminal sends the signal to the workers too.
+        os.killpg(process.pid, signal.SIGINT)
+        begin = time.monotonic()
+        stdout, stderr = process.communicate(timeout=60)
     assert time.monotonic() - begin < 30
     assert int(stdout.split("kept")[1]) >= 4
     assert "Traceback" not in stderr, stderr

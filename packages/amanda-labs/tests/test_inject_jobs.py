@@ -1,4 +1,4 @@
-"""Campaigns in several processes: equal outcomes, processes that end, files, interrupts, and narrow intervals."""
+"""Campaigns in several processes: equal outcomes, processes that end, files, interrupts, intervals."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_outcomes_are_equal_for_any_number_of_processes(sample: Any) -> None:
     options: dict[str, Any] = {"probability": 0.02, "fault": "gaussian"} if sample == "all" else {}
     campaign = quiet(InjectTool(seed=3, **options), trials=20, sample=sample)
     result = campaign.run(program)
-    assert len({trial.outcome for trial in result.trials}) > 1
+    assert len({trial.injections[0].op for trial in result.trials}) > 1
     for jobs in (2, 4):
         assert campaign.run(program, jobs=jobs).to_dict() == result.to_dict()
 
@@ -64,13 +64,13 @@ def test_a_fault_that_ends_the_process_is_a_crash() -> None:
         return y
 
     # In float32 a zero whose bit 30 flips is 2; of bit 31 it is -0.
-    result = quiet(InjectTool(type="neg", bits=[30, 31], seed=1), trials=6).run(program, jobs=2)
+    result = quiet(InjectTool(type="neg", bits=[30, 31], seed=1), trials=5).run(program, jobs=2)
     crashes = [trial for trial in result.trials if trial.outcome == "crash"]
-    assert 0 < len(crashes) < 6
+    assert 0 < len(crashes) < 5
     assert {trial.error for trial in crashes} == {"its process ended: EXIT(3)"}
-    assert result.count("masked") + len(crashes) == 6
-    assert [row[:2] for row in result.by("type").rows()] == [("neg", 6)]
-    assert result.due_rate == wilson(len(crashes), 6)
+    assert result.count("masked") + len(crashes) == 5
+    assert [row[:2] for row in result.by("type").rows()] == [("neg", 5)]
+    assert result.due_rate == wilson(len(crashes), 5)
     json.dumps(result.to_dict())
 
 
@@ -78,15 +78,12 @@ def test_a_fault_that_ends_the_process_is_a_crash() -> None:
 def test_a_program_may_be_made_in_each_process() -> None:
     def make() -> Callable[[], Tensor]:
         program, unpicklable = classifier(), (number for number in range(3))
-        return lambda: program() if unpicklable else program()
+        return lambda: program() * bool(unpicklable)
 
     with pytest.raises(amanda.AmandaError, match="cannot be sent"):
         quiet(trials=4).run(make(), jobs=2)
-    campaign = quiet(trials=8)
-    assert (
-        campaign.run(PerProcess(make), jobs=2).to_dict()["rates"]
-        == campaign.run(classifier()).to_dict()["rates"]
-    )
+    campaign, program = quiet(trials=20), PerProcess(make)
+    assert campaign.run(program, jobs=2).to_dict() == campaign.run(program).to_dict()
 
 
 @pytest.mark.slow
@@ -102,7 +99,7 @@ def test_a_program_that_differs_in_another_process_is_refused() -> None:
     campaign = Campaign(InjectTool(), trials=4, progress=False)
     with pytest.raises(InjectError, match="in another process the output"):
         campaign.run(other_output, jobs=2)
-    with pytest.raises(InjectError, match="other ops: neg of no module .* instead of mul of no module"):
+    with pytest.raises(InjectError, match=r"other ops: neg of no module .* instead of mul of no module"):
         campaign.run(other_ops, jobs=2)
 
 
@@ -127,7 +124,7 @@ def test_a_campaign_goes_on_from_its_file(tmp_path: Path) -> None:
     assert quiet(trials=17).run(program, resume=path).trials[:15] == resumed.trials
     with pytest.raises(ArtefactError, match="seed was 3 and is 4"):
         quiet(InjectTool(seed=4), trials=15).run(program, resume=path)
-    with pytest.raises(ArtefactError, match="sites was .* output was "):
+    with pytest.raises(ArtefactError, match=r"sites was .* output was "):
         quiet(trials=15).run(lambda: program().relu(), resume=path)
 
 
@@ -172,13 +169,11 @@ def test_a_function_names_outcomes_of_its_own() -> None:
     result = campaign.run(lambda: x.clone())
     assert result.count("small") > 0 < result.count("sdc")
     assert result.sdc_rate == result.rate("sdc", "small")
-    (row,) = result.by("type").to_dict()["rows"] if "rows" in result.to_dict() else [None]
     table = result.to_pandas()
     assert list(table["small"]) == [result.count("small")]
     assert table["SDC rate"][0] == result.sdc_rate.value
-    assert row is None or row
     with pytest.raises(InjectError, match="returned 'crash'"):
-        Campaign(InjectTool(), 3, lambda golden, output: "masked" if golden is output else "crash").run(
+        Campaign(InjectTool(), 3, lambda golden, output: bool((golden != output).any()) and "crash").run(
             x.clone
         )
 
@@ -189,7 +184,7 @@ def test_an_exception_of_the_comparison_is_no_crash() -> None:
     def compare(golden: Any, output: Any) -> bool:
         return bool((golden != output).any() and 1 / 0)
 
-    with pytest.raises(InjectError, match="compare, .*compare.*, raised at trial 0: ZeroDivisionError"):
+    with pytest.raises(InjectError, match=r"compare, .*compare.*, raised at trial 0: ZeroDivisionError"):
         Campaign(InjectTool(), 3, compare, progress=False).run(x.clone)
 
 
@@ -211,15 +206,15 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 def test_an_interrupt_keeps_the_trials_of_workers(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED)
-    process = subprocess.Popen(
-        [sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
-    assert process.stderr is not None
-    progress = process.stderr.readline()
-    assert progress.startswith("50/1000 trials: SDC rate 100.0 %"), progress
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    with subprocess.Popen(
+        [sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        progress = process.stderr.readline()
+        os.killpg(process.pid, signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=60)
+    assert progress.startswith("50/1000 trials: SDC rate "), progress
     assert "Traceback" not in stderr, stderr
     assert int(stdout) >= 50
     assert len((tmp_path / "trials.jsonl").read_text().splitlines()) == 1 + int(stdout)
