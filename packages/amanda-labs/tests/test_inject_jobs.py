@@ -48,7 +48,7 @@ def test_outcomes_are_equal_for_any_number_of_processes(sample: Any) -> None:
     options: dict[str, Any] = {"probability": 0.02, "fault": "gaussian"} if sample == "all" else {}
     campaign = quiet(InjectTool(seed=3, **options), trials=20, sample=sample)
     result = campaign.run(program)
-    assert len({trial.injections[0].op for trial in result.trials}) > 1
+    assert len(result.rows()) > 1
     for jobs in (2, 4):
         assert campaign.run(program, jobs=jobs).to_dict() == result.to_dict()
 

@@ -53,6 +53,13 @@ class Progress:
             line = f"{self._count + 1}/{self._total} {self._description}: {outcome}"
             self._console.print(line, highlight=False, markup=False)
 
+    def advance(self, count: int, total: int, description: str, outcome: str) -> None:
+        """Report that `count` of many trials have ended; away from a terminal, in twenty lines."""
+        self.begin(total, description, count - 1)
+        self._bar.update(self._task, completed=count)
+        if count % max(1, total // 20) == 0:
+            self.done(outcome)
+
     @staticmethod
     def attempt(measure: Callable[[], T], description: str) -> tuple[T | None, str]:
         """Return the value of a function of the user, and ""; or None and its exception, as text.

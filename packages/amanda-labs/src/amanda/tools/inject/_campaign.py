@@ -159,10 +159,8 @@ class Campaign:
                 self._ended[trial.number] = trial
                 if file is not None:
                     file.add(str(trial.number), trial.to_dict())
-                progress.begin(self._trials, "trials", len(self._ended) - 1)
-                # Twenty lines, where there is no bar.
-                if len(self._ended) % max(1, self._trials // 20) == 0:
-                    progress.done(f"SDC rate {self.result.sdc_rate}")
+                text = f"SDC rate {self.result.sdc_rate}"
+                progress.advance(len(self._ended), self._trials, "trials", text)
         self._stop = precision.trials
 
     def _ended_process(self, number: int, error: str) -> Trial:

@@ -147,13 +147,22 @@ class InjectTool(amanda.Tool):
     @property
     def result(self) -> InjectResult:
         """Return the injections so far, in an order that does not depend on threads."""
-        # Ops that are gone were executed too.
-        executions = self._executed + sum(op.executions for op in self._all_selected_ops())
+        executions = self._all_executions()
         unselected_types = () if self._selected else self._analysed_types
         result = InjectResult(_sorted_items(self._injections), self._total, executions, unselected_types)
         unread = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
         result.remarks = [*as_remarks(self.unmatched()), *unread]
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, without records of ops: a copy analyses ops anew."""
+        # In another process an op may have the id of another op here, and its place in the order of ops.
+        records = {"_selected_ops": {}, "_backward_of": {}, "_op_count": 0}
+        return {**vars(self), **records, "_executed": self._all_executions()}
+
+    def _all_executions(self) -> int:
+        """Return the number of executions, also of ops that are gone."""
+        return self._executed + sum(op.executions for op in self._all_selected_ops())
 
     def options(self) -> dict[str, Any]:
         """Return what decides the faults besides the selection of ops, as values for JSON."""
