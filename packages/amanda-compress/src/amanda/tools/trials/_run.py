@@ -194,7 +194,7 @@ def _run_on_dask(client: Any, worker: _Worker, trials: Mapping[int, Any]) -> Gen
     # arguments to one worker, with which they are lost.
     from distributed import WorkerPlugin, as_completed
 
-    class Payload(WorkerPlugin):
+    class Payload(WorkerPlugin):  # type: ignore[misc]
         """Gives each worker, also one that starts later, what it runs."""
 
         def __init__(self, worker: _Worker) -> None:
@@ -218,7 +218,7 @@ def _run_on_dask(client: Any, worker: _Worker, trials: Mapping[int, Any]) -> Gen
         for number, trial in trials.items()
     ]
     try:
-        for future in as_completed(futures):  # type: ignore[no-untyped-call]
+        for future in as_completed(futures):
             try:
                 answer = future.result()
             except Exception as error:

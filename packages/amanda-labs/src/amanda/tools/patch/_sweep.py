@@ -60,7 +60,8 @@ def patch_sweep(
     along = "positions" if positions else "heads" if heads else None
     sweep = _SweptMetric(metric, points, along, num_heads, axis, options)
     baseline, names = sweep.measure_baseline()
-    places = [(name, place) for name in names for place in positions or heads or [None]]
+    indices: Sequence[int | None] = positions or heads or [None]
+    places = [(name, index) for name in names for index in indices]
     settings = {name: _recorded(value) for name, value in options.items()}
     header = {
         "points": names, "along": along, "num_heads": num_heads, "axis": axis, "baseline": baseline,
