@@ -6,8 +6,7 @@ result = SearchResult(trials, "accuracy", ["flops"], "")
 print(result.best, result.front)
 """
 
-from amanda.tools.trials._file import TrialFile
-from amanda.tools.trials._progress import Progress, check_number
+from amanda.tools.trials._progress import Progress, TrialFile, check_number
 from amanda.tools.trials._result import SearchResult, Trial, dominates
 from amanda.tools.trials._run import Outcome, PerProcess, run_trials
 

@@ -153,7 +153,7 @@ class _Engine(NamedTuple):
         """Return True for joblib's own processes, which read a large array from one file."""
         return type(self.backend).__module__.startswith("joblib.") and self._dask_client() is None
 
-    def run(self, worker: _Worker, trials: Mapping[int, T]) -> Generator[_Answer, None, None]:
+    def run(self, worker: _PickledFunction, trials: Mapping[int, T]) -> Generator[_Answer, None, None]:
         """Yield what came of each trial, as trials end."""
         import joblib
 
@@ -165,7 +165,7 @@ class _Engine(NamedTuple):
         else:
             payload = np.frombuffer(worker.payload, np.uint8) if self.maps_arrays else worker.payload
             tasks = [
-                joblib.delayed(_Worker.run)(payload, worker.digest, worker.threads, number, trial)
+                joblib.delayed(_PickledFunction.run)(payload, worker.digest, worker.threads, number, trial)
                 for number, trial in trials.items()
             ]
             if self.maps_arrays:
@@ -188,7 +188,9 @@ class _Engine(NamedTuple):
         return getattr(self.backend, "client", None)
 
 
-def _run_on_dask(client: Any, worker: _Worker, trials: Mapping[int, Any]) -> Generator[_Answer, None, None]:
+def _run_on_dask(
+    client: Any, worker: _PickledFunction, trials: Mapping[int, Any]
+) -> Generator[_Answer, None, None]:
     """Yield what came of each trial from a cluster of Dask; then raise an exception of the cluster."""
     # Not by joblib's engine: it waits for ever for a task whose worker died too often, and scatters large
     # arguments to one worker, with which they are lost.
@@ -197,7 +199,7 @@ def _run_on_dask(client: Any, worker: _Worker, trials: Mapping[int, Any]) -> Gen
     class Payload(WorkerPlugin):  # type: ignore[misc]
         """Gives each worker, also one that starts later, what it runs."""
 
-        def __init__(self, worker: _Worker) -> None:
+        def __init__(self, worker: _PickledFunction) -> None:
             self.payload, self.digest = worker.payload, worker.digest
 
         def setup(self, worker: Any) -> None:
@@ -214,7 +216,7 @@ def _run_on_dask(client: Any, worker: _Worker, trials: Mapping[int, Any]) -> Gen
     failure: Exception | None = None
     client.register_plugin(Payload(worker), name=worker.digest)
     futures = [
-        client.submit(_Worker.run, None, worker.digest, worker.threads, number, trial, pure=False)
+        client.submit(_PickledFunction.run, None, worker.digest, worker.threads, number, trial, pure=False)
         for number, trial in trials.items()
     ]
     try:
@@ -232,14 +234,16 @@ def _run_on_dask(client: Any, worker: _Worker, trials: Mapping[int, Any]) -> Gen
         raise failure
 
 
-def _run_on_ray(workers: int, worker: _Worker, trials: Mapping[int, Any]) -> Generator[_Answer, None, None]:
+def _run_on_ray(
+    workers: int, worker: _PickledFunction, trials: Mapping[int, Any]
+) -> Generator[_Answer, None, None]:
     """Yield what came of each trial from a cluster of Ray; then raise an exception of the cluster."""
     # Not by Ray's engine for joblib: it waits for ever for a worker that died, and starts processes anew for
     # each list of tasks.
     import ray
 
     # Not twice for a process that ends by itself: the caller runs that trial again alone.
-    run = ray.remote(max_retries=0)(_Worker.run)
+    run = ray.remote(max_retries=0)(_PickledFunction.run)
     payload = ray.put(worker.payload)
     waiting, running = list(trials.items())[::-1], list[Any]()
     failure: Exception | None = None
@@ -265,7 +269,7 @@ def _run_in_workers(
     engine: _Engine, load: Callable[[], Callable[[T], R]], trials: Sequence[T]
 ) -> Generator[Outcome[T, R], None, None]:
     """Yield the outcomes of trials that run in workers; those of a worker that died run again."""
-    worker = _Worker.of(load)
+    worker = _PickledFunction.of(load)
     remaining = dict(enumerate(trials))
     while remaining:
         try:
@@ -327,7 +331,7 @@ _payloads: dict[str, bytes] = {}
 """In a worker of Dask: pickled functions, by their digests."""
 
 
-class _Worker(NamedTuple):
+class _PickledFunction(NamedTuple):
     """What a worker runs.  payload: the pickled `load`.  threads: PyTorch's, of this process, or None."""
 
     payload: bytes
@@ -335,7 +339,7 @@ class _Worker(NamedTuple):
     threads: int | None
 
     @classmethod
-    def of(cls, load: Callable[[], Any]) -> _Worker:
+    def of(cls, load: Callable[[], Any]) -> _PickledFunction:
         """Pickle a function.  Raises AmandaError where that is not possible."""
         import cloudpickle
 

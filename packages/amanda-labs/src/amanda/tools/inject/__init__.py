@@ -10,7 +10,6 @@ print(campaign.run(lambda: model(x)))
 """
 
 from amanda.tools.inject._campaign import Campaign
-from amanda.tools.inject._campaign_result import CampaignResult, Outcome, Rate, Trial, wilson
 from amanda.tools.inject._faults import (
     BitField,
     InjectError,
@@ -21,7 +20,17 @@ from amanda.tools.inject._faults import (
     from_bytes,
     to_bytes,
 )
-from amanda.tools.inject._outputs import Compare, differs, differs_by, top1_changed
+from amanda.tools.inject._outcomes import (
+    CampaignResult,
+    Compare,
+    Outcome,
+    Rate,
+    Trial,
+    differs,
+    differs_by,
+    top1_changed,
+    wilson,
+)
 from amanda.tools.inject._tool import InjectTool, MemorySnapshot
 
 __all__ = [

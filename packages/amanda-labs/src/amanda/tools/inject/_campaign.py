@@ -15,9 +15,18 @@ import amanda
 from amanda.action import routine_name
 from amanda.errors import AmandaError
 from amanda.options import NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
-from amanda.tools.inject._campaign_result import OUTCOMES, CampaignResult, Trial, wilson
 from amanda.tools.inject._faults import InjectError, Site
-from amanda.tools.inject._outputs import Compare, arrays, arrays_in, differs, not_finite
+from amanda.tools.inject._outcomes import (
+    OUTCOMES,
+    CampaignResult,
+    Compare,
+    Trial,
+    arrays,
+    arrays_in,
+    differs,
+    not_finite,
+    wilson,
+)
 from amanda.tools.inject._tool import InjectTool, MemorySnapshot
 from amanda.tools.libraries import numpy as np
 from amanda.tools.trials import Progress, TrialFile, run_trials
