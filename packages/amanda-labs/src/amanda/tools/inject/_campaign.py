@@ -155,7 +155,9 @@ class Campaign:
     ) -> None:
         """Run the trials that are not in the file, until all have ended or the interval is narrow enough."""
         records = {} if file is None else file.records
-        self._ended = {int(number): Trial.from_dict(record) for number, record in records.items()}
+        trials = map(Trial.from_dict, records.values())
+        # The file may be of a run with more trials.
+        self._ended = {trial.number: trial for trial in trials if trial.number < self._trials}
         precision = _Precision(self._margin)
         numbers = [number for number in range(self._trials) if number not in self._ended]
         progress.begin(self._trials, "trials", self._trials - len(numbers))

@@ -70,7 +70,9 @@ def patch_sweep(
     file = nullcontext() if resume is None else TrialFile(resume, "patch_sweep", header)
     metrics: dict[str, tuple[float | None, str]] = {}
     with file as kept, Progress(progress) as bar:
-        metrics.update({} if kept is None else kept.records)
+        records = {} if kept is None else kept.records
+        # The file may be of a run with other positions or heads.
+        metrics.update((_key(place), records[_key(place)]) for place in places if _key(place) in records)
         remaining = [place for place in places if _key(place) not in metrics]
         with closing(run_trials(sweep, remaining, jobs)) as outcomes:
             for outcome in outcomes:
