@@ -347,8 +347,8 @@ class _PickledFunction(NamedTuple):
             payload = cloudpickle.dumps(load)
         except Exception as error:
             raise AmandaError(
-                f"what the workers run cannot be sent to them: {error}; give a function that makes the model "
-                "and its data itself, or jobs=1"
+                f"what the workers run cannot be sent to them: {error}; give PerProcess of a function that "
+                "makes the model and its data, or jobs=1"
             ) from error
         torch = sys.modules.get("torch")
         return cls(payload, sha256(payload).hexdigest(), None if torch is None else torch.get_num_threads())

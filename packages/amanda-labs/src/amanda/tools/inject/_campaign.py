@@ -240,7 +240,7 @@ class Campaign:
         if differences:
             raise InjectError(
                 f"in another process the program executes other ops: {differences[0]}; give a program that "
-                "does the same in each process, or jobs=1"
+                "does the same in each process, such as PerProcess(make), or jobs=1"
             )
         if self._is_corrupted(golden, other_golden):
             raise InjectError(
