@@ -136,7 +136,16 @@ NEEDS = {
     "amanda-driver-onnxruntime": {"amanda-core", "numpy", "onnx", "onnxruntime"},
     "amanda-driver-mindspore": {"amanda-core"},
     "amanda-driver-jax": {"amanda-core"},
-    "amanda-compress": {"amanda-core", "amanda-tools", "click", "ml-dtypes", "numpy", "safetensors"},
+    "amanda-compress": {
+        "amanda-core",
+        "amanda-tools",
+        "click",
+        "cloudpickle",
+        "joblib",
+        "ml-dtypes",
+        "numpy",
+        "safetensors",
+    },
     "amanda-labs": {"amanda-compress", "amanda-core", "amanda-tools", "networkx", "numpy"},
 }
 

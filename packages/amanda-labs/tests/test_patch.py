@@ -1,4 +1,5 @@
 import copy
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ import children
 import pytest
 
 import amanda
+from amanda.errors import ArtefactError
 from amanda.tools.patch import PatchError, PatchTool, patch_sweep
 
 torch = pytest.importorskip("torch")
@@ -265,6 +267,69 @@ def test_a_sweep_has_a_table_and_a_picture(model: Any, x: Any, tmp_path: Any) ->
     assert [row[0] for row in patch_sweep(lambda: model(x).sum(), "layers.*", scale=0).rows()] == [
         "layers.0", "layers.1",
     ]  # fmt: skip
+
+
+def failing_metric() -> Any:
+    """Return a metric that raises where the intervention makes it negative."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)), torch.rand(1, 3, 4)
+
+    def metric() -> float:
+        with torch.no_grad():
+            total = float(model(x).sum())
+        if total < 0:
+            raise ValueError("negative")
+        return total
+
+    return metric
+
+
+@pytest.mark.slow
+def test_a_sweep_is_equal_for_any_number_of_processes() -> None:
+    sweeps = [
+        patch_sweep(failing_metric(), "*", add=0.5, positions=range(3), jobs=jobs, progress=False)
+        for jobs in (None, 2, 4)
+    ]
+    assert sweeps[0].to_dict() == sweeps[1].to_dict() == sweeps[2].to_dict()
+    assert len({row[2] for row in sweeps[0].rows()}) > 4
+    pid, x = os.getpid(), torch.ones(2)
+    layer = nn.Identity()
+
+    def metric() -> Any:
+        return layer(x).sum() * (1 if os.getpid() == pid else 2)
+
+    with pytest.raises(PatchError, match=r"in another process the metric .* is 4 at 1 points instead of 2"):
+        patch_sweep(metric, "", scale=0, jobs=2, progress=False)
+
+
+def test_a_metric_that_raises_leaves_the_others(tmp_path: Any) -> None:
+    pytest.importorskip("matplotlib")
+    metric = failing_metric()
+    sweep = patch_sweep(metric, "*", add=-2.0, progress=False)
+    failed = [row for row in sweep.rows() if row[1] is None]
+    assert 0 < len(failed) < 3
+    assert sweep.errors == {row[0]: "ValueError: negative" for row in failed}
+    assert f"No metric at {failed[0][0]}: ValueError: negative." in str(sweep)
+    sweep.save(tmp_path / "sweep.svg")
+
+
+def test_a_sweep_goes_on_from_its_file(tmp_path: Any) -> None:
+    metric, calls, path = failing_metric(), [], tmp_path / "sweep.jsonl"
+
+    def counted() -> float:
+        calls.append(None)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return metric()
+
+    options: dict[str, Any] = {"positions": range(3), "add": torch.full((4,), 0.5), "progress": False}
+    whole = patch_sweep(metric, "*", **options)
+    with pytest.raises(KeyboardInterrupt):
+        patch_sweep(counted, "*", resume=path, **options)
+    assert patch_sweep(counted, "*", resume=path, **options).to_dict() == whole.to_dict()
+    assert len(calls) == 5 + 1 + 6
+    with pytest.raises(ArtefactError, match="options was"):
+        patch_sweep(metric, "*", resume=path, **options | {"add": torch.zeros(4)})
 
 
 def test_nothing_selected_is_an_error_that_names_modules(model: Any, x: Any) -> None:

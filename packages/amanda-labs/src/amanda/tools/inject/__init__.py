@@ -9,18 +9,7 @@ campaign = Campaign(InjectTool(type="conv2d"), trials=200, compare=top1_changed)
 print(campaign.run(lambda: model(x)))
 """
 
-from amanda.tools.inject._campaign import (
-    Campaign,
-    CampaignResult,
-    Compare,
-    Outcome,
-    Rate,
-    Trial,
-    differs,
-    differs_by,
-    top1_changed,
-    wilson,
-)
+from amanda.tools.inject._campaign import Campaign
 from amanda.tools.inject._faults import (
     BitField,
     InjectError,
@@ -30,6 +19,17 @@ from amanda.tools.inject._faults import (
     bits_of,
     from_bytes,
     to_bytes,
+)
+from amanda.tools.inject._outcomes import (
+    CampaignResult,
+    Compare,
+    Outcome,
+    Rate,
+    Trial,
+    differs,
+    differs_by,
+    top1_changed,
+    wilson,
 )
 from amanda.tools.inject._tool import InjectTool, MemorySnapshot
 

@@ -2,252 +2,34 @@
 
 from __future__ import annotations
 
-import copy
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import closing, nullcontext
+from functools import partial
+from hashlib import sha256
 from itertools import zip_longest
-from math import sqrt
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args
+from os import PathLike
+from typing import Annotated, Any, Literal
 
 import amanda
+from amanda.action import routine_name
 from amanda.errors import AmandaError
-from amanda.options import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
-from amanda.tools.inject._faults import InjectError, Injection, Site
+from amanda.options import NonNegativeInt, PositiveFloat, PositiveInt, Range, checked
+from amanda.tools.inject._faults import InjectError, Site
+from amanda.tools.inject._outcomes import (
+    OUTCOMES,
+    CampaignResult,
+    Compare,
+    Trial,
+    arrays,
+    arrays_in,
+    differs,
+    not_finite,
+    wilson,
+)
 from amanda.tools.inject._tool import InjectTool, MemorySnapshot
-from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
-from amanda.tools.libraries import tree_iter
-from amanda.tools.results import Column, KeyedResult
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-
-Outcome = Literal["masked", "sdc", "nan", "crash", "hang", "no_fault"]
-"""Outcome of a trial; `sdc` is silent data corruption: a wrong output without an error."""
-
-
-OUTCOMES: tuple[Outcome, ...] = get_args(Outcome)
-
-
-COUNTED = OUTCOMES[:-1]
-
-
-KEYS = ("phase", "type", "module", "source", "dtype", "bit")
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One run of the program with faults.
-
-    outcome: "masked": the output equals the one without faults; "sdc" (silent data corruption): the output
-    differs; "nan": it has new NaN or Inf; "crash": the program raised `error`; "hang": the program ran too
-    long and was stopped; "no_fault": no element was changed.
-    """
-
-    number: int
-    outcome: Outcome
-    injections: tuple[Injection, ...]
-    error: str = ""
-
-
-class Rate(NamedTuple):
-    """A share, and the ends of its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{100 * self.value:.1f} % ({100 * self.low:.1f} to {100 * self.high:.1f})"
-
-
-@checked(error=InjectError)
-def wilson(successes: NonNegativeInt, trials: NonNegativeInt, z: PositiveFloat = 1.959963984540054) -> Rate:
-    """Return a share with its score interval; (0, 0, 1) for no trials.  Source: Wilson 1927."""
-    if not trials:
-        return Rate(0.0, 0.0, 1.0)
-    if successes > trials:
-        raise InjectError(f"successes is {successes} and trials {trials}; give at most as many as trials")
-    share, square = successes / trials, z * z
-    # Not share +- z sqrt(p q / n), which gives an empty interval for 0 successes.
-    middle = (share + square / (2 * trials)) / (1 + square / trials)
-    half = z / (1 + square / trials) * sqrt(share * (1 - share) / trials + square / (4 * trials * trials))
-    low = 0.0 if successes == 0 else max(0.0, middle - half)
-    return Rate(share, low, 1.0 if successes == trials else min(1.0, middle + half))
-
-
-class CampaignResult(KeyedResult):
-    """Counts of trials by outcome, for each type of op or other keys.
-
-    by: the keys of a row, of `KEYS`.  A trial with several injections is in the row of each.
-    """
-
-    name: ClassVar[str] = "inject_campaign"
-    keys: ClassVar[Sequence[str]] = KEYS
-    _counted: ClassVar[Sequence[Column]] = (
-        *(Column(name, show="{:,}".format, number=True) for name in ("trials", *COUNTED)),
-        *(
-            Column(name, show=lambda share: f"{100 * share:.1f} %", number=True, unit="share")
-            for name in ("SDC rate", "low", "high")
-        ),
-    )
-
-    def __init__(
-        self, trials: Iterable[Trial], seed: int, sites: int, by: Sequence[str] = ("phase", "type")
-    ) -> None:
-        self.trials = tuple(trials)
-        self.seed, self.sites = seed, sites
-        self._set_keys(by, f"Outcomes of {len(self.trials):,} trials")
-
-    def count(self, outcome: Outcome) -> int:
-        """Return the number of trials with an outcome; raise AmandaError for an unknown outcome."""
-        if outcome not in OUTCOMES:
-            raise AmandaError(f"{outcome!r} is no outcome; they are {', '.join(OUTCOMES)}")
-        return sum(trial.outcome == outcome for trial in self.trials)
-
-    def rate(self, *outcomes: Outcome) -> Rate:
-        """Return the share of these outcomes in the trials with faults."""
-        trials_with_faults = len(self.trials) - self.count("no_fault")
-        return wilson(sum(self.count(outcome) for outcome in outcomes), trials_with_faults)
-
-    def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each value of the keys, sorted, without the trials that had no fault."""
-        groups: dict[tuple[str, ...], dict[int, Trial]] = {}
-        for trial in self.trials:
-            for injection in trial.injections:
-                groups.setdefault(_row_key(injection, self._by), {})[trial.number] = trial
-        rows = []
-        for key in sorted(groups, key=lambda key: [_sort_key(part) for part in key]):
-            outcomes = [trial.outcome for trial in groups[key].values()]
-            counts = [outcomes.count(outcome) for outcome in COUNTED]
-            rows.append((*key, len(outcomes), *counts, *wilson(outcomes.count("sdc"), len(outcomes))))
-        return rows
-
-    def _facts(self) -> Mapping[str, Any]:
-        """Return the rate of each outcome, and every trial with its injections."""
-        rates = {outcome: self.rate(outcome)._asdict() for outcome in COUNTED}
-        trials = [
-            {**vars(trial), "injections": [injection.to_dict() for injection in trial.injections]}
-            for trial in self.trials
-        ]
-        return {"seed": self.seed, "sites": self.sites, "rates": rates, "trials": trials}
-
-    def notes(self) -> Sequence[str]:
-        """Return sentences on the rates of all trials."""
-        rates = "; ".join(f"{outcome} {self.rate(outcome)}" for outcome in COUNTED if self.count(outcome))
-        notes = [
-            f"Seed {self.seed}, {self.sites:,} executions of ops with tensors for faults.",
-            f"Shares with 95 % confidence intervals (Wilson): {rates or 'no trial had a fault'}.",
-        ]
-        if unchanged := self.count("no_fault"):
-            notes.append(f"No element changed in {unchanged:,} trials.")
-        return notes
-
-
-def _row_key(injection: Injection, by: Sequence[str]) -> tuple[str, ...]:
-    bits = " ".join(map(str, injection.bits))
-    return tuple(bits if key == "bit" else getattr(injection, key) for key in by)
-
-
-def _sort_key(part: str) -> tuple[list[int], str]:
-    """Return a sort key: bits by their positions, words by their letters."""
-    numbers = part.split() if part.replace(" ", "").isdigit() else []
-    return [int(number) for number in numbers], part
-
-
-Compare = Callable[[Any, Any], bool]
-"""Function of the output without faults and that of a trial, from `arrays`; returns True for corruption."""
-
-
-def arrays(output: Any) -> Any:
-    """Return a program's output, with each tensor copied to a NumPy array.
-
-    Mappings become dicts, and lists and tuples lists; other objects are copied.
-    """
-    if isinstance(output, Mapping):
-        return {key: arrays(value) for key, value in output.items()}
-    if isinstance(output, (list, tuple)):
-        return [arrays(value) for value in output]
-    if isinstance(output, (bool, int, float, complex)):
-        return np.array(output)
-    if hasattr(output, "shape") and hasattr(output, "dtype"):
-        # A copy: memory is restored after the run, and would change the output.
-        return np.array(tensors_of(output).to_numpy(output))
-    return copy.deepcopy(output)
-
-
-def differs(golden: Any, output: Any) -> bool:
-    """Return True if any number differs; NaN equals NaN, and 0.0 equals -0.0."""
-    return not _all_agree(golden, output, _arrays_equal)
-
-
-@checked(error=InjectError)
-def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> Compare:
-    """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`."""
-
-    def close(golden_array: NDArray[Any], array: NDArray[Any]) -> bool:
-        return bool(np.allclose(array, golden_array, rtol, atol, equal_nan=True))
-
-    return lambda golden, output: not _all_agree(golden, output, close)
-
-
-def top1_changed(golden: Any, output: Any) -> bool:
-    """Return True if the index of the largest number along the last axis of the first array has changed."""
-    # The first array is the answer of most models: logits come before caches and hidden states.
-    golden_array, array = next(_arrays_in(golden), None), next(_arrays_in(output), None)
-    if golden_array is None:
-        raise InjectError("top1_changed compares arrays; the output of the program has none")
-    if array is None or golden_array.shape != array.shape:
-        return True
-    return bool((golden_array.argmax(-1) != array.argmax(-1)).any())
-
-
-def not_finite(golden: Any, output: Any) -> bool:
-    """Return True if NaN or Inf replaces a finite number."""
-    for golden_array, array in zip_longest(_arrays_in(golden), _arrays_in(output)):
-        # A number that was not finite without the fault is none of the fault's doing.
-        if array is not None and _can_hold_nan(array):
-            non_finite = ~np.isfinite(array)
-            # With other shapes no element corresponds, so every NaN counts as new.
-            if golden_array is not None and golden_array.shape == array.shape and _can_hold_nan(golden_array):
-                non_finite &= np.isfinite(golden_array)
-            if non_finite.any():
-                return True
-    return False
-
-
-def _can_hold_nan(array: NDArray[Any]) -> bool:
-    return array.dtype.kind in "fc"
-
-
-def _arrays_in(output: Any) -> Iterator[NDArray[Any]]:
-    return (array for array in tree_iter(output) if isinstance(array, np.ndarray))
-
-
-def _arrays_equal(golden: NDArray[Any], output: NDArray[Any]) -> bool:
-    # NumPy raises for `equal_nan` with types that have no NaN, such as texts.
-    return bool(np.array_equal(golden, output, equal_nan=_can_hold_nan(golden) and _can_hold_nan(output)))
-
-
-def _all_agree(golden: Any, output: Any, agree: Callable[[Any, Any], bool]) -> bool:
-    """Return True if two outputs have the same structure, and `agree` holds for all arrays."""
-    if type(golden) is not type(output):
-        return False
-    if isinstance(golden, dict):
-        return golden.keys() == output.keys() and all(
-            _all_agree(golden[key], output[key], agree) for key in golden
-        )
-    if isinstance(golden, list):
-        return len(golden) == len(output) and all(
-            _all_agree(*pair, agree) for pair in zip(golden, output, strict=True)
-        )
-    if isinstance(golden, np.ndarray):
-        return golden.shape == output.shape and agree(golden, output)
-    # Objects that were copied deeply, such as texts and configurations.
-    return bool(golden == output)
-
+from amanda.tools.trials import Progress, TrialFile, run_trials
 
 Program = Callable[[], Any]
 Sample = Literal["ops", "elements", "all"]
@@ -293,13 +75,17 @@ class Campaign:
         trials: Number of runs.
         compare: Function of the output without faults and the output of a trial; returns True for a corrupted
             output: `differs`, `differs_by(...)`, `top1_changed` or a function of yours.  Outputs are NumPy
-            arrays in the structure that the program returned.
+            arrays in the structure that the program returned.  A function may also return a word, such as
+            "top5", which is the outcome of the trial: a class of silent data corruption, or "masked".
         sample: "ops": each trial picks one execution of one op, all equally likely; "elements": with a
             likelihood proportional to the number of elements; "all": each execution can have faults, by the
             tool's options.
         hang_factor: Stop a program that executes this many times the ops of the run without faults.
         timeout: Stop a program after so many seconds.  Both are checked as ops begin, so a kernel that does
             not return is not stopped.  With None for both, ops that are not selected are not instrumented.
+        margin: Margin of error: run no further trials once the ends of the SDC rate's 95 % interval lie at
+            most twice this share apart.  The trials count in the order of their numbers.
+        progress: True for a progress bar on stderr, lines in a file.
 
     Raises:
         InjectError: For options that are not valid.
@@ -314,27 +100,94 @@ class Campaign:
         sample: Sample = "ops",
         hang_factor: Annotated[float, Range(above=1)] | None = 10.0,
         timeout: PositiveFloat | None = None,
+        margin: Annotated[float, Range(above=0)] | None = None,
+        progress: bool = True,
     ) -> None:
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
-        self._hang_factor = hang_factor
+        self._hang_factor, self._timeout = hang_factor, timeout
+        self._margin, self._progress = margin, progress
         self._memory, self._watch = MemorySnapshot(), _HangWatch(timeout)
         # Without limits ops that are not selected run with no routine.
         self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
+        self._ended: dict[int, Trial] = {}
+        self._sites: list[Site] = []
+        self._stop = trials
+
+    @property
+    def result(self) -> CampaignResult:
+        """The trials of the last `run` so far."""
+        trials = [trial for number, trial in sorted(self._ended.items()) if number < self._stop]
+        return CampaignResult(trials, self._tool.seed, len(self._sites))
 
     @checked(error=InjectError)
-    def run(self, program: Program) -> CampaignResult:
+    def run(
+        self, program: Program, jobs: int | None = None, resume: str | PathLike[str] | None = None
+    ) -> CampaignResult:
         """Run the program twice without faults, then once for each trial; return the outcomes.
 
         The program has to do the same at each call, with the same random numbers.  After each run the memory
         that existed before, such as parameters and buffers, is restored bit by bit.
-        Raises InjectError for a program whose output varies, or without a tensor for the fault.
+        On KeyboardInterrupt `result` has the trials that ended before.
+
+        Args:
+            program: Function that runs the model and returns its output.  For several processes it is
+                pickled with all that it refers to; `trials.PerProcess` makes it in each process instead.
+            jobs: Number of processes, as joblib's `n_jobs`; the outcomes are the same for any number.  None
+                for one, or those of `joblib.parallel_config`.
+            resume: File that keeps trials as they end.  Trials in the file do not run again.
+
+        Raises:
+            InjectError: For a program whose output varies, that executes other ops in another process, or
+                without a tensor for the fault.
+            ArtefactError: For a file of another campaign.
         """
+        self._ended, self._sites, self._stop = {}, [], self._trials
         try:
-            golden, sites = self._run_without_faults(program)
-            trials = [self._run_trial(program, number, golden, sites) for number in range(self._trials)]
+            golden, self._sites = self._run_without_faults(program)
+            with self._trial_file(resume, golden) as file, Progress(self._progress) as progress:
+                self._run_trials(_Loader(self, program, golden, self._sites), jobs, file, progress)
         finally:
             self._memory.clear()
-        return CampaignResult(trials, self._tool.seed, len(sites))
+        return self.result
+
+    def _run_trials(
+        self, load: _Loader, jobs: int | None, file: TrialFile | None, progress: Progress
+    ) -> None:
+        """Run the trials that are not in the file, until all have ended or the interval is narrow enough."""
+        records = {} if file is None else file.records
+        trials = map(Trial.from_dict, records.values())
+        # The file may be of a run with more trials.
+        self._ended = {trial.number: trial for trial in trials if trial.number < self._trials}
+        precision = _Precision(self._margin)
+        numbers = [number for number in range(self._trials) if number not in self._ended]
+        progress.begin(self._trials, "trials", self._trials - len(numbers))
+        with closing(run_trials(load, numbers, jobs)) as outcomes:
+            while not precision.is_reached(self._ended):
+                outcome = next(outcomes, None)
+                if outcome is None:
+                    return
+                trial = outcome.value or self._ended_process(outcome.trial, outcome.error)
+                self._ended[trial.number] = trial
+                if file is not None:
+                    file.add(str(trial.number), trial.to_dict())
+                text = f"SDC rate {self.result.sdc_rate}"
+                progress.advance(len(self._ended), self._trials, "trials", text)
+        self._stop = precision.trials
+
+    def _ended_process(self, number: int, error: str) -> Trial:
+        """Return the trial of a process that ended, and took the injections along."""
+        return Trial(number, "crash", (), error, self._draw_site(number, self._sites))
+
+    def _trial_file(self, path: str | PathLike[str] | None, golden: Any) -> Any:
+        """Return the file that keeps trials, which belongs to the options, the program and its output."""
+        if path is None:
+            return nullcontext()
+        options = {
+            **self._tool.options(), "sample": self._sample, "compare": routine_name(self._compare),
+            "hang_factor": self._hang_factor, "timeout": self._timeout, "sites": _digest(self._sites),
+            "output": _digest([(array.shape, array.tobytes()) for array in arrays_in(golden)]),
+        }  # fmt: skip
+        return TrialFile(path, "inject_campaign", options)
 
     @checked(error=InjectError)
     def replay(self, program: Program, number: NonNegativeInt) -> Any:
@@ -361,12 +214,47 @@ class Campaign:
         with self._tool.calibrating():
             # A program that differs by itself would count as corrupted in every trial.
             second_output = self._run_restoring(program, arrays)
-        if self._compare(golden, second_output) or not_finite(golden, second_output):
+        if self._is_corrupted(golden, second_output):
             raise InjectError(
                 "the output of the program varies without faults; let the program seed its random numbers "
                 "and start from the same weights at each call"
             )
         return golden, sites
+
+    def _is_corrupted(self, golden: Any, output: Any) -> bool:
+        """Return True if an output is not the one without faults."""
+        return self._compare(golden, output) not in (False, "masked") or not_finite(golden, output)
+
+    def load(self, program: Program, golden: Any, sites: list[Site]) -> list[Site]:
+        """Run the program without faults in another process; return its sites.
+
+        Raises InjectError for another output or other ops.
+        """
+        other_golden, other_sites = self._run_without_faults(program)
+        # Not by the ids of ops, which count the models that a process has seen, nor by files.
+        differences = [
+            f"{_described(other)} instead of {_described(site)}"
+            for site, other in zip_longest(sites, other_sites)
+            if site is None or other is None or site[1:-1] != other[1:-1]
+        ]
+        if differences:
+            raise InjectError(
+                f"in another process the program executes other ops: {differences[0]}; give a program that "
+                "does the same in each process, such as PerProcess(make), or jobs=1"
+            )
+        if self._is_corrupted(golden, other_golden):
+            raise InjectError(
+                "in another process the output of the program without faults is another; let the program "
+                "seed its random numbers, and give processes the same number of threads, or jobs=1"
+            )
+        self._tool.op_names = {other.op: site.op for site, other in zip(sites, other_sites, strict=True)}
+        return other_sites
+
+    def copied(self) -> Campaign:
+        """Return a campaign of the same options for another process."""
+        return Campaign(
+            self._tool, self._trials, self._compare, self._sample, self._hang_factor, self._timeout
+        )
 
     def _draw_site(self, number: int, sites: list[Site]) -> Site | None:
         """Return the random site of a trial; None for all sites."""
@@ -385,15 +273,15 @@ class Campaign:
             int(np.searchsorted(cumulative_sizes, random.integers(cumulative_sizes[-1]), side="right"))
         ]
 
-    def _run_trial(self, program: Program, number: int, golden: Any, sites: list[Site]) -> Trial:
+    def run_trial(self, program: Program, golden: Any, sites: list[Site], number: int) -> Trial:
         """Run the program with the faults of one trial, and return its outcome."""
         self._tool.try_at(number, self._draw_site(number, sites))
-        outcome, error = self._classify_run(program, golden)
+        outcome, error = self._classify_run(program, number, golden)
         injections = self._tool.result.injections
         # A fault that changed nothing, as with probability, says nothing of the program.
         return Trial(number, outcome if injections else "no_fault", injections, error)
 
-    def _classify_run(self, program: Program, golden: Any) -> tuple[Outcome, str]:
+    def _classify_run(self, program: Program, number: int, golden: Any) -> tuple[str, str]:
         """Run the program with faults; return the outcome, and the error of a crash or hang."""
         exception = None
         try:
@@ -411,7 +299,24 @@ class Campaign:
         # NaN is told apart from other corruption, as a program can detect it.
         if not_finite(golden, output):
             return "nan", ""
-        return ("sdc" if self._compare(golden, output) else "masked"), ""
+        try:
+            answer = self._compare(golden, output)
+        except InjectError:
+            raise
+        except Exception as error:
+            # An exception of a trial would count as a crash of the program.
+            reason = f"{type(error).__name__}: {error}"
+            raise InjectError(
+                f"compare, {routine_name(self._compare)}, raised at trial {number}: {reason}"
+            ) from error
+        if not isinstance(answer, str):
+            return ("sdc" if answer else "masked"), ""
+        if not answer or answer in OUTCOMES[2:]:
+            raise InjectError(
+                f"compare, {routine_name(self._compare)}, returned {answer!r}; give True or False, or a word "
+                f"that is none of {', '.join(OUTCOMES[2:])}"
+            )
+        return answer, ""
 
     def _run_restoring(self, program: Program, read_output: Callable[[Any], Any], *tools: amanda.Tool) -> Any:
         """Run the program; return `read_output(output)`, computed before memory is restored."""
@@ -423,3 +328,62 @@ class Campaign:
         finally:
             # Also after an exception: the next trial starts from the same weights.
             self._memory.restore()
+
+
+class _Loader:
+    """Returns the function that runs a trial; in another process, after runs without faults there."""
+
+    def __init__(self, campaign: Campaign, program: Program, golden: Any, sites: list[Site]) -> None:
+        self._campaign, self._program, self._golden, self._sites = campaign, program, golden, sites
+        self._is_loaded = True
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels to another process: options, without the memory of this process."""
+        return {**vars(self), "_campaign": self._campaign.copied(), "_is_loaded": False}
+
+    def __call__(self) -> Callable[[int], Trial]:
+        if not self._is_loaded:
+            self._sites = self._campaign.load(self._program, self._golden, self._sites)
+        return partial(self._campaign.run_trial, self._program, self._golden, self._sites)
+
+
+class _Precision:
+    """Says at which trial the interval of the SDC rate is narrow enough.
+
+    Trials count in the order of their numbers, so that the answer is the same whichever ends first.
+    """
+
+    def __init__(self, margin: float | None) -> None:
+        self._margin = margin
+        self.trials = self._with_faults = self._corruptions = 0
+
+    def is_reached(self, ended: Mapping[int, Trial]) -> bool:
+        """Return True if the trials from 0 to `trials` have ended, and are enough."""
+        while self._margin is not None:
+            rate = wilson(self._corruptions, self._with_faults)
+            if rate.high - rate.low <= 2 * self._margin:
+                return True
+            if self.trials not in ended:
+                return False
+            outcome = ended[self.trials].outcome
+            self.trials += 1
+            self._with_faults += outcome != "no_fault"
+            self._corruptions += outcome not in _NO_CORRUPTION
+        return False
+
+
+_NO_CORRUPTION = {"masked", "nan", "crash", "hang", "no_fault"}
+
+
+def _described(site: Site | None) -> str:
+    """Return a site in words."""
+    return (
+        "none"
+        if site is None
+        else f"{site.type} of {site.module or 'no module'} ({site.elements:,} elements)"
+    )
+
+
+def _digest(value: Any) -> str:
+    """Return a short text that differs for other values."""
+    return sha256(repr(value).encode()).hexdigest()[:16]

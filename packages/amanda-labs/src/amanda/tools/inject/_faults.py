@@ -328,6 +328,20 @@ class Injection:
                 fields[name] = str(fields[name])
         return fields
 
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Injection:
+        """Return the injection that `to_dict` described."""
+        numbers = {name: _number(fields[name]) for name in ("old", "new")}
+        indices = {name: tuple(fields[name]) for name in ("element", "bits")}
+        return cls(**{**fields, "op": int(fields["op"], 16), **numbers, **indices})
+
+
+def _number(value: Any) -> Any:
+    """Return a number that `Injection.to_dict` may have written as a string."""
+    if not isinstance(value, str):
+        return value
+    return complex(value) if "j" in value else float(value)
+
 
 class InjectResult(Result):
     """A row for each changed element, in the order of injection.

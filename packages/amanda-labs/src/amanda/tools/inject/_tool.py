@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -131,7 +131,9 @@ class InjectTool(amanda.Tool):
         self.seed = seed
         self._analysed_types: set[str] = set()
         self._selected = False
-        self._number = itertools.count()
+        self._op_count = 0
+        self.op_names: Mapping[int, int] = {}
+        """Ids by which ops draw and list faults, in a process that has other ids than the first."""
         # By the forward op, so that `op_gone` drops its backward ops as well.
         self._selected_ops: dict[int, dict[int, SelectedOp]] = {}  # by the forward op, by the op itself
         self._backward_of: dict[int, int | None] = {}
@@ -145,13 +147,31 @@ class InjectTool(amanda.Tool):
     @property
     def result(self) -> InjectResult:
         """Return the injections so far, in an order that does not depend on threads."""
-        # Ops that are gone were executed too.
-        executions = self._executed + sum(op.executions for op in self._all_selected_ops())
+        executions = self._all_executions()
         unselected_types = () if self._selected else self._analysed_types
         result = InjectResult(_sorted_items(self._injections), self._total, executions, unselected_types)
         unread = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
         result.remarks = [*as_remarks(self.unmatched()), *unread]
         return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state for a copy, without records of ops: a copy analyses ops anew."""
+        # In another process an op may have the id of another op here, and its place in the order of ops.
+        records = {"_selected_ops": {}, "_backward_of": {}, "_op_count": 0}
+        return {**vars(self), **records, "_executed": self._all_executions()}
+
+    def _all_executions(self) -> int:
+        """Return the number of executions, also of ops that are gone."""
+        return self._executed + sum(op.executions for op in self._all_selected_ops())
+
+    def options(self) -> dict[str, Any]:
+        """Return what decides the faults besides the selection of ops, as values for JSON."""
+        executions = self._executions
+        return {
+            **self._fault._asdict(), "target": self._target, "index": self._index, "count": self._count,
+            "probability": self._probability, "permanent": self._permanent, "seed": self.seed,
+            "executions": [executions.start, executions.stop, executions.step], "limit": self._limit,
+        }  # fmt: skip
 
     def unmatched(self) -> list[str]:
         """Return a sentence for each option that selected no op."""
@@ -259,7 +279,8 @@ class InjectTool(amanda.Tool):
         places = self._selected_ops.setdefault(context.get_op_id(), {})
         if op not in places:
             labels = (phase, kind, context.get_scope(), context.get_source())
-            places[op] = SelectedOp(op, labels, next(self._number), context["dtype"])
+            places[op] = SelectedOp(op, labels, self._op_count, context["dtype"])
+            self._op_count += 1
             self._selected = True
         return places[op]
 
@@ -325,7 +346,7 @@ class InjectTool(amanda.Tool):
         counter = [0, execution, self._trial, get_args(Target).index(self._target)]
         # Seed and op are the key, trial and execution the counter: each execution has numbers of its own,
         # which do not depend on what ran before, on threads or on a checkpoint.
-        key = np.array([self.seed, op], np.uint64)
+        key = np.array([self.seed, self.op_names.get(op, op)], np.uint64)
         return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
 
     def _with_fault(
@@ -352,7 +373,9 @@ class InjectTool(amanda.Tool):
         self._total += len(positions)
         # All elements change, `limit` bounds what is listed.
         room = max(0, self._limit - len(self._injections))
-        labels = (*place.labels, place.op, execution, tensor.name, dtype)
+        labels = (
+            *place.labels, self.op_names.get(place.op, place.op), execution, tensor.name, dtype
+        )  # fmt: skip
         old_numbers, new_numbers = (from_bytes(raw[:room], dtype).tolist() for raw in (old_bytes, new_bytes))
         for i, position in enumerate(positions[:room]):
             element = tuple(map(int, np.unravel_index(position, tensor.value.shape)))

@@ -8,6 +8,7 @@ with amanda.apply(PatchTool("model.layers.1", set=clean, positions=-1)):
 """
 
 from amanda.tools.patch._result import Patched, PatchError, PatchResult, PatchSweep, Region
-from amanda.tools.patch._tool import PatchTool, patch_sweep
+from amanda.tools.patch._sweep import patch_sweep
+from amanda.tools.patch._tool import PatchTool
 
 __all__ = ["PatchError", "PatchResult", "PatchSweep", "PatchTool", "Patched", "Region", "patch_sweep"]

@@ -184,14 +184,17 @@ class PatchSweep(PlottedResult):
     Args:
         along: Second dimension of the sweep, "positions" or "heads"; None for modules only.
         baseline: The metric without an intervention.
+        errors: Of places whose metric is None, by place.
     """
 
     name: ClassVar[str] = "patch_sweep"
 
     def __init__(
-        self, rows: Sequence[tuple[str, int | None, float]], along: str | None, baseline: float
-    ) -> None:
+        self, rows: Sequence[tuple[str, int | None, float | None]], along: str | None, baseline: float,
+        errors: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         self._rows, self._along, self.baseline = tuple(rows), along, baseline
+        self.errors = dict(errors or {})
         second = (Column(along.removesuffix("s"), number=True),) if along else ()
         metric = (Column("metric", number=True, show="{:.6g}".format),)
         self.columns = (Column("module"), *second, *metric)  # type: ignore[misc]
@@ -202,17 +205,22 @@ class PatchSweep(PlottedResult):
         return [row if self._along else (row[0], row[2]) for row in self._rows]
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the metric without an intervention."""
-        return {"baseline": self.baseline, "along": self._along}
+        """Return the metric without an intervention, and errors."""
+        return {"baseline": self.baseline, "along": self._along, "errors": self.errors}
+
+    def notes(self) -> Sequence[str]:
+        """Return a sentence for each place without a metric."""
+        return [f"No metric at {place}: {error}." for place, error in self.errors.items()]
 
     def draw(self, axes: Axes) -> None:
         """Draw a heat map: a row for each module, a column for each position or head."""
         modules = list(dict.fromkeys(row[0] for row in self._rows))
         columns = list(dict.fromkeys(row[1] for row in self._rows))
-        metrics = {row[:2]: row[2] for row in self._rows}
+        metrics = {row[:2]: float("nan") if row[2] is None else row[2] for row in self._rows}
         table = [[metrics[module, column] for column in columns] for module in modules]
         # The same reach on both sides, so that white is the metric without an intervention.
-        reach = max((abs(row[2] - self.baseline) for row in self._rows), default=0.0) or 1.0
+        numbers = [row[2] for row in self._rows if row[2] is not None]
+        reach = max((abs(number - self.baseline) for number in numbers), default=0.0) or 1.0
         image = axes.imshow(
             table, cmap="RdBu", aspect="auto", vmin=self.baseline - reach, vmax=self.baseline + reach
         )

@@ -1,10 +1,10 @@
-"""The tool that saves or changes tensors at selected points, and sweeps over many points."""
+"""The tool that saves or changes tensors at selected points."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import amanda
@@ -25,14 +25,12 @@ from amanda.tools.patch._result import (
     Patched,
     PatchError,
     PatchResult,
-    PatchSweep,
     Region,
     ValuesByPoint,
     is_value,
 )
 from amanda.tools.select import Globs, ModulePaths, Paths, Selection, as_remarks, unmatched
 from amanda.tools.steps import execution_number
-from amanda.tools.trials import check_number
 
 logger = logging.getLogger("amanda")
 _MAX_MODULES = 40
@@ -360,47 +358,3 @@ def _unbind(method: Any) -> Any:
         return method(value, record, run, recomputed)
 
     return routine
-
-
-@checked(error=PatchError)
-def patch_sweep(
-    metric: Callable[[], Any],
-    points: Sequence[str] | str | None = None,
-    *,
-    positions: Sequence[int] | None = None,
-    heads: Sequence[int] | None = None,
-    num_heads: PositiveInt | None = None,
-    axis: int = 1,
-    **options: Any,
-) -> PatchSweep:
-    """Return the metric with an intervention at one module at a time, and at one position or head of it.
-
-    Args:
-        metric: Function that runs the model and returns a number.
-        points: Paths of modules, as of `PatchTool`.
-        positions: Places within each module; None for the whole module.
-        heads: See `positions`.
-        **options: Of `PatchTool`, such as `set=clean`.
-
-    Raises:
-        PatchError: If both positions and heads are given, or if nothing is selected.
-    """
-    if positions is not None and heads is not None:
-        raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
-    varied = "positions" if positions else "heads" if heads else None
-    places: Sequence[int | None] = positions or heads or [None]
-    tool = PatchTool(points, **options)
-    # No point changes while the baseline runs; the points are known afterwards.
-    tool.only = frozenset()
-    rows = []
-    with amanda.apply(tool):
-        baseline = check_number(metric(), metric, PatchError)
-        names = [*dict.fromkeys(record.point for record in tool.result.patched)]
-        for name in names:
-            for place in places:
-                positioned, headed = (place, None) if varied == "positions" else (None, place)
-                # Read at each execution, so that nothing is analysed anew for each place.
-                tool.only, tool.region = frozenset([name]), Region.of(positioned, headed, num_heads, axis)
-                tool.clear()
-                rows.append((name, place, check_number(metric(), metric, PatchError)))
-    return PatchSweep(rows, varied, baseline)

@@ -1,0 +1,166 @@
+"""Sweeps: a metric with an intervention at one place after the other, in one process or in several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, nullcontext
+from hashlib import sha256
+from os import PathLike
+from typing import Any
+
+import amanda
+from amanda.options import PositiveInt, checked
+from amanda.tools.kit import leaves, tensors_of
+from amanda.tools.libraries import numpy as np
+from amanda.tools.patch._result import PatchError, PatchSweep, Region
+from amanda.tools.patch._tool import PatchTool
+from amanda.tools.trials import Progress, TrialFile, check_number, run_trials
+
+Metric = Callable[[], Any]
+Place = tuple[str, "int | None"]
+"""A point, and a position or head of it."""
+
+
+@checked(error=PatchError)
+def patch_sweep(
+    metric: Metric,
+    points: Sequence[str] | str | None = None,
+    *,
+    positions: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    num_heads: PositiveInt | None = None,
+    axis: int = 1,
+    jobs: int | None = None,
+    resume: str | PathLike[str] | None = None,
+    progress: bool = True,
+    **options: Any,
+) -> PatchSweep:
+    """Return the metric with an intervention at one module at a time, and at one position or head of it.
+
+    Where the metric raises an exception, the result has the error instead.
+
+    Args:
+        metric: Function that runs the model and returns a number.  For several processes it is pickled with
+            all that it refers to; `trials.PerProcess` makes it in each process instead.
+        points: Paths of modules, as of `PatchTool`.
+        positions: Places within each module; None for the whole module.
+        heads: See `positions`.
+        jobs: Number of processes, as joblib's `n_jobs`; the metrics are the same for any number.  None for
+            one, or those of `joblib.parallel_config`.
+        resume: File that keeps metrics as they are measured.  Places in the file are not measured again.
+        progress: True for a progress bar on stderr, lines in a file.
+        **options: Of `PatchTool`, such as `set=clean`.
+
+    Raises:
+        PatchError: If both positions and heads are given, or if nothing is selected.
+        ArtefactError: For a file of another sweep.
+    """
+    if positions is not None and heads is not None:
+        raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
+    along = "positions" if positions else "heads" if heads else None
+    sweep = _SweptMetric(metric, points, along, num_heads, axis, options)
+    baseline, names = sweep.measure_baseline()
+    indices: Sequence[int | None] = positions or heads or [None]
+    places = [(name, index) for name in names for index in indices]
+    settings = {name: _recorded(value) for name, value in options.items()}
+    header = {
+        "points": names, "along": along, "num_heads": num_heads, "axis": axis, "baseline": baseline,
+        "options": settings,
+    }  # fmt: skip
+    file = nullcontext() if resume is None else TrialFile(resume, "patch_sweep", header)
+    metrics: dict[str, tuple[float | None, str]] = {}
+    with file as kept, Progress(progress) as bar:
+        records = {} if kept is None else kept.records
+        # The file may be of a run with other positions or heads.
+        metrics.update((_key(place), records[_key(place)]) for place in places if _key(place) in records)
+        remaining = [place for place in places if _key(place) not in metrics]
+        with closing(run_trials(sweep, remaining, jobs)) as outcomes:
+            for outcome in outcomes:
+                key = _key(outcome.trial)
+                metrics[key] = outcome.value, outcome.error
+                if kept is not None:
+                    kept.add(key, metrics[key])
+                text = outcome.error or f"metric {outcome.value:g}"
+                bar.advance(len(metrics), len(places), key, text)
+    rows = [(*place, metrics[_key(place)][0]) for place in places]
+    errors = {_key(place): metrics[_key(place)][1] for place in places if metrics[_key(place)][1]}
+    return PatchSweep(rows, along, baseline, errors)
+
+
+def _key(place: Place) -> str:
+    """Return the name of a place: a point, with a position or head in brackets."""
+    name, index = place
+    return name if index is None else f"{name}[{index}]"
+
+
+def _recorded(value: Any) -> Any:
+    """Return an option as a value for JSON: a digest for tensors."""
+    values = leaves([value.saved if isinstance(value, PatchTool) else value], structures=True)
+    tensors = [tensor for tensor in values if hasattr(tensor, "shape")]
+    if not tensors:
+        return value
+    digest = sha256()
+    for tensor in tensors:
+        digest.update(np.asarray(tensors_of(tensor).to_numpy(tensor)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+class _SweptMetric:
+    """Measures the metric at a place; called, it returns the function that does so in this process.
+
+    num_heads, axis: of a region.  options: of `PatchTool`.
+    """
+
+    def __init__(
+        self, metric: Metric, points: Any, along: str | None, num_heads: int | None, axis: int,
+        options: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self._metric, self._along, self._num_heads, self._axis = metric, along, num_heads, axis
+        self._points, self._options = points, options
+        self._tool = PatchTool(points, **options)
+        self._baseline: tuple[float, list[str]] | None = None
+        self._is_measured = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what travels to another process, which has a tool of its own."""
+        return {**vars(self), "_tool": None, "_is_measured": False}
+
+    def measure_baseline(self) -> tuple[float, list[str]]:
+        """Return the metric without an intervention, and the names of the points."""
+        # No point changes while the baseline runs; the points are known afterwards.
+        self._tool.only = frozenset()
+        with amanda.apply(self._tool):
+            baseline = check_number(self._metric(), self._metric, PatchError)
+        names = [*dict.fromkeys(record.point for record in self._tool.result.patched)]
+        self._baseline, self._is_measured = (baseline, names), True
+        return baseline, names
+
+    def __call__(self) -> Callable[[Place], float]:
+        """Return the function that measures a place.
+
+        Raises PatchError in another process, if the metric without an intervention is another there.
+        """
+        if not self._is_measured:
+            assert self._baseline is not None
+            expected, points = self._baseline
+            self._tool = PatchTool(self._points, **self._options)
+            metric, names = self.measure_baseline()
+            # As texts: NaN is not equal to itself.
+            if (repr(metric), names) != (repr(expected), points):
+                raise PatchError(
+                    f"in another process the metric without an intervention is {metric:g} at {len(names)} "
+                    f"points instead of {expected:g} at {len(points)}; give a metric that is the same in "
+                    "each process, or jobs=1"
+                )
+        return self._measure
+
+    def _measure(self, place: Place) -> float:
+        """Return the metric with the intervention at a place."""
+        name, index = place
+        position, head = (index, None) if self._along == "positions" else (None, index)
+        # Read at each execution, so that nothing is analysed anew for each place.
+        self._tool.only = frozenset([name])
+        self._tool.region = Region.of(position, head, self._num_heads, self._axis)
+        self._tool.clear()
+        with amanda.apply(self._tool):
+            return check_number(self._metric(), self._metric, PatchError)
