@@ -63,7 +63,7 @@ class SweepRecords:
         with TrialFile(path, "sweep", options) as file:
             try:
                 records = {key: Record(**record) for key, record in file.records.items()}
-                architectures = {key: json.loads(key) for key in records}
+                architectures = {key: dict(json.loads(key)) for key in records}
             except (TypeError, ValueError) as error:
                 raise ArtefactError(f"{path} is no file of a sweep: {error}") from error
             for key, record in self._records.items():
