@@ -183,13 +183,15 @@ def test_a_tool_that_cannot_be_prepared_again_is_not_copied(model: nn.Module, im
     pickle.loads(pickle.dumps(SearchTool("sigmoid=keep|relu"))).prepare(model, images)
 
 
-def test_a_worker_in_which_other_ops_have_choices_is_an_error(images: Tensor, tool: SearchTool) -> None:
+def test_a_worker_in_which_other_ops_have_choices_is_an_error(
+    model: nn.Module, images: Tensor, tool: SearchTool
+) -> None:
     models: list[nn.Module] = []
 
     def evaluate() -> float:
         if not models:
             models.append(nn.Sequential(nn.Linear(36, 2), nn.Sigmoid()))
-        return float(models[0](images.flatten(2)).sum())
+        return float(model(images).sum() + models[0](images.flatten(2)).sum())
 
     search = Search(tool, evaluate, "random", batch=2, progress=False)
     measure = cloudpickle.loads(cloudpickle.dumps(search._program.load))()

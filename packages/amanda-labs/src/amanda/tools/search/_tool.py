@@ -77,7 +77,7 @@ class SearchTool(amanda.Tool):
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
         # The model, held weakly, and the example of `prepare`: a copy is prepared with copies of them.
-        self._prepared: tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]] = lambda: None, (), {}
+        self._prepared: tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]] | None = None
         if architecture is not None:
             self.load(Path(architecture))
         self.depends_on(StandardMapping(), library_rules())
@@ -121,10 +121,9 @@ class SearchTool(amanda.Tool):
         A copy of the tool, as pickle and copy make it, is prepared with copies of the model and the example.
         """
         try:
-            reference: Callable[[], Any] = weakref.ref(model)
+            self._prepared = weakref.ref(model), example, kwargs
         except TypeError:  # an object with slots
-            reference = lambda: None  # noqa: E731
-        self._prepared = reference, example, kwargs
+            self._prepared = None
         return super().prepare(model, *example, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -133,7 +132,7 @@ class SearchTool(amanda.Tool):
         Raises ToolError for a tool that was used and cannot be prepared again: without a model, or with
         restrictions.
         """
-        model, example, kwargs = self._prepared
+        model, example, kwargs = self._prepared or (lambda: None, (), {})
         is_restricted = self._amanda.admissions or self._amanda.wrappers
         if type(self) is not SearchTool or model() is None or is_restricted:
             return super().__reduce_ex__(protocol)
