@@ -191,7 +191,8 @@ def test_a_worker_in_which_other_ops_have_choices_is_an_error(
     def evaluate() -> float:
         if not models:
             models.append(nn.Sequential(nn.Linear(36, 2), nn.Sigmoid()))
-        return float(model(images).sum() + models[0](images.flatten(2)).sum())
+        with torch.no_grad():
+            return float(model(images).sum() + models[0](images.flatten(2)).sum())
 
     search = Search(tool, evaluate, "random", batch=2, progress=False)
     measure = cloudpickle.loads(cloudpickle.dumps(search._program.load))()
