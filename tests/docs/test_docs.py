@@ -33,10 +33,11 @@ PAGES = ["../README.md"] + [
     if "```python\n" in page.read_text()
 ]
 RECIPES = [page for page in PAGES if page.startswith("recipes/")]
-OPTIONAL = ("diffusers", "lightning", "sentence_transformers", "torch_geometric")
+OPTIONAL = ("dask", "diffusers", "lightning", "sentence_transformers", "torch_geometric")
 """Libraries that `nox -s recipes` installs: elsewhere a recipe that imports one is skipped."""
-APART = {"errors/DriverError.md", "migrating.md"}
-"""Pages in a process of their own: they patch torch for good, or set what TensorFlow reads at its import."""
+APART = {"errors/DriverError.md", "migrating.md", "tools/search.md", "tools/sweep.md"}
+"""Pages in a process of their own: they patch torch for good, set what TensorFlow reads at its import, or
+start processes, which joblib ends with this one."""
 
 
 @pytest.mark.parametrize("page", RECIPES)
