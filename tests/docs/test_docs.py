@@ -35,9 +35,8 @@ PAGES = ["../README.md"] + [
 RECIPES = [page for page in PAGES if page.startswith("recipes/")]
 OPTIONAL = ("dask", "diffusers", "lightning", "sentence_transformers", "torch_geometric")
 """Libraries that `nox -s recipes` installs: elsewhere a recipe that imports one is skipped."""
-APART = {"errors/DriverError.md", "migrating.md", "tools/search.md", "tools/sweep.md"}
-"""Pages in a process of their own: they patch torch for good, set what TensorFlow reads at its import, or
-start processes, which joblib ends with this one."""
+APART = {"errors/DriverError.md", "migrating.md"}
+"""Pages in a process of their own: they patch torch for good, or set what TensorFlow reads at its import."""
 
 
 @pytest.mark.parametrize("page", RECIPES)
