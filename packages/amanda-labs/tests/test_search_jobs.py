@@ -168,6 +168,17 @@ def test_a_copy_of_a_prepared_tool_computes_the_same(
     assert [one.requires_grad for one in other.weights()] == [one.requires_grad for one in tool.weights()]
 
 
+def test_a_copy_logs_no_warning_again(
+    model: nn.Module, images: Tensor, caplog: pytest.LogCaptureFixture
+) -> None:
+    tool = SearchTool(["sigmoid=keep|relu", "tanh=keep|relu"])
+    tool.prepare(model, images)
+    assert caplog.text.count("no op was selected by type=tanh") == 1
+    copy = pickle.loads(pickle.dumps(tool))
+    assert any("type=tanh" in text for text in copy.unmatched())
+    assert caplog.text.count("no op was selected by type=tanh") == 1
+
+
 def test_a_tool_that_cannot_be_prepared_again_is_not_copied(model: nn.Module, images: Tensor) -> None:
     restricted = SearchTool("sigmoid=keep|relu")
     restricted.restrict(lambda context: context["type"] == "sigmoid")

@@ -14,7 +14,7 @@ from amanda.tools.search._tool import SearchTool
 from amanda.tools.trials import check_number
 
 
-class Measured(NamedTuple):
+class Measurements(NamedTuple):
     """The metric and the costs of an architecture by name; NaN for what an error left unmeasured."""
 
     numbers: Mapping[str, float]
@@ -52,12 +52,12 @@ class SearchProgram:
         scope.report = self._report
         return scope
 
-    def load(self) -> Callable[[Mapping[str, str]], Measured]:
+    def load(self) -> Callable[[Mapping[str, str]], Measurements]:
         """Return `measure`; in a worker, raise SearchError if the tool has other choices there."""
         self._check_space()
         return self.measure
 
-    def measure(self, architecture: Mapping[str, str]) -> Measured:
+    def measure(self, architecture: Mapping[str, str]) -> Measurements:
         """Train, evaluate and measure costs; an exception that is not Amanda's is the error."""
         self._tool.architecture = architecture
         numbers = dict.fromkeys((self._metric, *self._costs), nan)
@@ -74,12 +74,12 @@ class SearchProgram:
         except AmandaError:
             raise
         except Exception as error:
-            return Measured(numbers, f"{type(error).__name__}: {error}")
+            return Measurements(numbers, f"{type(error).__name__}: {error}")
         self._check_space()
         for name, number in numbers.items():
             if not isfinite(number):
-                return Measured(numbers, f"ValueError: {name} is {number}")
-        return Measured(numbers)
+                return Measurements(numbers, f"ValueError: {name} is {number}")
+        return Measurements(numbers)
 
     def _check_space(self) -> None:
         """Raise SearchError in a worker whose tool meets other ops than that of the search."""

@@ -20,7 +20,7 @@ from amanda.tools.search._controllers import (
     Random,
     StudyTrials,
 )
-from amanda.tools.search._program import Measured, SearchProgram
+from amanda.tools.search._program import Measurements, SearchProgram
 from amanda.tools.search._tool import SearchTool
 from amanda.tools.trials import Outcome, Progress, SearchResult, Trial, run_trials
 
@@ -220,9 +220,9 @@ class Search:
                 self._unwritten += [finished[i] for i in sorted(finished)]
                 self._sync_trials()
 
-    def _make_trial(self, outcome: Outcome[Mapping[str, str], Measured], text: str) -> Trial:
+    def _make_trial(self, outcome: Outcome[Mapping[str, str], Measurements], text: str) -> Trial:
         """Return the trial of an outcome; log its error."""
-        measured = outcome.value or Measured({})
+        measured = outcome.value or Measurements({})
         error = outcome.error or measured.error
         if error:
             logger.warning("no %s of %s: %s", self._metric, text, error)

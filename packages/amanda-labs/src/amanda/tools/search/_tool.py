@@ -133,11 +133,13 @@ class SearchTool(amanda.Tool):
         restrictions.
         """
         model, example, kwargs = self._prepared or (lambda: None, (), {})
-        is_restricted = self._amanda.admissions or self._amanda.wrappers
-        if type(self) is not SearchTool or model() is None or is_restricted:
+        core = self._amanda
+        if type(self) is not SearchTool or model() is None or core.admissions or core.wrappers:
             return super().__reduce_ex__(protocol)
-        state = self.choices, self.mixture, self._seed, self.state_dict(), self.architecture
-        return _prepare_copy, (state, model(), example, kwargs)
+        options = self.choices, self.mixture, self._seed
+        return _prepare_copy, (
+            options, self.state_dict(), self.architecture, core.logged, model(), example, kwargs
+        )  # fmt: skip
 
     def alphas(self) -> Iterator[Any]:
         """Yield the mixture weights ahead of softmax, of each choice, for an optimizer of their own."""
@@ -372,13 +374,16 @@ class SearchTool(amanda.Tool):
 
 
 def _prepare_copy(
-    state: tuple[Any, ...], model: Callable[..., Any], example: Sequence[Any], kwargs: Mapping[str, Any]
-) -> SearchTool:
-    """Return a tool with the options, parameters and architecture of another, prepared with a model."""
-    choices, mixture, seed, parameters, architecture = state
+    options: tuple[Any, ...], state: Mapping[str, Any], architecture: Mapping[str, str], logged: set[str],
+    model: Callable[..., Any], example: Sequence[Any], kwargs: Mapping[str, Any],
+) -> SearchTool:  # fmt: skip
+    """Return a tool with the options, state and architecture of another, prepared with a model."""
+    choices, mixture, seed = options
     tool = SearchTool(choices, mixture, seed=seed)
-    tool.load_state_dict(parameters)
+    tool.load_state_dict(state)
     tool.architecture = architecture
+    # The preparation logs no warning that the other tool has logged.
+    tool._amanda.logged |= logged
     tool.prepare(model, *example, **kwargs)
     return tool
 
