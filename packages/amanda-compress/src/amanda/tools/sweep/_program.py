@@ -89,7 +89,7 @@ class SweepProgram(Generic[Level]):
     def measure(self, architecture: Mapping[str, str]) -> Measurement:
         """Evaluate with tools at the ops of an architecture, which has the text of a level for each.
 
-        Raises RuntimeError if the evaluation met none of an op, and what the program raises.
+        Raises RuntimeError if one of these ops did not run, and exceptions of the program.
         """
         self._ops_met.clear()
         measurement = self._measure_with(*self.tools(architecture))

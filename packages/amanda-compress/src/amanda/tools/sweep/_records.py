@@ -52,7 +52,7 @@ class SweepRecords:
         self._records[key] = record
 
     @contextmanager
-    def kept_in(self, path: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Iterator[None]:
+    def write_to(self, path: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Iterator[None]:
         """Read the records of a file, and write those of evaluations within this context; None: no file.
 
         Raises ArtefactError for a file of another sweep.

@@ -103,13 +103,13 @@ class Sweep(Generic[Level]):
         Args:
             retries: Number of further evaluations of a point that failed, now or in an earlier run.
             jobs: Number of processes that evaluate single ops; -1 for one a core; None for 1, or for those of
-                the engine of `joblib.parallel_config`. They get copies of the model, and give the same
-                numbers.
+                the engine of `joblib.parallel_config`. They get copies of the functions of the sweep and
+                of the model, and give the same numbers.
             resume: A file that keeps each point: a further run with it, also in another process, measures
                 the points that it lacks. Evaluations without a tool and with all ops find the ops, and run
                 again.
         """
-        with self._keeping(jobs, resume), Progress(self._progress) as progress:
+        with self._open_records(jobs, resume), Progress(self._progress) as progress:
             if self._program.dense is None:
                 self._measure_dense(progress)
             # All ops together come first: this evaluation records the sites.
@@ -155,7 +155,7 @@ class Sweep(Generic[Level]):
             program.sites, list(program.levels.values()), points, program.dense, self._cost_model
         )
         architectures = [allocation.choose(budget) for budget in budgets]
-        with self._keeping(jobs, resume), Progress(self._progress) as progress:
+        with self._open_records(jobs, resume), Progress(self._progress) as progress:
             # Several budgets may choose the same levels, which are evaluated once.
             choices = {record_key(architecture): architecture for architecture in architectures}
             self._measure(list(choices.values()), progress, retries, jobs, len(choices))
@@ -196,7 +196,7 @@ class Sweep(Generic[Level]):
         """Number of evaluations of the sweep, with that without a tool."""
         return 1 + len(self._program.levels) * (1 + len(self._program.sites))
 
-    def _keeping(
+    def _open_records(
         self, jobs: int | None, resume: str | os.PathLike[str] | None
     ) -> AbstractContextManager[None]:
         """Return the context of a run that keeps its records in a file; raise AmandaError for wrong jobs."""
@@ -206,7 +206,7 @@ class Sweep(Generic[Level]):
         options = {
             "sweep": type(self).__name__, "level": level, "metric": metric, "cost": self._cost_model.name,
         }  # fmt: skip
-        return self._records.kept_in(resume, options)
+        return self._records.write_to(resume, options)
 
     def _check_levels(self) -> None:
         """Make a tool for each level, so that a wrong option raises before the first evaluation."""
