@@ -231,15 +231,21 @@ class Search:
         return Trial(dict(outcome.trial), metric, costs, outcome.seconds, error)
 
     def _sync_trials(self) -> None:
-        """Write trials to the study, and read those of all processes."""
+        """Write trials to the study, read those of all processes; tell the controller whole batches."""
         if self._study is None:
             self._trials = [*self._trials, *self._unwritten]
             self._unwritten = []
-            return
-        while self._unwritten:  # one by one, so that a storage that fails loses none
-            self._study.add(self._unwritten[0])
-            del self._unwritten[0]
-        self._trials = self._study.read()
+        else:
+            while self._unwritten:  # one by one, so that a storage that fails loses none
+                self._study.add(self._unwritten[0])
+                del self._unwritten[0]
+            self._trials = self._study.read()
+        # Batches begin at multiples of their size, and what precedes a batch is learned alone: a search that
+        # goes on draws what one without a stop would.
+        for trial in self._trials[: len(self._trials) - len(self._trials) % self._batch]:
+            if id(trial) not in self._learned_ids:
+                self._learned_ids.add(id(trial))
+                self._controller.tell(self._space, trial.architecture, trial.scores)
 
     @contextmanager
     def _dropping_proposals(self) -> Iterator[None]:
@@ -256,13 +262,7 @@ class Search:
 
         trials: number after which the search ends; None for no such number.
         """
-        # Batches begin at multiples of their size, and what precedes the batch is learned alone: a search
-        # that goes on draws what one without a stop would.
         begin, position = len(self._trials), len(self._trials) % self._batch
-        for trial in self._trials[: begin - position]:
-            if id(trial) not in self._learned_ids:
-                self._learned_ids.add(id(trial))
-                self._controller.tell(self._space, trial.architecture, trial.scores)
         size = self._batch - position if trials is None else min(self._batch - position, trials - begin)
         tried = [dict(trial.architecture) for trial in self._trials]
         architectures: list[dict[str, str]] = []
