@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def _parse_numbers(text: str) -> list[float]:
 )
 @click.option("--metric", default="metric", help="Name of the number in results.")
 @click.option("--retries", type=click.IntRange(0), default=0, help="Further runs of a failed point.")
+@click.option("--jobs", type=int, help="Processes that evaluate single ops; -1 for one a core.")
+@click.option("--resume", metavar="FILE", help="Keep points in a file, and measure those that it lacks.")
 @compiled_option
 @save_option(".json", ".csv", ".html", ".txt", ".svg", ".png", ".pdf")
 @click.option("-q", "--quiet", is_flag=True, help="No progress on stderr.")
@@ -61,6 +64,8 @@ def _sweep_command(
     cost: str,
     metric: str,
     retries: int,
+    jobs: int | None,
+    resume: str | None,
     compiled: str,
     files: Sequence[Path],
     quiet: bool,
@@ -69,7 +74,8 @@ def _sweep_command(
 
     FILE may also be a module. FUNCTION takes no arguments and returns a number, such as an accuracy. Ctrl-C
     prints and saves the points measured so far. With --budgets, a search chooses a level for each op, so
-    that the model's cost is within each budget; --save then writes the result of the search.
+    that the model's cost is within each budget; --save then writes the result of the search. With --jobs,
+    each process runs FILE for itself.
 
     \b
     amanda sweep sparsity evaluate.py:accuracy --levels 0.5,0.9 --save sweep.svg
@@ -79,13 +85,13 @@ def _sweep_command(
     sweep_error: SweepError | None = None
     try:
         options = {"metric": metric, "progress": not quiet, "type": types or None, "compiled": compiled}
-        sweep = _make_sweep(kind, function_of(evaluate), levels, cost=cost, **options)
+        sweep = _make_sweep(kind, _ProgramFunction(evaluate), levels, cost=cost, **options)
         results: list[PlottedResult] = []
         try:
             if budgets:
-                results.append(sweep.search(budgets, retries))
+                results.append(sweep.search(budgets, retries, jobs, resume))
             else:
-                sweep.run(retries)
+                sweep.run(retries, jobs, resume)
         # Points take minutes: those that are measured are printed and saved.
         except KeyboardInterrupt:
             status = 130  # 128 + SIGINT, as of a program that Ctrl-C ends
@@ -113,6 +119,24 @@ def command(arguments: Sequence[str]) -> int:
     Ctrl-C prints and saves the points measured before, and returns status 130.
     """
     return exit_status(_sweep_command, "amanda sweep", arguments)
+
+
+class _ProgramFunction:
+    """The function of FILE:FUNCTION; each process to which it is pickled imports the file itself."""
+
+    def __init__(self, spec: str) -> None:
+        self._function = function_of(spec)
+        path, _, name = spec.rpartition(":")
+        # A worker may have another working folder.
+        self._spec = f"{Path(path).resolve()}:{name}" if Path(path).is_file() else spec
+        # Errors name the function, its file and its line.
+        update_wrapper(self, self._function)
+
+    def __call__(self) -> Any:
+        return self._function()
+
+    def __reduce__(self) -> Any:
+        return _ProgramFunction, (self._spec,)
 
 
 def _make_sweep(

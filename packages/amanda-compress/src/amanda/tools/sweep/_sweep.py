@@ -2,33 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from math import isfinite
 from numbers import Real
 from time import perf_counter
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Generic, Literal, TypeVar
 
 import amanda
-from amanda.action import ActionType, Routine
-from amanda.options import Name, NonNegativeInt, NotEmpty, PositiveShare, Range, Share, checked
-from amanda.tools.mapping import StandardMapping
+from amanda.options import Name, NonNegativeInt, NotEmpty, OutputFile, PositiveShare, Range, Share, checked
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.sweep._allocation import KEEP, Allocation, CostOption, RemainingShare, SweepCost
-from amanda.tools.sweep._result import ALL, Point, Site, SweepError, SweepResult
-from amanda.tools.trials import Progress, SearchResult, Trial, check_number
+from amanda.tools.sweep._program import Level, Prepare, SweepProgram
+from amanda.tools.sweep._records import Record, SweepRecords, record_key
+from amanda.tools.sweep._result import ALL, Point, SweepError, SweepResult
+from amanda.tools.trials import Progress, SearchResult, Trial, run_trials
 
-Level = TypeVar("Level", int, float)
-Prepare = Callable[[Any], None]
-
-
-class _Measurement(NamedTuple):
-    """One evaluation.  metric: None after an error.  cost: None without a function that measures it."""
-
-    metric: float | None
-    error: str
-    seconds: float
-    cost: float | None
+logger = logging.getLogger("amanda")
 
 
 class Sweep(Generic[Level]):
@@ -80,63 +74,58 @@ class Sweep(Generic[Level]):
             raise SweepError(
                 f"levels is {list(levels)}; give one number at least, all different in six digits"
             )
-        self._evaluate, self._prepare, self._progress = evaluate, prepare, progress
-        self._compiled: Literal["eager", "instrument"] = compiled
-        self._report = amanda.Report()
-        self._make: Callable[[Level], amanda.Tool] = make
-        self._levels: tuple[Level, ...] = tuple(levels)
-        self._names = (level, metric)
-        # Names of places are the same for each new tool of a level, so that points are found again.
-        self._place_namer = amanda.Tool()
-        self._sites: dict[str, Site] = {}
-        self._points: dict[tuple[str, Level], Point] = {}
-        self._dense: float | None = None
+        self._progress, self._names = progress, (level, metric)
         self._cost_model = SweepCost(cost, left)
-        self._trials: dict[tuple[str, ...], Trial] = {}
+        measure_cost = cost if callable(cost) else None
+        self._program: SweepProgram[Level] = SweepProgram(
+            evaluate, make, levels, prepare, measure_cost, (metric, self._cost_model.name), compiled
+        )
+        self._records = SweepRecords()
 
     @property
     def result(self) -> SweepResult:
         """The measurements so far."""
-        keys = [(site.name, level) for site in (ALL, *self._sites.values()) for level in self._levels]
-        points = [self._points[key] for key in keys if key in self._points]
-        return SweepResult(points, self._dense, *self._names, self._is_complete())
+        points = self._points
+        complete = self._program.dense is not None and len(points) == self._count - 1
+        return SweepResult(list(points.values()), self._program.dense, *self._names, complete)
 
     @checked(error=SweepError)
-    def run(self, retries: NonNegativeInt = 0) -> SweepResult:
+    def run(
+        self, retries: NonNegativeInt = 0, jobs: int | None = None, resume: OutputFile | None = None
+    ) -> SweepResult:
         """Measure all points that are not measured yet, and return the result.
 
-        An exception, NaN or infinity in the evaluation of a point is logged and recorded as `Point.error`.
-        Exceptions of the evaluation without a tool, Amanda's errors, such as for options of a tool, and
-        KeyboardInterrupt reach the caller: `result` has the points measured before, and another `run`
-        measures the rest.
+        An exception, NaN or infinity in the evaluation of a point is logged and recorded as `Point.error`,
+        and so is the end of its process. Exceptions of the evaluation without a tool, Amanda's errors, such
+        as for options of a tool, and KeyboardInterrupt reach the caller: `result` has the points measured
+        before, and another `run` measures the rest.
 
         Args:
             retries: Number of further evaluations of a point that failed, now or in an earlier run.
+            jobs: Number of processes that evaluate single ops; -1 for one a core; None for 1, or for those of
+                the engine of `joblib.parallel_config`. They get copies of the functions of the sweep and
+                of the model, and give the same numbers.
+            resume: A file that keeps each point: a further run with it, also in another process, measures
+                the points that it lacks. Evaluations without a tool and with all ops find the ops, and run
+                again.
         """
-        with Progress(self._progress) as progress:
-            if self._dense is None:
-                progress.begin(1 + len(self._levels), "without a tool")
-                recorders = [self._cost_model.op_costs] if self._cost_model.cost is not None else []
-                with self._scope(*recorders):
-                    dense = check_number(self._evaluate(), self._evaluate, SweepError)
-                    self._cost_model.measured = self._measured_cost()
-                # All drops would be NaN.
-                if not isfinite(dense):
-                    raise SweepError(f"{self._names[1]} is {dense} without a tool: nothing compares with it")
-                self._dense = dense
-                progress.done(f"{self._names[1]} {self._dense:g}")
+        with self._open_records(jobs, resume), Progress(self._progress) as progress:
+            if self._program.dense is None:
+                self._measure_dense(progress)
             # All ops together come first: this evaluation records the sites.
-            for level in self._levels:
-                self._measure_point(ALL, level, progress, 1 + len(self._levels), retries)
-            total = 1 + len(self._levels) * (1 + len(self._sites))
-            for site in list(self._sites.values()):
-                for level in self._levels:
-                    self._measure_point(site, level, progress, total, retries)
+            for label in self._program.levels:
+                self._measure_all_ops(label, progress, retries)
+            points = [{name: label} for name in self._program.sites for label in self._program.levels]
+            self._measure(points, progress, retries, jobs, self._count)
         return self.result
 
     @checked(error=SweepError)
     def search(
-        self, budgets: Annotated[Sequence[PositiveShare], NotEmpty], retries: NonNegativeInt = 0
+        self,
+        budgets: Annotated[Sequence[PositiveShare], NotEmpty],
+        retries: NonNegativeInt = 0,
+        jobs: int | None = None,
+        resume: OutputFile | None = None,
     ) -> SearchResult:
         """Choose a level for each op within a cost budget, and evaluate the choice.
 
@@ -150,27 +139,36 @@ class Sweep(Generic[Level]):
         Args:
             budgets: Shares of the cost without the tool, such as 0.25.
             retries: As in `run`.
+            jobs: As in `run`.
+            resume: As in `run`; the file keeps the choices too.
 
         Raises:
             SweepError: Without a cost, and for a budget below the cost of the harshest levels.
         """
-        name = self._cost_model.name
+        name, program = self._cost_model.name, self._program
         if self._cost_model.cost is None:
             raise SweepError("search: the sweep has no cost; give it one, such as cost='size'")
-        self.run(retries)
-        assert self._dense is not None
-        allocation = Allocation(self._sites, self._levels, self._points, self._dense, self._cost_model)
+        self.run(retries, jobs, resume)
+        assert program.dense is not None
+        points = self._points
+        allocation = Allocation(
+            program.sites, list(program.levels.values()), points, program.dense, self._cost_model
+        )
         architectures = [allocation.choose(budget) for budget in budgets]
-        trials = [Trial(dict.fromkeys(self._sites, KEEP), self._dense, {name: self._cost_model.total}, 0.0)]
-        with Progress(self._progress) as progress:
-            for number, (budget, architecture) in enumerate(zip(budgets, architectures, strict=True)):
-                progress.begin(len(budgets), f"{budget:g} of the {name}", number)
-                trials.append(
-                    self._evaluate_architecture(architecture, allocation.cost(architecture), retries)
-                )
-                self._report_progress(progress, trials[-1])
-        for level in self._levels:
-            uniform, point = dict.fromkeys(self._sites, f"{level:g}"), self._points[ALL.name, level]
+        with self._open_records(jobs, resume), Progress(self._progress) as progress:
+            # Several budgets may choose the same levels, which are evaluated once.
+            choices = {record_key(architecture): architecture for architecture in architectures}
+            self._measure(list(choices.values()), progress, retries, jobs, len(choices))
+        trials = [
+            Trial(dict.fromkeys(program.sites, KEEP), program.dense, {name: self._cost_model.total}, 0.0)
+        ]
+        for architecture in architectures:
+            record = self._records.get(architecture)
+            assert record is not None
+            cost = allocation.cost(architecture) if record.cost is None else record.cost
+            trials.append(Trial(architecture, record.metric, {name: cost}, record.seconds, record.error))
+        for label, level in program.levels.items():
+            uniform, point = dict.fromkeys(program.sites, label), points[ALL.name, level]
             cost = allocation.cost(uniform) if point.cost is None else point.cost
             trials.append(Trial(uniform, point.metric, {name: cost}, point.seconds, point.error))
         return SearchResult(trials, self._names[1], [name], "")
@@ -180,110 +178,107 @@ class Sweep(Generic[Level]):
 
         with amanda.apply(*sweep.tools(result.best.architecture)): ...
         """
-        tools = []
-        for level in self._levels:
-            names = {name for name, label in architecture.items() if label == f"{level:g}"}
-            tools += [self._make_tool(names, level)] if names else []
-        return tools
+        return self._program.tools(architecture)
 
-    def _scope(self, *tools: amanda.Tool) -> amanda.Scope:
-        """Return a scope that shares the report of the sweep, so that each warning is logged once."""
-        scope = amanda.apply(*tools, compiled=self._compiled)
-        # A warning about an op would come once for each point otherwise.
-        scope.report = self._report
-        return scope
+    @property
+    def _points(self) -> dict[tuple[str, Level], Point]:
+        """The points that were evaluated, by the name of the op and the level."""
+        points: dict[tuple[str, Level], Point] = {}
+        for site in (ALL, *self._program.sites.values()):
+            for label, level in self._program.levels.items():
+                record = self._records.get({site.name: label})
+                if record is not None:
+                    points[site.name, level] = Point(site, level, *record)
+        return points
 
-    def _evaluate_architecture(self, architecture: Mapping[str, str], cost: float, retries: int) -> Trial:
-        """Return the trial of an architecture, evaluated unless an earlier one succeeded."""
-        # Several budgets may choose the same levels, which are evaluated once.
-        labels = tuple(architecture.values())
-        for _ in _remaining_attempts(self._trials.get(labels), retries):
-            measured = self._measure_with(" ".join(labels), *self.tools(architecture))
-            costs = {self._cost_model.name: cost if measured.cost is None else measured.cost}
-            trial = Trial(architecture, measured.metric, costs, measured.seconds, measured.error)
-            self._trials[labels] = trial
-            if not trial.error:
-                break
-        return self._trials[labels]
+    @property
+    def _count(self) -> int:
+        """Number of evaluations of the sweep, with that without a tool."""
+        return 1 + len(self._program.levels) * (1 + len(self._program.sites))
+
+    def _open_records(
+        self, jobs: int | None, resume: str | os.PathLike[str] | None
+    ) -> AbstractContextManager[None]:
+        """Return the context of a run that keeps its records in a file; raise AmandaError for wrong jobs."""
+        # Without trials it only checks the jobs, ahead of evaluations that may take hours.
+        run_trials(self._program.load, [], jobs)
+        level, metric = self._names
+        options = {
+            "sweep": type(self).__name__, "level": level, "metric": metric, "cost": self._cost_model.name,
+        }  # fmt: skip
+        return self._records.write_to(resume, options)
 
     def _check_levels(self) -> None:
         """Make a tool for each level, so that a wrong option raises before the first evaluation."""
-        for level in self._levels:
+        for level in self._program.levels.values():
             # A tool is cheap, and an evaluation may take hours.
-            self._make(level)
+            self._program.make(level)
 
-    def _is_complete(self) -> bool:
-        """Return True if all sites are evaluated at all levels."""
-        point_count = len(self._levels) * (1 + len(self._sites))
-        return self._dense is not None and len(self._points) == point_count
+    def _measure_dense(self, progress: Progress) -> None:
+        """Evaluate without a tool, and record the costs of ops."""
+        progress.begin(self._count, "without a tool")
+        begin = perf_counter()
+        recorders = [self._cost_model.op_costs] if self._cost_model.cost is not None else []
+        measured = self._program.measure_dense(*recorders)
+        self._records.add({}, Record(measured.metric, "", perf_counter() - begin, measured.cost))
+        self._program.dense, self._cost_model.measured = measured
+        progress.done(f"{self._names[1]} {measured.metric:g}")
 
-    def _measure_point(self, site: Site, level: Level, progress: Progress, total: int, retries: int) -> None:
-        """Evaluate a site at a level, unless an earlier evaluation succeeded; record the point."""
-        description, key = f"{site.name or 'all ops'}, {self._names[0]} {level:g}", (site.name, level)
-        for _ in _remaining_attempts(self._points.get(key), retries):
-            # One evaluation was without a tool; a point that is tried again is not done.
-            done_count = 1 + len(self._points) - (key in self._points)
-            progress.begin(total, description, done_count)
-            tool = self._make_tool(None if site is ALL else {site.name}, level)
-            self._points[key] = Point(site, level, *self._measure_with(description, tool))
-            self._report_progress(progress, self._points[key])
-            if not self._points[key].error:
-                break
+    def _measure_all_ops(self, label: str, progress: Progress, retries: int) -> None:
+        """Evaluate all ops at a level, unless an earlier evaluation succeeded."""
+        architecture = {ALL.name: label}
+        for attempt in range(1 + retries):
+            if self._records.is_due(architecture, attempt):
+                description, begin = self._describe(architecture), perf_counter()
+                progress.begin(self._count, description, 1 + len(self._points))
+                measured, error = Progress.attempt(
+                    partial(self._program.measure_all_ops, self._program.levels[label]),
+                    f"no {self._names[1]} of {description}",
+                )
+                metric, cost = measured or (None, None)
+                self._records.add(architecture, Record(metric, error, perf_counter() - begin, cost))
+                progress.done(error or f"{self._names[1]} {metric:g}")
 
-    def _report_progress(self, progress: Progress, measurement: Point | Trial) -> None:
-        progress.done(measurement.error or f"{self._names[1]} {measurement.metric:g}")
+    def _measure(
+        self,
+        architectures: Sequence[Mapping[str, str]],
+        progress: Progress,
+        retries: int,
+        jobs: int | None,
+        total: int,
+    ) -> None:
+        """Evaluate architectures, unless earlier evaluations succeeded, here or in workers.
 
-    def _measure_with(self, description: str, *tools: amanda.Tool) -> _Measurement:
-        """Evaluate with tools, each prepared; an exception becomes the error of the measurement."""
-        # With the scope and the preparation, as a user of the tool pays for both.
-        start = perf_counter()
+        total: number of evaluations that the progress counts, of which these come last.
+        """
+        for attempt in range(1 + retries):
+            due = [
+                architecture for architecture in architectures
+                if self._records.is_due(architecture, attempt)
+            ]  # fmt: skip
+            pending = {record_key(architecture): architecture for architecture in due}
+            if due:
+                progress.begin(total, self._describe(due[0]), total - len(due))
+            for outcome in run_trials(self._program.load, due, jobs):
+                description = self._describe(outcome.trial)
+                if outcome.error:
+                    logger.warning("no %s of %s: %s", self._names[1], description, outcome.error)
+                metric, cost = outcome.value or (None, None)
+                record = Record(metric, outcome.error, outcome.seconds, cost)
+                self._records.add(outcome.trial, record)
+                progress.begin(total, description, total - len(pending))
+                progress.done(outcome.error or f"{self._names[1]} {metric:g}")
+                del pending[record_key(outcome.trial)]
+                if pending:
+                    # In this process the next; of several the one that began first.
+                    progress.begin(total, self._describe(next(iter(pending.values()))), total - len(pending))
 
-        def evaluate_with_tools() -> tuple[float, float | None]:
-            """Return the metric and a measured cost, from a scope with all tools prepared."""
-            with self._scope(*tools):
-                for tool in tools:
-                    if self._prepare is not None:
-                        self._prepare(tool)
-                metric = check_number(self._evaluate(), self._evaluate, SweepError, self._names[1])
-                return metric, self._measured_cost(*tools)
-
-        measurements, error = Progress.attempt(evaluate_with_tools, f"no {self._names[1]} of {description}")
-        metric, cost = measurements or (None, None)
-        return _Measurement(metric, error, perf_counter() - start, cost)
-
-    def _measured_cost(self, *tools: amanda.Tool) -> float | None:
-        """Return what the cost function returns for tools; None unless the cost is a function."""
-        cost = self._cost_model.cost
-        if not callable(cost):
-            return None
-        return check_number(cost(*tools), cost, SweepError, self._cost_model.name)
-
-    def _make_tool(self, names: Collection[str] | None, level: Level) -> amanda.Tool:
-        """Make a tool that acts at the named ops alone; None: at all ops, which it records as sites."""
-        tool = self._make(level)
-        # For the types of ops in sites.
-        tool.depends_on(StandardMapping())
-        if names is None:
-            # Only the tool knows where it acts: ops at which it inserts no routine are not sites.
-            tool.wrap_routines(self._record_site)
-        else:
-            tool.restrict(lambda context: self._place_namer.place(context) in names)
-        return tool
-
-    def _record_site(self, context: amanda.OpContext, type: ActionType, routine: Routine) -> Routine:
-        """Record the op at which the tool acts as a site; return the routine unchanged."""
-        name = self._place_namer.place(context)
-        if name not in self._sites:
-            self._sites[name] = Site(name, context["type"], context.get_scope(), context.get_source())
-        self._sites[name].op_ids.add(context.get_op_id())
-        return routine
-
-
-def _remaining_attempts(earlier: Point | Trial | None, retries: int) -> range:
-    """Return a range with one number for each evaluation that is still allowed; none after a success."""
-    if earlier is None:
-        return range(1 + retries)
-    return range(retries if earlier.error else 0)
+    def _describe(self, architecture: Mapping[str, str]) -> str:
+        """Return the words for an architecture in progress and messages."""
+        if len(architecture) > 1:
+            return " ".join(architecture.values())
+        ((name, label),) = architecture.items()
+        return f"{name or 'all ops'}, {self._names[0]} {label}"
 
 
 Number = TypeVar("Number", int, float)

@@ -190,7 +190,7 @@ class StudyTrials:
         # By number: a trial object stays the same over several reads, so that new ones are told apart by
         # identity.
         self._evaluated: dict[int, Trial] = {}
-        self._proposal: Any = None
+        self._proposals: list[Any] = []
 
     def _open_study(self, storage: Any, directions: Any, sampler: BaseSampler | None) -> Study:
         """Return the study "search" of a storage, or a new one in memory."""
@@ -240,20 +240,20 @@ class StudyTrials:
 
     def ask(self, numbers: np.random.Generator) -> Architecture:
         """Return the architecture that the study's sampler proposes."""
-        self.drop_proposal()
         if self._is_seeded_anew:
             self.study.sampler = self._optuna.samplers.TPESampler(seed=int(numbers.integers(2**31)))
-        self._proposal = self.study.ask(self._distributions)
-        return {name: self._proposal.params[name] for name in self._space}
+        self._proposals.append(self.study.ask(self._distributions))
+        return {name: self._proposals[-1].params[name] for name in self._space}
 
     def drop_proposal(self) -> None:
-        """Mark a proposal that was not evaluated as failed, since samplers ignore failed trials.
+        """Mark the last proposal as failed, since samplers ignore failed trials; no effect without one."""
+        if self._proposals:
+            self.study.tell(self._proposals.pop(), state=self._optuna.trial.TrialState.FAIL)
 
-        No effect if there is no such proposal.
-        """
-        proposal, self._proposal = self._proposal, None
-        if proposal is not None:
-            self.study.tell(proposal, state=self._optuna.trial.TrialState.FAIL)
+    def drop_proposals(self) -> None:
+        """Mark all proposals that were not evaluated as failed."""
+        while self._proposals:
+            self.drop_proposal()
 
     def add(self, trial: Trial) -> None:
         """Add a trial that was evaluated to the study; one without a metric as a failed trial."""
@@ -262,13 +262,13 @@ class StudyTrials:
         if trial.metric is not None:
             state, values = states.COMPLETE, [trial.metric, *trial.costs.values()]
         # What the study proposed itself is told to its sampler; any other trial is added as it is.
-        if self._proposal is not None and self._proposal.params == trial.architecture:
-            proposal, self._proposal = self._proposal, None
+        proposal = next((asked for asked in self._proposals if asked.params == trial.architecture), None)
+        if proposal is not None:
+            self._proposals.remove(proposal)
             if trial.error:
                 proposal.set_user_attr("error", trial.error)
             self.study.tell(proposal, values, state=state)
             return
-        self.drop_proposal()
         frozen = self._optuna.trial.create_trial(
             state=state, params=dict(trial.architecture), distributions=self._distributions, values=values,
             user_attrs={"seconds": trial.seconds, "error": trial.error},
@@ -297,21 +297,23 @@ class OptunaController(Random):
         self.study: Any = study if is_study else None
         self.sampler: Any = None if is_study else study
         self.trials: StudyTrials | None = None
+        # The generator is another one for each trial: it tells whether the last proposal was accepted.
+        self._numbers: np.random.Generator | None = None
         self._tries = 0
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return the sampler's proposal; a random architecture after too many that were tried already."""
         if self.trials is None:
             raise SearchError("OptunaController: it has no study yet; give it to a Search, which makes one")
+        if numbers is not self._numbers:
+            self._numbers, self._tries = numbers, 0
+        elif self._tries <= _MAX_REPEATED_PROPOSALS:
+            self.trials.drop_proposal()
         self._tries += 1
         # Samplers repeat themselves in a small space: random draws reach what is left of it.
         if self._tries > _MAX_REPEATED_PROPOSALS:
             return super().ask(space, numbers)
         return self.trials.ask(numbers)
-
-    def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
-        """Reset the count of proposals; the study has the trial already."""
-        self._tries = 0
 
 
 def _import_optuna(name: str) -> Any:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from math import isfinite, prod
+from math import nan, prod
 from time import perf_counter
 from typing import Any, Literal
 
-import amanda
-from amanda.options import Name, NonNegativeFloat, NonNegativeInt, Seed, checked, shown
+from amanda.options import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed, checked, shown
 from amanda.tools.libraries import numpy as np
 from amanda.tools.search._candidates import SearchError
 from amanda.tools.search._controllers import (
@@ -20,8 +20,11 @@ from amanda.tools.search._controllers import (
     Random,
     StudyTrials,
 )
+from amanda.tools.search._program import Measurements, SearchProgram
 from amanda.tools.search._tool import SearchTool
-from amanda.tools.trials import Progress, SearchResult, Trial, check_number
+from amanda.tools.trials import Outcome, Progress, SearchResult, Trial, run_trials
+
+logger = logging.getLogger("amanda")
 
 _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "optuna": OptunaController,
@@ -48,6 +51,8 @@ class Search:
             has the trials of all.
         metric: Name of the number.
         seed: Of the controller.
+        batch: Number of architectures that are proposed at once, before the controller learns from any of
+            them; with `jobs` they are evaluated at the same time.
         progress: Write progress to stderr.
         compiled: See `amanda.apply`.
 
@@ -67,6 +72,7 @@ class Search:
         study: Any = None,
         metric: Name = "metric",
         seed: Seed = 0,
+        batch: PositiveInt = 1,
         progress: bool = True,
         compiled: Literal["eager", "instrument"] = "eager",
     ) -> None:
@@ -85,8 +91,9 @@ class Search:
                 f"Search: controller is {controller!r}; give {controller_names}, or an object with ask and "
                 "tell"
             )
-        self._tool, self._evaluate, self._controller, self._train = tool, evaluate, controller, train
-        self._calculators = {"flops": tool.flops, "size": tool.size}
+        self._tool, self._controller = tool, controller
+        # Training changes shared weights, so that the same architecture may score otherwise later.
+        self._is_trained = train is not None
         names = [cost if isinstance(cost, str) else getattr(cost, "__name__", str(cost)) for cost in costs]
         if len({metric, *names}) <= len(names):
             raise SearchError(
@@ -94,10 +101,11 @@ class Search:
             )
         self._costs = dict(zip(names, costs, strict=True))
         self._limits, self._metric = dict(limits or {}), metric
-        self._seed, self._progress = seed, progress
-        # One scope for all trials, since a scope logs each warning once.
-        self._scope = amanda.apply(tool, compiled=compiled)
+        self._seed, self._batch, self._progress = seed, batch, progress
+        self._program = SearchProgram(tool, evaluate, train, self._costs, metric, compiled)
         self._space, self._trials, self._stopped = tool.space, list[Trial](), ""
+        # By identity: two trials of one architecture are equal, and the controller learns from both.
+        self._learned_ids: set[int] = set()
         # Evaluated, but not in the study yet: its storage may fail.
         self._unwritten: list[Trial] = []
         self._study: StudyTrials | None = None
@@ -119,17 +127,32 @@ class Search:
 
     @checked(error=SearchError)
     def run(
-        self, trials: NonNegativeInt | None = None, seconds: NonNegativeFloat | None = None
+        self,
+        trials: NonNegativeInt | None = None,
+        seconds: NonNegativeFloat | None = None,
+        jobs: int | None = None,
     ) -> SearchResult:
         """Evaluate architectures until there are so many trials, or so many seconds have passed.
 
         The tool then has the best architecture.  An exception in an evaluation is logged and becomes the
-        trial's error, and so does a metric or cost of NaN or infinity.  Errors of Amanda and of the study's
-        storage, and KeyboardInterrupt, reach the caller; `result` has the trials so far, and another `run`
-        continues.
+        trial's error, and so do a metric or cost of NaN or infinity, and the end of its process.  Errors of
+        Amanda and of the study's storage, and KeyboardInterrupt, reach the caller; `result` has the trials so
+        far, and another `run` continues.
+
+        Args:
+            trials: Number of trials, with those of earlier runs.
+            seconds: Time after which no further batch begins.
+            jobs: Number of processes that evaluate the architectures of a batch; -1 for one a core; None for
+                1, or for those of the engine of `joblib.parallel_config`. They get copies of the tool and of
+                the model, and give the same trials.
+
+        Raises:
+            SearchError: Without a budget, for a tool that mixes its candidates, and for several jobs with
+                `train`, or with a batch of 1.
         """
         if trials is None and seconds is None:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
+        jobs = self._check_jobs(jobs)
         begun, self._stopped = perf_counter(), ""
         self._sync_trials()
         if self._tool.mixture:
@@ -142,66 +165,131 @@ class Search:
                     self._stopped = f"{trials} trials"
                 elif seconds is not None and perf_counter() - begun >= seconds:
                     self._stopped = f"{seconds:g} seconds"
-                elif (architecture := self._next_architecture()) is None:
+                elif not (architectures := self._next_architectures(trials)):
                     self._stopped = "every architecture that was drawn is known, or above the limits"
                 else:
-                    labels_text = " ".join(architecture.values())
-                    progress.begin(trials or len(self._trials) + 1, labels_text, len(self._trials))
-                    trial = self._run_trial(architecture)
-                    self._unwritten.append(trial)
-                    self._sync_trials()
-                    progress.done(trial.error or f"{self._metric} {trial.metric:g}")
+                    self._run_trials(architectures, jobs, progress, trials)
         if self.result.best is not None:
             self._tool.architecture = self.result.best.architecture
         return self.result
 
+    def _check_jobs(self, jobs: int | None) -> int | None:
+        """Return the number of jobs; raise SearchError where several processes cannot work."""
+        if jobs not in (None, 1):
+            if self._is_trained:
+                raise SearchError(
+                    f"Search.run: jobs is {jobs} with train, which changes the weights that architectures "
+                    "share, and processes share none; give jobs=1, or train a finalized model in evaluate"
+                )
+            if self._batch == 1:
+                raise SearchError(
+                    f"Search.run: jobs is {jobs}, and Search has proposed architectures one by one; give it "
+                    "batch=8, for example, for that many at a time"
+                )
+        # Without trials it checks the number, ahead of evaluations that may take hours.
+        run_trials(self._program.load, [], jobs)
+        return 1 if self._is_trained else jobs
+
+    def _run_trials(
+        self, architectures: Sequence[Mapping[str, str]], jobs: int | None, progress: Progress,
+        total: int | None,
+    ) -> None:  # fmt: skip
+        """Evaluate the architectures of a batch, and add their trials in the order of the proposals."""
+        texts = [" ".join(architecture.values()) for architecture in architectures]
+        begin, pending, finished = len(self._trials), list(range(len(architectures))), dict[int, Trial]()
+        ordered_count, total = 0, total or begin + len(architectures)
+        progress.begin(total, texts[0], begin)
+        try:
+            for outcome in run_trials(self._program.load, architectures, jobs):
+                # The first, as with `train` a batch may have an architecture twice.
+                number = next(i for i in pending if architectures[i] == outcome.trial)
+                trial = finished[number] = self._make_trial(outcome, texts[number])
+                progress.begin(total, texts[number], begin + len(architectures) - len(pending))
+                progress.done(trial.error or f"{self._metric} {trial.metric:g}")
+                pending.remove(number)
+                if pending:
+                    # In this process the next; of several the one that began first.
+                    progress.begin(total, texts[pending[0]], begin + len(architectures) - len(pending))
+                while ordered_count in finished:
+                    self._unwritten.append(finished.pop(ordered_count))
+                    ordered_count += 1
+                self._sync_trials()
+        finally:
+            # After an interrupt, those that ended ahead of others.
+            if finished:
+                self._unwritten += [finished[i] for i in sorted(finished)]
+                self._sync_trials()
+
+    def _make_trial(self, outcome: Outcome[Mapping[str, str], Measurements], text: str) -> Trial:
+        """Return the trial of an outcome; log its error."""
+        measured = outcome.value or Measurements({})
+        error = outcome.error or measured.error
+        if error:
+            logger.warning("no %s of %s: %s", self._metric, text, error)
+        metric = None if error else measured.numbers[self._metric]
+        costs = {name: measured.numbers.get(name, nan) for name in self._costs}
+        return Trial(dict(outcome.trial), metric, costs, outcome.seconds, error)
+
     def _sync_trials(self) -> None:
-        """Write trials to the study, read those of all processes, and pass new ones to the controller."""
+        """Write trials to the study, read those of all processes; tell the controller whole batches."""
         if self._study is None:
-            trials = [*self._trials, *self._unwritten]
+            self._trials = [*self._trials, *self._unwritten]
             self._unwritten = []
         else:
             while self._unwritten:  # one by one, so that a storage that fails loses none
                 self._study.add(self._unwritten[0])
                 del self._unwritten[0]
-            trials = self._study.read()
-        # By identity: two trials of one architecture are equal, and the controller learns from both.
-        earlier_ids = set(map(id, self._trials))
-        self._trials = trials
-        for trial in trials:
-            if id(trial) not in earlier_ids:
+            self._trials = self._study.read()
+        # Batches begin at multiples of their size, and what precedes a batch is learned alone: a search that
+        # goes on draws what one without a stop would.
+        for trial in self._trials[: len(self._trials) - len(self._trials) % self._batch]:
+            if id(trial) not in self._learned_ids:
+                self._learned_ids.add(id(trial))
                 self._controller.tell(self._space, trial.architecture, trial.scores)
 
     @contextmanager
     def _dropping_proposals(self) -> Iterator[None]:
-        """Return a context that drops an unevaluated proposal of the study, also on an interrupt."""
+        """Return a context that drops unevaluated proposals of the study, also on an interrupt."""
         try:
             yield
         finally:
-            # A trial that could not be written may still be the proposal's.
+            # A trial that could not be written may still be a proposal's.
             if self._study is not None and not self._unwritten:
-                self._study.drop_proposal()
+                self._study.drop_proposals()
 
-    def _next_architecture(self) -> dict[str, str] | None:
-        """Return an architecture within the limits, without `train` a new one; None if there is none.
+    def _next_architectures(self, trials: int | None) -> list[dict[str, str]]:
+        """Return the architectures of the next batch; fewer, or none, where no others are left.
+
+        trials: number after which the search ends; None for no such number.
+        """
+        begin, position = len(self._trials), len(self._trials) % self._batch
+        size = self._batch - position if trials is None else min(self._batch - position, trials - begin)
+        tried = [dict(trial.architecture) for trial in self._trials]
+        architectures: list[dict[str, str]] = []
+        for number in range(begin, begin + size):
+            architecture = self._next_architecture(number, [] if self._is_trained else tried)
+            if architecture is None:
+                break
+            architectures.append(architecture)
+            tried.append(architecture)
+        return architectures
+
+    def _next_architecture(self, number: int, tried: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
+        """Return an architecture within the limits that was not tried; None if there is none.
 
         The controller may repeat itself, so random architectures are drawn after many of its proposals.
         """
-        # By the number of trials: a search that goes on draws what one without a stop would.
-        numbers = np.random.default_rng([self._seed, len(self._trials)])
-        # Training changes shared weights, so that the same architecture may score otherwise later.
-        tried = [] if self._train is not None else [dict(trial.architecture) for trial in self._trials]
+        numbers = np.random.default_rng([self._seed, number])
         if len(tried) >= prod(map(len, self._space.values())):
             return None
+        calculators = {"flops": self._tool.flops, "size": self._tool.size}
         for draw in range(2 * _MAX_DRAWS):
             # A controller that has converged proposes what is known: the rest of the space is drawn at
             # random.
             source = self._controller if draw < _MAX_DRAWS else Random()
             architecture = source.ask(self._space, numbers)
             self._check_architecture(source, architecture)
-            is_within = all(
-                self._calculators[name](architecture) <= limit for name, limit in self._limits.items()
-            )
+            is_within = all(calculators[name](architecture) <= limit for name, limit in self._limits.items())
             if is_within and architecture not in tried:
                 return architecture
         return None
@@ -212,29 +300,3 @@ class Search:
         if not is_valid or any(label not in self._space[name] for name, label in architecture.items()):
             call_text = f"{type(controller).__name__}.ask gave {architecture!r}"
             raise SearchError(f"Search: {call_text}; give a dict from each name of {self._space} to a label")
-
-    def _run_trial(self, architecture: Mapping[str, str]) -> Trial:
-        """Train and evaluate an architecture, and return its trial, with an error if it failed."""
-        self._tool.architecture = architecture
-        # NaN for all that is not measured when an evaluation fails.
-        begin, numbers = perf_counter(), dict.fromkeys((self._metric, *self._costs), float("nan"))
-
-        def measure() -> float:
-            """Train, evaluate and measure costs; return the metric.  Raises ValueError unless finite."""
-            # Each evaluation enters the scope again, so that between trials the program runs without the
-            # tool.
-            with self._scope:
-                if self._train is not None:
-                    self._train()
-                numbers[self._metric] = check_number(self._evaluate(), self._evaluate, SearchError)
-                for name, cost in self._costs.items():
-                    value = self._calculators[name]() if isinstance(cost, str) else cost()
-                    numbers[name] = check_number(value, cost, SearchError)
-            for name, number in numbers.items():
-                if not isfinite(number):
-                    raise ValueError(f"{name} is {number}")
-            return numbers[self._metric]
-
-        metric, error = Progress.attempt(measure, f"no {self._metric} of {' '.join(architecture.values())}")
-        costs = {name: numbers[name] for name in self._costs}
-        return Trial(dict(architecture), metric, costs, perf_counter() - begin, error)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
 from functools import partial
-from math import log
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -18,10 +18,10 @@ from amanda.tools.kit import leaves
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.results import Column, Result, parsing, read_json, shortened, to_json
 from amanda.tools.search._candidates import Choice, Original, SearchError
+from amanda.tools.search._costs import ArchitectureCosts, settle_architecture
 from amanda.tools.search._libraries import SearchLibrary, library_rules
 from amanda.tools.search._site import Decision, InPlaceWriter, Site, find_residual_block
 from amanda.tools.select import as_remarks
-from amanda.tools.sweep import OpCosts
 
 _VIEWS = {"view", "reshape", "flatten", "transpose", "permute", "squeeze", "unsqueeze", "getitem"}
 
@@ -76,6 +76,8 @@ class SearchTool(amanda.Tool):
         # Labels that were assigned before their ops were met.
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
+        # The model, held weakly, and the example of `prepare`: a copy is prepared with copies of them.
+        self._prepared: tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]] | None = None
         if architecture is not None:
             self.load(Path(architecture))
         self.depends_on(StandardMapping(), library_rules())
@@ -112,6 +114,32 @@ class SearchTool(amanda.Tool):
                 self._decisions[name].label = label
         # Eager plans read the decision at each execution.
         self._retrace_programs()
+
+    def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
+        """Run `model` once on an example, so that its ops, their candidates and their costs are known.
+
+        A copy of the tool, as pickle and copy make it, is prepared with copies of the model and the example.
+        """
+        try:
+            self._prepared = weakref.ref(model), example, kwargs
+        except TypeError:  # an object with slots
+            self._prepared = None
+        return super().prepare(model, *example, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Describe a tool that was prepared by what prepares a copy; another one as Tool does.
+
+        Raises ToolError for a tool that was used and cannot be prepared again: without a model, or with
+        restrictions.
+        """
+        model, example, kwargs = self._prepared or (lambda: None, (), {})
+        core = self._amanda
+        if type(self) is not SearchTool or model() is None or core.admissions or core.wrappers:
+            return super().__reduce_ex__(protocol)
+        options = self.choices, self.mixture, self._seed
+        return _prepare_copy, (
+            options, self.state_dict(), self.architecture, core.logged, model(), example, kwargs
+        )  # fmt: skip
 
     def alphas(self) -> Iterator[Any]:
         """Yield the mixture weights ahead of softmax, of each choice, for an optimizer of their own."""
@@ -345,82 +373,26 @@ class SearchTool(amanda.Tool):
         return site.compute(inputs, original, self.mixture)
 
 
+def _prepare_copy(
+    options: tuple[Any, ...], state: Mapping[str, Any], architecture: Mapping[str, str], logged: set[str],
+    model: Callable[..., Any], example: Sequence[Any], kwargs: Mapping[str, Any],
+) -> SearchTool:  # fmt: skip
+    """Return a tool with the options, state and architecture of another, prepared with a model."""
+    choices, mixture, seed = options
+    tool = SearchTool(choices, mixture, seed=seed)
+    tool.load_state_dict(state)
+    tool.architecture = architecture
+    # The preparation logs no warning that the other tool has logged.
+    tool._amanda.logged |= logged
+    tool.prepare(model, *example, **kwargs)
+    return tool
+
+
 def _read_architecture(content: Any) -> dict[str, str]:
     """Return the architecture in the content of a file; raise ValueError for other content."""
     if not isinstance(content, Mapping) or not all(isinstance(label, str) for label in content.values()):
         raise ValueError("it holds no object of labels by the names of ops")
     return dict(content)
-
-
-class ArchitectureCosts(OpCosts):
-    """Records the costs of each forward op, and computes those of architectures."""
-
-    def flops_of(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
-        """Return FLOPs of the forward pass; candidates scale the FLOPs of products, not of a bias."""
-        return self.flops(*self._shares_by_op(sites, architecture))
-
-    def size_of(self, sites: Sequence[Site], architecture: Mapping[str, str]) -> float:
-        """Return bytes of parameters; a parameter that several ops read counts once, by its largest share."""
-        return self.size(*self._shares_by_op(sites, architecture))
-
-    def _shares_by_op(
-        self, sites: Sequence[Site], architecture: Mapping[str, str]
-    ) -> tuple[dict[int, tuple[float, float]], set[int]]:
-        """Return the shares of products and weights by op id, and the ops that are skipped."""
-        if self.is_empty:
-            raise SearchError("SearchTool: the costs of ops are not known; call prepare(model, x) first")
-        shares: dict[int, tuple[float, float]] = {}
-        skipped: set[int] = set()
-        for site in sites:
-            candidate = site.candidates[architecture[site.decision.name]]
-            # An op that was analysed in several programs has several ids.
-            shares |= dict.fromkeys(site.op_ids, candidate.cost_shares(site))
-            if candidate.skips and site.branch:
-                skipped |= site.branch
-        return shares, skipped
-
-
-Measure = Callable[[Mapping[str, str]], float]
-
-
-def settle_architecture(
-    shares: Mapping[str, Mapping[str, float]],
-    architecture: Mapping[str, str],
-    limits: Mapping[Any, float],
-    measures: Mapping[str, Measure],
-) -> dict[str, str]:
-    """Return an architecture of the most probable candidates, with cheaper ones where limits need them.
-
-    shares: probabilities of candidates.  limits: by the names of measures; no change breaks an earlier limit.
-    Each change loses the least log probability for each unit of cost that it saves.  Raises SearchError if no
-    change saves any more.
-    """
-    # The most probable candidates first; only as far as limits ask for it are they given up.
-    settled = {
-        **architecture,
-        **{name: max(probabilities, key=probabilities.__getitem__) for name, probabilities in shares.items()},
-    }
-    earlier_limits: list[tuple[Measure, float]] = []
-    for cost, limit in limits.items():
-        measure = measures[cost]
-        while (present_cost := measure(settled)) > limit:
-            changes = []
-            for name, probabilities in shares.items():
-                for label, share in probabilities.items():
-                    cheaper = settled | {name: label}
-                    saving = present_cost - measure(cheaper)
-                    if saving > 0 and all(
-                        earlier_measure(cheaper) <= bound for earlier_measure, bound in earlier_limits
-                    ):
-                        # Greedy: the cheapest loss for each unit of cost, as all combinations are too many to
-                        # try.
-                        changes.append((log(probabilities[settled[name]] / share) / saving, name, label))
-            if not changes:
-                raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")
-            _, changed_name, cheaper_label = min(changes)
-            settled[changed_name] = cheaper_label
-        earlier_limits.append((measure, limit))
-    return settled
 
 
 class ChoicesResult(Result):

@@ -1,0 +1,159 @@
+"""The evaluations of a sweep: a program with tools at some of its ops, in this process or in a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from math import isclose, isfinite
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import amanda
+from amanda.action import ActionType, Routine
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.sweep._result import Site, SweepError
+from amanda.tools.trials import check_number
+
+Level = TypeVar("Level", int, float)
+Prepare = Callable[[Any], None]
+
+
+class Measurement(NamedTuple):
+    """The metric of an evaluation.  cost: None without a function that measures it."""
+
+    metric: float
+    cost: float | None
+
+
+class SweepProgram(Generic[Level]):
+    """Evaluates the program of a sweep with tools; a pickled copy does so in a worker.
+
+    cost: function that measures the cost, or None.  names: of the metric and of the cost.
+    """
+
+    def __init__(
+        self,
+        evaluate: Callable[[], Any],
+        make: Callable[[Level], amanda.Tool],
+        levels: Sequence[Level],
+        prepare: Prepare | None,
+        cost: Callable[..., Any] | None,
+        names: tuple[str, str],
+        compiled: Literal["eager", "instrument"],
+    ) -> None:
+        self.make: Callable[[Level], amanda.Tool] = make
+        self.levels: dict[str, Level] = {f"{level:g}": level for level in levels}
+        """The levels by their text in architectures."""
+        self.sites: dict[str, Site] = {}
+        self.dense: float | None = None
+        self._evaluate, self._prepare, self._cost = evaluate, prepare, cost
+        self._metric_name, self._cost_name = names
+        self._compiled: Literal["eager", "instrument"] = compiled
+        self._report = amanda.Report()
+        # Names of places are the same for each new tool of a level, so that points are found again.
+        self._place_namer = amanda.Tool()
+        self._ops_met: set[str] = set()
+        self._is_copy = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A worker names ops anew. With the report it does not log again what this process has logged.
+        return {**vars(self), "sites": {}, "_place_namer": amanda.Tool(), "_is_copy": True}
+
+    def load(self) -> Callable[[Mapping[str, str]], Measurement]:
+        """Return `measure`; in a worker, raise SweepError if the program differs there."""
+        if self._is_copy:
+            metric, dense = self.measure_dense().metric, self.dense
+            if dense is None or not is_same(metric, dense):
+                raise SweepError(
+                    f"{self._metric_name} without a tool is {metric} in a worker, and {dense} in the process "
+                    "that sweeps; the model and its data have to be the same in each process, as from a file "
+                    "or a seed"
+                )
+        return self.measure
+
+    def measure_dense(self, *recorders: amanda.Tool) -> Measurement:
+        """Evaluate without a tool; recorders see the ops.  Raises SweepError unless the metric is finite."""
+        with self._scope(*recorders):
+            metric = check_number(self._evaluate(), self._evaluate, SweepError)
+            measurement = Measurement(metric, self._measured_cost())
+        # All drops would be NaN.
+        if not isfinite(metric):
+            raise SweepError(f"{self._metric_name} is {metric} without a tool: nothing compares with it")
+        return measurement
+
+    def measure_all_ops(self, level: Level) -> Measurement:
+        """Evaluate with a tool at all ops, which become sites."""
+        tool = self._make_tool(level)
+        # Only the tool knows where it acts: ops at which it inserts no routine are not sites.
+        tool.wrap_routines(self._record_site)
+        return self._measure_with(tool)
+
+    def measure(self, architecture: Mapping[str, str]) -> Measurement:
+        """Evaluate with tools at the ops of an architecture, which has the text of a level for each.
+
+        Raises RuntimeError if one of these ops did not run, and exceptions of the program.
+        """
+        self._ops_met.clear()
+        measurement = self._measure_with(*self.tools(architecture))
+        for name, label in architecture.items():
+            if label in self.levels and name not in self._ops_met:
+                raise RuntimeError(f"the evaluation did not run {name}, which another evaluation has run")
+        return measurement
+
+    def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
+        """Return new tools for an architecture: for each level one that acts at the ops with this level."""
+        tools = []
+        for label, level in self.levels.items():
+            names = {name for name, op_label in architecture.items() if op_label == label}
+            tools += [self._make_tool(level, names)] if names else []
+        return tools
+
+    def _measure_with(self, *tools: amanda.Tool) -> Measurement:
+        """Evaluate in a scope of tools, each prepared; raise ValueError unless the metric is finite."""
+        with self._scope(*tools):
+            for tool in tools:
+                if self._prepare is not None:
+                    self._prepare(tool)
+            metric = check_number(self._evaluate(), self._evaluate, SweepError, self._metric_name)
+            return Measurement(metric, self._measured_cost(*tools))
+
+    def _measured_cost(self, *tools: amanda.Tool) -> float | None:
+        """Return what the cost function returns for tools; None without a function."""
+        if self._cost is None:
+            return None
+        return check_number(self._cost(*tools), self._cost, SweepError, self._cost_name)
+
+    def _scope(self, *tools: amanda.Tool) -> amanda.Scope:
+        """Return a scope that shares the report of the sweep, so that each warning is logged once."""
+        scope = amanda.apply(*tools, compiled=self._compiled)
+        # A warning about an op would come once for each point otherwise.
+        scope.report = self._report
+        return scope
+
+    def _make_tool(self, level: Level, names: set[str] | None = None) -> amanda.Tool:
+        """Make a tool of a level that acts at the named ops; None: at all ops."""
+        tool = self.make(level)
+        # For the types of ops in sites.
+        tool.depends_on(StandardMapping())
+
+        def admits(context: amanda.OpContext) -> bool:
+            """Name an op, and return True if the tool may act there."""
+            # Every op gets its name here, also where no tool acts: names count equal ops of a module, and a
+            # worker that never has the tool at all ops has to count alike.
+            name = self._place_namer.place(context)
+            self._ops_met.add(name)
+            return names is None or name in names
+
+        tool.restrict(admits)
+        return tool
+
+    def _record_site(self, context: amanda.OpContext, type: ActionType, routine: Routine) -> Routine:
+        """Record the op at which the tool acts as a site; return the routine unchanged."""
+        name = self._place_namer.place(context)
+        if name not in self.sites:
+            self.sites[name] = Site(name, context["type"], context.get_scope(), context.get_source())
+        self.sites[name].op_ids.add(context.get_op_id())
+        return routine
+
+
+def is_same(metric: float, other: float) -> bool:
+    """Return True if two metrics of one program are equal, up to what another processor rounds otherwise."""
+    return isclose(metric, other, rel_tol=1e-5)
