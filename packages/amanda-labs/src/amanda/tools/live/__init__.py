@@ -1,0 +1,23 @@
+"""What tools find in a training run, step by step, while it runs: TensorBoard, MLflow, W&B, JSON lines.
+
+with amanda.apply(LiveTool(StatsTool(module="layers.*"), TensorBoardWriter("runs/1"), every=50)):
+    train()
+"""
+
+from amanda.tools.live._callbacks import keras_callback, lightning_callback, transformers_callback
+from amanda.tools.live._command import log_tool
+from amanda.tools.live._scalars import scalars_of
+from amanda.tools.live._tool import LiveTool
+from amanda.tools.live._writers import (
+    JSONLinesWriter,
+    LiveError,
+    MLflowWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+)
+
+__all__ = [
+    "JSONLinesWriter", "LiveError", "LiveTool", "MLflowWriter", "TensorBoardWriter", "WandbWriter", "Writer",
+    "keras_callback", "lightning_callback", "log_tool", "scalars_of", "transformers_callback",
+]  # fmt: skip
