@@ -343,7 +343,9 @@ def test_the_result_is_saved_also_after_an_exception(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), amanda.apply(live):
         Training().run(9, fail)
     assert "The result is of step 4, the last of them." in json.loads(file.read_text())["notes"]
-    assert writer.closed == 1 and live._scope.closed and live._counting.closed
+    assert writer.closed == 1
+    assert live._scope.closed
+    assert live._counting.closed
 
 
 def test_json_lines_of_a_killed_process_are_whole(tmp_path: Path) -> None:
@@ -449,7 +451,8 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path: Path, monkeypatch: py
     for step in (50, 100):
         writer.scalars(step, {"stats/0.linear/output 0 mean": step / 100})
     summary = dict(wandb.run.summary)
-    assert summary["stats/0.linear/output 0 mean"] == 1.0 and summary["amanda/step"] == 100
+    assert summary["stats/0.linear/output 0 mean"] == 1.0
+    assert summary["amanda/step"] == 100
     writer.close()
     assert wandb.run is None
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))

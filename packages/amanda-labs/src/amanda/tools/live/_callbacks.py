@@ -18,9 +18,7 @@ class _Training:
             raise LiveError("a callback wants one LiveTool or several")
         for live in lives:
             if not isinstance(live, LiveTool):
-                raise LiveError(
-                    f"a callback wants LiveTools, not a {type(live).__name__}: LiveTool(tool, writer)"
-                )
+                raise LiveError(f"a callback wants LiveTool(tool, writer), not a {type(live).__name__}")
         self._lives = lives
         self._scope: amanda.Scope | None = None
 
