@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from numbers import Real
 from typing import Any
 
 from amanda.errors import did_you_mean
 from amanda.tools.live._writers import LiveError
-from amanda.tools.results import Column, Result
-
-# What somebody who watches a training run asks of a step; other columns are logged on request.
-_OUTPUT_COLUMNS, _OTHER_COLUMNS = ("mean", "std"), ("L2",)
-"""Columns of statistics that are logged: of outputs, and of weights and gradients."""
-_TOTALS: Mapping[str, Sequence[str]] = {"flops": ("FLOPs", "MACs"), "profile": ("self ms", "allocated")}
-"""Columns of which only the sums are logged, of all rows and of each phase."""
+from amanda.tools.results import Result
 
 RUN_RESULTS = frozenset({"nan", "sentinel"})
 """Names of results that count over the whole run, since their tools watch every step or choose steps."""
@@ -27,94 +22,110 @@ _NO_KEYS = frozenset({"phase", "type", "module", "source", "dtype"})
 def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, float]:
     """Return the numbers of a result by name, such as {"stats/encoder.linear/output 0 mean": 0.1}.
 
-    Of `flops` and `profile` these are totals, of `nan` and `sentinel` counts, of other results the columns of
-    numbers, with a name for each row by module, type and other texts.  A result with a method `scalars`
-    returns its numbers by name itself.
+    Of `stats` these are mean and standard deviation of outputs, L2 norms of weights and gradients; of `flops`
+    and `profile` totals; of `nan` and `sentinel` counts; of other results the columns of numbers, with a name
+    for each row by module, type and other texts.  A result with a method `scalars` returns its numbers by
+    name itself.
     columns: names of columns of the rows to return instead.
     Raises LiveError for a result without rows, and for a column that it lacks or that has no numbers.
     """
+    name = str(getattr(result, "name", type(result).__name__))
     if columns is None and callable(own := getattr(result, "scalars", None)):
-        return {f"{_prefix(result)}/{name}": float(value) for name, value in own().items()}
-    if not isinstance(result, Result):
+        numbers: Mapping[str, float] = own()
+    elif not isinstance(result, Result):
         raise LiveError(
             f"a {type(result).__name__} has no rows to log; a result with a method `scalars`, which returns "
             "numbers by name, can be logged"
         )
-    if columns is None and result.name in RUN_RESULTS:
-        numbers = _nan_counts(result) if result.name == "nan" else _sentinel_counts(result)
-    elif columns is None and result.name in _TOTALS:
-        numbers = dict(_totals(result, _TOTALS[result.name]))
+    elif columns is None and name in _DEFAULTS:
+        numbers = dict(_DEFAULTS[name](result))
     else:
-        numbers = _row_numbers(result, columns)
-    return {f"{result.name}/{name}": value for name, value in numbers.items()}
+        numbers = _row_numbers(result, _checked_columns(result, columns))
+    return {f"{name}/{label}": float(value) for label, value in numbers.items()}
 
 
-def _prefix(result: Any) -> str:
-    """Return the name of a result; of one without a name that of its class."""
-    return str(getattr(result, "name", type(result).__name__))
+def _stats(result: Any) -> Iterator[tuple[str, float]]:
+    """Yield mean and standard deviation of each output, and the L2 norm of each weight and gradient."""
+    names = _RowNames()
+    # Not by rows, whose quantiles take longer than all else.
+    for entry in result.measured:
+        # Indices and masks have no statistics that somebody would watch.
+        if entry.is_integer or not entry.statistics.count:
+            continue
+        name = names.unique(entry.module, entry.type, entry.phase, [entry.tensor])
+        if entry.tensor.startswith("output"):
+            yield f"{name} mean", entry.statistics.mean
+            yield f"{name} std", entry.statistics.std
+        else:
+            yield f"{name} L2", entry.statistics.l2
 
 
-def _nan_counts(result: Any) -> dict[str, float]:
+def _nan(result: Any) -> Mapping[str, float]:
     """Return how often NaN began at an op, input or parameter, and how many executions passed it on."""
     return {"findings": sum(row.times for row in result), "passed on": result.passed_on}
 
 
-def _sentinel_counts(result: Any) -> dict[str, float]:
-    """Return the number of alarms of each kind, and of watched steps."""
+def _sentinel(result: Any) -> Mapping[str, float]:
+    """Return the number of alarms, of those of each kind, and of watched steps."""
     kinds = Counter(alarm.kind for alarm in result.alarms)
     by_kind = {kind: kinds[kind] for kind in ("corruption", "nan", "spike", "ranks")}
     return {"alarms": kinds.total(), **by_kind, "watched steps": result.counts.watched}
 
 
-def _totals(result: Result, names: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _totals(names: Sequence[str], result: Result) -> Iterator[tuple[str, float]]:
     """Yield the sums of columns over all rows, then over those of each phase, if rows have one."""
     rows, positions = result.rows(), _positions(result, [*names, "phase"])
-    keys = [row[positions["phase"]] if "phase" in positions else None for row in rows]
+    phases = [row[positions["phase"]] if "phase" in positions else None for row in rows]
     for name in names:
-        position = positions[name]
-        yield name, float(sum(row[position] or 0 for row in rows))
-        for value in dict.fromkeys(key for key in keys if key is not None):
-            numbers = [row[position] for row, key in zip(rows, keys, strict=True) if key == value]
-            yield f"{name} {value}", float(sum(number or 0 for number in numbers))
+        numbers = [row[positions[name]] or 0 for row in rows]
+        yield name, sum(numbers)
+        for phase in dict.fromkeys(filter(None, phases)):
+            of_phase = (number for number, key in zip(numbers, phases, strict=True) if key == phase)
+            yield f"{name} {phase}", sum(of_phase)
 
 
-def _row_numbers(result: Result, columns: Sequence[str] | None) -> dict[str, float]:
-    """Return the numbers of columns for each row; equal names of rows get a number, from the second on."""
-    positions = _positions(result, _checked_columns(result, columns))
-    numbers, seen = dict[str, float](), Counter[str]()
+# What somebody who watches a training run asks of a step; the rest is logged on request.
+_DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
+    "stats": _stats,
+    "flops": partial(_totals, ("FLOPs", "MACs")),
+    "profile": partial(_totals, ("self ms", "allocated")),
+    "nan": _nan,
+    "sentinel": _sentinel,
+}
+"""Functions that return the numbers of a result, by its name."""
+
+
+class _RowNames:
+    """Names of the rows of a result, each once."""
+
+    def __init__(self) -> None:
+        self._seen = Counter[str]()
+
+    def unique(self, module: str, kind: str, phase: str, others: Sequence[str]) -> str:
+        """Return "module.type/others"; the second of a name has a "-2" behind its type."""
+        place = ".".join(filter(None, [module.replace("/", "."), kind])) or "all"
+        is_implied = phase in ("", "forward") or kind.endswith("_backward")
+        rest = " ".join([*([] if is_implied else [phase]), *others])
+        self._seen[f"{place}/{rest}"] += 1
+        count = self._seen[f"{place}/{rest}"]
+        return f"{place}{f'-{count}' * (count > 1)}/{rest}"
+
+
+def _row_numbers(result: Result, columns: Sequence[str]) -> dict[str, float]:
+    """Return the numbers of some columns of each row, by the row's texts and the column's name."""
+    positions, numbers, names = _positions(result, columns), dict[str, float](), _RowNames()
     for row in result.rows():
-        name = _row_name(result.columns, row)
-        if name is None:
-            continue
-        seen[name] += 1
-        place, _, rest = name.partition("/")
-        place += f"-{seen[name]}" * (seen[name] > 1)
+        pairs = zip(result.columns, row, strict=True)
+        texts = {column.name: value for column, value in pairs if isinstance(value, str)}
+        module, kind, phase = (texts.get(name, "") for name in ("module", "type", "phase"))
+        others = [text for name, text in texts.items() if name not in _NO_KEYS and text]
+        name = names.unique(module, kind, phase, others)
         for column, position in positions.items():
-            if columns is None and result.name == "stats" and column not in _stats_columns(rest):
-                continue
             value = row[position]
             # None stands for a number that there is not, such as the mean of no elements.
             if isinstance(value, Real) and not isinstance(value, bool):
-                numbers[f"{place}/{rest} {column}" if rest else f"{place}/{column}"] = float(value)
+                numbers[f"{name} {column}" if not name.endswith("/") else f"{name}{column}"] = float(value)
     return numbers
-
-
-def _stats_columns(tensor: str) -> Sequence[str]:
-    """Return the columns of statistics that are logged of a tensor by default."""
-    return _OUTPUT_COLUMNS if tensor.startswith("output") else _OTHER_COLUMNS
-
-
-def _row_name(columns: Sequence[Column], row: Sequence[Any]) -> str | None:
-    """Return module and type of a row, a slash, its phase and other texts; None for a tensor of integers."""
-    texts = {column.name: value for column, value in zip(columns, row, strict=True) if isinstance(value, str)}
-    # Indices and masks have no statistics that somebody would watch.
-    if texts.get("dtype", "float").startswith(("int", "uint", "bool")):
-        return None
-    module, kind, phase = (texts.get(name, "") for name in ("module", "type", "phase"))
-    place = ".".join(filter(None, [module.replace("/", "."), kind]))
-    is_implied = phase in ("", "forward") or kind.endswith("_backward")
-    others = [text for name, text in texts.items() if name not in _NO_KEYS and text]
-    return f"{place or 'all'}/{' '.join([*([] if is_implied else [phase]), *others])}"
 
 
 def _positions(result: Result, names: Sequence[str]) -> dict[str, int]:
