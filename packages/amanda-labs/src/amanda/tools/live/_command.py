@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from amanda.tools.live._writers import (
     WandbWriter,
     Writer,
 )
+
+logger = logging.getLogger("amanda")
 
 _WRITERS: Mapping[str, Callable[..., Writer]] = {
     "tensorboard": TensorBoardWriter,
@@ -50,11 +53,16 @@ class _FirstProcessWriter:
 
     def __init__(self, writer: Writer) -> None:
         self._writer: Any = writer
+        self._is_told = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         session = Session.present()
         if session is None or session.label.partition(".restart")[0] in ("main", "rank0"):
             self._writer.scalars(step, values)
+            if not self._is_told:
+                # At once: whoever watches has to know where.
+                logger.warning("steps are logged to %s", self, extra={"live": True})
+                self._is_told = True
 
     def close(self) -> None:
         self._writer.close()
