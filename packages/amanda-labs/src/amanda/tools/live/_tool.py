@@ -73,13 +73,13 @@ class LiveTool(amanda.Tool):
         super().__init__()
         if not callable(getattr(writer, "scalars", None)):
             raise LiveError(f"writer is {shown(writer)}; give one with scalars(step, values)")
-        _check_tool(tool, columns, save)
+        result = _checked_result(tool, columns, save)
         self._tool: Any = tool
         self._writer, self._every = writer, every
         self._columns, self._limit = columns, limit
         # Absolute, since the program may change its working directory.
         self._save = None if save is None else Path(save).absolute()
-        self._runs_throughout = getattr(self._tool.result, "name", "") in RUN_RESULTS
+        self._runs_throughout = getattr(result, "name", "") in RUN_RESULTS
         self._scope = amanda.apply(tool, compiled=compiled)
         # Executions are counted until an optimizer or a call of `step` ends a step.
         self._steps = Steps()
@@ -301,22 +301,28 @@ class LiveTool(amanda.Tool):
         return dict(islice(numbers.items(), self._limit))
 
 
-def _check_tool(tool: amanda.Tool, columns: Sequence[str] | None, save: str | Path | None) -> None:
-    """Raise LiveError for a tool that cannot be logged, FileError for a file that cannot be written."""
+def _checked_result(tool: amanda.Tool, columns: Sequence[str] | None, save: str | Path | None) -> Any:
+    """Return the present result of a tool.
+
+    Raises LiveError, which says why, for a tool that cannot be logged, and FileError for a file that cannot be
+    written.
+    """
     name = type(tool).__name__
     if tool.purpose in ("change", "compress"):
         raise LiveError(f"{name} changes what the program computes, and would do so in some steps alone")
     if not hasattr(tool, "result"):
         raise LiveError(f"{name} has no result, so there is nothing to log")
-    scalars_of(tool.result, columns)
+    result: Any = tool.result
+    scalars_of(result, columns)
     if not callable(getattr(tool, "clear", None)):
         raise LiveError(f"{name} has no method clear(), so its numbers would be of all steps before")
     if save is not None:
         check_file_to_write(Path(save))
         # A result with a `save` of its own may have other forms.
-        has_forms = isinstance(tool.result, Result) and type(tool.result).save is Result.save
-        if has_forms and not str(save).endswith(suffixes := tuple(tool.result._suffixes)):
+        has_forms = isinstance(result, Result) and type(result).save is Result.save
+        if has_forms and not str(save).endswith(suffixes := tuple(result._suffixes)):
             raise LiveError(f"save: {save} ends in none of {', '.join(suffixes)}")
+    return result
 
 
 def _has_optimizer() -> bool:
