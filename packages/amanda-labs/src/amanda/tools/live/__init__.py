@@ -12,12 +12,22 @@ from amanda.tools.live._writers import (
     JSONLinesWriter,
     LiveError,
     MLflowWriter,
+    ScalarWriter,
     TensorBoardWriter,
     WandbWriter,
-    Writer,
 )
 
 __all__ = [
-    "JSONLinesWriter", "LiveError", "LiveTool", "MLflowWriter", "TensorBoardWriter", "WandbWriter", "Writer",
-    "keras_callback", "lightning_callback", "log_tool", "scalars_of", "transformers_callback",
+    "JSONLinesWriter",
+    "LiveError",
+    "LiveTool",
+    "MLflowWriter",
+    "ScalarWriter",
+    "TensorBoardWriter",
+    "WandbWriter",
+    "keras_callback",
+    "lightning_callback",
+    "log_tool",
+    "scalars_of",
+    "transformers_callback",
 ]  # fmt: skip

@@ -14,14 +14,14 @@ from amanda.tools.live._writers import (
     JSONLinesWriter,
     LiveError,
     MLflowWriter,
+    ScalarWriter,
     TensorBoardWriter,
     WandbWriter,
-    Writer,
 )
 
 logger = logging.getLogger("amanda")
 
-_WRITERS: Mapping[str, Callable[..., Writer]] = {
+_WRITERS: Mapping[str, Callable[..., ScalarWriter]] = {
     "tensorboard": TensorBoardWriter,
     "mlflow": MLflowWriter,
     "wandb": WandbWriter,
@@ -51,7 +51,7 @@ _opened: dict[str, _FirstProcessWriter] = {}
 class _FirstProcessWriter:
     """A writer that writes in the first process of a program alone; others have no run of their own."""
 
-    def __init__(self, writer: Writer) -> None:
+    def __init__(self, writer: ScalarWriter) -> None:
         self._writer: Any = writer
         self._is_told = False
 

@@ -41,7 +41,7 @@ class LiveTool(amanda.Tool):
 
     Args:
         tool: Tool with a `result` and a `clear()`, which looks and changes nothing.
-        writer: Writer, or any object with a method `scalars(step, values)`.
+        writer: ScalarWriter: any object with a method `scalars(step, values)`.
         every: Number of steps from one log to the next.
         columns: Columns of the result's rows to log, instead of the numbers of `scalars_of`.
         limit: Most numbers of a step; further ones are left out, which is logged once.
@@ -304,8 +304,8 @@ class LiveTool(amanda.Tool):
 def _checked_result(tool: amanda.Tool, columns: Sequence[str] | None, save: str | Path | None) -> Any:
     """Return the present result of a tool.
 
-    Raises LiveError, which says why, for a tool that cannot be logged, and FileError for a file that cannot be
-    written.
+    Raises LiveError, which says why, for a tool that cannot be logged, and FileError for a file that cannot
+    be written.
     """
     name = type(tool).__name__
     if tool.purpose in ("change", "compress"):

@@ -25,7 +25,7 @@ class LiveError(AmandaError, ValueError):
     """A tool cannot be logged, or a library that a writer needs is not installed."""
 
 
-class Writer(Protocol):
+class ScalarWriter(Protocol):
     """A place for the numbers of steps; a writer that has a method `close` is closed with the scope."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
