@@ -215,6 +215,31 @@ def test_a_run_that_is_resumed_goes_on_after_the_step_of_its_checkpoint() -> Non
         training.run(10)
     assert list(writer.steps) == [15, 20]
     assert "2 of 10 steps were logged" in live.result.remarks[-2]
+    live.resume(24)  # the next step is due
+    with amanda.apply(live):
+        training.run(2)
+    assert list(writer.steps) == [15, 20, 25]
+
+
+def test_executions_are_counted_from_the_step_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("amanda.tools.live._tool._has_optimizer", lambda: False)
+    model, writer = nn.Linear(4, 2), MemoryWriter()
+    live = LiveTool(FlopsTool(), writer, every=5)
+    for step in (9, 13):
+        live.resume(step)
+        with amanda.apply(live):
+            for size in range(1, 4):
+                model(torch.rand(size, 4))
+    assert [(step, values["flops/MACs"]) for step, values in writer.steps.items()] == [(10, 8), (15, 16)]
+
+
+def test_the_first_step_after_a_checkpoint_is_logged_if_it_is_due() -> None:
+    training, writer = Training(), MemoryWriter()
+    live = LiveTool(FlopsTool(), writer, every=5)
+    live.resume(9)
+    with amanda.apply(live):
+        training.run(7)
+    assert list(writer.steps) == [10, 15]
 
 
 def test_steps_that_come_in_one_call_are_logged_if_a_multiple_is_among_them() -> None:

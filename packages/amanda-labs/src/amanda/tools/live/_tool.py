@@ -83,23 +83,22 @@ class LiveTool(amanda.Tool):
         self._scope = amanda.apply(tool, compiled=compiled)
         # Executions are counted until an optimizer or a call of `step` ends a step.
         self._steps = Steps()
-        self._window = Window(self._steps, start=every - 1, frequency=every)
         counted = [self._steps] if self._runs_throughout else [self._steps, tool]
         self._counting = amanda.apply(*counted, compiled=compiled)
         if not self._runs_throughout:
             tool.wrap_routines(self._gate)
         self._thread, self._is_open = 0, False
         self._handle: Any = None
+        self._window: Window | None = None
         self._reset()
         self._steps.on_step(self._execution_began)
 
     def _reset(self) -> None:
         """Begin at step 0, without a result."""
+        self.resume(0)
         self._ends: Ends = None
-        self._number = self._first = 0
-        """The last step that ended, and the one after which counting began."""
-        self._last = self._count = 0
-        """The last step that was logged, and the number of those that were."""
+        self._count = 0
+        """Number of steps that were logged."""
         self._span = 1
         """Number of steps between the last two ends: more than 1 where several run in one call."""
         self._result: Any = None
@@ -110,7 +109,6 @@ class LiveTool(amanda.Tool):
     def clear(self) -> None:
         """Forget results, and count steps from 0 again."""
         self._tool.clear()
-        self._steps.clear()
         self._reset()
 
     @property
@@ -155,7 +153,13 @@ class LiveTool(amanda.Tool):
     @checked
     def resume(self, step: NonNegativeInt) -> None:
         """Continue after a step, as that of a checkpoint; call it before the scope opens."""
+        # The last step that ended, the one after which counting began, and the last that was logged.
         self._number = self._first = self._last = step
+        self._steps.clear()
+        if self._window is not None:
+            self._tool.analyse_again()  # its routines ask the former window
+        # The next execution, 0 of the window, is that of the step after this one.
+        self._window = Window(self._steps, start=(-step - 1) % self._every, frequency=self._every)
 
     @checked
     def step(self, number: PositiveInt | None = None) -> None:
@@ -169,6 +173,8 @@ class LiveTool(amanda.Tool):
     def begin_calls(self, step: int) -> None:
         """Have calls alone begin and end steps, after `step`; a callback calls this ahead of the scope."""
         self._ends = "call"
+        # In a scope that the program opened, executions are counted already.
+        self._close(self._counting)
         self.resume(step)
 
     @property
@@ -198,7 +204,9 @@ class LiveTool(amanda.Tool):
         """End a step; log it if it is due and the tool ran in it.  ends: what ended the step."""
         previous, self._number, self._ends = self._number, number, ends
         self._span = max(1, number - previous)
-        has_run = not self._scope.closed or (not self._counting.closed and self._window.open)
+        has_run = not self._scope.closed or (
+            not self._counting.closed and self._window is not None and self._window.open
+        )
         self._close(*([self._counting] if self._runs_throughout else [self._counting, self._scope]))
         if has_run and self._is_due(previous, number):
             self._log(number)
@@ -263,14 +271,17 @@ class LiveTool(amanda.Tool):
             # Asked once, since it takes as long as a collection of garbage.
             self._has_optimizer = _has_optimizer()
             self._ends = None if self._has_optimizer else "execution"
-        if self._ends == "execution" and number > self._number:
-            previous, self._number = self._number, number
-            if self._is_due(previous, number):
-                self._log(number)
+        previous, step = self._number, self._first + number
+        if self._ends == "execution" and step > previous:
+            self._number = step
+            if self._is_due(previous, step):
+                self._log(step)
 
     def _gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
         """Return a routine that runs in logged executions alone, where executions are counted."""
-        return routine if self._counting.closed else self._window.gate(context, type, routine)
+        if self._window is None or self._counting.closed:
+            return routine
+        return self._window.gate(context, type, routine)
 
     def _log(self, number: int) -> None:
         """Write what the tool found up to the end of a step, unless this or a later step was logged."""
