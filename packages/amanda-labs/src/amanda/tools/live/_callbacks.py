@@ -53,8 +53,8 @@ class _Training:
 def transformers_callback(*lives: LiveTool) -> Any:
     """Return a callback for the Trainer of transformers, one of its `callbacks`.
 
-    Steps are those of the Trainer, `global_step`; evaluation between steps is not looked at.  Of several
-    processes the first logs.
+    Steps are those of the Trainer, `global_step`; evaluation between steps is seen by tools that run
+    throughout alone.  Of several processes the first logs.
     Raises ImportError without transformers.
     """
     from transformers import TrainerCallback
@@ -88,8 +88,8 @@ def transformers_callback(*lives: LiveTool) -> Any:
 def lightning_callback(*lives: LiveTool) -> Any:
     """Return a callback for the Trainer of Lightning, one of its `callbacks`.
 
-    Steps are those of the Trainer, `global_step`; validation between steps is not looked at.  Of several
-    processes the first logs.
+    Steps are those of the Trainer, `global_step`; validation between steps is seen by tools that run
+    throughout alone.  Of several processes the first logs.
     Raises ImportError without lightning.
     """
     from lightning.pytorch.callbacks import Callback
@@ -130,7 +130,8 @@ def lightning_callback(*lives: LiveTool) -> Any:
 def keras_callback(*lives: LiveTool) -> Any:
     """Return a callback for Keras, one of the `callbacks` of `fit`.
 
-    Steps are those of the optimizer, `model.optimizer.iterations`; validation between steps is not looked at.
+    Steps are those of the optimizer, `model.optimizer.iterations`; validation between steps is seen by
+    tools that run throughout alone.
     Raises ImportError without keras.
     """
     import keras

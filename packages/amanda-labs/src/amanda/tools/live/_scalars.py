@@ -30,8 +30,8 @@ def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, f
     Raises LiveError for a result without rows, and for a column that it lacks or that has no numbers.
     """
     name = str(getattr(result, "name", type(result).__name__))
-    if columns is None and callable(own := getattr(result, "scalars", None)):
-        numbers: Mapping[str, float] = own()
+    if columns is None and callable(scalars := getattr(result, "scalars", None)):
+        numbers: Mapping[str, float] = scalars()
     elif not isinstance(result, Result):
         raise LiveError(
             f"a {type(result).__name__} has no rows to log; a result with a method `scalars`, which returns "

@@ -89,7 +89,8 @@ class LiveTool(amanda.Tool):
             tool.wrap_routines(self._gate)
         self._thread, self._is_open = 0, False
         self._handle: Any = None
-        self._window: Window | None = None
+        self._start = every - 1
+        self._window = Window(self._steps, start=self._start, frequency=every)
         self._reset()
         self._steps.on_step(self._execution_began)
 
@@ -156,10 +157,11 @@ class LiveTool(amanda.Tool):
         # The last step that ended, the one after which counting began, and the last that was logged.
         self._number = self._first = self._last = step
         self._steps.clear()
-        if self._window is not None:
-            self._tool.analyse_again()  # its routines ask the former window
         # The next execution, 0 of the window, is that of the step after this one.
-        self._window = Window(self._steps, start=(-step - 1) % self._every, frequency=self._every)
+        start = (-step - 1) % self._every
+        if start != self._start:
+            self._start, self._window = start, Window(self._steps, start=start, frequency=self._every)
+            self._tool.analyse_again()  # its routines ask the former window
 
     @checked
     def step(self, number: PositiveInt | None = None) -> None:
@@ -204,9 +206,7 @@ class LiveTool(amanda.Tool):
         """End a step; log it if it is due and the tool ran in it.  ends: what ended the step."""
         previous, self._number, self._ends = self._number, number, ends
         self._span = max(1, number - previous)
-        has_run = not self._scope.closed or (
-            not self._counting.closed and self._window is not None and self._window.open
-        )
+        has_run = not self._scope.closed or (not self._counting.closed and self._window.open)
         self._close(*([self._counting] if self._runs_throughout else [self._counting, self._scope]))
         if has_run and self._is_due(previous, number):
             self._log(number)
@@ -279,9 +279,7 @@ class LiveTool(amanda.Tool):
 
     def _gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
         """Return a routine that runs in logged executions alone, where executions are counted."""
-        if self._window is None or self._counting.closed:
-            return routine
-        return self._window.gate(context, type, routine)
+        return routine if self._counting.closed else self._window.gate(context, type, routine)
 
     def _log(self, number: int) -> None:
         """Write what the tool found up to the end of a step, unless this or a later step was logged."""

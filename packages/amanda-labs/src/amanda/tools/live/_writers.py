@@ -212,7 +212,7 @@ class MLflowWriter:
         _check_installed("MLflowWriter", "mlflow")
         self._experiment, self._run_id = experiment, run_id
         self._run: Any = None
-        self._is_ours = False
+        self._was_started = False
         self._last: int | None = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -229,11 +229,11 @@ class MLflowWriter:
 
     def _open(self, mlflow: Any) -> None:
         """Find or start the run."""
-        self._run, self._is_ours = mlflow.active_run(), False
+        self._run, self._was_started = mlflow.active_run(), False
         if self._run is None or (self._run_id and self._run.info.run_id != self._run_id):
             if self._experiment is not None and self._run_id is None:
                 mlflow.set_experiment(self._experiment)
-            self._run, self._is_ours = (
+            self._run, self._was_started = (
                 mlflow.start_run(run_id=self._run_id, nested=self._run is not None),
                 True,
             )
@@ -242,9 +242,9 @@ class MLflowWriter:
 
     def close(self) -> None:
         """End the run, if `scalars` has started it; a later call resumes it."""
-        if self._is_ours:
+        if self._was_started:
             import_module("mlflow").end_run()
-        self._run, self._is_ours = None, False
+        self._run, self._was_started = None, False
 
     def __str__(self) -> str:
         return f"run {self._run_id} of MLflow" if self._run_id else "MLflow"
@@ -263,7 +263,7 @@ class WandbWriter:
         _check_installed("WandbWriter", "wandb")
         self._settings = {"project": project, **settings}
         self._run: Any = None
-        self._is_ours = False
+        self._was_started = False
         self._last: int | None = None
         self._place = ""
 
@@ -282,7 +282,7 @@ class WandbWriter:
     def _open(self) -> None:
         """Find or start the run, and the last step that it had when this process first opened it."""
         wandb = import_module("wandb")
-        self._is_ours, self._groups = wandb.run is None, set[str]()
+        self._was_started, self._groups = wandb.run is None, set[str]()
         self._run = wandb.init(**self._settings) if wandb.run is None else wandb.run
         self._run.define_metric(_WANDB_STEP)
         if self._last is None:
@@ -293,9 +293,9 @@ class WandbWriter:
 
     def close(self) -> None:
         """Finish the run, if `scalars` has started it; a later call resumes it."""
-        if self._is_ours:
+        if self._was_started:
             self._run.finish()
-        self._run, self._is_ours = None, False
+        self._run, self._was_started = None, False
 
     def __str__(self) -> str:
         return self._place or "Weights & Biases"

@@ -275,10 +275,10 @@ class ToolSpec:
         if missing:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
         # A tool that has an option of that name itself gets the value; `every` belongs to `log`.
-        own = options.keys() - ({"every"} if "log" in values else set())
-        selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in own}
+        names = options.keys() - ({"every"} if "log" in values else set())
+        selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in names}
         log, every = selectors.pop("log", None), selectors.pop("every", 50)
-        if log is None and "every" in self.options and "every" not in own:
+        if log is None and "every" in self.options and "every" not in names:
             raise SpecError(f"tool {self.name}, option every: it is for log, as in log=tensorboard,every=50")
         if log is not None and not {"start", "end", "frequency"}.isdisjoint(self.options):
             raise SpecError(f"tool {self.name}, option log: it has every, and no start, end or frequency")
