@@ -572,12 +572,15 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(requires=["dev"])
 def recipes(session: nox.Session) -> None:
-    """Run every recipe of docs/, and read files, also with libraries that the shared environment lacks."""
+    """Run every recipe of docs/, read files and log steps, with libraries that others lack."""
     share(session)
+    install(session, *group("trackers"))
     install(session, "--no-deps", *group("recipes"), *editable(*DISTRIBUTIONS))
     env = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    files = "tests/tools/test_quantize_converted.py", f"{COMPRESS}/tests/test_quantize_qdq.py"
-    chosen = (*WITH_SLOW, "tests/docs", *files, "-k", "recipes or checkpoint or openvino", *session.posargs)
+    files = ("tests/tools/test_quantize_converted.py", f"{COMPRESS}/tests/test_quantize_qdq.py",
+             f"{LABS}/tests/test_live.py", f"{LABS}/tests/test_live_callbacks.py")  # fmt: skip
+    names = "recipes or checkpoint or openvino or live"
+    chosen = (*WITH_SLOW, "tests/docs", *files, "-k", names, *session.posargs)
     session.run("python", "-m", "pytest", *chosen, env=env)
 
 

@@ -306,6 +306,8 @@ COMMON_OPTIONS = {
     "end": "the step before which the tool stops",
     "frequency": "a number of steps, of which the first counts",
     "out": "a file for the result, in the format of its suffix",
+    "log": "tensorboard, mlflow, wandb or jsonl, with a place: jsonl:stats.jsonl",
+    "every": "a number of steps, of which the last is logged: 50",
 }
 """Texts on the options that every tool has on the command line, by name: the values that each takes."""
 

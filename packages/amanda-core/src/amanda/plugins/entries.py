@@ -238,7 +238,7 @@ OFFERS = {
     "labs": Offer(
         ("coverage", "effective_path", "inject", "partition", "patch", "remat", "rewrite", "search",
          "sentinel"),
-        packages=("rerun",),
+        packages=("live", "rerun"),
     ),
 }  # fmt: skip
 """By the extra of amanda-core that brings them."""

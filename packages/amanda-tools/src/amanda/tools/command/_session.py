@@ -124,6 +124,11 @@ class Session:
         return next((plugin for plugin in plugin_manager().get_plugins() if isinstance(plugin, cls)), None)
 
     @property
+    def label(self) -> str:
+        """Name of the process: "main", "rank0", "rank0.process123"."""
+        return self._label
+
+    @property
     def sees_construction(self) -> bool:
         """True if tools see the ops that construct models too."""
         return self._settings.construction

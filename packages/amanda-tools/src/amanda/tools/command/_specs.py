@@ -22,8 +22,8 @@ import amanda
 from amanda import options
 from amanda.errors import AmandaError, FileError, did_you_mean
 from amanda.files import check_file_to_write
-from amanda.options import REQUIRED, Mismatch, kind_of, words_of
-from amanda.plugins import tool_class
+from amanda.options import REQUIRED, Mismatch, PositiveInt, kind_of, words_of
+from amanda.plugins import import_from, tool_class
 from amanda.tools.results import Result
 from amanda.tools.select import Phase, select
 from amanda.tools.steps import Steps
@@ -198,11 +198,11 @@ SELECTORS: Mapping[str, CommandOption] = {
     for name, annotation, default in (
         ("type", list[str], None), ("module", list[str], None), ("exclude", list[str], None),
         ("phase", Phase | None, None), ("start", int, 0), ("end", int | None, None), ("frequency", int, 1),
-        ("out", Path | None, None),
+        ("out", Path | None, None), ("log", str | None, None), ("every", PositiveInt, 50),
     )
 }  # fmt: skip
 """Options of every tool that has none of that name itself: selected ops and steps, and the file for the
-result."""
+result, and the writer to which it is logged at each so many-th step."""
 
 
 class SpecError(AmandaError, ValueError):
@@ -274,8 +274,14 @@ class ToolSpec:
         missing = [str(option) for option in required if option.name not in values]
         if missing:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
-        # A tool that has an option of that name itself gets the value.
-        selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in options}
+        # A tool that has an option of that name itself gets the value; `every` belongs to `log`.
+        names = options.keys() - ({"every"} if "log" in values else set())
+        selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in names}
+        log, every = selectors.pop("log", None), selectors.pop("every", 50)
+        if log is None and "every" in self.options and "every" not in names:
+            raise SpecError(f"tool {self.name}, option every: it is for log, as in log=tensorboard,every=50")
+        if log is not None and not {"start", "end", "frequency"}.isdisjoint(self.options):
+            raise SpecError(f"tool {self.name}, option log: it has every, and no start, end or frequency")
         out, phase = selectors.pop("out", None), values.get("phase", selectors.get("phase"))
         # All tools count the same steps, also those that take the options of `select` themselves.
         if "steps" in options and options["steps"].type == Steps | None:
@@ -286,7 +292,9 @@ class ToolSpec:
             tool = kind(**adapted)
             if isinstance(tool, amanda.Tool):
                 select(tool, **selectors, steps=steps)
-        except (AmandaError, ValueError, TypeError, OSError) as error:
+                if log is not None:
+                    tool = import_from("amanda.tools.live", "log_tool")(tool, log, every)
+        except (AmandaError, ImportError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
         if not isinstance(tool, amanda.Tool):
             kind = type(tool).__name__

@@ -165,7 +165,7 @@ class NanResult(Result):
             return f"{origin.sentence}."
         if not self.executions:
             return NOTHING
-        unread = "; not every output was read" * bool(self.remarks)
+        unread = "; not every output was read" * any("not read" in text for text in self.remarks)
         outcome = f"none produced {self._sought}"
         if self._skipped:
             outcome = (

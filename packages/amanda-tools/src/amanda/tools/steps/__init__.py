@@ -204,14 +204,14 @@ class Window:
     def let(self, tool: amanda.Tool) -> None:
         """Make the tool's routines run at steps of the window alone."""
         tool.depends_on(self.steps)
-        tool.wrap_routines(self._gate_routine)
+        tool.wrap_routines(self.gate)
 
     def _update_open(self, number: int) -> None:
         """Open the window at a step in its range, else close it."""
         begun = number >= self._start and (self._end is None or number < self._end)
         self.open = begun and (number - self._start) % self._frequency == 0
 
-    def _gate_routine(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+    def gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
         """Return a routine that runs at steps of the window alone."""
         window, skipped = self, NotImplemented if type.is_replacement else None
         takes_run = has_run(routine)

@@ -1,0 +1,71 @@
+"""The options `log` and `every` of `amanda run`: a tool that is logged to a writer by its name."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import amanda
+from amanda.errors import did_you_mean
+from amanda.tools.command import Session
+from amanda.tools.live._tool import LiveTool
+from amanda.tools.live._writers import (
+    JSONLinesWriter,
+    LiveError,
+    MLflowWriter,
+    ScalarWriter,
+    TensorBoardWriter,
+    WandbWriter,
+)
+
+logger = logging.getLogger("amanda")
+
+_WRITERS: Mapping[str, Callable[..., ScalarWriter]] = {
+    "tensorboard": TensorBoardWriter,
+    "mlflow": MLflowWriter,
+    "wandb": WandbWriter,
+    "jsonl": lambda file="live.jsonl": JSONLinesWriter(file),
+}
+
+
+def log_tool(tool: amanda.Tool, log: str, every: int) -> LiveTool:
+    """Return a tool that logs another one to a writer by its name: "tensorboard", "jsonl:stats.jsonl".
+
+    Behind a colon may follow the folder of "tensorboard", the file of "jsonl", the experiment of "mlflow" or
+    the project of "wandb".  Of the processes of a program the first logs, which may be a rank.
+    Raises LiveError for another writer, and for a tool that cannot be logged.
+    """
+    kind, colon, place = log.partition(":")
+    if kind not in _WRITERS:
+        raise LiveError(f"there is no writer {kind!r}; {did_you_mean(kind, _WRITERS)}")
+    if log not in _opened:
+        _opened[log] = _FirstProcessWriter(_WRITERS[kind](*([place] if colon else [])))
+    return LiveTool(tool, _opened[log], every)
+
+
+_opened: dict[str, _FirstProcessWriter] = {}
+"""Writers of this process, by the texts that name them: tools that name the same place share its writer."""
+
+
+class _FirstProcessWriter:
+    """A writer that writes in the first process of a program alone; others have no run of their own."""
+
+    def __init__(self, writer: ScalarWriter) -> None:
+        self._writer: Any = writer
+        self._is_told = False
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        session = Session.present()
+        if session is None or session.label.partition(".restart")[0] in ("main", "rank0"):
+            self._writer.scalars(step, values)
+            if not self._is_told:
+                # At once: whoever watches has to know where.
+                logger.warning("steps are logged to %s", self, extra={"live": True})
+                self._is_told = True
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def __str__(self) -> str:
+        return str(self._writer)

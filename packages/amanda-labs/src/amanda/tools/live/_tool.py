@@ -1,0 +1,341 @@
+"""The tool: applies another tool in the steps that are logged, and writes what that one found."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from itertools import islice
+from pathlib import Path
+from threading import get_ident
+from typing import Any, Literal
+
+import amanda
+from amanda.action import Routine
+from amanda.backend import when_imported
+from amanda.files import check_file_to_write
+from amanda.options import Name, NonNegativeInt, PositiveInt, checked, shown
+from amanda.tools.live._scalars import RUN_RESULTS, scalars_of
+from amanda.tools.live._writers import LiveError
+from amanda.tools.results import Result
+from amanda.tools.steps import Steps, Window
+
+logger = logging.getLogger("amanda")
+
+Compiled = Literal["eager", "instrument"]
+Ends = Literal["call", "optimizer", "execution"] | None
+"""What ends a step; None while nothing has."""
+
+
+class LiveTool(amanda.Tool):
+    """Log what a tool finds in every n-th step to a writer, while the program runs.
+
+    Step n, from 1 on, is logged if n is a multiple of `every`.  The tool runs in these steps alone, and its
+    numbers are of that step; in all other steps no driver of Amanda is attached.  `NanTool` and
+    `SentinelTool` run throughout, and their numbers are counts since the last log.
+    A step ends with the step of any optimizer of torch.optim; with a call of `step`, after which optimizers
+    end none; or, in a program without such an optimizer, with an execution of the model as
+    `amanda.tools.steps.Steps` counts them.
+
+    Args:
+        tool: Tool with a `result` and a `clear()`, which looks and changes nothing.
+        writer: ScalarWriter: any object with a method `scalars(step, values)`.
+        every: Number of steps from one log to the next.
+        columns: Columns of the result's rows to log, instead of the numbers of `scalars_of`.
+        limit: Most numbers of a step; further ones are left out, which is logged once.
+        save: File for the result, written when the scope closes; its suffix names the form.
+        compiled: Treatment of compiled functions in the steps in which the tool runs, as in `amanda.apply`.
+
+    Raises:
+        LiveError: For a tool that changes what the program computes, and for one without numbers to log.
+        OptionError: For options that are not valid.
+    """
+
+    purpose = None
+    is_copied_when_used = False
+
+    # The tool has scopes of its own: between them the program is as it is without Amanda.
+    intercepts = False
+
+    @checked
+    def __init__(
+        self,
+        tool: amanda.Tool,
+        writer: Any,
+        every: PositiveInt = 50,
+        columns: Sequence[Name] | None = None,
+        limit: PositiveInt = 200,
+        save: str | Path | None = None,
+        compiled: Compiled = "instrument",
+    ) -> None:
+        super().__init__()
+        if not callable(getattr(writer, "scalars", None)):
+            raise LiveError(f"writer is {shown(writer)}; give one with scalars(step, values)")
+        result = _checked_result(tool, columns, save)
+        self._tool: Any = tool
+        self._writer, self._every = writer, every
+        self._columns, self._limit = columns, limit
+        # Absolute, since the program may change its working directory.
+        self._save = None if save is None else Path(save).absolute()
+        self._runs_throughout = getattr(result, "name", "") in RUN_RESULTS
+        self._scope = amanda.apply(tool, compiled=compiled)
+        # Executions are counted until an optimizer or a call of `step` ends a step.
+        self._steps = Steps()
+        counted = [self._steps] if self._runs_throughout else [self._steps, tool]
+        self._counting = amanda.apply(*counted, compiled=compiled)
+        if not self._runs_throughout:
+            tool.wrap_routines(self._gate)
+        self._thread, self._is_open = 0, False
+        self._handle: Any = None
+        self._start = every - 1
+        self._window = Window(self._steps, start=self._start, frequency=every)
+        self._reset()
+        self._steps.on_step(self._execution_began)
+
+    def _reset(self) -> None:
+        """Begin at step 0, without a result."""
+        self.resume(0)
+        self._ends: Ends = None
+        self._count = 0
+        """Number of steps that were logged."""
+        self._span = 1
+        """Number of steps between the last two ends: more than 1 where several run in one call."""
+        self._result: Any = None
+        self._counts: Mapping[str, float] = {}
+        """The numbers at the last log, of a tool that runs throughout."""
+        self._has_optimizer = self._is_limited = False
+
+    def clear(self) -> None:
+        """Forget results, and count steps from 0 again."""
+        self._tool.clear()
+        self._reset()
+
+    @property
+    def result(self) -> Any:
+        """Return the tool's result: of the last logged step, or of the run if the tool runs throughout."""
+        result = copy(self._tool.result if self._result is None else self._result)
+        if hasattr(result, "remarks"):
+            reports = [f"{entry.what}: {entry.reason}" for entry in self._scope.report[:10]]
+            result.remarks = [*result.remarks, *self._remarks(), *reports]
+        return result
+
+    def _remarks(self) -> list[str]:
+        """Return sentences on the steps that were logged, and which of them the result is of."""
+        ended = self._number - self._first
+        if not ended:
+            reason = ": the program has an optimizer of torch.optim, whose steps were waited for"
+            return [f"No step ended{reason * self._has_optimizer}."]
+        if not self._count:
+            return [f"No step was logged: {ended:,} ended, and multiples of {self._every:,} are logged."]
+        remarks = [f"{self._count:,} of {ended:,} steps were logged to {self._writer}."]
+        if not self._runs_throughout:
+            remarks.append(f"The result is of step {self._last:,}, the last of them.")
+        return remarks
+
+    def restrict(self, admits: Callable[[amanda.OpContext], bool]) -> None:
+        """Restrict the tool that is logged."""
+        self._tool.restrict(admits)
+
+    def wrap_routines(self, wrap: Any) -> None:
+        """Wrap the routines of the tool that is logged."""
+        self._tool.wrap_routines(wrap)
+
+    def depends_on(self, *tools: amanda.Tool) -> None:
+        """Have the tool that is logged depend on others."""
+        # This tool has no routines; with dependencies that have some, drivers would be attached throughout.
+        self._tool.depends_on(*tools)
+
+    def unmatched(self) -> list[str]:
+        """Return a sentence for each selection of the tool that no op has matched."""
+        return list(self._tool.unmatched())
+
+    @checked
+    def resume(self, step: NonNegativeInt) -> None:
+        """Continue after a step, as that of a checkpoint; call it before the scope opens."""
+        # The last step that ended, the one after which counting began, and the last that was logged.
+        self._number = self._first = self._last = step
+        self._steps.clear()
+        # The next execution, 0 of the window, is that of the step after this one.
+        start = (-step - 1) % self._every
+        if start != self._start:
+            self._start, self._window = start, Window(self._steps, start=start, frequency=self._every)
+            self._tool.analyse_again()  # its routines ask the former window
+
+    @checked
+    def step(self, number: PositiveInt | None = None) -> None:
+        """End a step.  From the first call on, calls of this method alone end steps.
+
+        number: of the step that ends; None for one more than the last.
+        """
+        self.end_step(number)
+        self.begin_step()
+
+    def begin_calls(self, step: int) -> None:
+        """Have calls alone begin and end steps, after `step`; a callback calls this ahead of the scope."""
+        self._ends = "call"
+        # In a scope that the program opened, executions are counted already.
+        self._close(self._counting)
+        self.resume(step)
+
+    @property
+    def is_open(self) -> bool:
+        """True while a scope with this tool is open."""
+        return self._is_open
+
+    def end_step(self, number: int | None = None) -> None:
+        """End a step, and log it if it is due; the next begins with a call of `begin_step`."""
+        if self._ends != "call":
+            # An optimizer may have ended this very step before.
+            self._number = self._first
+        self._end_by("call", self._number + 1 if number is None else number)
+
+    def begin_step(self) -> None:
+        """Open the tool's scope, if the tool runs in the step that begins."""
+        is_due = self._is_due(self._number, self._number + self._span)
+        # While executions are counted, the tool is in the scope that counts them.
+        if is_due and self._is_open and self._counting.closed and self._scope.closed:
+            self._scope.start()
+
+    def _is_due(self, previous: int, number: int) -> bool:
+        """Return True if a step that is logged is among those after `previous` up to `number`."""
+        return number // self._every > previous // self._every
+
+    def _end_by(self, ends: Ends, number: int) -> None:
+        """End a step; log it if it is due and the tool ran in it.  ends: what ended the step."""
+        previous, self._number, self._ends = self._number, number, ends
+        self._span = max(1, number - previous)
+        has_run = not self._scope.closed or (not self._counting.closed and self._window.open)
+        self._close(*([self._counting] if self._runs_throughout else [self._counting, self._scope]))
+        if has_run and self._is_due(previous, number):
+            self._log(number)
+        elif has_run and not self._runs_throughout:
+            self._tool.clear()
+
+    @staticmethod
+    def _close(*scopes: amanda.Scope) -> None:
+        """Close those of some scopes that are open."""
+        for scope in scopes:
+            if not scope.closed:
+                scope.stop()
+
+    def scope_entered(self) -> None:
+        """Begin a step, and hook the steps of optimizers, once torch is imported."""
+        self._thread, self._is_open, self._handle = get_ident(), True, None
+        if self._runs_throughout:
+            self._scope.start()
+        if self._ends in (None, "execution"):
+            self._counting.start()
+        # The tool must not be what imports a framework.  A hook of the tool's own runs ahead of this one.
+        self._call_off = when_imported("torch.optim.optimizer", self._hook_optimizers)
+        self.begin_step()
+
+    def _hook_optimizers(self) -> None:
+        """Register a hook that runs after the step of any optimizer of torch.optim."""
+        from torch.optim import optimizer
+
+        self._handle = optimizer.register_optimizer_step_post_hook(
+            lambda *arguments: self._optimizer_stepped()
+        )
+
+    def scope_left(self) -> None:
+        """Log a last execution and the last counts, save the result, and close the writer."""
+        self._is_open = False
+        self._call_off()
+        if self._handle is not None:
+            self._handle.remove()
+        if self._ends == "execution":
+            # No further execution tells that the last one has ended.
+            self._execution_began(self._steps.number + 1)
+        self._close(self._counting, self._scope)
+        if not self._runs_throughout:
+            # The step in which the scope closed has not ended.
+            self._tool.clear()
+        elif self._number > self._last:
+            self._log(self._number)
+        if self._save is not None:
+            self.result.save(self._save)
+        if callable(close := getattr(self._writer, "close", None)):
+            close()
+
+    def _optimizer_stepped(self) -> None:
+        """End a step, unless `step` ends steps, or this is another thread than that of the scope."""
+        if self._ends != "call" and get_ident() == self._thread:
+            self._end_by("optimizer", self._number + 1)
+            self.begin_step()
+
+    def _execution_began(self, number: int) -> None:
+        """End a step if executions end steps.  number: of the executions that have ended."""
+        if self._ends is None and number and not self._has_optimizer:
+            # Asked once, since it takes as long as a collection of garbage.
+            self._has_optimizer = _has_optimizer()
+            self._ends = None if self._has_optimizer else "execution"
+        previous, step = self._number, self._first + number
+        if self._ends == "execution" and step > previous:
+            self._number = step
+            if self._is_due(previous, step):
+                self._log(step)
+
+    def _gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+        """Return a routine that runs in logged executions alone, where executions are counted."""
+        return routine if self._counting.closed else self._window.gate(context, type, routine)
+
+    def _log(self, number: int) -> None:
+        """Write what the tool found up to the end of a step, unless this or a later step was logged."""
+        if number <= self._last:
+            return
+        # Reading results and writing them is no work of the program.
+        with amanda.disabled():
+            result = self._tool.result
+            numbers: Mapping[str, float] = scalars_of(result, self._columns)
+            if not self._runs_throughout:
+                self._result = result
+                self._tool.clear()
+            elif self._columns is None:
+                counts, self._counts = self._counts, numbers
+                numbers = {name: value - counts.get(name, 0) for name, value in numbers.items()}
+            if numbers := self._limited(numbers):
+                self._writer.scalars(number, numbers)
+        self._last, self._count = number, self._count + 1
+
+    def _limited(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
+        """Return the first numbers up to the limit; log once that there are more."""
+        if len(numbers) > self._limit and not self._is_limited:
+            self._is_limited = True
+            logger.warning(
+                "live: a step has %s numbers, of which the first %s are logged; "
+                "select ops by type= or module=, or raise limit", f"{len(numbers):,}", f"{self._limit:,}",
+            )  # fmt: skip
+        return dict(islice(numbers.items(), self._limit))
+
+
+def _checked_result(tool: amanda.Tool, columns: Sequence[str] | None, save: str | Path | None) -> Any:
+    """Return the present result of a tool.
+
+    Raises LiveError, which says why, for a tool that cannot be logged, and FileError for a file that cannot
+    be written.
+    """
+    name = type(tool).__name__
+    if tool.purpose in ("change", "compress"):
+        raise LiveError(f"{name} changes what the program computes, and would do so in some steps alone")
+    if not hasattr(tool, "result"):
+        raise LiveError(f"{name} has no result, so there is nothing to log")
+    result: Any = tool.result
+    scalars_of(result, columns)
+    if not callable(getattr(tool, "clear", None)):
+        raise LiveError(f"{name} has no method clear(), so its numbers would be of all steps before")
+    if save is not None:
+        check_file_to_write(Path(save))
+        # A result with a `save` of its own may have other forms.
+        has_forms = isinstance(result, Result) and type(result).save is Result.save
+        if has_forms and not str(save).endswith(suffixes := tuple(result._suffixes)):
+            raise LiveError(f"save: {save} ends in none of {', '.join(suffixes)}")
+    return result
+
+
+def _has_optimizer() -> bool:
+    """Return True if the program has made an optimizer of torch.optim."""
+    module = sys.modules.get("torch.optim.optimizer")
+    # By type(): to ask an object for its class may run code of the program.
+    return module is not None and any(issubclass(type(x), module.Optimizer) for x in gc.get_objects())
