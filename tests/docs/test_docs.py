@@ -33,11 +33,9 @@ PAGES = ["../README.md"] + [
     if "```python\n" in page.read_text()
 ]
 RECIPES = [page for page in PAGES if page.startswith("recipes/")]
-<<<<<<< HEAD
-OPTIONAL = ("dask", "diffusers", "lightning", "sentence_transformers", "torch_geometric")
-=======
-OPTIONAL = ("diffusers", "lightning", "sentence_transformers", "tensorboard", "torch_geometric")
->>>>>>> live
+OPTIONAL = (
+    "dask", "diffusers", "lightning", "sentence_transformers", "tensorboard", "torch_geometric",
+)  # fmt: skip
 """Libraries that `nox -s recipes` installs: elsewhere a recipe that imports one is skipped."""
 APART = {"errors/DriverError.md", "migrating.md"}
 """Pages in a process of their own: they patch torch for good, or set what TensorFlow reads at its import."""
