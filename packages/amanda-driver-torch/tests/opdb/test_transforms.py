@@ -31,8 +31,11 @@ ELEMENTS, ELEMENTS_PAIRED = 40, 12
 A Hessian has their square, a Hessian of a Hessian their fourth power.
 """
 ROUTINES: dict[str, Callable[..., Any]] = {"no-op": nothing, "echo": unchanged, "equal new values": cloned}
-NOT_BATCHED = "Batching rule not implemented"
-"""What torch says of lazily negated views under vmap; a new value in the place of one is negated already."""
+OF_MEMORY = ("Batching rule not implemented", "modified by an inplace operation")
+"""What torch says of lazily negated views under vmap, and of saved tensors that were written.
+
+A new value in the place of such a view is negated already, and nothing writes into that of a saved tensor.
+"""
 ALONE = [[name] for name in TRANSFORMS]
 PAIRS = [list(pair) for pair in product(NESTED, repeat=2)]
 
@@ -147,7 +150,8 @@ class TransformedCall:
     def _depends_on_memory(self, bare: Facts) -> bool:
         """Return True if the call takes new values otherwise than the original ones, as torch itself does."""
         op, transform = UNREACHABLE_STATISTICS
-        return NOT_BATCHED in str(bare.get("error")) or (
+        errors = f"{bare.get('error')} {bare.get('backward error')}"
+        return any(text in errors for text in OF_MEMORY) or (
             self._op.name == op and transform in self._transforms
         )
 
