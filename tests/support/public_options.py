@@ -39,7 +39,8 @@ NOT_OPTIONS = {
     # Called by routines and by authors of tools, at each execution of an op.
     "amanda.tools.axes": "*", "amanda.tools.dataflow": "*", "amanda.tools.kit": "*",
     "amanda.tools.onnx_graph": "*", "amanda.tools.rerun": "*", "amanda.tools.weights": "*",
-    "amanda.tools.trials": "Progress check_number dominates",
+    "amanda.tools.trials": "Outcome PerProcess Progress TrialFile check_number dominates run_trials",
+    "amanda.tools.live": "log_tool scalars_of",
     "amanda.tools.inject": "MemorySnapshot bits_of from_bytes to_bytes",
     "amanda.tools.mapping": """InstalledEntries are_transposed backend_of distributed is_partial itemsize
         local product_of share spatial_axes torch_dtype torch_shape torch_word weight_gradient whole""",

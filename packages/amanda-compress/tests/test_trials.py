@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 
 from amanda.errors import AmandaError, ArtefactError, FileError
@@ -208,10 +209,8 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 def test_an_interrupt_in_the_terminal_keeps_what_ended(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED)
-    with subprocess.Popen(
-        [sys.executable, tmp_path / "program.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    ) as process:  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with children.started([sys.executable, tmp_path / "program.py"], **pipes) as process:
         assert process.stdout is not None
         for _ in range(4):
             process.stdout.readline()

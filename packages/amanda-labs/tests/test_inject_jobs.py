@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import children
 import pytest
 import torch
 from torch import Tensor, nn
@@ -206,10 +207,8 @@ except KeyboardInterrupt:
 @pytest.mark.slow
 def test_an_interrupt_keeps_the_trials_of_workers(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(INTERRUPTED)
-    with subprocess.Popen(
-        [sys.executable, "program.py"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        text=True, start_new_session=True,
-    ) as process:  # fmt: skip
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with children.started([sys.executable, "program.py"], cwd=tmp_path, **pipes) as process:
         assert process.stderr is not None
         progress = process.stderr.readline()
         os.killpg(process.pid, signal.SIGINT)

@@ -259,7 +259,8 @@ class WandbWriter:
     Raises LiveError without wandb.
     """
 
-    def __init__(self, project: str | None = None, **settings: Any) -> None:
+    @checked
+    def __init__(self, project: Name | None = None, **settings: Any) -> None:
         _check_installed("WandbWriter", "wandb")
         self._settings = {"project": project, **settings}
         self._run: Any = None
