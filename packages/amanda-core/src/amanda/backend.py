@@ -36,8 +36,8 @@ from amanda.plan.tensors import (
 )
 from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
 from amanda.scope.replay import Recomputation, recomputed, replayed
+from amanda.scope.report import hide_ops, report_unseen
 from amanda.scope.state import State
-from amanda.scope.unseen import hide_ops, report_unseen
 
 __all__ = [
     "DRIVER_API",
