@@ -19,8 +19,7 @@ from amanda.action import routine_name
 from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, checked
 from amanda.tools.diff._comparison import expected_errors
-from amanda.tools.diff._errors import Pair, array_distance
-from amanda.tools.diff._expected import MARGIN, Expected
+from amanda.tools.diff._errors import MARGIN, Expected, Pair, array_distance
 from amanda.tools.diff._process_state import ProcessState
 from amanda.tools.diff._run import Compiled, Run, Source, open_run, run_of
 from amanda.tools.diff._tools import Extra, Float64Tool, ReplacedTool, find_failing_op
