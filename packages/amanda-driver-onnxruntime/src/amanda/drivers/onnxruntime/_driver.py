@@ -45,17 +45,7 @@ PRIVATE_NAMES = (
     # Sessions share large weights by it; without it each part would hold a copy of them.
     "onnxruntime:SessionOptions.add_external_initializers",
 )
-
-
-def run_tanh() -> list[float]:
-    """Return what a session of a model with one op gives."""
-    x, y = (make_tensor_value_info(name, TensorProto.DOUBLE, [2]) for name in "xy")
-    graph = make_graph([make_node("Tanh", ["x"], ["y"])], "exercise", [x], [y])
-    # Versions that every runtime which the driver supports can read.
-    model = make_model(graph, opset_imports=[make_opsetid("", 13)], ir_version=8)
-    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    (result,) = session.run(None, {"x": np.array([0.5, -0.25])})
-    return [*result.tolist()]
+"""Undocumented names of ONNX Runtime that the driver needs."""
 
 
 class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
@@ -313,3 +303,14 @@ def model_of(session: Any) -> Model:
         )
     model.infer_types(SessionFactory(session, model).infer_types)
     return model
+
+
+def run_tanh() -> list[float]:
+    """Return what a session of a model with one op gives."""
+    x, y = (make_tensor_value_info(name, TensorProto.DOUBLE, [2]) for name in "xy")
+    graph = make_graph([make_node("Tanh", ["x"], ["y"])], "exercise", [x], [y])
+    # Versions that every runtime which the driver supports can read.
+    model = make_model(graph, opset_imports=[make_opsetid("", 13)], ir_version=8)
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    (result,) = session.run(None, {"x": np.array([0.5, -0.25])})
+    return [*result.tolist()]
