@@ -140,7 +140,6 @@ def _handle_of(value: Any) -> Any:
 
 RunInBackwardPass = Callable[[Any, Any], Any]
 
-
 NUMBERS = frozenset({int, float, bool, list, tuple, np.ndarray})
 """Types of values that the driver converts to tensors; TensorFlow converts the others."""
 
