@@ -14,9 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
 from amanda import interceptor
-from amanda.drivers.torch import _layout, _reader
-from amanda.drivers.torch._layout import Libraries, find_layout
-from amanda.drivers.torch._reader import make_reader
+from amanda.drivers.torch import _reader
+from amanda.drivers.torch._reader import Libraries, find_layout, make_reader
 from amanda.errors import MutationError, RoutineError
 
 natively = pytest.mark.xfail(
@@ -55,7 +54,7 @@ def test_a_torch_that_lacks_a_function_is_read_by_python_and_a_warning_says_so(
 def test_a_torch_that_lacks_an_offset_is_read_by_functions_and_a_warning_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_layout, "_GET_SWITCHES", "no_such_function")
+    monkeypatch.setattr(_reader, "_GET_SWITCHES", "no_such_function")
     with caplog.at_level("WARNING", "amanda"):
         reader, lacking = make_reader(torch.add)
     assert reader is not None
@@ -227,7 +226,7 @@ def test_the_layout_of_this_build_is_known() -> None:
 def test_a_torch_of_another_layout_is_read_by_its_functions(
     monkeypatch: pytest.MonkeyPatch, x: torch.Tensor, missing: str
 ) -> None:
-    monkeypatch.setattr(_layout, missing, {"_GET_SWITCHES": "no_such_function", "_END": 0}[missing])
+    monkeypatch.setattr(_reader, missing, {"_GET_SWITCHES": "no_such_function", "_END": 0}[missing])
     assert find_layout(Libraries())[0] is None
     reader, _ = make_reader(torch.add)
     assert reader is not None

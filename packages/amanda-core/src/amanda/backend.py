@@ -11,7 +11,6 @@ from amanda.action import Action
 from amanda.eager.backward import BackwardStep
 from amanda.eager.call import Call, Trace
 from amanda.eager.driver import EagerDriver
-from amanda.eager.paths import path_of_call, place_by_path, type_as_path
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
 from amanda.graph.driver import CannotInstrument, GraphDriver
@@ -19,7 +18,7 @@ from amanda.graph.execution import Execution, Insertion
 from amanda.graph.reads import Reads
 from amanda.graph.rewriter import NotTraceable, Rewriter, Value
 from amanda.graph.rewriting import GraphAnalysis, Rewriting, Side
-from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.attributes import Attributes, path_of_call, place_by_path, type_as_path
 from amanda.interceptor.imports import lacking, late_names, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
@@ -37,8 +36,8 @@ from amanda.plan.tensors import (
 )
 from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
 from amanda.scope.replay import Recomputation, recomputed, replayed
+from amanda.scope.report import hide_ops, report_unseen
 from amanda.scope.state import State
-from amanda.scope.unseen import hide_ops, report_unseen
 
 __all__ = [
     "DRIVER_API",

@@ -19,8 +19,15 @@ from typing import TYPE_CHECKING, Any
 from amanda.errors import ArtefactError
 from amanda.files import naming, replacing_all
 from amanda.options import checked
-from amanda.tools.checkpoints._packed import from_parts, parts_of
-from amanda.tools.checkpoints._record import NOUN, Checkpoint, check_target, read_folder, write_folder
+from amanda.tools.checkpoints._record import (
+    NOUN,
+    Checkpoint,
+    check_target,
+    from_parts,
+    parts_of,
+    read_folder,
+    write_folder,
+)
 from amanda.tools.prune import ChannelPruneResult
 from amanda.tools.prune.channels import extents_of, size_attributes
 from amanda.tools.results import Result, parsing

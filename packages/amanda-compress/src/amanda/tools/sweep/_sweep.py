@@ -17,8 +17,7 @@ from amanda.options import Name, NonNegativeInt, NotEmpty, OutputFile, PositiveS
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.sweep._allocation import KEEP, Allocation, CostOption, RemainingShare, SweepCost
-from amanda.tools.sweep._program import Level, Prepare, SweepProgram
-from amanda.tools.sweep._records import Record, SweepRecords, record_key
+from amanda.tools.sweep._evaluations import Level, Prepare, Record, SweepProgram, SweepRecords, record_key
 from amanda.tools.sweep._result import ALL, Point, SweepError, SweepResult
 from amanda.tools.trials import Progress, SearchResult, Trial, run_trials
 

@@ -24,15 +24,16 @@ from amanda.plan import spread
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ._autograd import Autograd, remove_abandoned_hooks
-from ._calls import CollectiveCall, TorchCall
-from ._collectives import is_functional_collective, wait_for_results
-from ._detours import set_detours
-from ._kernels import (
+from ._calls import (
     FUNCTION_CALL,
+    CollectiveCall,
+    TorchCall,
     is_call_for_next_transform,
     is_called_by_kernel,
     is_dispatched_in_backward,
 )
+from ._collectives import is_functional_collective, wait_for_results
+from ._detours import set_detours
 from ._levels import in_transform, is_within_kernel
 from ._modules import ParameterPaths, VariableFinder, enclose_modules, module_path, part_of, slot_of
 from ._overrides import (

@@ -16,7 +16,6 @@ from amanda.eager import Saved
 from amanda.plan import BatchedShape, spread
 
 from ._autograd import NodeBracket
-from ._functionalization import recompute_stale_views, report_irreplaceable
 from ._levels import (
     all_layers,
     batch_axes,
@@ -31,7 +30,7 @@ from ._levels import (
 )
 from ._saved_tensors import SavedAtNodes
 from ._storages import same_bits
-from ._straight_through import StraightThrough
+from ._straight_through import StraightThrough, recompute_stale_views, report_irreplaceable
 from ._tensors import TorchTensors, cast_to_fit, shape_of
 
 _NODES_OF_AN_OP = 32

@@ -8,7 +8,6 @@ import torch
 from amanda.eager import Tie, Views
 from torch.autograd import forward_ad
 
-from ._functionalization import report_lost_writes
 from ._level_ties import LevelTie
 from ._levels import innermost, is_wrapped, with_batches_first, without_transforms
 from ._overrides import as_class_of
@@ -25,6 +24,7 @@ from ._storages import (
     strided_as,
     strided_parts,
 )
+from ._straight_through import report_lost_writes
 
 
 class TorchViews(Views):

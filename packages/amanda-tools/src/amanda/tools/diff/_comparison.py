@@ -11,16 +11,19 @@ from amanda.errors import AmandaError
 from amanda.tools.diff._alignment import is_compute, module_outputs, module_test, weight_gradients
 from amanda.tools.diff._cause import Cause, find_backward_cause, find_cause
 from amanda.tools.diff._errors import (
+    LARGEST,
+    MARGIN,
     TOLERANCES,
     Comparison,
     Distance,
+    Expected,
     Pair,
     array_distance,
     distance,
+    explained_error,
     noise_floor,
     tolerance,
 )
-from amanda.tools.diff._expected import LARGEST, MARGIN, Expected, explained_error
 from amanda.tools.diff._matching import (
     ExecutionMatcher,
     OpMatch,

@@ -17,8 +17,7 @@ from amanda.options import NonNegativeFloat, NonNegativeInt, OutputFile, checked
 from amanda.tools.command import OptionType, SpecError, exit_status, function_of, limit_option, save_option
 from amanda.tools.diff._alignment import dotted, module_paths, module_test, pair_same_modules
 from amanda.tools.diff._comparison import RunComparison
-from amanda.tools.diff._errors import Pair
-from amanda.tools.diff._expected import Expected
+from amanda.tools.diff._errors import Expected, Pair
 from amanda.tools.diff._recording import MAX_BYTES, Command, Control, RecordedRuns
 from amanda.tools.diff._result import DiffResult
 from amanda.tools.diff._run import Compiled, Run, Source, open_bundle, write_bundle

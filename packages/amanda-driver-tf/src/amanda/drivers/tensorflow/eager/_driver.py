@@ -1,22 +1,26 @@
-"""The driver itself: how calls of ops reach the core."""
+"""The driver of eager mode, and its stand-ins for TensorFlow's fast path and for `execute`."""
 
 from collections.abc import Callable, Hashable, Sequence
-from functools import cached_property
+from functools import cached_property, partial, wraps
 from typing import Any
 
-from amanda.backend import Call, EagerDriver, Exercise, OpFacts, Trace
-from amanda.interceptor import Site
+import numpy as np
+
+import tensorflow as tf
+from amanda import interceptor
+from amanda.backend import Attributes, Call, EagerDriver, Exercise, OpFacts, Trace
+from amanda.interceptor import Detour, Site
 from tensorflow.python import pywrap_tfe
+from tensorflow.python.eager import context, core, execute
 from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
 from .._layers import enclose_modules, layer_name_paths, module_path
 from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, eager_exercise
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
-from ._calls import EagerCall, FastCall, SlowCall, Variable, variables
-from ._interception import Interception, call_execute
-from ._schema import flatten
-from ._state import Marking, TapeMark
+from ._calls import READS, EagerCall, FastCall, SlowCall, Variable, variables
+from ._schema import Schema, Schemas, flatten
+from ._state import UNMARKED, Marking, TapeMark, local
 from ._tape import Tape
 from ._unseen_ops import REPORTED, Datasets
 
@@ -41,7 +45,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         return Tape(self)
 
     @cached_property
-    def _interception(self) -> Interception:
+    def _interception(self) -> "Interception":
         return Interception(self, self._tape.run_in_pass)
 
     def attach(self) -> None:
@@ -132,3 +136,288 @@ def _handle_of(value: Any) -> Any:
     """Return the handle of the variable that a tensor is the handle of or was read from, if any."""
     variable = variables.variable_of(value) if isinstance(value, EagerTensor) else None
     return None if variable is None else variable.handle
+
+
+RunInBackwardPass = Callable[[Any, Any], Any]
+
+NUMBERS = frozenset({int, float, bool, list, tuple, np.ndarray})
+"""Types of values that the driver converts to tensors; TensorFlow converts the others."""
+
+_FUNCTION_PREFIX = "__"
+"""Prefix of the names of traced functions, which no type of op has."""
+
+
+class OpDetours:
+    """The schema of a type of op, and the detours of its calls.
+
+    count: number of inputs.  takes_plain_tensors: True if each input is a tensor, none a list or a variable.
+    fast: detour of fast calls without variables.  fast_with_variables: detour of those with variables.
+    slow: detour of calls through `execute`.
+    """
+
+    __slots__ = ("count", "fast", "fast_with_variables", "schema", "slow", "takes_plain_tensors")
+
+    def __init__(self, type: str, schema: Schema | None, interception: "Interception") -> None:
+        self.schema = schema
+        self.count = schema.count if schema is not None else 0
+        self.takes_plain_tensors = schema is not None and not (
+            schema.takes_variable or schema.has_functions or any(schema.lists)
+        )
+        if schema is not None:
+            # Each op type has a site of its own, which needs a callable of its own.
+            self.fast = interception.detour(type, partial(interception.fast_path), schema)
+            self.fast_with_variables = interception.detour(
+                type, partial(_call_fast_path, interception.fast_path), schema
+            )
+            self.slow = interception.detour(type, partial(call_execute, interception.execute), schema)
+
+
+class DetoursByType(dict[str, OpDetours]):
+    """Detours by type of op, made at the first call of each type."""
+
+    def __init__(self, interception: "Interception") -> None:
+        self._interception = interception
+        self._schemas = Schemas()
+
+    def __missing__(self, type: str) -> OpDetours:
+        """Return new detours of a type of op; not kept for a function's name, as functions come and go."""
+        detours = OpDetours(type, self._schemas[type], self._interception)
+        if type in self._schemas:
+            self[type] = detours
+        return detours
+
+
+class Interception:
+    """Stand-ins for the fast path and for `execute` while the driver is attached.
+
+    driver: receives the calls.  run_in_backward_pass: runs a call within a backward pass.
+    """
+
+    def __init__(self, driver: EagerDriver, run_in_backward_pass: RunInBackwardPass) -> None:
+        self._driver = driver
+        self._run_in_backward_pass = run_in_backward_pass
+        self.fast_path = pywrap_tfe.TFE_Py_FastPathExecute
+        self.execute = execute.quick_execute
+        self._detours_by_type = DetoursByType(self)
+
+    def patch(self, attributes: Attributes) -> None:
+        """Put the stand-ins into TensorFlow's modules until `attributes` are restored."""
+        quick, slow = execute.quick_execute, execute.execute
+        # A program may have wrapped a stand-in of an earlier scope; the wrapper must not call itself.
+        if not attributes.serves_again(pywrap_tfe, "TFE_Py_FastPathExecute"):
+            self._use_functions(pywrap_tfe.TFE_Py_FastPathExecute, self.execute)
+        if not attributes.serves_again(execute, "quick_execute"):
+            self._use_functions(self.fast_path, quick)
+        attributes.set(pywrap_tfe, "TFE_Py_FastPathExecute", self._stand_in_for_fast_path())
+        attributes.set(execute, "quick_execute", self._stand_in_for_execute())
+        if slow is quick:
+            attributes.set(execute, "execute", self._stand_in_for_execute())
+        # `execute_with_callbacks` calls `quick_execute`, so its ops are seen there already.
+        elif slow is not execute.execute_with_callbacks:
+            patched = Interception(self._driver, self._run_in_backward_pass)
+            patched._use_functions(self.fast_path, slow)
+            attributes.set(execute, "execute", patched._stand_in_for_execute())
+        attributes.set(execute, "record_gradient", _stand_in_for_record_gradient(execute.record_gradient))
+
+    def _use_functions(self, fast_path: Callable[..., Any], execute: Callable[..., Any]) -> None:
+        """Call these functions from now on; a program may have set others since the last scope."""
+        if fast_path is not self.fast_path or execute is not self.execute:
+            self.fast_path, self.execute = fast_path, execute
+            self._detours_by_type = DetoursByType(self)
+
+    def detour(self, type: str, target: Callable[..., Any], schema: Schema) -> Detour:
+        """Return a detour of the calls of an op."""
+        return Detour(self._driver.site(target, schema, type))
+
+    def call_fast_path(self, args: tuple[Any, ...]) -> Any:
+        """Call TensorFlow's fast path."""
+        return self.fast_path(*args)
+
+    def call_execute(self, args: tuple[Any, ...]) -> Any:
+        """Call TensorFlow's `execute`."""
+        return self.execute(*args)
+
+    def _stand_in_for_fast_path(self) -> Callable[..., Any]:
+        """Stand-in for `TFE_Py_FastPathExecute`; a hot path.
+
+        A call with plain tensors outside of a backward pass goes straight to its detour.
+        """
+        detours_by_type, original = self._detours_by_type, self.fast_path
+        convert_and_run, read = self._convert_and_run, variables.read
+
+        def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
+            """Run the op by its detour; as without tools for an op that no scope has seen."""
+            gradient_call = local.gradient_call
+            if gradient_call is UNMARKED:
+                return original(ctx, type, name, *args)
+            detours = detours_by_type[type]
+            if (
+                detours.takes_plain_tensors
+                and gradient_call is None
+                and local.backward_pass is None
+                and local.marking is None
+            ):
+                for value in args[: detours.count]:
+                    if value.__class__ is not EagerTensor or value._id in read:
+                        break
+                else:
+                    return detours.fast(ctx, type, name, *args)
+            return convert_and_run(detours, ctx, type, name, args)
+
+        return fast_path
+
+    def _convert_and_run(
+        self, detours: OpDetours, ctx: Any, type: str, name: str | None, args: tuple[Any, ...]
+    ) -> Any:
+        """Run a fast call with variables, numbers or lists among its inputs, or in a backward pass.
+
+        The result of a read of a variable is recorded as the value of that variable.
+        """
+        activation, schema = interceptor.active(), detours.schema
+        if schema is None or (activation is None and local.marking is None):
+            return self.fast_path(ctx, type, name, *args)
+        argument_variables: list[Variable] = []
+        inputs = self._convert_inputs(schema, args[: detours.count], argument_variables)
+        args = (ctx, type, name, *inputs, *args[detours.count :])
+        if activation is None:  # a replacement computes
+            return FastCall(schema, self.call_fast_path, args).invoke(inputs)
+        if local.backward_pass is not None:
+            return self._run_in_backward_pass(activation.state, FastCall(schema, self.call_fast_path, args))
+        if not argument_variables:
+            return detours.fast(*args)
+        result = detours.fast_with_variables(*args, variables=tuple(argument_variables))
+        # The tensor stands for the variable in later ops, so that their ids and weights are found.
+        if type in READS and variables.variable_of(inputs[0]) is not None:
+            variables.record_read(result, argument_variables[0])
+        return result
+
+    def _convert_inputs(
+        self, schema: Schema, values: tuple[Any, ...], argument_variables: list[Variable]
+    ) -> list[Any]:
+        """Return a call's inputs as tensors, and append the variables among them to `argument_variables`.
+
+        Raises _FallbackException where only TensorFlow can convert an input: it then calls `execute` with the
+        converted inputs.
+        """
+        inputs: list[Any] = list(values)
+        has_numbers = False
+        for i, value in enumerate(values):
+            if schema.lists[i]:
+                if not isinstance(value, (list, tuple, EagerTensor)):
+                    raise core._FallbackException
+                inputs[i] = [
+                    _note_variable(element, argument_variables) for element in value
+                ]  # of a tensor its parts, as the fast path does
+            elif value.__class__ is EagerTensor or isinstance(value, tf.Variable):
+                inputs[i] = _note_variable(value, argument_variables)
+            else:
+                has_numbers = True
+        if has_numbers:
+            for i, value in enumerate(inputs):
+                if value.__class__ is not EagerTensor and not schema.lists[i]:
+                    inputs[i] = _number_as_tensor(value, schema.type_of(i, inputs))
+        return inputs
+
+    def _stand_in_for_execute(self) -> Callable[..., Any]:
+        """Stand-in for `quick_execute`: brings ops to the driver, and leaves calls of functions alone."""
+
+        def quick_execute(
+            op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: str | None = None
+        ) -> Any:
+            """Run an op by the driver; call TensorFlow for functions, and for inputs of other types."""
+            activation = interceptor.active()
+            type = op_name if isinstance(op_name, str) else op_name.decode()
+            is_instrumented = activation is not None or local.marking is not None
+            is_op = is_instrumented and not type.startswith(_FUNCTION_PREFIX)
+            schema = self._detours_by_type[type].schema if is_op else None
+            args = (op_name, num_outputs, inputs, attrs, ctx, name)
+            if (
+                schema is None
+                or local.gradient_call is UNMARKED
+                or (inputs and not all(value.__class__ is EagerTensor for value in inputs))
+            ):
+                return self.execute(*args)
+            outer_op_is_recorded = local.op_is_recorded
+            local.op_is_recorded = False
+            if activation is None:
+                call = SlowCall(schema, self.call_execute, args)
+                result = call.invoke(call.inputs)
+            else:
+                result = self._run_executed_op(activation, type, schema, args)
+            was_recorded = local.op_is_recorded
+            # This may be an op of a routine, around which another op is running.
+            local.op_is_recorded = outer_op_is_recorded
+            if was_recorded:
+                local.recorded_outputs = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
+            return result
+
+        return quick_execute
+
+    def _run_executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
+        """Run a call of `execute` through its detour, with the variables among its inputs."""
+        if local.backward_pass is not None:
+            return self._run_in_backward_pass(activation.state, SlowCall(schema, self.call_execute, args))
+        argument_variables = [
+            variable for tensor in args[2] if (variable := variables.variable_of(tensor)) is not None
+        ]
+        if not argument_variables:
+            return self._detours_by_type[type].slow(*args)
+        result = self._detours_by_type[type].slow(*args, variables=tuple(argument_variables))
+        if type in READS and variables.variable_of(args[2][0]) is not None:
+            variables.record_read(result[0], argument_variables[0])
+        return result
+
+
+def _stand_in_for_record_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Stand-in for `execute.record_gradient`: skips ops that the driver has recorded itself."""
+
+    @wraps(original)
+    def record_gradient(op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
+        # Taken at once: the note is about the last op alone.
+        recorded_outputs, local.recorded_outputs = local.recorded_outputs, None
+        if recorded_outputs is None or outputs is not recorded_outputs:  # or it has been recorded
+            original(op_name, inputs, attrs, outputs)
+
+    return record_gradient
+
+
+def _call_fast_path(fast_path: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
+    """Call the fast path; the detour of the call reads the keyword `variables`."""
+    return fast_path(*args)
+
+
+def call_execute(execute: Callable[..., Any], *args: Any, variables: Any = ()) -> Any:
+    """Call `execute`; the detour of the call reads the keyword `variables`."""
+    return execute(*args)
+
+
+def _note_variable(value: Any, argument_variables: list[Variable]) -> Any:
+    """Return a tensor or the value of a variable; append the variable to `argument_variables`.
+
+    Raises _FallbackException for other values.
+    """
+    if value.__class__ is EagerTensor:
+        if (variable := variables.variable_of(value)) is not None:
+            argument_variables.append(variable)
+        return value
+    if isinstance(value, tf.Variable):
+        return _note_variable(value.value(), argument_variables)  # one ReadVariableOp, as the fast path does
+    raise core._FallbackException
+
+
+def _number_as_tensor(value: Any, type: int) -> Any:
+    """Convert a number, list or array to a tensor of that element type, as TensorFlow's fast path does.
+
+    Raises _FallbackException for type 0, for other values, and where the conversion fails.
+    """
+    if not type or value.__class__ not in NUMBERS:
+        raise core._FallbackException
+    try:
+        if value.__class__ is np.ndarray:
+            value = value.copy()  # or the tensor would share its memory
+        runtime = context.context()
+        runtime.ensure_initialized()  # a process whose first op this is would crash
+        return EagerTensor(value, runtime.device_name, type)
+    except (TypeError, ValueError):
+        # TensorFlow converts the value by its own rules, or raises its own error.
+        raise core._FallbackException from None

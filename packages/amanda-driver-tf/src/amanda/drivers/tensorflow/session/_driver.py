@@ -1,22 +1,29 @@
-"""The driver of session graphs."""
+"""The driver of session graphs, and stand-ins for the methods by which sessions enter the runtime."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, finalize, ref
 
-from amanda import backend
-from amanda.backend import Execution, Exercise, GraphAnalysis, State
+import numpy as np
+
+from amanda import backend, interceptor
+from amanda.backend import Attributes, Execution, Exercise, GraphAnalysis, State
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.client.session import BaseSession
 from tensorflow.python.eager import context
+from tensorflow.python.framework import errors_impl
 
 from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, session_exercise
+from .._tensors import allow_tapes_in_routines
 from ..graph import GraphTensorOps, TensorFlowReads
-from ._boundary import SessionBoundary
-from ._copies import Route, SessionRewriting, SessionRun, add_copy, rewrite_run
+from ._copies import Route, SessionRewriting, SessionRun, add_copy, endpoint_of, request_of, rewrite_run
 from ._kernel_state import SessionExecution
-from ._operations import RunRequest
+from ._operations import Endpoint, RunRequest
 
 
 class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
@@ -72,3 +79,249 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         assert isinstance(execution, SessionExecution)
         execution.session = ref(session)
         return route, execution
+
+
+Prepare = Callable[[Any, RunRequest, State], "tuple[Route, Execution] | None"]
+
+
+class SessionBoundary:
+    """Sends the runs of sessions to instrumented copies, which `prepare` puts beside the user's nodes."""
+
+    def __init__(self, prepare: Prepare) -> None:
+        self._prepare = prepare
+        self._callables = Callables(self)
+        self._partial: WeakKeyDictionary[Any, dict[str, _PartialRun]] = WeakKeyDictionary()
+        self._local = threading.local()
+
+    def attach(self, attributes: Attributes) -> None:
+        """Patch the methods through which sessions run, until `attributes` are restored."""
+        callable_class = BaseSession._Callable
+        for holder, name, stand_in in (
+            (BaseSession, "_call_tf_sessionrun", self._stand_in_for_run),
+            (BaseSession, "_call_tf_sessionprun", self._stand_in_for_partial_run),
+            (BaseSession, "_do_call", self._stand_in_for_do_call),
+            (BaseSession, "_make_callable_from_options", self._callables.make),
+            (callable_class, "__call__", self._callables.call),
+        ):
+            attributes.set(holder, name, _method_with_original(stand_in, vars(holder)[name]))
+        allow_tapes_in_routines(attributes)
+
+    def prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
+        """Return the route to the copy for a run, and its execution; None where nothing is instrumented."""
+        prepared = self._prepare(session, request, state)
+        if prepared is not None:
+            # A session takes over new nodes of the graph at its next run; here they are needed in this run.
+            session._extend_graph()
+        return prepared
+
+    def _prepare_in_scope(
+        self, session: Any, feeds: Any, fetches: Any, targets: Any
+    ) -> tuple[Route, Execution] | None:
+        """Return the route and execution for a run, from the arguments of the C API; None outside scopes."""
+        activation = interceptor.active()
+        if activation is None:
+            return None
+        return self.prepare_run(session, request_of(feeds, fetches, targets), activation.state)
+
+    def _stand_in_for_run(
+        self, run: Any, session: Any, options: Any, feeds: Any, fetches: Any, targets: Any, metadata: Any
+    ) -> Any:
+        """Stand-in for `_call_tf_sessionrun`: runs the instrumented copy, if there is one."""
+        prepared = self._prepare_in_scope(session, feeds, fetches, targets)
+        if prepared is None:
+            return run(session, options, feeds, fetches, targets, metadata)
+        route, execution = prepared
+        feeds = route.feeds(feeds, execution.number)
+        with self.run_context(route, execution):
+            return run(session, options, feeds, route.fetches(fetches), route.targets(targets), metadata)
+
+    @contextmanager
+    def run_context(self, route: Route, execution: Execution, is_part: bool = False) -> Iterator[None]:
+        """Return a context around a run, or, where `is_part` is True, around a part of a partial run.
+
+        Errors of routines are raised as they are; errors of TensorFlow name the user's nodes, not the copy's.
+        """
+        tensorflow_error: BaseException | None = None
+        try:
+            with execution.part() if is_part else execution.under_way():
+                try:
+                    yield
+                except errors_impl.OpError as error:
+                    # The prefix of hidden nodes is cut off, so the message has the names of the user's nodes.
+                    error._message = error.message.replace(route.prefix, "")
+                    tensorflow_error = error
+                    raise
+        except errors_impl.OpError as error:
+            # Another error than TensorFlow's is what the execution raises instead: that of a routine.
+            if error is not tensorflow_error and getattr(self._local, "in_session_call", False):
+                self._local.routine_error = error
+            raise
+
+    def _stand_in_for_do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
+        """Stand-in for `_do_call`: raises an OpError of a routine as it is, and sets up partial runs."""
+        # `partial_run_setup` has no method of its own that could be patched, only this local function.
+        if function.__name__ == "_setup_fn":
+            return self._set_up_partial_run(call, session, function, *args)
+        outer_call = getattr(self._local, "in_session_call", False)
+        self._local.in_session_call, self._local.routine_error = True, None
+        try:
+            return call(session, function, *args)
+        except errors_impl.OpError:
+            routine_error = self._local.routine_error
+            if routine_error is None:
+                raise
+        finally:
+            self._local.in_session_call, self._local.routine_error = outer_call, None
+        raise routine_error  # `_do_call` has made another error of it, with the copy's nodes in the message
+
+    def _set_up_partial_run(
+        self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
+    ) -> Any:
+        """Set up a partial run on the instrumented copy, if there is one; return TensorFlow's handle."""
+        prepared = self._prepare_in_scope(session, feeds, fetches, targets)
+        if prepared is None:
+            return call(session, function, c_session, feeds, fetches, targets)
+        route, execution = prepared
+        # All feeds and fetches of the parts are declared when the run is set up, as TensorFlow demands.
+        handle = call(
+            session, function, c_session, route.all_feeds(feeds), route.fetches(fetches),
+            route.targets(targets),
+        )  # fmt: skip
+        self._partial.setdefault(session, {})[handle] = _PartialRun(route, execution, fetches)
+        return handle
+
+    def _stand_in_for_partial_run(self, run: Any, session: Any, handle: Any, feeds: Any, fetches: Any) -> Any:
+        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run on the instrumented copy."""
+        partial = self._partial.get(session, {}).get(handle)
+        if partial is None:
+            return run(session, handle, feeds, fetches)
+        feeds = partial.route.feeds(feeds, None if partial.has_begun else partial.execution.number)
+        try:
+            with self.run_context(partial.route, partial.execution, is_part=True):
+                result = run(session, handle, feeds, partial.route.fetches(fetches))
+        except BaseException:
+            del self._partial[session][handle]  # no part comes after one that failed
+            raise
+        partial.has_begun = True
+        partial.remaining_fetches -= {endpoint_of(output) for output in fetches}
+        if not partial.remaining_fetches:
+            del self._partial[session][handle]
+        return result
+
+
+class _PartialRun:
+    """A run that is fed and fetched in several parts; its routines may be called between the parts, too.
+
+    has_begun: True once a part has run.  remaining_fetches: tensors that no part has fetched yet.
+    """
+
+    def __init__(self, route: Route, execution: Execution, fetches: Any) -> None:
+        self.route = route
+        self.execution = execution
+        self.has_begun = False
+        self.remaining_fetches = {endpoint_of(output) for output in fetches}
+        execution.begin()
+        # A partial run may be dropped before all its fetches are done.
+        finalize(self, execution.end)
+
+
+def _method_with_original(stand_in: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls a stand-in with the original method ahead of the arguments."""
+
+    @functools.wraps(original)
+    def call_stand_in(*args: Any, **kwargs: Any) -> Any:
+        return stand_in(original, *args, **kwargs)
+
+    return call_stand_in
+
+
+class Callables:
+    """The callables that sessions made in a scope: their options, and their routes to instrumented copies."""
+
+    def __init__(self, boundary: SessionBoundary) -> None:
+        self._boundary = boundary
+        # A native callable does not tell the options that it was made of.
+        self._options: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        self._routed: WeakKeyDictionary[Any, tuple[Route, Any]] = WeakKeyDictionary()
+
+    def make(self, make: Any, session: Any, options: Any) -> Any:
+        """Stand-in for `_make_callable_from_options`: remembers the options of a callable."""
+        session_callable = make(session, options)
+        self._options[session_callable] = config_pb2.CallableOptions.FromString(options.SerializeToString())
+        return session_callable
+
+    def call(self, call: Any, session_callable: Any, *args: Any, **kwargs: Any) -> Any:
+        """Stand-in for a callable's `__call__`: runs the instrumented copy, if there is one."""
+        activation = interceptor.active()
+        if activation is None:
+            return call(session_callable, *args, **kwargs)
+        options = self._options.get(session_callable)
+        if options is None:
+            activation.state.report(
+                "a session's callable", "it was made of options before the scope; make it within a scope"
+            )
+            return call(session_callable, *args, **kwargs)
+        prepared = self._boundary.prepare_run(session_callable._session, _request(options), activation.state)
+        if prepared is None:
+            return call(session_callable, *args, **kwargs)
+        route, execution = prepared
+        stand_in = self._routed_callable(session_callable, options, route)
+        args = (*args, *_extra_feeds(args, options, route), np.asarray(execution.number, np.int64))
+        with self._boundary.run_context(route, execution):
+            return call(stand_in, *args, **kwargs)
+
+    def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:
+        """Return a callable with the names of a route's nodes; the one of the last route is used again."""
+        routed = self._routed.get(session_callable)
+        # A callable has fixed options, so each route needs its own.
+        if routed is None or routed[0] is not route:
+            routed = route, type(session_callable)(session_callable._session, _route_options(options, route))
+            self._routed[session_callable] = routed
+        return routed[1]
+
+
+def _request(options: Any) -> RunRequest:
+    """Return the request of a callable's options."""
+    connected = [connection.to_tensor for connection in options.tensor_connection]
+    return RunRequest(
+        tuple(_parse_endpoint(name) for name in options.fetch),
+        tuple(options.target),
+        frozenset(_parse_endpoint(name) for name in (*options.feed, *connected)),
+    )
+
+
+def _parse_endpoint(name: str) -> Endpoint:
+    """Return the operation and the index in a tensor's name; a name without an index means output 0."""
+    op, _, index = name.partition(":")
+    return op, int(index or 0)
+
+
+def _route_options(options: Any, route: Route) -> Any:
+    """Return options that fetch and run the copy's tensors and operations instead of the user's."""
+    rerouted = config_pb2.CallableOptions.FromString(options.SerializeToString())
+    rerouted.ClearField("fetch")
+    rerouted.ClearField("target")
+    rerouted.fetch.extend(route.tensor_name(name) for name in options.fetch)
+    rerouted.target.extend(route.target_names(options.target))
+    hidden = [
+        route.feed_names[_parse_endpoint(name)]
+        for name in options.feed
+        if _parse_endpoint(name) in route.feed_names
+    ]
+    rerouted.feed.extend(f"{route.prefix}{name}:0" for name in (*hidden, route.number_name))
+    for connection in options.tensor_connection:
+        placeholder = route.feed_names.get(_parse_endpoint(connection.to_tensor))
+        if placeholder is not None:
+            rerouted.tensor_connection.add(
+                from_tensor=connection.from_tensor, to_tensor=f"{route.prefix}{placeholder}:0"
+            )
+    return rerouted
+
+
+def _extra_feeds(args: tuple[Any, ...], options: Any, route: Route) -> list[Any]:
+    """Return the values that are fed to the copy's placeholders besides the user's."""
+    return [
+        value
+        for name, value in zip(options.feed, args, strict=False)
+        if _parse_endpoint(name) in route.feed_names
+    ]

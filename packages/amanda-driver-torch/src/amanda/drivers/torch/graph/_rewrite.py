@@ -35,8 +35,7 @@ from ._memory import (
 from ._node_runs import NativeCall, NodeRun, run_graph, uninstrumented
 from ._observers import can_wait
 from ._ops import TENSORS, GraphProgram
-from ._routine_trials import RoutineTrials
-from ._routines import NodeRoutines
+from ._routines import NodeRoutines, RoutineTrials
 from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:

@@ -1,16 +1,20 @@
-"""The evaluations of a sweep: a program with tools at some of its ops, in this process or in a worker."""
+"""The evaluations of a sweep, in this process or in a worker, and their records, which a file keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from math import isclose, isfinite
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
 from amanda.action import ActionType, Routine
+from amanda.errors import ArtefactError
 from amanda.tools.mapping import StandardMapping
-from amanda.tools.sweep._result import Site, SweepError
-from amanda.tools.trials import check_number
+from amanda.tools.sweep._result import ALL, Site, SweepError
+from amanda.tools.trials import TrialFile, check_number
 
 Level = TypeVar("Level", int, float)
 Prepare = Callable[[Any], None]
@@ -157,3 +161,79 @@ class SweepProgram(Generic[Level]):
 def is_same(metric: float, other: float) -> bool:
     """Return True if two metrics of one program are equal, up to what another processor rounds otherwise."""
     return isclose(metric, other, rel_tol=1e-5)
+
+
+class Record(NamedTuple):
+    """One evaluation.  metric: None after an error.  cost: None without a function that measures it."""
+
+    metric: float | None
+    error: str
+    seconds: float
+    cost: float | None
+
+
+def record_key(architecture: Mapping[str, str]) -> str:
+    """Return the key of an architecture, the same in any order of its ops."""
+    return json.dumps(architecture, sort_keys=True)
+
+
+class SweepRecords:
+    """The record of each evaluation by its key, and the file that keeps them, if any."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, Record] = {}
+        self._file: TrialFile | None = None
+
+    def get(self, architecture: Mapping[str, str]) -> Record | None:
+        """Return the record of an architecture; None if it was not evaluated."""
+        return self._records.get(record_key(architecture))
+
+    def is_due(self, architecture: Mapping[str, str], attempt: int) -> bool:
+        """Return True if an architecture was never evaluated, or failed and this is a further attempt."""
+        record = self.get(architecture)
+        return record is None or (attempt > 0 and bool(record.error))
+
+    def add(self, architecture: Mapping[str, str], record: Record) -> None:
+        """Add the record of an evaluation that ended; raise ArtefactError if the file has another metric."""
+        key = record_key(architecture)
+        if self._file is not None:
+            self._write(self._file, key, record)
+        self._records[key] = record
+
+    @contextmanager
+    def write_to(self, path: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Iterator[None]:
+        """Read the records of a file, and write those of evaluations within this context; None: no file.
+
+        Raises ArtefactError for a file of another sweep.
+        """
+        if path is None:
+            yield
+            return
+        with TrialFile(path, "sweep", options) as file:
+            try:
+                records = {key: Record(**record) for key, record in file.records.items()}
+                architectures = {key: dict(json.loads(key)) for key in records}
+            except (TypeError, ValueError) as error:
+                raise ArtefactError(f"{path} is no file of a sweep: {error}") from error
+            for key, record in self._records.items():
+                self._write(file, key, record)
+            for key, record in records.items():
+                # Evaluations without a tool and with all ops find the ops: each process runs them itself.
+                if architectures[key] and ALL.name not in architectures[key]:
+                    self._records.setdefault(key, record)
+            self._file = file
+            try:
+                yield
+            finally:
+                self._file = None
+
+    def _write(self, file: TrialFile, key: str, record: Record) -> None:
+        """Write a record, unless the file has it; raise ArtefactError if the file has another metric."""
+        earlier = None if key not in file.records else Record(**file.records[key])
+        if earlier is None or earlier.metric is None:
+            file.add(key, record._asdict())
+        elif record.metric is not None and not is_same(record.metric, earlier.metric):
+            raise ArtefactError(
+                f"{file.path} is of another model, other data or other options: at {json.loads(key)} it has "
+                f"{earlier.metric}, and this sweep {record.metric}; give another file"
+            )
