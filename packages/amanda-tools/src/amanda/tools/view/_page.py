@@ -1,0 +1,376 @@
+"""`amanda view`: saved results, read and checked; their tables and graph, in the template of this package."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import sys
+import webbrowser
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import click
+
+from amanda.errors import AmandaError
+from amanda.files import write_file
+from amanda.options import checked
+from amanda.tools.command import exit_status, limit_option, path_to_write
+from amanda.tools.results import Result, check_schema, number_of, parsing, read_json, schema_of
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file, or one result that was never in a file.
+
+    name: what people call it.  schema: `amanda.<tool>`.
+    """
+
+    name: str
+    schema: str
+    version: Any
+    content: Mapping[str, Any]
+
+    def list_of(self, key: str) -> list[dict[str, Any]]:
+        """Return the objects under a key.  Raises AmandaError for anything that is not a list of objects."""
+        values = self.content.get(key, [])
+        if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
+            raise AmandaError(f"{self.name}: `{key}` is to be a list of objects, as {self.schema} has it")
+        return values
+
+
+def read(result: str | Path | Result) -> Source:
+    """Return a file or a result, with its schema known.
+
+    Raises AmandaError where the file cannot be read, is not JSON, or is of a schema or version not known.
+    """
+    if isinstance(result, Result):
+        return _checked_source(result.name, result.to_dict())
+    path = Path(result)
+    return read_json(path, "file of a result", lambda content: _checked_source(path.name, content))
+
+
+def _checked_source(name: str, content: Any) -> Source:
+    """Return the content of a file with its schema, checked.
+
+    Raises AmandaError for a Chrome trace, and ValueError for another schema and for a newer version.
+    """
+    events = content.get("traceEvents") if isinstance(content, dict) else content
+    if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
+        raise AmandaError(
+            f"{name} is a Chrome trace; open it in https://ui.perfetto.dev. A profile saved as "
+            '"profile.json" has the times of the same ops for this page'
+        )
+    schema = schema_of(content)
+    if schema == "amanda.trace":  # of which more is read than the table
+        check_schema(content, "trace", 1)
+    return Source(name, schema, content.get("version"), content)
+
+
+def by_column(names: Iterable[str], rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Return the values of rows by columns, in which form a page is small; None where a row lacks one."""
+    return {name: [row.get(name) for row in rows] for name in names}
+
+
+KEYS = ("phase", "type", "module", "source")
+"""Columns that tell ops apart in every table of ops."""
+
+Key = tuple[str, ...]
+Row = Mapping[str, Any]
+
+
+class Ops:
+    """The ops of a page, and how rows find them."""
+
+    def __init__(self, ops: Iterable[Row]) -> None:
+        self._by_key: dict[Key, list[int]] = defaultdict(list)
+        self._by_id: dict[tuple[str, str], list[int]] = defaultdict(list)
+        for index, op in enumerate(ops):
+            self._by_key[key_of(op)].append(index)
+            if op.get("id") is not None:
+                self._by_id[_id_and_phase(op)].append(index)
+
+    def about(self, row: Row) -> list[int]:
+        """Return the ops with a row's id, or with its phase, type, module and source."""
+        indices = None if row.get("id") is None else self._by_id.get(_id_and_phase(row))
+        return indices or self._by_key.get(key_of(row), [])
+
+
+def _id_and_phase(row: Row) -> tuple[str, str]:
+    """Return an op id as 16 hexadecimal digits, however a tool writes it, and the phase."""
+    number = row["id"]
+    # 64 bits as text: numbers of JavaScript are exact up to 53.
+    text = f"{number:x}" if isinstance(number, int) else str(number).removeprefix("0x")
+    return text.zfill(16), str(row.get("phase", ""))
+
+
+def key_of(row: Row) -> Key:
+    """Return what is the same in all tables for one op."""
+    return tuple(str(row.get(key) or "") for key in KEYS)
+
+
+def is_about_ops(source: Source) -> bool:
+    """Return True if its rows say which op they are about."""
+    rows = source.list_of("rows")
+    return bool(rows) and all(key in rows[0] for key in KEYS)
+
+
+def table(source: Source, ops: Ops) -> dict[str, Any]:
+    """Return columns and rows, with the ops of each row.
+
+    `ops` is None where the table is about something else.  As many rows as there are ops of one key are
+    theirs in turn, unless texts in other columns tell the rows apart; otherwise each is about all of them.
+    """
+    columns = _columns(source)
+    rows = source.list_of("rows")
+    names = [column["name"] for column in columns]
+    return {
+        "name": source.name,
+        "schema": source.schema,
+        "title": _text_of(source.content.get("title")) or source.schema.removeprefix("amanda."),
+        "columns": columns,
+        "rows": [[number_of(row.get(name)) for name in names] for row in rows],
+        "first": source.content.get("first"),
+        "ops": _ops_of(rows, columns, ops) if is_about_ops(source) else None,
+    }
+
+
+def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
+    """Return the ops of each row, one alone where rows and ops go in pairs."""
+    ops_of_rows = [ops.about(row) for row in rows]
+    text_columns = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
+    if any(isinstance(row.get(word), str) for row in rows for word in text_columns):
+        return ops_of_rows  # which may tell rows of one op apart, as the name of a tensor does
+    rows_by_ops: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, indices in enumerate(ops_of_rows):
+        rows_by_ops[tuple(indices)].append(row)
+    for claimed, claimants in rows_by_ops.items():
+        # As many rows as ops of one key: they are in the order of execution, one each.
+        if len(claimed) == len(claimants) > 1:
+            for row, index in zip(claimants, claimed, strict=True):
+                ops_of_rows[row] = [index]
+    return ops_of_rows
+
+
+def _columns(source: Source) -> list[dict[str, Any]]:
+    """Return the columns of a table: those that the file describes, then those of its first row.
+
+    Raises AmandaError for rows without any column.
+    """
+    rows, columns = source.list_of("rows"), source.content.get("columns")
+    objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
+    columns_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
+    names = dict.fromkeys((*columns_by_name, *(rows[0] if rows else ())))
+    if not names and rows:
+        raise AmandaError(f"{source.name}: the rows of {source.schema} are empty objects")
+    return [
+        {
+            "name": name,
+            "number": _are_numbers([row.get(name) for row in rows]),
+            "total": bool(columns_by_name.get(name, {}).get("total")),
+            "unit": _text_of(columns_by_name.get(name, {}).get("unit")),
+        }
+        for name in names
+    ]
+
+
+def _are_numbers(values: Sequence[Any]) -> bool:
+    """Return True if all values but None are numbers, or words for NaN and infinities, and there are some."""
+    present = [number_of(value) for value in values if value is not None]
+    return bool(present) and all(
+        isinstance(number, (int, float)) and not isinstance(number, bool) for number in present
+    )
+
+
+def _text_of(value: Any) -> str:
+    """Return text; "" for any other value of a file."""
+    return value if isinstance(value, str) else ""
+
+
+_TEXT_FIELDS = ("phase", "type", "name", "module", "source")
+_OTHER_FIELDS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
+_TENSOR = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "alias_of")
+
+
+def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
+    """Return columns of ops by name: all of _TEXT_FIELDS as texts, "" for None, and others as they are.
+
+    Of _OTHER_FIELDS those that any op has; further fields of the file are left out.
+    """
+    text_columns = {
+        name: ["" if value is None else str(value) for value in values]
+        for name, values in by_column(_TEXT_FIELDS, ops).items()
+    }
+    other_fields = [name for name in _OTHER_FIELDS if any(op.get(name) is not None for op in ops)]
+    return {**text_columns, **by_column(other_fields, ops)}
+
+
+def graph(source: Source) -> dict[str, Any]:
+    """Return the tensors of a trace, and the edges between its ops.
+
+    An edge is (producer, consumer, tensor); one that comes from outside has -1 for a producer.
+    Raises AmandaError for an index that refers to nothing.
+    """
+    tensors, count = source.list_of("tensors"), len(source.list_of("ops"))
+    edges: list[int] = []
+    for index, tensor in enumerate(tensors):
+        producer = tensor.get("producer")
+        for consumer in tensor.get("consumers") or []:
+            for op in (consumer, 0 if producer is None else producer):
+                if not isinstance(op, int) or not 0 <= op < count:
+                    named = f"{source.name}: tensor {index} names op {op!r}"
+                    raise AmandaError(f"{named}, but the ops are numbered 0 to {count - 1}")
+            if (producer is not None or tensor.get("kind") == "input") and producer != consumer:
+                # Flat, since a list for each edge would make the page larger.
+                edges += (-1 if producer is None else producer, consumer, index)
+    return {"tensors": by_column(_TENSOR, tensors), "edges": edges}
+
+
+def stages(source: Source, ops: Ops) -> dict[int, int]:
+    """Return the stage of each op that a partition has put into one; its ops of one place are in order."""
+    stage_of_op: dict[int, int] = {}
+    for row in source.list_of("ops"):
+        index = next((op for op in ops.about(row) if op not in stage_of_op), None)
+        if index is not None and isinstance(row.get("stage"), int):
+            stage_of_op[index] = row["stage"]
+    return stage_of_op
+
+
+_SCRIPTS = "dom model tree layout graph table chart diff details main".split()
+
+
+@checked
+def to_page(*results: str | Path | Result, title: str | None = None) -> str:
+    """Return a self-contained HTML page of saved files, or of results themselves.
+
+    The first trace among them gives the graph; tables of ops become columns beside it.  Raises AmandaError
+    where a file cannot be read or is of no schema that is known.
+    """
+    if not results:
+        raise AmandaError("a page is made of one result or more; none was given")
+    sources = [read(result) for result in results]
+    names = ", ".join(source.name for source in sources)
+    heading = title or names
+    with parsing(names, "result"):
+        data = _embedded(document(sources, heading))
+    # One function around all, so that the page has no globals; browsers load no modules from files.
+    modules = "\n".join(_asset(f"{name}.js") for name in _SCRIPTS)
+    style, script = _asset("view.css"), f'"use strict";\n(() => {{\n{modules}\n}})();\n'
+    library = _asset("dagre.min.js").partition("//# sourceMappingURL")[0]
+    parts = {
+        "title": escape(heading),
+        "policy": _policy(style, (library, script)),
+        "style": style,
+        "notice": escape(_asset("dagre.LICENSE")).replace("--", "- -"),
+        "library": library,
+        "data": data,
+        "script": script,
+    }
+    return re.sub(r"{{(.*?)}}", lambda match: parts[match[1]], _asset("index.html"))
+
+
+def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
+    """Return all that the page shows, as plain values."""
+    trace = next((source for source in sources if source.schema == "amanda.trace"), None)
+    tables = [source for source in sources if source is not trace]
+    if trace is not None:
+        ops = trace.list_of("ops")
+    else:  # those that rows name, in order, each place once
+        rows = (row for source in tables if is_about_ops(source) for row in source.list_of("rows"))
+        ops = [dict(zip(KEYS, key, strict=True)) for key in dict.fromkeys(map(key_of, rows))]
+    page_ops = Ops(ops)
+    partition = next((source for source in sources if source.schema == "amanda.partition"), None)
+    return {
+        "title": title,
+        "sources": [
+            {key: getattr(source, key) for key in ("name", "schema", "version")} for source in sources
+        ],
+        "notes": [note for source in sources for note in _notes(source)],
+        "facts": [fact for source in sources for fact in _run_facts(source)],
+        "ops": op_columns(ops),
+        "graph": None if trace is None else graph(trace),
+        "stages": {} if partition is None else stages(partition, page_ops),
+        "tables": [table(source, page_ops) for source in tables],
+    }
+
+
+def _notes(source: Source) -> list[str]:
+    """Return the notes of a source that are text."""
+    notes = source.content.get("notes")
+    return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
+
+
+def _run_facts(source: Source) -> list[tuple[str, str]]:
+    """Return facts of the run as a whole."""
+    frameworks, dropped = source.content.get("frameworks"), source.content.get("dropped")
+    facts = [("framework", ", ".join(map(str, frameworks)))] if isinstance(frameworks, list) else []
+    return facts + ([(f"not in {source.name}", f"{dropped} ops")] if dropped else [])
+
+
+def _embedded(content: Any) -> str:
+    """Return JSON that ends no script element and is valid for every parser."""
+    try:
+        text = _json(content)
+    except ValueError:  # numbers that JSON has not become words
+        text = _json(json.loads(json.dumps(content), parse_constant=str))
+    # Text such as </script> in a name would end the script; U+2028 ends lines in older parsers.
+    for mark in "<>&\u2028\u2029":
+        text = text.replace(mark, f"\\u{ord(mark):04x}")
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _json(content: Any) -> str:
+    return json.dumps(content, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+
+
+def _policy(style: str, scripts: Sequence[str]) -> str:
+    """Return a policy: nothing is loaded, and no script runs but those of the page."""
+    # By hash, so that text from a file can never run as a script.
+    allowed = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    return f"default-src 'none'; img-src data:; style-src 'sha256-{_digest(style)}'; script-src {allowed}"
+
+
+def _digest(text: str) -> str:
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
+
+def _asset(name: str) -> str:
+    """Return the text of a file that the page is made of."""
+    return (files("amanda.tools.view") / "page" / name).read_text(encoding="utf-8")
+
+
+@click.command()
+@click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
+@click.option(
+    "-o",
+    "--output",
+    type=path_to_write(".html", ".htm"),
+    metavar="PAGE",
+    help="Page to write; by default the first file's name with .view.html, in the working directory.",
+)
+@click.option("--title", help="Title of the page; by default the file names.")
+@limit_option
+@click.option("--open", "shown", is_flag=True, help="Show the page in a browser.")
+def _command(files: Sequence[Path], output: Path | None, title: str | None, shown: bool) -> None:
+    """Make one self-contained HTML page of saved results.
+
+    The page has a tree of modules, the graph, tables, and differences between runs. FILES are .json files of
+    a result's save(), also gzipped. Of several files, results for the same op are shown together.
+    Chrome traces open in https://ui.perfetto.dev instead.
+    """
+    page = output or Path(f"{files[0].name.removesuffix('.gz').removesuffix('.json')}.view.html")
+    write_file(page, to_page(*files, title=title))
+    sys.stdout.write(f"{page}\n")
+    if shown:
+        webbrowser.open(page.resolve().as_uri())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Make one self-contained HTML page of saved results."""
+    return exit_status(_command, "amanda view", arguments)
