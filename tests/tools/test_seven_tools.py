@@ -16,7 +16,7 @@ from amanda.tools.dump import DumpTool
 from amanda.tools.flops import FlopsTool
 from amanda.tools.nan import NanTool
 from amanda.tools.profile import ProfileTool
-from amanda.tools.pytest import listing
+from amanda.tools.pytest._asserts import listing
 from amanda.tools.stats import StatsTool
 from amanda.tools.trace import TraceTool
 

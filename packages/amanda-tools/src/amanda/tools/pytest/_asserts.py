@@ -1,0 +1,280 @@
+"""Assertions about what a function or a test runs: counts of ops, FLOPs, finite values, and its graph."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches, unified_diff
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import amanda
+from amanda.errors import OptionError
+from amanda.files import naming, write_file
+from amanda.options import Name, NonNegativeFloat, NonNegativeInt, checked
+from amanda.tools.mapping import StandardMapping
+from amanda.tools.results import parsing
+
+if TYPE_CHECKING:
+    from amanda.tools.trace import Graph, Op, Position, TraceResult
+
+
+T = TypeVar("T")
+Phase = Literal["forward", "backward"]
+Compiled = Literal["eager", "instrument"]
+"""As of `amanda.apply`: what becomes of callables that torch.compile made."""
+
+
+@checked
+def assert_flops(
+    function: Callable[..., T],
+    *inputs: Any,
+    macs: NonNegativeInt | None = None,
+    flops: NonNegativeInt | None = None,
+    rel: NonNegativeFloat = 0.0,
+    phase: Name | None = None,
+    compiled: Compiled = "eager",
+) -> T:
+    """Run `function(*inputs)`: it costs so many multiply-accumulates or FLOPs, within `rel` of them.
+
+    phase: one of the words of StandardMapping, "forward" for one; all of them if None.  Gives what the
+    function returns.
+    Raises AssertionError, with the costliest types of ops, and OptionError where nothing is expected.
+    """
+    # pytest then shows the line of the test, not this one.
+    __tracebackhide__ = True
+    from amanda.tools.flops import FlopsTool
+
+    expectations = {"macs": macs, "flops": flops}
+    if macs is None and flops is None:
+        raise OptionError("assert_flops was given nothing to compare with; give macs=... or flops=...")
+    tool = FlopsTool()
+    with amanda.apply(tool, compiled=compiled):
+        output = function(*inputs)
+    result = tool.result
+    mismatches = [
+        f"{quantity}: {result.total(quantity, phase):,} counted, {expected:,} expected"
+        + (f" within {rel:.2%}" if rel else "")
+        for quantity, expected in expectations.items()
+        if expected is not None and abs(result.total(quantity, phase) - expected) > rel * expected
+    ]
+    if mismatches:
+        raise AssertionError("\n".join([*mismatches, str(result.by("phase", "type"))]))
+    return output
+
+
+@checked
+def assert_op_counts(
+    wanted: Mapping[Name, NonNegativeInt],
+    function: Callable[..., T],
+    *inputs: Any,
+    phase: Phase = "forward",
+    exact: bool = False,
+    compiled: Compiled = "eager",
+) -> T:
+    """Run `function(*inputs)`: ops of each type are executed so often, and with `exact` no others.
+
+    Types are words of StandardMapping.  Gives what the function returns; raises AssertionError.
+    """
+    __tracebackhide__ = True
+    tool = Counts()
+    with amanda.apply(tool, compiled=compiled):
+        output = function(*inputs)
+    check_counts(wanted, tool.of(phase), phase, exact)
+    return output
+
+
+@checked
+def assert_finite(
+    function: Callable[..., T],
+    *inputs: Any,
+    inf: bool = True,
+    backward: bool = True,
+    compiled: Compiled = "eager",
+) -> T:
+    """Run `function(*inputs)`: no op makes NaN or is given any, and none makes Inf unless `inf` is False.
+
+    Gives what the function returns; raises AssertionError, with the op, its line and its inputs.
+    """
+    __tracebackhide__ = True
+    from amanda.tools.nan import NanTool
+
+    tool = NanTool(inf=inf, backward=backward)
+    with amanda.apply(tool, compiled=compiled):
+        output = function(*inputs)
+    if tool.result:
+        raise AssertionError(tool.result.sentence)
+    return output
+
+
+class Counts(amanda.Tool):
+    """Count executions of ops by phase and type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.executions: Counter[tuple[str, str]] = Counter()
+        self.depends_on(StandardMapping())
+        for backward in (False, True):
+            self.add_inst_for_op(self._insert_counter, backward)
+
+    def _insert_counter(self, context: amanda.OpContext) -> None:
+        """Insert the routine that counts an op."""
+        if context.is_forward():
+            context.insert_before_op(self._count, inputs=[], op=("forward", context["type"]))
+        else:
+            op = ("backward", context["backward_type"])
+            context.insert_before_backward_op(self._count, grad_outputs=[], op=op)
+
+    @amanda.observer
+    def _count(self, op: tuple[str, str]) -> None:
+        """Count an execution.  op: phase and type."""
+        self.executions[op] += 1
+
+    def of(self, phase: str) -> dict[str, int]:
+        """Return executions by type."""
+        return {
+            kind: count for (op_phase, kind), count in sorted(self.executions.items()) if op_phase == phase
+        }
+
+
+def check_counts(expected: Mapping[str, int], counts: Mapping[str, int], phase: str, exact: bool) -> None:
+    """Raise AssertionError where the count of a type is another; with `exact` also for types not expected."""
+    __tracebackhide__ = True
+    lines = []
+    for kind in dict.fromkeys([*expected, *(sorted(counts) if exact else ())]):
+        if counts.get(kind, 0) == expected.get(kind, 0):
+            continue
+        # A count of 0 is most often a type that is spelt differently.
+        close_types = get_close_matches(
+            kind, [counted for counted in counts if counted not in expected], n=1, cutoff=0.5
+        )
+        hint = f" (did you mean {close_types[0]!r}?)" if close_types and kind not in counts else ""
+        lines.append(f"{kind}: {counts.get(kind, 0)} executed, {expected.get(kind, 0)} expected{hint}")
+    if lines:
+        raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))
+
+
+def listing(graph: Graph, backward: bool = True) -> str:
+    """Return a line for each op: what it makes, its type, what it reads and its module.
+
+    Tensors from outside have their names or shapes, others the op that made them and how far back that is, so
+    that one op more changes the lines about it alone.
+    """
+    ops = [op for op in graph.ops if backward or op.phase == "forward"]
+    numbers = {op.index: number for number, op in enumerate(ops)}
+    return "".join(f"{_op_line(graph, op, numbers)}\n" for op in ops)
+
+
+def _op_line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
+    """Return the line of an op: its type, what it reads, what it makes, and its module."""
+    outputs = ", ".join(str(tensor) for tensor in graph.outputs(op)) or "nothing"
+    last = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
+    inputs = ", ".join(
+        _input_text(graph, position, numbers[op.index], numbers) for position in op.inputs[: last + 1]
+    )
+    name = f"{op.type}{'_' if op.in_place else ''}"
+    return f"{name}({inputs}) -> {outputs}" + (f"  # {op.module}" if op.module else "")
+
+
+def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int, int]) -> str:
+    """Return the name of an input, or the op that made it and how far back that is; "_" for no tensor.
+
+    Names of a list are in brackets.
+    """
+    if isinstance(position, tuple):
+        return f"[{', '.join(_input_text(graph, element, reader, numbers) for element in position)}]"
+    if position is None:
+        return "_"
+    tensor = graph.tensors[position]
+    # Distances, not numbers, lest one new op change every later line.
+    if tensor.producer is None or tensor.producer not in numbers:
+        return tensor.name or f"{tensor.kind} {tensor}"
+    op = graph.ops[tensor.producer]
+    output = f".{op.makes.index(tensor.index)}" if len(op.makes) > 1 else ""
+    return f"{op.type}{output}@-{reader - numbers[op.index]}"
+
+
+_UPDATE = "pytest --amanda-update"
+
+
+class Traced:
+    """A trace of all that ran in `with traced:` or `traced(function, ...)` since the last `clear`.
+
+    file: snapshots are beside it: `file.txt`, `file.NAME.txt`.  update: write them instead of comparing.
+    compiled: as of `amanda.apply`; a test may set it.
+    """
+
+    compiled: Compiled = "eager"
+
+    def __init__(self, file: Path, update: bool) -> None:
+        from amanda.tools.trace import TraceTool
+
+        self._file, self._update = file, update
+        self._tracer, self._counts = TraceTool(), Counts()
+        self._scope: amanda.Scope | None = None
+
+    def __enter__(self) -> Traced:
+        self._scope = amanda.apply(self._tracer, self._counts, compiled=self.compiled).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        scope, self._scope = self._scope, None
+        if scope is not None:
+            scope.__exit__(kind, error, trace)
+
+    def __call__(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Call a function and trace it."""
+        with self:
+            return function(*args, **kwargs)
+
+    def clear(self) -> None:
+        """Forget the traced ops."""
+        self._tracer.clear()
+        self._counts.executions.clear()
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the traced ops."""
+        return self._tracer.graph
+
+    @property
+    def result(self) -> TraceResult:
+        """The same as a table and in its forms."""
+        return self._tracer.result
+
+    def op_counts(self, phase: Phase = "forward") -> dict[str, int]:
+        """Return how often ops of each type were executed."""
+        return self._counts.of(phase)
+
+    def assert_op_counts(
+        self, wanted: Mapping[str, int], phase: Phase = "forward", exact: bool = False
+    ) -> None:
+        """Check that ops of each type were executed so often, and with `exact` no others."""
+        __tracebackhide__ = True
+        check_counts(wanted, self.op_counts(phase), phase, exact)
+
+    def assert_snapshot(self, name: str = "", backward: bool = True) -> None:
+        """Compare the graph with that in a file beside the test: ops, modules, shapes, and what reads what.
+
+        name: tells several snapshots of a test apart.  `pytest --amanda-update` writes the file.
+        Raises AssertionError, with the lines that differ.
+        """
+        __tracebackhide__ = True
+        path = self._file.with_name(f"{self._file.name}{f'.{name}' if name else ''}.txt")
+        text = listing(self.graph, backward)
+        if self._update:
+            with naming(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_file(path, text)
+            return
+        if not path.exists():
+            raise AssertionError(f"there is no graph to compare with: {path}; {_UPDATE} writes it")
+        with parsing(path, "snapshot"):
+            stored = path.read_text(encoding="utf-8")
+        if stored != text:
+            lines = unified_diff(stored.splitlines(), text.splitlines(), "stored", "traced", lineterm="", n=2)
+            message = [f"the graph is not that of {path}", *lines, f"{_UPDATE} writes it anew"]
+            raise AssertionError("\n".join(message))
