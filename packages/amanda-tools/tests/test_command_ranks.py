@@ -202,7 +202,7 @@ def handler(number, frame):
 signal.signal(signal.SIGTERM, handler)
 saving = Saving(lambda: None, None)
 saving.start()
-saving.receive_signals(handler)
+saving.watch_signals(handler)
 os.write(saving._writing, bytes([signal.SIGTERM]))  # as it arrives before a system call, which then waits
 time.sleep(100)
 """

@@ -177,3 +177,40 @@ def test_files_that_are_no_programs_are_refused(program: Path, tmp_path: Path) -
         (tmp_path / name).write_bytes(part)
         with pytest.raises(ArtefactError, match=rf"{name} is not a readable torch.export file"):
             amanda.instrument(tmp_path / name, PruneTool(), out=tmp_path / "out.pt2")
+
+
+class Shifting(amanda.Tool):
+    """Adds a multiple of a tensor that it holds to what relu is given: a factor for each relu in order."""
+
+    def __init__(self, *factors: float) -> None:
+        self.held = torch.tensor([3.0])
+        self.factors = list(factors)
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context: amanda.OpContext) -> None:
+        if context.get_op_type() == "relu":
+            context.insert_before_op(self.shift, factor=self.factors.pop(0))
+
+    @amanda.traceable
+    def shift(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+        return x + self.held * factor
+
+
+class Twice(nn.Module):
+    """Two ops of one type."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(torch.relu(x) - 8)
+
+
+@pytest.mark.parametrize(("first", "second", "products"), [(2.0, 2.0, 0), (2.0, 3.0, 2)])
+def test_a_held_tensor_that_two_ops_compute_from_is_overwritten_by_one_value_alone(
+    first: float, second: float, products: int, tmp_path: Path
+) -> None:
+    torch.export.save(torch.export.export(Twice(), (X,)), tmp_path / "model.pt2")
+    amanda.instrument(tmp_path / "model.pt2", Shifting(first, second), out=tmp_path / "copy.pt2")
+    copy = torch.export.load(tmp_path / "copy.pt2")
+    expected = torch.relu(torch.relu(X + 3 * first) - 8 + 3 * second)
+    torch.testing.assert_close(copy.module()(X), expected)
+    names = [str(node.target) for node in copy.graph.nodes if node.op == "call_function"]
+    assert names.count("aten.mul.Tensor") == products

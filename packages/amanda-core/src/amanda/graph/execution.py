@@ -31,7 +31,6 @@ class Insertion:
     count: number of values that the op has at this place.
     output_positions: positions of the values that the routines return to the graph, in order.
     sizes: for each received value the length if it is a list; None for a single tensor.
-    read_gradients: at a replaced backward op, positions of the gradients that other nodes read.
     depth: number of loops around the forward op; each round has its own `run`.
     original: computes the op, if it is replaced.
     reads: number of tensors of other ops, which follow the op's tensors.
@@ -45,7 +44,6 @@ class Insertion:
         "input_positions",
         "original",
         "output_positions",
-        "read_gradients",
         "reads",
         "replaces",
         "sizes",
@@ -60,7 +58,6 @@ class Insertion:
         input_positions: Sequence[int],
         sizes: Sequence[int | None],
         output_positions: Sequence[int],
-        read_gradients: Sequence[int] = (),
     ) -> None:
         self.actions = tuple(actions)
         self.facts = facts
@@ -68,7 +65,6 @@ class Insertion:
         self.input_positions = tuple(input_positions)
         self.sizes = tuple(sizes)
         self.output_positions = tuple(output_positions)
-        self.read_gradients = tuple(read_gradients)
         self.depth = 0
         self.original: Callable[[Sequence[Any]], Any] | None = None
         self.reads = 0
@@ -76,8 +72,11 @@ class Insertion:
         self.takes_run = any(action.takes_run for action in self.actions)
         self.replaces = bool(self.actions) and self.actions[0].type.is_replacement
 
-    def values(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the op's values: the flat tensors from the graph in their positions, None elsewhere."""
+    def unflatten(self, flat: Sequence[Any]) -> list[Any]:
+        """Return the op's values from the flat tensors; a list is made of as many of these as `sizes` says.
+
+        A value that the routines do not receive is None.
+        """
         values: list[Any] = [None] * self.count
         tensors = iter(flat)
         for position, size in zip(self.input_positions, self.sizes, strict=True):
@@ -94,7 +93,7 @@ class Insertion:
             return self.run_replacement(self.actions[0], execution.ops, flat, run)
         # A graph of gradients may run in a scope with some of the tools of its forward pass.
         actions = [action for action in self.actions if execution.runs_action(action)]
-        return self.apply(actions, self.values(flat), execution.ops, execution.state, run)
+        return self.apply(actions, self.unflatten(flat), execution.ops, execution.state, run)
 
     def run_of(self, execution: Execution, rounds: Sequence[int]) -> dict[Any, Any]:
         """Return the dict `run` that the routines of one execution of the op share."""
@@ -128,11 +127,10 @@ class Insertion:
     ) -> list[Any]:
         """Call a replacement on the flat tensors; return the flat tensors that go back into the graph.
 
-        A replacement of a backward op may return only the gradients that other nodes read; the others are
-        None.  Raises RoutineError for any other number of results, and for NotImplemented.
+        Raises RoutineError for another number of results than outputs, and for NotImplemented.
         """
         input_count = len(flat) - self.reads
-        values, reads = self.values(flat[:input_count]), flat[input_count:]
+        values, reads = self.unflatten(flat[:input_count]), flat[input_count:]
         result = run_replacement(ops, action, values, self.facts, run, (), self.original, reads)
         if result is NotImplemented:
             error = RoutineError(
@@ -146,11 +144,6 @@ class Insertion:
             return results  # one output that is a list
         if len(results) == output_count:
             return spread(results)
-        if self.read_gradients and len(results) == len(self.read_gradients):
-            gradients: list[Any] = [None] * output_count
-            for position, gradient in zip(self.read_gradients, results, strict=True):
-                gradients[position] = gradient
-            return gradients
         noun = "gradients" if action.type.is_backward else "outputs"
         error = RoutineError(
             f"{action} returned {len(results)} {noun}; {self.facts.name} gives {output_count}"

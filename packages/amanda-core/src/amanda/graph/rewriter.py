@@ -105,7 +105,7 @@ class Rewriter(ABC, Generic[NodeT]):
         """Store a constant that a routine returned in the graph."""
         raise NotImplementedError
 
-    def formed(
+    def complete_insertion(
         self, place: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
         """Set the additional fields of a driver's subclass of Insertion; return the insertion.
@@ -121,31 +121,33 @@ class Rewriter(ABC, Generic[NodeT]):
         The base has none to record.
         """
 
-    def leave(self, node: NodeT, replaced: bool) -> None:
-        """Finish a node: rewrite graphs inside it, such as bodies of loops; none in the base."""
+    def rewrite_inner_graphs(self, node: NodeT, replaced: bool) -> None:
+        """Rewrite the graphs inside a node, such as bodies of loops; none in the base."""
 
     def run(self) -> None:
         """Analyse every node, and insert the actions that tools record between the nodes."""
         for node in self.nodes():
-            self.at_node(node)
+            self.rewrite_node(node)
 
-    def at_node(self, node: NodeT) -> None:
-        """Analyse a node, and insert the actions that tools record around it."""
+    def rewrite_node(self, node: NodeT) -> None:
+        """Analyse a node, insert the actions that tools record around it, and rewrite graphs inside it."""
         inputs, outputs = self.sides(node)
         facts = self.facts(node, inputs)
         plan = self.rewriting.analysis.forward(facts, outputs.values)
         # After the analysis, which sees the graph's own values and not those of routines.
-        inputs.read(self.current)
-        replaced = self.act(node, plan, inputs, outputs, facts)
+        inputs.read_replaced_values(self.current)
+        replaced = self.insert_actions(node, plan, inputs, outputs, facts)
         self.redirect_readers(outputs)
-        self.leave(node, replaced)
+        self.rewrite_inner_graphs(node, replaced)
 
     def redirect_readers(self, side: Side) -> None:
         """Make later nodes read the results of routines instead of the replaced values of a side."""
         for i in side.changed():
             self.current[side.before[i]] = side.refs[i]
 
-    def act(self, node: NodeT, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
+    def insert_actions(
+        self, node: NodeT, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts
+    ) -> bool:
         """Insert the actions of a plan before, instead of and after a node; return True if it is replaced."""
         self.insert_all(plan.before, inputs, facts)
         replaced = plan.replace is not None and self.replace(plan.replace, inputs, outputs, facts)
@@ -209,7 +211,7 @@ class Rewriter(ABC, Generic[NodeT]):
             insertion.original = facts.original()
         insertion.reads = len(extra_inputs)
         results = self._write_insertion(
-            self.formed(insertion, output_symbols, input_side, output_side),
+            self.complete_insertion(insertion, output_symbols, input_side, output_side),
             inputs,
             output_symbols,
             input_side,

@@ -267,8 +267,11 @@ class Side:
         """Return the flat positions of replaced values."""
         return [i for i, (old, new) in enumerate(zip(self.before, self.refs, strict=True)) if old != new]
 
-    def read(self, current: Mapping[Any, Any]) -> None:
-        """Replace the names by those under which readers find the values now.  current: by earlier name."""
+    def read_replaced_values(self, current: Mapping[Any, Any]) -> None:
+        """Read the results of earlier routines in place of the values that they replaced.
+
+        current: the name of each result, by the name of the replaced value.
+        """
         self.refs = [current.get(ref, ref) for ref in self.refs]
         self.before = list(self.refs)
 

@@ -249,7 +249,10 @@ def check_action_at_point(facts: OpFacts, kind: ActionType, point: Instrumentati
 
 
 def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded: Iterable[Action]) -> None:
-    """Raise an error where the op cannot be replaced, or is replaced already."""
+    """Raise an error for a backward op that cannot be replaced, or an op that a tool replaces already.
+
+    recorded: the actions so far at the op.
+    """
     if kind.is_backward and not facts.replaceable:
         raise ActionError(
             f"{facts.name} cannot be replaced; change its gradient with insert_before_backward_op"

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def scaled_dot_product_attention(
+def attention_with_pruned_probabilities(
     prune: Callable[..., Tensor],
     runs_unpruned: Callable[[Tensor], bool],
     query: Tensor,
@@ -57,7 +57,7 @@ def scaled_dot_product_attention(
     run: dict[Any, Any] | None,
     recomputed: bool,
 ) -> Any:
-    """Stand in for PyTorch's function of this name: `prune` changes the probabilities.
+    """Stand in for PyTorch's `scaled_dot_product_attention`: `prune` changes the probabilities.
 
     runs_unpruned: returns True for queries whose attention runs as it is.
     run, recomputed: arguments of the routine, which are passed on to `prune`.
@@ -87,7 +87,7 @@ def scaled_dot_product_attention(
     return functional.dropout(prune(probabilities, run=run, recomputed=recomputed), dropout_p) @ value
 
 
-ATTENTIONS = {"torch": scaled_dot_product_attention}
+ATTENTIONS = {"torch": attention_with_pruned_probabilities}
 """Functions for attention with pruned probabilities, by the library of the tensors."""
 
 

@@ -284,7 +284,7 @@ class MaskUpdater:
                 self._update_masks([weight], update_step)
         # Once in a step: a weight that several ops read has one value.
         elif weight.magnitudes is None and self.is_gathering(weight):
-            self._check_prepared()
+            self._check_first_masks_have_data()
             self._gather_values(weight, present)
 
     def is_gathering(self, weight: PrunedWeight) -> bool:
@@ -322,7 +322,7 @@ class MaskUpdater:
             # A copy: SparseGPT runs after the step, in which an optimizer may write.
             weight.value = weight.plain(value) * 1
 
-    def _check_prepared(self) -> None:
+    def _check_first_masks_have_data(self) -> None:
         """Raise PruneError if the first masks are due at step 0, and nothing was gathered for them."""
         is_first = self._schedule.begin == self.step == 0 and not self.is_calibrating
         if not is_first or any(weight.is_ready for weight in self._tool.weights):

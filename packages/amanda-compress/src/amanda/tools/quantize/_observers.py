@@ -53,15 +53,15 @@ class Histogram:
         elif (least, most) == (self.least, self.most):
             self.counts = self.counts + new_counts
         else:
-            self.counts = self._counts_in_range(least, most) + new_counts
+            self.counts = self._rebinned_counts(least, most) + new_counts
         self.least, self.most = least, most
 
-    def _counts_in_range(self, least: Any, most: Any) -> NDArray[Any]:
-        """Return the counts, moved to the bins of a wider range."""
+    def _rebinned_counts(self, least: Any, most: Any) -> NDArray[Any]:
+        """Return the counts in the bins of a wider range; old bins are split among the new ones."""
         # So far all numbers were equal, and lie in one bin.
         if self.least == self.most:
             return np.asarray(_bin_counts(np.array([self.least]), self.bins, least, most) * self.counts.sum())
-        # Each old bin is split, and its parts move to the new bins of their middles, as in torch.ao.
+        # Parts of old bins move to the new bins of their middles, as in torch.ao.
         fine_bins = self.bins * _UPSAMPLING
         counts = np.repeat(self.counts, _UPSAMPLING) / np.float32(_UPSAMPLING)
         middles = _linspace(self.least, self.most, fine_bins + 1)[:-1] + np.float32(0.5) * (

@@ -132,7 +132,10 @@ class _Engine(NamedTuple):
 
     @classmethod
     def configured(cls, jobs: int | None) -> _Engine | None:
-        """Return the engine that joblib is configured to have; None for one process, this one."""
+        """Return the engine that joblib is configured to have; None for one process, this one.
+
+        Raises AmandaError for threads, which share the model.
+        """
         import joblib
         from joblib.parallel import get_active_backend
 

@@ -189,6 +189,7 @@ def configure(
 ) -> None:
     """Set the functions that describe code, and that are called at the death of an object with an ordinal.
 
+    Cached descriptions of code are dropped.
     adopt: called with the object that encloses a call, an argument and its ordinal; returns the ordinal of
     the first object in the same slot of the enclosing object, and True if that is final.
     """

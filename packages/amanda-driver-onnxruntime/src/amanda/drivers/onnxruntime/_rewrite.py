@@ -163,7 +163,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         if make_computation is not None and are_static:
             result.compute = partial(_compute_constant, make_computation, list(inputs.symbols))
 
-    def leave(self, node: NamedNode, replaced: bool) -> None:
+    def rewrite_inner_graphs(self, node: NamedNode, replaced: bool) -> None:
         """Rewrite the bodies of a node; Python runs the node if a routine in them runs as Python."""
         if replaced:
             return
@@ -198,7 +198,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         """Return True for a tensor."""
         return symbol is not None and symbol.is_tensor
 
-    def formed(
+    def complete_insertion(
         self, place: Insertion, symbols: Sequence[OnnxSymbol | None], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
         """Set the dtypes of an insertion's results."""

@@ -39,10 +39,10 @@ class LevelTie(Tie):
     @property
     def value(self) -> torch.Tensor | None:
         """Return the value; None if only the tie still uses its memory."""
-        return self._value if self.is_used else None
+        return self._value if self.is_value_used else None
 
     @property
-    def is_used(self) -> bool:
+    def is_value_used(self) -> bool:
         """Return True if the program has the value, or anything else has a tensor in its memory."""
         if sys.getrefcount(self._value) > _REFERENCES_OF_A_TIE:
             return True
@@ -56,7 +56,7 @@ class LevelTie(Tie):
 
     def drop_if_unused(self) -> None:
         """End the tie if nothing else uses the memory of the value."""
-        if not self.is_used:
+        if not self.is_value_used:
             self._on_death(self)
 
     def copy_across(self, start: Hashable, written: WrittenPart) -> WrittenPart | None:
@@ -92,7 +92,7 @@ class LevelTie(Tie):
 
     def turn_into_view(self) -> bool:
         """Return False if the program still uses the value, which stays apart from the view."""
-        return not self.is_used
+        return not self.is_value_used
 
     def _current_versions(self) -> Sequence[int | None]:
         sides = innermost(self._value), innermost(self._view)

@@ -127,15 +127,15 @@ class TorchTensors:
             _without_gradient(target.copy_, value)
 
     def written_later(self, values: Sequence[Any]) -> Saved | None:
-        """Return hooks to run an op under, if routines may write these tensors after it, else None.
+        """Return hooks to run an op under, by which what it saves is copied before a routine writes.
 
-        They are needed where `saved_of` cannot reach what the op saves.
+        None where autograd records nothing or forbids hooks, or `saved_of` finds all that the op saves.
         """
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if not (torch.is_grad_enabled() and allowed()):
             return None
-        written = [tensor for tensor in spread(values) if isinstance(tensor, torch.Tensor)]
-        return SavingHooks(written) if any(map(self.saves_out_of_reach, written)) else None
+        tensors = [value for value in spread(values) if isinstance(value, torch.Tensor)]
+        return SavingHooks(tensors) if any(map(self.saves_out_of_reach, tensors)) else None
 
     def saves_out_of_reach(self, value: torch.Tensor) -> bool:
         """Return True for a view, whose node lies within its base's, and while the user has saving hooks."""

@@ -97,7 +97,7 @@ class TorchViews(Views):
         """End the ties of wrapped tensors whose memory nothing else uses any more."""
         for tie in self._level_ties:
             tie.drop_if_unused()
-        self._level_ties = [tie for tie in self._level_ties if tie.is_used]
+        self._level_ties = [tie for tie in self._level_ties if tie.is_value_used]
 
     def shares_memory(self, value: torch.Tensor) -> bool:
         """Return True if a tensor is a view of another, or a parameter."""

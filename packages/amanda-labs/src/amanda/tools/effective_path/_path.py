@@ -312,29 +312,31 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
     step = op_on_path.step
     # Several inputs, as of an addition, are numbered one after another.
     neurons: list[list[Indices]] = [[] for _ in range(samples)]
-    size: int = 0
+    neuron_count: int = 0
     shape: tuple[int, ...] = ()
-    for where, keys in op_on_path.element_keys.items():
-        if where == op_on_path.weight:
+    for input_index, keys in op_on_path.element_keys.items():
+        if input_index == op_on_path.weight:
             continue
-        tensor = step.tensor(where)
-        parts, part_size = _split_by_sample(keys, tensor.size, samples)
-        for sample_neurons, part in zip(neurons, parts, strict=True):
-            sample_neurons.append(part + size)
-        size += part_size
+        tensor = step.tensor(input_index)
+        indices_by_sample, count = _split_by_sample(keys, tensor.size, samples)
+        for sample_neurons, indices in zip(neurons, indices_by_sample, strict=True):
+            sample_neurons.append(indices + neuron_count)
+        neuron_count += count
         shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
+    if prod(shape) != neuron_count:  # the neurons are of several inputs, or of all samples
+        shape = (neuron_count,)
     weight = np.zeros(0) if op_on_path.weight is None else step.tensor(op_on_path.weight)
     weight_keys = [] if op_on_path.weight is None else op_on_path.element_keys[op_on_path.weight]
     # All samples share the weight, whose first axis is not a batch.
-    weights, weight_size = _split_by_sample(weight_keys, weight.size, samples, shared=True)
+    weights, weight_count = _split_by_sample(weight_keys, weight.size, samples, shared=True)
     terms = step.outputs[op_on_path.output].size * op_on_path.fan_in
-    synapses, per_sample = _split_by_sample(op_on_path.synapse_keys, terms, samples)
-    # `synapses` counts the terms that exist: a window at the border has fewer than `fan_in`.
-    total = op_on_path.synapses * per_sample // terms
+    synapses, terms_of_sample = _split_by_sample(op_on_path.synapse_keys, terms, samples)
+    # `op_on_path.synapses` counts the terms that exist: a window at the border has fewer than `fan_in`.
+    synapse_count = op_on_path.synapses * terms_of_sample // terms
     return [
         Layer(
             step.type, step.op.module, step.op.source, np.concatenate(neurons[i]), synapses[i], weights[i],
-            (size, total, weight_size), shape if prod(shape) == size else (size,), weight.shape,
+            (neuron_count, synapse_count, weight_count), shape, weight.shape,
             step.layout, step.weight_layout, op_on_path.fan_in,
         )
         for i in range(samples)

@@ -393,7 +393,7 @@ def _add_to_references(total: Any, count: Any, gradient: Any) -> None:
     from jax._src import core
     from jax._src.interpreters import batching
 
-    gradient = _row_sum_function()(gradient)
+    gradient = _identity_with_vmap_sum()(gradient)
     trace: Any = core.trace_ctx.trace
     # vmap nests, and the reference belongs to a trace outside of all of them.
     while isinstance(trace, batching.BatchTrace):
@@ -404,8 +404,8 @@ def _add_to_references(total: Any, count: Any, gradient: Any) -> None:
 
 
 @cache
-def _row_sum_function() -> Callable[..., Any]:
-    """Return a function that returns its argument, under `vmap` the sum over the rows."""
+def _identity_with_vmap_sum() -> Callable[..., Any]:
+    """Return a function of JAX that returns its argument, and under `vmap` the sum over the batch."""
     from jax.custom_batching import custom_vmap
 
     @custom_vmap  # type: ignore[untyped-decorator]

@@ -104,7 +104,7 @@ class Session:
     def _receive_signals(self) -> None:
         """Have the thread that saves watch the signals that end the process, if there is one."""
         if self._saving is not None:
-            self._saving.receive_signals(self._process.end_by_signal)
+            self._saving.watch_signals(self._process.end_by_signal)
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
@@ -301,7 +301,7 @@ class Saving(threading.Thread):
         # A full pipe must not block the handler in C, which writes while the program stands still.
         os.set_blocking(self._writing, False)
 
-    def receive_signals(self, handler: Any) -> None:
+    def watch_signals(self, handler: Any) -> None:
         """Watch a handler's signals, unless the program has a wakeup descriptor; call on the main thread."""
         self._handler = handler
         # A program may have a descriptor of its own, as asyncio has; it gets it back.

@@ -154,15 +154,15 @@ def arrangements(
         if transposed is not None and transposed.size == math.prod(shape):
             yield transposed.reshape(shape)
             return
-    if array.shape == shape:
+    has_shape = array.shape == shape
+    if has_shape:
         yield array
-    # Without known layouts: channels last against channels first.  In three axes of fitting shape the tensor
-    # is more likely (batch, tokens, width), where nothing has moved.
-    if array.ndim >= 3 and array.ndim == len(shape):
-        for moved in (np.moveaxis(array, -1, 1), np.moveaxis(array, 1, -1)):
-            if moved.shape == shape and (array.ndim > 3 or array.shape != shape):
-                yield moved
-    if array.shape != shape and array.size == math.prod(shape):
+    # Channels last against channels first.  In three axes of fitting shape the tensor is more likely
+    # (batch, tokens, width), where nothing has moved.
+    if array.ndim == len(shape) >= (4 if has_shape else 3):
+        moved_arrays = np.moveaxis(array, -1, 1), np.moveaxis(array, 1, -1)
+        yield from (moved for moved in moved_arrays if moved.shape == shape)
+    if not has_shape and array.size == math.prod(shape):
         # Leading axes that are split otherwise, or other extents of 1.
         array_extents, extents = ([n for n in axes if n != 1] for axes in (array.shape, shape))
         if array_extents == extents or array.shape[-1:] == shape[-1:]:

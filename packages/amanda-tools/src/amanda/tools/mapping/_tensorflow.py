@@ -115,7 +115,7 @@ def dtype(value: Any) -> str | None:
 
 
 def _describe_op(context: OpContext) -> None:
-    """Write the keys of an op that hold in its forward and backward pass."""
+    """Write the keys that a forward op and its backward ops share: type, weight, layouts, accessors."""
     name, inputs, attributes = context.get_forward_op_type(), context.get_inputs(), context.get_attrs()
     kind = WORDS.get(name, name)
     # Gather is an embedding only if it reads a table that is trained.
@@ -129,6 +129,7 @@ def _describe_op(context: OpContext) -> None:
     if weight is not None and convolution_axes(kind) is not None:
         context["weight_groups"] = groups = _groups(kind, weight, inputs, attributes)
         context["weight_layout"] = convolution_axes(kind, groups, channels_last=True)
+    # Functions, by which tools read a value of the op.
     context["shape"] = shape
     context["dtype"] = dtype
 

@@ -15,9 +15,9 @@ from amanda.files import naming, write_file
 from amanda.tools.profile._records import GRAPH, TimedExecution, Timeline
 from amanda.tools.results import to_json
 
-_LANE = 1 << 24
+_FIRST_LANE = 1 << 24
 """Track of the first lane of graphs; numbers of threads are smaller."""
-_STEPS = _LANE - 1
+_STEPS = _FIRST_LANE - 1  # the track of steps
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     begins = [*(event.begin for event in events), *(step.begin for step in timeline.steps)]
     # Numbers from the start: microseconds since the epoch would lose their fraction in a float.
     base = min(begins, default=0)
-    trace_events = list(_metadata(timeline, set(tracks)))
+    trace_events = list(_metadata_events(timeline, set(tracks)))
     for step in timeline.steps:
         names = "user_annotation", f"ProfilerStep#{step.number}"
         trace_events.append(_complete_event(*names, _STEPS, step.begin - base, step.end - step.begin, {}))
@@ -85,10 +85,10 @@ def _complete_event(
             "args": args}  # fmt: skip
 
 
-def _metadata(timeline: Timeline, tracks: set[int]) -> Iterator[dict[str, Any]]:
-    """Yield the names and the order of processes and tracks."""
+def _metadata_events(timeline: Timeline, tracks: set[int]) -> Iterator[dict[str, Any]]:
+    """Yield the events that name the process and its tracks, and order the tracks, steps first."""
     names = {thread.number: thread.name for thread in timeline.threads.values()}
-    names |= {track: f"graph {track - _LANE}" for track in tracks if track >= _LANE}
+    names |= {track: f"graph {track - _FIRST_LANE}" for track in tracks if track >= _FIRST_LANE}
     if timeline.steps:
         names[_STEPS] = "steps"
         tracks = tracks | {_STEPS}
@@ -114,7 +114,7 @@ def _tracks(timeline: Timeline) -> list[int]:
         # Slices of a track have to nest, and parallel ops overlap: the first free lane takes each.
         lane = next((i for i, end in enumerate(ends) if end <= event.begin), len(ends))
         ends[lane : lane + 1] = [event.begin + event.took]
-        tracks.append(_LANE + lane)
+        tracks.append(_FIRST_LANE + lane)
     return tracks
 
 

@@ -246,7 +246,8 @@ class KerasTracing(Tracing):
     ) -> None:
         """Follow an op by its rule, store the families of its outputs, and append it to `traced_ops`.
 
-        Pops the inputs that `_push_inputs` pushed.
+        Pops the inputs that `_push_inputs` pushed.  A read of a variable is not appended: its output is the
+        weight itself for the ops that follow.
         """
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
@@ -257,9 +258,12 @@ class KerasTracing(Tracing):
         input_values = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         move = partial(_move_labels, type, attributes, values)
-        # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key, and
-        # ops of a compiled function have no keys of eager ones.
-        word = type if rule is reduced else "add" if type == "BiasAdd" else word
+        if rule is reduced:
+            # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key,
+            # and ops of a compiled function have no keys of eager ones.
+            word = type
+        elif type == "BiasAdd":
+            word = "add"  # as Keras adds the bias once one channel remains, see below
         call = FollowedOp(
             word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, move,
             self.notes, _name,
@@ -275,7 +279,9 @@ class KerasTracing(Tracing):
                 self._families_of[output] = families
             if passes_weight:
                 self._names[output] = input_values[0].name
-        if type != "Squeeze":  # Keras adds a bias of one channel without it, and so that it is not a BiasAdd
+        # The smaller model has to trace the same ops: Keras adds a bias by Squeeze and BiasAdd, and a bias of
+        # one channel by an addition alone.
+        if type != "Squeeze":
             self.note_op(
                 call,
                 rule,

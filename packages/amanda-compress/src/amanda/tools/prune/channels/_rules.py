@@ -23,8 +23,8 @@ def convolution(call: FollowedOp) -> Sequence[Families]:
     value, weight, groups = call.inputs[0], call.inputs[1], int(call.value("groups", 1))
     channel_axis = 1 - weight.ndim
     input_channels = call.labels_along(call.families_of(value), channel_axis)
-    outputs = call.labels_along(_families_along(call, weight, 0), 0)
-    inputs = call.labels_along(_families_along(call, weight, 1), 1)
+    outputs = call.labels_along(_channel_families(call, weight, 0), 0)
+    inputs = call.labels_along(_channel_families(call, weight, 1), 1)
     # A weight of a grouped convolution has the inputs of one group alone.
     if groups == 1:
         call.match(input_channels, inputs)
@@ -74,8 +74,8 @@ def transposed_convolution(call: FollowedOp) -> Sequence[Families]:
     if int(call.value("groups", 1)) != 1:
         call.leave_inputs_whole(f"{call.place} is a transposed convolution with groups")
         return [()]
-    inputs = call.labels_along(_families_along(call, weight, 0), 0)
-    outputs = call.labels_along(_families_along(call, weight, 1), 1)
+    inputs = call.labels_along(_channel_families(call, weight, 0), 0)
+    outputs = call.labels_along(_channel_families(call, weight, 1), 1)
     channel_axis = 1 - weight.ndim
     call.match(call.labels_along(call.families_of(value), channel_axis), inputs)
     return _note_layer(call, outputs, inputs, channel_axis, ())
@@ -85,17 +85,21 @@ def linear(call: FollowedOp) -> Sequence[Families]:
     """Match the features of the input with the weight's inputs; the weight's outputs are the op's."""
     value, weight = call.inputs[0], call.inputs[1]
     input_features, other_families = call.split_axis(call.families_of(value), -1)
-    outputs = call.labels_along(_families_along(call, weight, 0), 0)
-    inputs = call.labels_along(_families_along(call, weight, 1), 1)
+    outputs = call.labels_along(_channel_families(call, weight, 0), 0)
+    inputs = call.labels_along(_channel_families(call, weight, 1), 1)
     call.match(input_features, inputs)
     return _note_layer(call, outputs, inputs, -1, other_families)
 
 
-def _families_along(call: FollowedOp, weight: Any, axis: int) -> Families:
-    """Return the families of a weight along one axis; leave families of windows, which are not channels."""
+def _channel_families(call: FollowedOp, weight: Any, axis: int) -> Families:
+    """Return the families of a weight along one axis: outputs or inputs.
+
+    Families along the window of a convolution are no channels, and are left whole.
+    """
     families = call.families_of(weight)
     for family in families:
-        if weight.ndim > 2 and max(family.shape[:2]) == 1:
+        is_along_window = weight.ndim > 2 and family.shape[:2] == (1, 1)
+        if is_along_window:
             call.labels.leave_whole(family, "")
     return tuple(family for family in families if family.shape[axis] > 1)
 
@@ -186,18 +190,23 @@ def layer_norm(call: FollowedOp) -> Sequence[Families]:
 
 
 def group_norm(call: FollowedOp) -> Sequence[Families]:
-    """Match channels with weights and biases; whole groups go, or the same place in each group."""
+    """Match channels with weights and biases.
+
+    Many small groups are removed as wholes; few large ones lose the same places in each.
+    """
     value, groups = call.inputs[0], int(call.value("num_groups"))
     channels = call.labels_along(call.families_of(value), 1)
     call.match_vector(channels, call.value("weight"), call.value("bias"))
     if channels is not None:
         grouped = channels.reshape(groups, -1)
+        channels_of_group = grouped[:, :1]  # broadcast over a group
+        same_places = grouped[:1]  # broadcast over the groups
         # The same choice as in grouped convolutions, so that both fit where one follows the other.
         if groups >= grouped.shape[1]:
-            call.labels.unite(grouped, grouped[:, :1])
+            call.labels.unite(grouped, channels_of_group)
             call.note_whole_groups(call.value("weight"))
         else:
-            call.labels.unite(grouped, grouped[:1])
+            call.labels.unite(grouped, same_places)
             # Fewer channels in each group: mean and variance are over these alone, which masks do not give.
             call.note_reduction(1, channels)
     return [shaped(channels, 1, value.ndim)]
@@ -206,10 +215,10 @@ def group_norm(call: FollowedOp) -> Sequence[Families]:
 def embedding(call: FollowedOp) -> Sequence[Families]:
     """Pass on the features of rows that data select; all rows stay."""
     weight, rank = call.value("weight"), call.outputs[0].ndim
-    rows = _families_along(call, weight, 0)
+    rows = _channel_families(call, weight, 0)
     # Numbers in the data select rows: without one row all later numbers would be wrong.
     call.labels.leave_whole(rows, f"{call.place} reads them by index")
-    outputs = call.labels_along(_families_along(call, weight, 1), 1)
+    outputs = call.labels_along(_channel_families(call, weight, 1), 1)
     call.labels.mark_outputs(outputs)
     return [shaped(outputs, rank - 1, rank)]
 

@@ -179,7 +179,8 @@ class ForwardRecord:
     """A call of a forward function, recorded for the calls of its backward function.
 
     state_outside: the state in which the backward function runs once the scopes are closed.
-    copy: the instrumented copy.  runs, stores: those of the execution.  atomic: the forward function, weakly.
+    copy: the instrumented copy.  runs, stores: those of the execution.
+    find_atomic: returns the forward function, None if that is gone.
     """
 
     def __init__(self, copy: RewrittenCopy[RegisteredCopy], execution: Execution, atomic: Any) -> None:
@@ -189,7 +190,7 @@ class ForwardRecord:
         self.runs = execution.runs
         # The values live as long as the tape holds the backward function, which holds this record.
         self.stores = execution.stores
-        self.atomic = weakref.ref(atomic)
+        self.find_atomic = weakref.ref(atomic)
 
 
 class _ThreadCalls(threading.local):
@@ -292,14 +293,17 @@ class FunctionBoundary:
 
         @functools.wraps(wrap)
         def wrap_backward_function(functions: Any, graph: Any, backward: Any, outputs: Any) -> Any:
-            return wrap(functions, graph, self._attach_record(functions, backward), outputs)
+            return wrap(functions, graph, self._with_last_record(functions, backward), outputs)
 
         attributes.set(holder, "_wrap_backward_function", wrap_backward_function)
 
-    def _attach_record(self, functions: Any, backward: Any) -> Any:
-        """Return a backward function with the record of the last call, if it belongs to that call."""
+    def _with_last_record(self, functions: Any, backward: Any) -> Any:
+        """Return a backward function with the record of the last forward call, which is used up.
+
+        The function is returned as it is if that call was of another function.
+        """
         forward_record, self._thread.last_record = self._thread.last_record, None
-        if forward_record is None or forward_record.atomic() is not functions._forward:
+        if forward_record is None or forward_record.find_atomic() is not functions._forward:
             return backward
         return _RecordedBackward(self, backward, forward_record)
 
@@ -351,7 +355,7 @@ class FunctionBoundary:
         wrap = functions._wrap_backward_function
 
         def wrap_backward_function(graph: Any, backward: Any, outputs: Any) -> Any:
-            return wrap(graph, self._attach_record(functions, backward), outputs)
+            return wrap(graph, self._with_last_record(functions, backward), outputs)
 
         # An attribute of the instance hides the method for the one call of `record`.
         functions._wrap_backward_function = wrap_backward_function

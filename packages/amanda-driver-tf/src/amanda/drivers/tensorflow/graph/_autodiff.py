@@ -293,34 +293,45 @@ class Pullbacks:
     ) -> dict[int, str]:  # fmt: skip
         """Insert a pullback for a node with routines; return refs of the gradients of its inputs.
 
-        None is inserted if no gradient enters, or none is asked for.
-        output_gradients: gradients of the node's outputs, by position in the operation.
+        None is inserted, and {} returned, if no gradient enters, or none is asked for.
+        op: the backward operation ahead of which the pullback runs.
+        output_gradients: gradients of the node's outputs, by position in the forward operation.
         input_gradients: symbols with the dtypes of the gradients of its inputs, likewise.
         """
-        # A position in the operation is another one among the node's saved values.
+        # The pullback counts positions among the node's saved values: `incoming` has these as keys, and
+        # `asked_positions` the position in the forward operation for each.
         incoming = {
-            k: output_gradients[i] for k, i in enumerate(place.output_positions) if i in output_gradients
+            saved_position: output_gradients[position]
+            for saved_position, position in enumerate(place.output_positions)
+            if position in output_gradients
         }
-        inputs = {k: i for k, i in enumerate(place.input_positions) if i in input_gradients}
-        if not incoming or not inputs:
+        asked_positions = {
+            saved_position: position
+            for saved_position, position in enumerate(place.input_positions)
+            if position in input_gradients
+        }
+        if not incoming or not asked_positions:
             return {}
         forward_id, *_ = place.values_key
         depth = self._rewriting.depths.get(forward_id, 0)
-        pullback = Pullback(place.values_key, list(incoming), list(inputs), depth)
-        identity, node_name = place.node
-        is_in_body = identity == self._insertions.body.identity
+        pullback = Pullback(place.values_key, list(incoming), list(asked_positions), depth)
+        body_identity, node_name = place.node
+        is_in_body = body_identity == self._insertions.body.identity
         control_inputs: list[str] = []
-        if is_in_body:
+        if is_in_body:  # the pullback waits for the node, which saves the values
             number = self._insertions.body.number_at(op, ahead=True)
             control_inputs = self._insertions.dependencies.control_inputs_after([node_name], number)
         self._count_reader(op, place, runs_once=is_in_body and not depth)
         name = self._insertions.add_slot_call(
             op, pullback, [gradient.ref for gradient in incoming.values()],
             [dtype_enum(gradient.tensor) for gradient in incoming.values()],
-            [dtype_enum(input_gradients[i]) for i in inputs.values()], ahead=True, instead=True,
+            [dtype_enum(input_gradients[i]) for i in asked_positions.values()], ahead=True, instead=True,
             control_inputs=control_inputs,
         )  # fmt: skip
-        return {i: self._insertions.output_of(name, result) for result, i in enumerate(inputs.values())}
+        return {
+            position: self._insertions.output_of(name, result)
+            for result, position in enumerate(asked_positions.values())
+        }
 
     def _count_reader(self, op: tf.Operation, place: AutodiffPlace, runs_once: bool) -> None:
         """Count a pullback ahead of an operation among the readers of a place's saved values.

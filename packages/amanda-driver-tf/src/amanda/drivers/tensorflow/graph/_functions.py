@@ -199,28 +199,28 @@ def runs_without_xla(function: RuntimeFunction, read_argument: Callable[[int], A
 
 
 def _try_without_xla(function: RuntimeFunction, values: list[Any], extent: int) -> bool:
-    """Run a function without XLA on arguments, and drop the results; return False if it fails.
+    """Run a copy of a function without XLA, and drop the results; return False if it fails.
 
     extent: size of the unknown dimensions of arguments without a value.
     """
     definitions: dict[str, Any] = {}
     name = _add_trial_definition(function, definitions)
     current = context.context()
-    handles = []  # the runtime drops a function with its last AtomicFunction
+    references = []  # the runtime drops a function with its last AtomicFunction
     for definition in definitions.values():
         current.add_function_def(definition)
-        handles.append(atomic_function.AtomicFunction(definition.signature.name.encode(), current, None))
-    variables: list[Any] = []
+        references.append(atomic_function.AtomicFunction(definition.signature.name.encode(), current, None))
+    new_variables: list[Any] = []  # `_trial_argument` appends to them
     try:
         pairs = zip(function.graph.inputs, values, strict=True)
-        arguments = [_trial_argument(symbol, value, extent, variables) for symbol, value in pairs]
+        arguments = [_trial_argument(symbol, value, extent, new_variables) for symbol, value in pairs]
         # The runtime is called directly, so that no tape or scope sees the trial.
         current.call_function(name.encode(), arguments, len(function.definition.signature.output_arg))
     # TypeError is raised for arguments that cannot be copied, such as tables and iterators.
     except (errors.OpError, ValueError, TypeError):
         return False
     finally:
-        for handle in variables:
+        for handle in new_variables:
             tf.raw_ops.DestroyResourceOp(resource=handle, ignore_lookup_error=True)
     return True
 
@@ -254,10 +254,10 @@ def _remove_xla_marks(attributes: Any) -> None:
         attributes.pop(attribute, None)
 
 
-def _trial_argument(symbol: Any, value: Any, extent: int, variables: list[Any]) -> Any:
+def _trial_argument(symbol: Any, value: Any, extent: int, new_variables: list[Any]) -> Any:
     """Return an argument for a trial: a value, zeros, or a new variable in the place of a variable.
 
-    The handle of a new variable is appended to `variables`.
+    The handle of a new variable is appended to `new_variables`.
     Raises TypeError for an argument that cannot be copied, such as a table or an iterator.
     """
     is_value = isinstance(value, ops.EagerTensor)
@@ -271,7 +271,7 @@ def _trial_argument(symbol: Any, value: Any, extent: int, variables: list[Any]) 
     with tf.device(value.device if is_value else None):
         # Writes of the trial go to copies of the variables.
         handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=context.anonymous_name())
-        variables.append(handle)
+        new_variables.append(handle)
         if not is_value:
             content = _zeros(dtype, shape, extent)
         elif tf.raw_ops.VarIsInitializedOp(resource=value):

@@ -106,7 +106,7 @@ class BodyRewriter(RoutineRewriter):
             numbers={self.removed.get(name, name): number for name, number in numbers.items()},
         )  # fmt: skip
 
-    def at_node(self, op: tf.Operation) -> None:
+    def rewrite_node(self, op: tf.Operation) -> None:
         """Analyse an operation, and edit it.
 
         A gradient operation of a file is reported, and stays. Other operations of a backward pass stay, too.
@@ -120,10 +120,10 @@ class BodyRewriter(RoutineRewriter):
             facts, outputs = self.facts(op), grouped_outputs(op, self._node(op))
             plan = self.rewriting.analysis.forward(facts, outputs)
             if plan:  # most operations have no actions, and need no sides
-                self.act(op, plan, *self.sides(op), facts)
-        self.leave(op, replaced=False)
+                self.insert_actions(op, plan, *self.sides(op), facts)
+        self.rewrite_inner_graphs(op, replaced=False)
 
-    def leave(self, op: tf.Operation, replaced: bool) -> None:
+    def rewrite_inner_graphs(self, op: tf.Operation, replaced: bool) -> None:
         """Rewrite the functions that an operation calls; no effect if it calls none."""
         edited_call, dependencies = rewrite_calls(self, op, rewrite), self.insertions.dependencies
         if edited_call is None:
@@ -186,7 +186,7 @@ class BodyRewriter(RoutineRewriter):
             rewriting.depths[identity] = depth
         return facts
 
-    def act(
+    def insert_actions(
         self, op: tf.Operation, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts
     ) -> bool:
         """Put the actions of a plan at an operation; redirect its gradient operations to changed values.
@@ -197,7 +197,7 @@ class BodyRewriter(RoutineRewriter):
         if self.body.syntax.dead_values and op.type in CONTROL_FLOW_OPS:
             insert_at_control_flow(self, op, plan, inputs, outputs, facts)
         else:
-            replaced = super().act(op, plan, inputs, outputs, facts)
+            replaced = super().insert_actions(op, plan, inputs, outputs, facts)
         self.redirect_readers(outputs)
         if facts.backward_op is None:
             self._redirect_changed_inputs(op, inputs, facts)
@@ -347,7 +347,7 @@ class BodyRewriter(RoutineRewriter):
         before = OpSide(op, True, [self.refs.of_input(op, i) for i in input_positions], facts.grad_outputs)
         refs = [self.body.syntax.write(Edge(node.name, i)) for i in output_positions]
         after = OpSide(op, False, refs, [outputs[i] for i in output_positions])
-        self.act(op, plan, before, after, facts)
+        self.insert_actions(op, plan, before, after, facts)
         for i in before.changed():
             self.refs.redirect(op, input_positions[i], before.refs[i])
 

@@ -116,20 +116,18 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def foreign_inputs(self, action: Action, inputs: OpSide, facts: OpFacts) -> Sequence[ForeignInput]:
         """Return the inputs of other operations that a replacement reads."""
 
-    def formed(
+    def complete_insertion(
         self, place: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
-        """Set what a node with routines outputs, and what it saves for gradients or reads of them; return it.
+        """Set the dtypes of a node with routines, its loops, and what it saves for gradients; return it.
 
-        symbols: those whose dtypes the node has.
+        symbols: of the values that the node returns.
         """
         assert isinstance(place, RoutineNode)
         facts, action = place.facts, place.actions[0]
         place.depth = self.rewriting.depths.get(facts.op_id, 0)
         place.dtypes = [symbol.dtype.base_dtype for symbol in symbols]
-        if facts.backward_op is not None:
-            place.read_gradients = place.output_positions if place.replaces else ()
-        elif not action.observer and self.rewriting.differentiated:
+        if facts.backward_op is None and not action.observer and self.rewriting.differentiated:
             self._save_for_gradients(place, op_side(inputs_side), outputs_side)
         return place
 
@@ -305,7 +303,7 @@ class TracedRoutine:
         if place.replaces:
             flat = place.run_replacement(place.actions[0], _TENSORS, inputs, {})
         else:
-            flat = place.apply(place.actions, place.values(inputs), _TENSORS, rewriting.state, {})
+            flat = place.apply(place.actions, place.unflatten(inputs), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(output, dtype)) for output, dtype in zip(flat, place.dtypes, strict=True)]
 
     def call(

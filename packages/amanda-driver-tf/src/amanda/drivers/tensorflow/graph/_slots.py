@@ -201,7 +201,7 @@ class _PlacedObserver:
         """
         layout = self.layout
         if layout is None:
-            all_indices = self.place.values(self.indices)
+            all_indices = self.place.unflatten(self.indices)
             select = self.action.select
             layout = all_indices if select is None else picked_by(self.action, all_indices, self.facts)
             self.layout, self.is_flat = layout, all(isinstance(entry, int) for entry in layout)
@@ -220,7 +220,7 @@ class _PlacedObserver:
 
         flat: the tensors of the node.  values: those that the observer was called with.
         """
-        all_values = self.place.values([flat[i] for i in self.indices])
+        all_values = self.place.unflatten([flat[i] for i in self.indices])
         explained = failed(error, self.action, all_values, values, self.facts)
         if explained is not None:
             raise explained from error

@@ -94,7 +94,7 @@ def _predecessors(
     return iter(reads)
 
 
-_SUFFIX = "_grad/"
+_GRADIENT_SUFFIX = "_grad/"
 
 
 class ForwardOps:
@@ -135,7 +135,7 @@ class ForwardOps:
         """Map gradient operations without a record by their names, and set `guessed` if there are some."""
         graph = ops[0].graph if ops else None
         for op in ops:
-            if _SUFFIX in op.name:
+            if _GRADIENT_SUFFIX in op.name:
                 forward = _forward_by_name(graph, op.name)
                 if forward is not None:
                     self.by_gradient[op.name] = forward
@@ -193,7 +193,7 @@ def _recorded_forward(op: Any) -> Any:
 
 def _forward_by_name(graph: Any, name: str) -> Any:
     """Return the operation that a gradient is named after: "conv" for "gradients/conv_grad/..."."""
-    for end in _suffix_positions(name):
+    for end in _gradient_suffix_positions(name):
         parts = name[:end].split("/")
         # The scopes in front are those of the gradients, so the longest rest that names an operation counts.
         for first in range(1, len(parts)):
@@ -204,17 +204,17 @@ def _forward_by_name(graph: Any, name: str) -> Any:
     return None
 
 
-def _suffix_positions(name: str) -> Iterator[int]:
-    """Yield the positions of "_grad/" in a name, the last first."""
-    end = name.rfind(_SUFFIX)
+def _gradient_suffix_positions(name: str) -> Iterator[int]:
+    """Yield the positions of "_grad/" in the name of a gradient operation, the last first."""
+    end = name.rfind(_GRADIENT_SUFFIX)
     while end >= 0:
         yield end
-        end = name.rfind(_SUFFIX, 0, end)
+        end = name.rfind(_GRADIENT_SUFFIX, 0, end)
 
 
 def _gradient_scope(name: str, forward: Any) -> str | None:
     """Return the name scope in which a gradient was built, such as "gradients/"; None if unknown."""
-    scope, suffix, _ = name.partition(forward.name + _SUFFIX)
+    scope, suffix, _ = name.partition(forward.name + _GRADIENT_SUFFIX)
     return scope if suffix else None
 
 

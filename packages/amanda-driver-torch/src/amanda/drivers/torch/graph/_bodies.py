@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -107,8 +108,8 @@ class Body:
             )
         calls = (call for node_run in self._node_runs.values() for call in node_run.calls)
         self.backward_counts = Counter(type(node).__name__ for call in calls for node, _ in call.nodes)
-        self._calls: dict[Node, InstrumentedCall] = {}
-        self._tensors_of_bodies: dict[Node, Sequence[torch.Tensor]] = {}
+        self._instrumented_nodes: dict[Node, InstrumentedCall] = {}
+        self._held_by_inner_bodies: dict[Node, Sequence[torch.Tensor]] = {}
         rewriting.analyse_forward(self._node_runs)
 
     def is_changed(self) -> bool:
@@ -118,22 +119,24 @@ class Body:
 
     def try_routines(self) -> list[torch.Tensor]:
         """Try the routines of the body without data; return the tensors that they hold."""
-        self._calls = self.rewriting.make_instrumented_nodes(self._node_runs)
-        self._tensors_of_bodies = {
+        self._instrumented_nodes = self.rewriting.make_instrumented_nodes(self._node_runs)
+        self._held_by_inner_bodies = {
             node: bodies.try_routines() for node, bodies in self.rewriting.bodies.items()
         }
-        tensors = [tensor for call in self._calls.values() for tensor in call.held_tensors.tensors]
-        return tensors + [
-            tensor for held_tensors in self._tensors_of_bodies.values() for tensor in held_tensors
-        ]
+        held_tensors = [call.held_tensors.tensors for call in self._instrumented_nodes.values()]
+        return list(chain(*held_tensors, *self._held_by_inner_bodies.values()))
 
     def write_copy(self, held_tensors: Sequence[torch.Tensor]) -> GraphModule:
-        """Return a copy of the body with routines in it, whose last inputs are the held tensors."""
+        """Return a copy of the body with routines in it; the tensors that these hold are its last inputs.
+
+        A body is copied once: the tensors without data, on which `try_routines` ran, are dropped.
+        """
         copy = _BodyCopy(self.rewriting.module, self.rewriting.program, held_tensors)
-        for node, call in self._calls.items():
-            copy.replace_node(node, call, list(self._node_runs[node].module_tensors))
+        for node, call in self._instrumented_nodes.items():
+            names_of_weights = list(self._node_runs[node].module_tensors)
+            copy.replace_node(node, call, names_of_weights)
         for node, bodies in self.rewriting.bodies.items():
-            bodies.write_into(copy, self._tensors_of_bodies[node])
+            bodies.write_into(copy, self._held_by_inner_bodies[node])
         for node_run in self._node_runs.values():
             node_run.forget_symbols()
         return copy.finish()

@@ -183,7 +183,8 @@ def store_constants(program: ExportedProgram, old_constants: Mapping[str, Any]) 
 
     old_constants: the constants before the program was exported again, which renames constants: a constant
     equal to one of them is not new.  A folded value goes into a weight that nothing else reads, if there is
-    one, else into the new constant.
+    one, else into the new constant.  Where one place would have to hold two different values, both stay
+    computed.
     """
     _ConstantFolder(program, old_constants).fold()
 
@@ -193,7 +194,6 @@ class _ConstantFolder:
 
     values: of nodes that depend on stored tensors alone.  sources: for each computed node that depends on a
     new constant, the placeholders that the node depends on.  new_placeholders: placeholders of new constants.
-    used_placeholders: placeholders that have taken a folded value.
     """
 
     def __init__(self, program: ExportedProgram, old_constants: Mapping[str, Any]) -> None:
@@ -217,18 +217,13 @@ class _ConstantFolder:
             and not any(_are_equal(value, constant) for constant in old_constants.values())
         }
         self.sources: dict[Node, set[Node]] = {}
-        self.used_placeholders: set[Node] = set()
 
     def fold(self) -> None:
         """Compute the values, store those that other nodes read, and drop what nothing reads any more."""
         for node in self.program.graph.nodes:
             self._compute_value(node)
-        # The last folded nodes before the rest of the program; what is returned stays computed, because the
-        # signature names outputs by their nodes.
-        last_nodes = [node for node in self.sources if any(user not in self.sources for user in node.users)]
-        last_nodes = [node for node in last_nodes if all(user.op != "output" for user in node.users)]
-        for node in last_nodes:
-            self._store_value(node, last_nodes)
+        for node, placeholder in self._find_placeholders().items():
+            self._move_value_to_placeholder(node, placeholder)
         for node in reversed([*self.sources]):  # users before what they use
             if not node.users:
                 self.program.graph.erase_node(node)
@@ -259,41 +254,67 @@ class _ConstantFolder:
             self.values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         self.sources[node] = sources
 
-    def _store_value(self, node: Node, last_nodes: Collection[Node]) -> None:
-        """Replace a node, for all that reads it, by a weight or a new constant that holds its value."""
-        candidates = [
-            placeholder for placeholder in self.sources[node] if self._can_take(placeholder, node, last_nodes)
-        ]
-        if not candidates:
-            return
-        # Weights first: their names are those of the model.
-        placeholder = min(candidates, key=lambda candidate: candidate in self.new_placeholders)
-        self.used_placeholders.add(placeholder)
+    def _find_placeholders(self) -> dict[Node, Node]:
+        """Return the placeholder that takes the value of each folded node that the rest of the program reads.
+
+        A node without one stays computed, and what it depends on keeps its value.
+        """
+        last_nodes = [node for node in self.sources if any(user not in self.sources for user in node.users)]
+        # What is returned stays computed, because the signature names outputs by their nodes.
+        storable_nodes = [node for node in last_nodes if all(user.op != "output" for user in node.users)]
+        takers: dict[Node, Node] = {}
+        for node in storable_nodes:
+            candidates = [
+                placeholder
+                for placeholder in self.sources[node]
+                if self._can_take(placeholder, node, storable_nodes, takers)
+            ]
+            if candidates:
+                # Weights first: their names are those of the model.
+                takers[node] = min(candidates, key=lambda candidate: candidate in self.new_placeholders)
+        while True:
+            read_placeholders = {
+                source for node in last_nodes if node not in takers for source in self.sources[node]
+            }
+            remaining = {node: taker for node, taker in takers.items() if taker not in read_placeholders}
+            if len(remaining) == len(takers):
+                return takers
+            takers = remaining
+
+    def _can_take(
+        self,
+        placeholder: Node,
+        node: Node,
+        storable_nodes: Collection[Node],
+        takers: Mapping[Node, Node],
+    ) -> bool:
+        """Return True if a stored tensor can take a node's value: only folded nodes read it.
+
+        Nodes share it if their values are equal; a weight only if those of all that depend on it are.
+        takers: placeholders of the nodes so far.
+        """
+        if any(user not in self.sources for user in placeholder.users):
+            return False
+        value, stored_value = self.values[node], self.values[placeholder]
+        if placeholder in self.new_placeholders:
+            sharing_nodes = [other for other, taker in takers.items() if taker is placeholder]
+        elif stored_value.shape == value.shape and stored_value.dtype == value.dtype:
+            sharing_nodes = [other for other in storable_nodes if placeholder in self.sources[other]]
+        else:
+            return False
+        return all(_are_equal(self.values[other], value) for other in sharing_nodes)
+
+    def _move_value_to_placeholder(self, node: Node, placeholder: Node) -> None:
+        """Write a node's value over a placeholder's tensor, which the rest of the program reads instead."""
         name = str(self.targets[placeholder])
         old_value = self._stored_tensor(name)
-        stored = self.values[node].detach().clone()
+        new_value = self.values[node].detach().clone()
         if isinstance(old_value, torch.nn.Parameter):
-            stored = torch.nn.Parameter(stored, old_value.requires_grad)
+            new_value = torch.nn.Parameter(new_value, old_value.requires_grad)
         holder = self.program.constants if name in self.program.constants else self.program.state_dict
-        holder[name] = stored
+        holder[name] = new_value
         placeholder.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(placeholder, delete_user_cb=lambda user: user not in self.sources)
-
-    def _can_take(self, placeholder: Node, node: Node, last_nodes: Collection[Node]) -> bool:
-        """Return True if a stored tensor can take a node's value: only nodes of that value read it.
-
-        A new constant takes one value at most; a weight the value of several nodes, if it is the same.
-        """
-        value, stored_value = self.values[node], self.values[placeholder]
-        is_used = placeholder in self.used_placeholders
-        only_folded_nodes_read = all(user in self.sources for user in placeholder.users)
-        if placeholder in self.new_placeholders:
-            return only_folded_nodes_read and not is_used
-        if stored_value.shape != value.shape or stored_value.dtype != value.dtype:
-            return False
-        sharing_nodes = [last_node for last_node in last_nodes if placeholder in self.sources[last_node]]
-        has_one_value = all(torch.equal(self.values[last_node], value) for last_node in sharing_nodes)
-        return (only_folded_nodes_read or is_used) and has_one_value
 
     def _stored_tensor(self, name: Any) -> Any:
         """Return the weight, buffer or constant of a name."""

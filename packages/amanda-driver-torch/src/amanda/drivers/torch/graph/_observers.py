@@ -138,7 +138,7 @@ class ObserverBatch:
     @staticmethod
     def _observed(call: PythonCall, flat: Sequence[Any]) -> Observed:
         (action,) = call.actions
-        values = call.values([tensor.detach() for tensor in flat])
+        values = call.unflatten([tensor.detach() for tensor in flat])
         return Observed(values, action.kwargs, _ObserverPlace(action, call.facts), _no_run)
 
 

@@ -124,9 +124,9 @@ class PythonCall(Insertion):
         self.numbers = (*numbers, *(float(value) for value in values[count:]))
         return values[:count]
 
-    def values(self, flat: Sequence[Any]) -> list[Any]:
+    def unflatten(self, flat: Sequence[Any]) -> list[Any]:
         """Return the values of the place, made of the tensors that the graph hands over."""
-        values = super().values(flat)
+        values = super().unflatten(flat)
         for position, constant in self.constants.items():
             values[position] = fill_template(constant, self.numbers)
         return values
@@ -177,9 +177,9 @@ class ReplacementCall(PythonCall):
         self.compute = compute
         self.targets = targets
 
-    def values(self, flat: Sequence[Any]) -> list[Any]:
+    def unflatten(self, flat: Sequence[Any]) -> list[Any]:
         """Return the op's inputs, with clones of those that the op writes."""
-        return with_clones(super().values(flat), self.targets)
+        return with_clones(super().unflatten(flat), self.targets)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the routine's outputs; the op's outputs if it returns NotImplemented, or may not run.
@@ -187,7 +187,7 @@ class ReplacementCall(PythonCall):
         rounds: unused, since the graphs of PyTorch hand none over.
         """
         (action,) = self.actions
-        values = self.values(flat)
+        values = self.unflatten(flat)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})
         result: Any = NotImplemented
         if execution.runs_action(action):
@@ -200,14 +200,17 @@ class ReplacementCall(PythonCall):
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return empty tensors like the results of the op itself, which the routine's must be like."""
-        results = _as_list(self.compute(self.values(values)))
+        results = _as_list(self.compute(self.unflatten(values)))
         return [torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in results]
 
 
 class GradientReplacementCall(PythonCall):
-    """Call of a routine that replaces a backward op; is_read: for each outgoing gradient, if it is read."""
+    """Call of a routine that replaces a backward op; is_read: for each outgoing gradient, if it is read.
 
-    __slots__ = ()
+    read_gradients: positions of the outgoing gradients that something reads.
+    """
+
+    __slots__ = ("read_gradients",)
 
     def __init__(self, action: Action, facts: OpFacts, values: PlaceValues, is_read: Sequence[bool]) -> None:
         super().__init__(action, facts, values, range(len(is_read)))
@@ -223,7 +226,7 @@ class GradientReplacementCall(PythonCall):
         if not execution.runs_action(action):
             return list(kernel_gradients)
         run = execution.runs.setdefault((self.facts.op_id, ()), {})
-        result = run_replacement(execution.ops, action, self.values(incoming), self.facts, run)
+        result = run_replacement(execution.ops, action, self.unflatten(incoming), self.facts, run)
         if result is NotImplemented:
             return list(kernel_gradients)
         return select_read_gradients(
