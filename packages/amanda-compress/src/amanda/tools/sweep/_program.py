@@ -65,7 +65,8 @@ class SweepProgram(Generic[Level]):
                 raise SweepError(
                     f"{self._metric_name} without a tool is {metric} in a worker, and {dense} in the process "
                     "that sweeps; the model and its data have to be the same in each process, as from a file "
-                    "or a seed"
+                    "or a seed; a module whose model has changed is sent by "
+                    "cloudpickle.register_pickle_by_value(module)"
                 )
         return self.measure
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+from amanda.action import routine_name
 from amanda.errors import ArtefactError
 from amanda.tools.sweep._program import is_same
 from amanda.tools.sweep._result import ALL
@@ -26,6 +27,22 @@ class Record(NamedTuple):
 def record_key(architecture: Mapping[str, str]) -> str:
     """Return the key of an architecture, the same in any order of its ops."""
     return json.dumps(architecture, sort_keys=True)
+
+
+def option_words(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of tools as JSON has them, equal in each process: a function by its name and line."""
+    return {name: _option_word(option) for name, option in options.items()}
+
+
+def _option_word(option: Any) -> Any:
+    """Return a number, a text or None as it is, a list of such as a list, and anything else by a name."""
+    if isinstance(option, (list, tuple, set, frozenset)):
+        words = [_option_word(element) for element in option]
+        return words if isinstance(option, (list, tuple)) else sorted(words, key=repr)
+    if option is None or isinstance(option, (str, bool, int, float)):
+        return option
+    # The repr of an object may have its address.
+    return routine_name(option) if callable(option) else type(option).__name__
 
 
 class SweepRecords:

@@ -18,7 +18,7 @@ from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.sweep._allocation import KEEP, Allocation, CostOption, RemainingShare, SweepCost
 from amanda.tools.sweep._program import Level, Prepare, SweepProgram
-from amanda.tools.sweep._records import Record, SweepRecords, record_key
+from amanda.tools.sweep._records import Record, SweepRecords, option_words, record_key
 from amanda.tools.sweep._result import ALL, Point, SweepError, SweepResult
 from amanda.tools.trials import Progress, SearchResult, Trial, run_trials
 
@@ -81,6 +81,8 @@ class Sweep(Generic[Level]):
             evaluate, make, levels, prepare, measure_cost, (metric, self._cost_model.name), compiled
         )
         self._records = SweepRecords()
+        self._tool_options: Mapping[str, Any] = {}
+        """Those of the tools that a file of `resume` belongs to; a `make` of the user tells none."""
 
     @property
     def result(self) -> SweepResult:
@@ -205,6 +207,7 @@ class Sweep(Generic[Level]):
         level, metric = self._names
         options = {
             "sweep": type(self).__name__, "level": level, "metric": metric, "cost": self._cost_model.name,
+            **option_words(self._tool_options),
         }  # fmt: skip
         return self._records.write_to(resume, options)
 
@@ -329,6 +332,7 @@ class SparsitySweep(Sweep[float]):
             evaluate, make, levels, prepare, "sparsity", metric, progress, compiled, cost,
             lambda level, weight: 1 - level,
         )  # fmt: skip
+        self._tool_options = options
         self._check_levels()
 
 
@@ -385,6 +389,9 @@ class BitsSweep(Sweep[int]):
             evaluate, make, levels, prepare, "bits", metric, progress, compiled, cost,
             lambda level, weight: level * weight.numbers / 8 / weight.size if weights else 1.0,
         )  # fmt: skip
+        self._tool_options = {
+            "weights": weights, "activations": activations, "calibrate": calibrate, **options,
+        }  # fmt: skip
         self._check_levels()
 
 
