@@ -11,13 +11,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import children
 import pytest
 
+import amanda
 from amanda.errors import AmandaError, ArtefactError, FileError
-from amanda.tools.trials import Outcome, TrialFile, run_trials
+from amanda.tools.trials import Outcome, PerProcess, TrialFile, run_trials
+from amanda.tools.trials._run import _run_in_workers
 
 joblib = pytest.importorskip("joblib")
 
@@ -104,6 +107,25 @@ def test_what_cannot_be_pickled_is_named() -> None:
     generator = (number for number in range(3))
     with pytest.raises(AmandaError, match=r"cannot be sent to them.*generator.*makes the model"):
         list(run_trials(load, [1], 2))
+
+
+def test_a_function_made_for_each_process_is_a_function() -> None:
+    def accuracy() -> float:
+        return 0.5
+
+    assert PerProcess(lambda: accuracy)() == 0.5
+    with pytest.raises(
+        AmandaError, match=r"PerProcess: .*accuracy.* returned 0.5; give a function that makes"
+    ):
+        PerProcess(accuracy)()  # type: ignore[arg-type]
+
+
+def test_a_scope_around_trials_in_other_processes_tells_that_it_does_not_reach_them() -> None:
+    # The engine is of no matter: what is told is told before it starts.
+    engine = SimpleNamespace(run=lambda worker, trials: iter(()), workers=2)
+    with amanda.apply(amanda.Tool()) as scope:
+        list(_run_in_workers(engine, lambda: abs, []))  # type: ignore[arg-type]
+    assert [entry.what for entry in scope.report] == ["trials in other processes"]
 
 
 @pytest.mark.slow

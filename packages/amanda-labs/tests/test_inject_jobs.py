@@ -152,6 +152,11 @@ def test_a_campaign_ends_when_the_interval_is_narrow(tmp_path: Path) -> None:
     assert quiet(trials=400, margin=0.08).run(program, resume=path).to_dict() == result.to_dict()
 
 
+def test_a_margin_that_any_interval_has_is_refused() -> None:
+    with pytest.raises(InjectError, match=r"margin is 1; give a number above 0.* below 0.5"):
+        Campaign(InjectTool(), margin=1)
+
+
 @pytest.mark.slow
 def test_a_narrow_interval_ends_workers_at_the_same_trial() -> None:
     program = classifier()

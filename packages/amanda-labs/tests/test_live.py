@@ -216,9 +216,11 @@ def test_a_run_that_is_resumed_goes_on_after_the_step_of_its_checkpoint() -> Non
     assert list(writer.steps) == [15, 20]
     assert "2 of 10 steps were logged" in live.result.remarks[-2]
     live.resume(24)  # the next step is due
+    assert live.result.remarks == ["No step ended."]
     with amanda.apply(live):
         training.run(2)
     assert list(writer.steps) == [15, 20, 25]
+    assert "1 of 2 steps were logged" in live.result.remarks[-2]
 
 
 def test_executions_are_counted_from_the_step_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -347,6 +349,8 @@ def test_what_cannot_be_logged_says_so(tmp_path: Path) -> None:
     assert "no method clear()" in message(Lasting())
     assert "no column of numbers 'mena'; did you mean mean" in message(StatsTool(), columns=["mena"])
     assert "scalars(step, values)" in message(StatsTool(), writer="tensorboard")
+    assert "scalars(step, values)" in message(StatsTool(), writer=MemoryWriter)
+    assert "tool is a LiveTool" in message(LiveTool(StatsTool(), MemoryWriter()))
     assert "ends in none of .csv" in message(StatsTool(), save=tmp_path / "stats.xml")
 
 
@@ -402,12 +406,28 @@ os.kill(os.getpid(), signal.SIGKILL)
     ]  # fmt: skip
 
 
-def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["remember\nthis\n", '{"loss": 1}\n', "remember"])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path: Path, text: str) -> None:
     file = tmp_path / "notes.txt"
-    file.write_text("remember\nthis\n")
+    file.write_text(text)
+    # At once: a training would end at its first logged step.
     with pytest.raises(FileError, match="lines that are no steps"):
-        JSONLinesWriter(file).scalars(1, {"loss": 1.0})
-    assert file.read_text() == "remember\nthis\n"
+        JSONLinesWriter(file)
+    file.unlink()
+    writer = JSONLinesWriter(file)
+    file.write_text(text)
+    with pytest.raises(FileError, match="lines that are no steps"):
+        writer.scalars(1, {"loss": 1.0})
+    assert file.read_text() == text
+
+
+def test_a_folder_of_tensorboard_that_cannot_be_made_is_named_at_once(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(FileError, match="runs is not a folder"):
+        TensorBoardWriter(tmp_path / "runs" / "1")
+    assert TensorBoardWriter(tmp_path / "new" / "1").folder == tmp_path / "new" / "1"
+    assert not (tmp_path / "new").exists()
 
 
 def read_events(folder: Path) -> dict[str, list[tuple[int, float]]]:

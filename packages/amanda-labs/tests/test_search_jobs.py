@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 import cloudpickle
@@ -209,6 +211,27 @@ def test_a_worker_in_which_other_ops_have_choices_is_an_error(
     measure = cloudpickle.loads(cloudpickle.dumps(search._program.load))()
     with pytest.raises(SearchError, match=r"in a worker the tool has the choices .*'1/sigmoid.1'"):
         measure(tool.architecture)
+
+
+def test_a_function_of_an_imported_module_runs_another_model_in_a_worker(
+    images: Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my_classifier.py").write_text("""
+import torch
+model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(72, 3))
+def evaluate():
+    with torch.no_grad():
+        return model(torch.ones(8, 72)).sum()
+""")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = import_module("my_classifier")
+    tool = SearchTool(["linear=keep|width0.5"])
+    tool.prepare(module.model, images)
+    search = Search(tool, module.evaluate, "random", batch=2, progress=False)
+    # By reference: what is loaded finds the module's model, and the tool a copy of it.
+    measure = cloudpickle.loads(cloudpickle.dumps(search._program.load))()
+    with pytest.raises(SearchError, match="An imported module makes a model of its own"):
+        measure({"1/linear": "width0.5"})
 
 
 def test_several_processes_need_batches_and_share_no_weights(

@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
 from amanda.action import ActionType, Routine
+from amanda.action import routine_name
 from amanda.errors import ArtefactError
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.sweep._result import ALL, Site, SweepError
@@ -69,7 +70,8 @@ class SweepProgram(Generic[Level]):
                 raise SweepError(
                     f"{self._metric_name} without a tool is {metric} in a worker, and {dense} in the process "
                     "that sweeps; the model and its data have to be the same in each process, as from a file "
-                    "or a seed"
+                    "or a seed; a module whose model has changed is sent by "
+                    "cloudpickle.register_pickle_by_value(module)"
                 )
         return self.measure
 
@@ -175,6 +177,22 @@ class Record(NamedTuple):
 def record_key(architecture: Mapping[str, str]) -> str:
     """Return the key of an architecture, the same in any order of its ops."""
     return json.dumps(architecture, sort_keys=True)
+
+
+def option_words(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options of tools as JSON has them, equal in each process: a function by its name and line."""
+    return {name: _option_word(option) for name, option in options.items()}
+
+
+def _option_word(option: Any) -> Any:
+    """Return a number, a text or None as it is, a list of such as a list, and anything else by a name."""
+    if isinstance(option, (list, tuple, set, frozenset)):
+        words = [_option_word(element) for element in option]
+        return words if isinstance(option, (list, tuple)) else sorted(words, key=repr)
+    if option is None or isinstance(option, (str, bool, int, float)):
+        return option
+    # The repr of an object may have its address.
+    return routine_name(option) if callable(option) else type(option).__name__
 
 
 class SweepRecords:

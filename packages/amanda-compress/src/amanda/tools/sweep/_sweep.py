@@ -17,7 +17,15 @@ from amanda.options import Name, NonNegativeInt, NotEmpty, OutputFile, PositiveS
 from amanda.tools.prune import PruneTool
 from amanda.tools.quantize import QuantizeTool
 from amanda.tools.sweep._allocation import KEEP, Allocation, CostOption, RemainingShare, SweepCost
-from amanda.tools.sweep._evaluations import Level, Prepare, Record, SweepProgram, SweepRecords, record_key
+from amanda.tools.sweep._evaluations import (
+    Level,
+    Prepare,
+    Record,
+    SweepProgram,
+    SweepRecords,
+    option_words,
+    record_key,
+)
 from amanda.tools.sweep._result import ALL, Point, SweepError, SweepResult
 from amanda.tools.trials import Progress, SearchResult, Trial, run_trials
 
@@ -80,6 +88,8 @@ class Sweep(Generic[Level]):
             evaluate, make, levels, prepare, measure_cost, (metric, self._cost_model.name), compiled
         )
         self._records = SweepRecords()
+        self._tool_options: Mapping[str, Any] = {}
+        """Those of the tools that a file of `resume` belongs to; a `make` of the user tells none."""
 
     @property
     def result(self) -> SweepResult:
@@ -204,6 +214,7 @@ class Sweep(Generic[Level]):
         level, metric = self._names
         options = {
             "sweep": type(self).__name__, "level": level, "metric": metric, "cost": self._cost_model.name,
+            **option_words(self._tool_options),
         }  # fmt: skip
         return self._records.write_to(resume, options)
 
@@ -328,6 +339,7 @@ class SparsitySweep(Sweep[float]):
             evaluate, make, levels, prepare, "sparsity", metric, progress, compiled, cost,
             lambda level, weight: 1 - level,
         )  # fmt: skip
+        self._tool_options = options
         self._check_levels()
 
 
@@ -384,6 +396,9 @@ class BitsSweep(Sweep[int]):
             evaluate, make, levels, prepare, "bits", metric, progress, compiled, cost,
             lambda level, weight: level * weight.numbers / 8 / weight.size if weights else 1.0,
         )  # fmt: skip
+        self._tool_options = {
+            "weights": weights, "activations": activations, "calibrate": calibrate, **options,
+        }  # fmt: skip
         self._check_levels()
 
 

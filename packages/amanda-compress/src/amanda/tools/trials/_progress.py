@@ -184,9 +184,11 @@ class TrialFile:
         if not isinstance(found, dict) or found.get("format") != header["format"]:
             raise ArtefactError(f"{self.path} is no file of {header['format']} trials; give another file")
         options = found.get("options", {})
-        names = [name for name, value in header["options"].items() if options.get(name) != value]
+        present = header["options"]
         differences = "; ".join(
-            f"{name} was {options.get(name)!r} and is {header['options'][name]!r}" for name in names
+            f"{name} was {options.get(name)!r} and is {present.get(name)!r}"
+            for name in {**options, **present}
+            if options.get(name) != present.get(name)
         )
         raise ArtefactError(
             f"{self.path} has trials with other options: {differences or 'another version'}; "

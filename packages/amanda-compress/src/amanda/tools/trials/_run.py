@@ -15,14 +15,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import amanda
+from amanda.action import routine_name
+from amanda.backend import report_unseen
 from amanda.errors import AmandaError
+from amanda.options import shown
 from amanda.tools.libraries import numpy as np
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-if sys.platform != "win32":
-    pass
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -49,6 +49,9 @@ class PerProcess(Generic[R]):
 
     Args:
         make: Returns the function, at the first call in a process; the ops of `make` are not instrumented.
+
+    Raises:
+        AmandaError: At the first call, if `make` returns something else, such as a metric.
     """
 
     def __init__(self, make: Callable[[], Callable[..., R]]) -> None:
@@ -63,7 +66,13 @@ class PerProcess(Generic[R]):
         if self._function is None:
             # Parameters that were made in the scope of a tool would look like tensors of the program.
             with amanda.disabled():
-                self._function = self._make()
+                function = self._make()
+            if not callable(function):
+                raise AmandaError(
+                    f"PerProcess: {routine_name(self._make)} returned {shown(function)}; give a function "
+                    "that makes the model and its data, and returns the function that uses them"
+                )
+            self._function = function
         return self._function(*args, **kwargs)
 
 
@@ -273,6 +282,8 @@ def _run_in_workers(
 ) -> Generator[Outcome[T, R], None, None]:
     """Yield the outcomes of trials that run in workers; those of a worker that died run again."""
     worker = _PickledFunction.of(load)
+    # Tools of an open scope stay in this process, as their results do.
+    report_unseen("trials in other processes", "no tool of a scope around them is applied there")
     remaining = dict(enumerate(trials))
     while remaining:
         try:

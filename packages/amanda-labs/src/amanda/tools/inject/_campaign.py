@@ -83,8 +83,8 @@ class Campaign:
         hang_factor: Stop a program that executes this many times the ops of the run without faults.
         timeout: Stop a program after so many seconds.  Both are checked as ops begin, so a kernel that does
             not return is not stopped.  With None for both, ops that are not selected are not instrumented.
-        margin: Margin of error: run no further trials once the ends of the SDC rate's 95 % interval lie at
-            most twice this share apart.  The trials count in the order of their numbers.
+        margin: Margin of error, below 0.5: run no further trials once the ends of the SDC rate's 95 %
+            interval lie at most twice this share apart.  The trials count in the order of their numbers.
         progress: True for a progress bar on stderr, lines in a file.
 
     Raises:
@@ -100,7 +100,7 @@ class Campaign:
         sample: Sample = "ops",
         hang_factor: Annotated[float, Range(above=1)] | None = 10.0,
         timeout: PositiveFloat | None = None,
-        margin: Annotated[float, Range(above=0)] | None = None,
+        margin: Annotated[float, Range(above=0, below=0.5)] | None = None,
         progress: bool = True,
     ) -> None:
         self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
@@ -245,7 +245,8 @@ class Campaign:
         if self._is_corrupted(golden, other_golden):
             raise InjectError(
                 "in another process the output of the program without faults is another; let the program "
-                "seed its random numbers, and give processes the same number of threads, or jobs=1"
+                "seed its random numbers, give processes the same number of threads, and send a module whose "
+                "model has changed by cloudpickle.register_pickle_by_value(module); or give jobs=1"
             )
         self._tool.op_names = {other.op: site.op for site, other in zip(sites, other_sites, strict=True)}
         return other_sites

@@ -71,8 +71,9 @@ class LiveTool(amanda.Tool):
         compiled: Compiled = "instrument",
     ) -> None:
         super().__init__()
-        if not callable(getattr(writer, "scalars", None)):
-            raise LiveError(f"writer is {shown(writer)}; give one with scalars(step, values)")
+        # A class has the method too, and is a likely slip.
+        if not callable(getattr(writer, "scalars", None)) or isinstance(writer, type):
+            raise LiveError(f"writer is {shown(writer)}; give an object with scalars(step, values)")
         result = _checked_result(tool, columns, save)
         self._tool: Any = tool
         self._writer, self._every = writer, every
@@ -98,11 +99,8 @@ class LiveTool(amanda.Tool):
         """Begin at step 0, without a result."""
         self.resume(0)
         self._ends: Ends = None
-        self._count = 0
-        """Number of steps that were logged."""
         self._span = 1
         """Number of steps between the last two ends: more than 1 where several run in one call."""
-        self._result: Any = None
         self._counts: Mapping[str, float] = {}
         """The numbers at the last log, of a tool that runs throughout."""
         self._has_optimizer = self._is_limited = False
@@ -156,6 +154,9 @@ class LiveTool(amanda.Tool):
         """Continue after a step, as that of a checkpoint; call it before the scope opens."""
         # The last step that ended, the one after which counting began, and the last that was logged.
         self._number = self._first = self._last = step
+        self._count = 0
+        """Number of steps that were logged after this one."""
+        self._result: Any = None
         self._steps.clear()
         # The next execution, 0 of the window, is that of the step after this one.
         start = (-step - 1) % self._every
@@ -317,6 +318,8 @@ def _checked_result(tool: amanda.Tool, columns: Sequence[str] | None, save: str 
     be written.
     """
     name = type(tool).__name__
+    if isinstance(tool, LiveTool):
+        raise LiveError("tool is a LiveTool, which logs a tool itself; give the tool that is to be logged")
     if tool.purpose in ("change", "compress"):
         raise LiveError(f"{name} changes what the program computes, and would do so in some steps alone")
     if not hasattr(tool, "result"):

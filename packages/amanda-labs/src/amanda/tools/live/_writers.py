@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from amanda.errors import AmandaError, FileError
-from amanda.files import check_file_to_write, naming, write_file
+from amanda.files import check_file_to_write, check_folder_to_write, naming, write_file
 from amanda.options import Name, checked
 from amanda.tools.results import to_json
 
@@ -60,6 +60,7 @@ class JSONLinesWriter:
     def __init__(self, file: str | Path) -> None:
         self.file = Path(file).absolute()
         check_file_to_write(self.file)
+        self._earlier_lines()  # now, not after hours of training
         self._stream: TextIO | None = None
         self._is_continued = False
 
@@ -75,19 +76,25 @@ class JSONLinesWriter:
 
     def _drop_lines(self, step: int) -> None:
         """Drop lines from a step on, and a line that a killed process left unfinished."""
-        if self.file.exists():
-            lines = self.file.read_text("utf-8").splitlines(keepends=True)
-            steps = [_step_of(line) for line in lines]
-            if any(number is None for number in steps[:-1]):
-                raise FileError(f"{self.file} has lines that are no steps; give a file of its own")
-            earlier = [
-                line
-                for line, number in zip(lines, steps, strict=True)
-                if number is not None and number < step
-            ]
-            if earlier != lines:
-                write_file(self.file, "".join(earlier))
+        lines = self._earlier_lines()
+        earlier = [line for line, number in lines if number is not None and number < step]
+        if len(earlier) < len(lines):
+            write_file(self.file, "".join(earlier))
         self._is_continued = True
+
+    def _earlier_lines(self) -> list[tuple[str, int | None]]:
+        """Return the lines of the file with their steps; None for a last line that is unfinished.
+
+        Raises FileError for a file of something else.
+        """
+        if not self.file.is_file():
+            return []
+        with naming(self.file, "read"):
+            text = self.file.read_text("utf-8", "replace")
+        lines = [(line, _step_of(line)) for line in text.splitlines(keepends=True)]
+        if any(number is None and not _is_unfinished(line) for line, number in lines):
+            raise FileError(f"{self.file} has lines that are no steps; give a file of its own")
+        return lines
 
     def close(self) -> None:
         """Close the file; a later call of `scalars` opens it again."""
@@ -97,6 +104,14 @@ class JSONLinesWriter:
 
     def __str__(self) -> str:
         return str(self.file)
+
+
+_LINE_START = '{"step": '
+
+
+def _is_unfinished(line: str) -> bool:
+    """Return True for the last line of a process that was killed as it wrote."""
+    return not line.endswith("\n") and line.startswith(_LINE_START[: len(line)])
 
 
 def _step_of(line: str) -> int | None:
@@ -113,7 +128,7 @@ class TensorBoardWriter:
 
     folder: for the files, of this writer alone: a resumed run has TensorBoard drop the steps from its first
     one on that earlier files of the folder have.  None for a new folder in `runs`.
-    Raises LiveError without the libraries.
+    Raises LiveError without the libraries, and FileError for a folder that cannot be written.
     """
 
     @checked
@@ -122,6 +137,7 @@ class TensorBoardWriter:
         _check_installed("TensorBoardWriter", "tensorboard", "tensorflow")
         now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
         self.folder = Path("runs", now).absolute() if folder is None else Path(folder).absolute()
+        check_folder_to_write(self.folder)
         self._writer: Any = None
         self._was_open = False
 

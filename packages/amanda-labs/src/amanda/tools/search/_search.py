@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import amanda
-from amanda.errors import AmandaError
+from amanda.errors import AmandaError, ToolError
 from amanda.options import Name, NonNegativeFloat, NonNegativeInt, PositiveInt, Seed, checked, shown
 from amanda.tools.libraries import numpy as np
 from amanda.tools.search._candidates import SearchError
@@ -32,6 +32,11 @@ _CONTROLLERS: Mapping[str, Callable[[], Controller]] = {
     "random": Random, "evolution": Evolution, "policy": PolicyGradient, "optuna": OptunaController,
 }  # fmt: skip
 _MAX_DRAWS = 1000
+_COPIED_MODEL = (
+    "A worker has a copy of the model with which the tool was prepared; evaluate has to run that copy, and "
+    "other models under amanda.disabled(). An imported module makes a model of its own there: call "
+    "cloudpickle.register_pickle_by_value(module) first"
+)
 
 
 class Search:
@@ -361,6 +366,11 @@ class SearchProgram:
                 for name, cost in self._costs.items():
                     function = getattr(self._tool, cost) if isinstance(cost, str) else cost
                     numbers[name] = check_number(function(), function, SearchError)
+        except ToolError as error:
+            # Most likely the tool lacks values for an op of another model, ahead of `_check_space`.
+            if self._is_copy:
+                raise SearchError(f"Search: in a worker {error}. {_COPIED_MODEL}") from error
+            raise
         except AmandaError:
             raise
         except Exception as error:
@@ -375,7 +385,6 @@ class SearchProgram:
         """Raise SearchError in a worker whose tool meets other ops than that of the search."""
         if self._is_copy and self._tool.space != self._space:
             raise SearchError(
-                f"Search: in a worker the tool has the choices {self._tool.space}, and not {self._space}: it "
-                "runs a copy of the model with which the tool was prepared; evaluate has to run that model, "
-                "and other models under amanda.disabled()"
+                f"Search: in a worker the tool has the choices {self._tool.space}, and not {self._space}. "
+                f"{_COPIED_MODEL}"
             )
