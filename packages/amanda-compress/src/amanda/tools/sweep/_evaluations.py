@@ -10,8 +10,7 @@ from math import isclose, isfinite
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import amanda
-from amanda.action import ActionType, Routine
-from amanda.action import routine_name
+from amanda.action import ActionType, Routine, routine_name
 from amanda.errors import ArtefactError
 from amanda.tools.mapping import StandardMapping
 from amanda.tools.sweep._result import ALL, Site, SweepError
