@@ -214,3 +214,14 @@ def test_a_held_tensor_that_two_ops_compute_from_is_overwritten_by_one_value_alo
     torch.testing.assert_close(copy.module()(X), expected)
     names = [str(node.target) for node in copy.graph.nodes if node.op == "call_function"]
     assert names.count("aten.mul.Tensor") == products
+
+
+def test_a_program_is_instrumented_within_a_scope_that_intercepts_nothing(
+    program: Path, tmp_path: Path
+) -> None:
+    class Outer(amanda.Tool):
+        intercepts = False
+
+    with amanda.apply(Outer()):
+        amanda.instrument(program, PruneTool(sparsity=0.5), out=tmp_path / "out.pt2")
+    assert (tmp_path / "out.pt2").exists()

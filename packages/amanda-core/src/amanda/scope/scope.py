@@ -98,7 +98,8 @@ class Scope(interceptor.Extent):
         self._joined_tools = tuple(tools)
         stack = stack_for(tools, outer.stack) if tools else outer.stack
         state = replace(outer, stack=stack, scopes=(*outer.scopes, self))
-        attachment.open(self, stack is None or stack.intercepts)
+        # A scope without tools of its own is opened to have calls seen, also within one that needs none.
+        attachment.open(self, not self._tools or stack is None or stack.intercepts)
         activation = state.activation()
         self._open = True
         # Before `set`, which may activate it and then fail to allocate the token.
