@@ -176,6 +176,24 @@ def test_executions_are_steps_without_an_optimizer(monkeypatch: pytest.MonkeyPat
     assert live.result.total("macs") == 48
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1, [3, 4]), (3, [3])])
+def test_executions_ahead_of_the_optimizer_are_no_steps(
+    every: int, steps: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("amanda.tools.live._tool._has_optimizer", lambda: False)
+    training, writer = Training(), MemoryWriter()
+    live = LiveTool(FlopsTool(), writer, every=every)
+    with amanda.apply(live):
+        with torch.no_grad():
+            for size in (3, 4):
+                training.model(torch.rand(size, 4))  # as an evaluation before the training
+        training.run(4)
+    assert [step for step, values in writer.steps.items() if "flops/FLOPs optimizer" in values] == steps
+    # Each step is logged once, so those of the executions that were logged are lost to the training.
+    assert ("up to step 2 are of what ran ahead of the first step" in caplog.text) is (every == 1)
+    assert f"{len(steps)} of 4 steps were logged" in live.result.remarks[-2]
+
+
 def test_an_optimizer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     training, writer = Training(), MemoryWriter()
     live = LiveTool(FlopsTool(), writer, every=2)

@@ -189,7 +189,7 @@ class LiveTool(amanda.Tool):
         """End a step, and log it if it is due; the next begins with a call of `begin_step`."""
         if self._ends != "call":
             # An optimizer may have ended this very step before.
-            self._number = self._first
+            self._count_anew()
         self._end_by("call", self._number + 1 if number is None else number)
 
     def begin_step(self) -> None:
@@ -263,8 +263,22 @@ class LiveTool(amanda.Tool):
     def _optimizer_stepped(self) -> None:
         """End a step, unless `step` ends steps, or this is another thread than that of the scope."""
         if self._ends != "call" and get_ident() == self._thread:
+            if self._ends == "execution":
+                # Ahead of the training weights are drawn, or the model is evaluated.
+                self._count_anew()
             self._end_by("optimizer", self._number + 1)
             self.begin_step()
+
+    def _count_anew(self) -> None:
+        """Count steps from the first again, since what ended before was none or is the present one."""
+        if self._ends == "execution":
+            self._count = 0
+            if self._last > self._first:
+                logger.warning(
+                    "live: numbers up to step %s are of what ran ahead of the first step; later ones are of the "
+                    "training", f"{self._last:,}",
+                )  # fmt: skip
+        self._number = self._first
 
     def _execution_began(self, number: int) -> None:
         """End a step if executions end steps.  number: of the executions that have ended."""
