@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import children
@@ -232,7 +233,7 @@ def test_a_run_that_is_resumed_goes_on_after_the_step_of_its_checkpoint() -> Non
     with amanda.apply(live):
         training.run(10)
     assert list(writer.steps) == [15, 20]
-    assert "2 of 10 steps were logged" in live.result.remarks[-2]
+    assert live.result.remarks[-2] == "2 of 10 steps were logged to MemoryWriter."
     live.resume(24)  # the next step is due
     assert live.result.remarks == ["No step ended."]
     with amanda.apply(live):
@@ -377,6 +378,17 @@ def test_a_run_without_a_logged_step_says_so() -> None:
     with amanda.apply(live):
         Training().run(3)
     assert "No step was logged: 3 ended, and multiples of 50 are logged." in live.result.remarks
+
+
+def test_steps_of_another_thread_are_told_to_be_missing() -> None:
+    training, live = Training(), LiveTool(StatsTool(), MemoryWriter(), every=1)
+    with amanda.apply(live):
+        thread = Thread(target=training.run, args=(3,))
+        thread.start()
+        thread.join()
+    (remark,) = live.result.remarks
+    assert remark.startswith("No step ended: ")
+    assert "in the thread of the scope" in remark
 
 
 def test_the_result_is_saved_also_after_an_exception(tmp_path: Path) -> None:
