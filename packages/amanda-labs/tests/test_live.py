@@ -7,6 +7,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import children
@@ -176,6 +177,24 @@ def test_executions_are_steps_without_an_optimizer(monkeypatch: pytest.MonkeyPat
     assert live.result.total("macs") == 48
 
 
+@pytest.mark.parametrize(("every", "steps"), [(1, [3, 4]), (3, [3])])
+def test_executions_ahead_of_the_optimizer_are_no_steps(
+    every: int, steps: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("amanda.tools.live._tool._has_optimizer", lambda: False)
+    training, writer = Training(), MemoryWriter()
+    live = LiveTool(FlopsTool(), writer, every=every)
+    with amanda.apply(live):
+        with torch.no_grad():
+            for size in (3, 4):
+                training.model(torch.rand(size, 4))  # as an evaluation before the training
+        training.run(4)
+    assert [step for step, values in writer.steps.items() if "flops/FLOPs optimizer" in values] == steps
+    # Each step is logged once, so those of the executions that were logged are lost to the training.
+    assert ("up to step 2 are of what ran ahead of the first step" in caplog.text) is (every == 1)
+    assert f"{len(steps)} of 4 steps were logged" in live.result.remarks[-2]
+
+
 def test_an_optimizer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     training, writer = Training(), MemoryWriter()
     live = LiveTool(FlopsTool(), writer, every=2)
@@ -214,7 +233,7 @@ def test_a_run_that_is_resumed_goes_on_after_the_step_of_its_checkpoint() -> Non
     with amanda.apply(live):
         training.run(10)
     assert list(writer.steps) == [15, 20]
-    assert "2 of 10 steps were logged" in live.result.remarks[-2]
+    assert live.result.remarks[-2] == "2 of 10 steps were logged to MemoryWriter."
     live.resume(24)  # the next step is due
     assert live.result.remarks == ["No step ended."]
     with amanda.apply(live):
@@ -359,6 +378,17 @@ def test_a_run_without_a_logged_step_says_so() -> None:
     with amanda.apply(live):
         Training().run(3)
     assert "No step was logged: 3 ended, and multiples of 50 are logged." in live.result.remarks
+
+
+def test_steps_of_another_thread_are_told_to_be_missing() -> None:
+    training, live = Training(), LiveTool(StatsTool(), MemoryWriter(), every=1)
+    with amanda.apply(live):
+        thread = Thread(target=training.run, args=(3,))
+        thread.start()
+        thread.join()
+    (remark,) = live.result.remarks
+    assert remark.startswith("No step ended: ")
+    assert "in the thread of the scope" in remark
 
 
 def test_the_result_is_saved_also_after_an_exception(tmp_path: Path) -> None:

@@ -108,10 +108,10 @@ def _run_here(
     load: Callable[[], Callable[[T], R]], trials: Sequence[T]
 ) -> Generator[Outcome[T, R], None, None]:
     """Yield the outcomes of trials that run in this process, each when the caller asks for it."""
-    measure = load() if trials else None
-    for trial in trials:
-        assert measure is not None
-        yield _measure(measure, trial)
+    if trials:
+        measure = load()
+        for trial in trials:
+            yield _measure(measure, trial)
 
 
 def _measure(measure: Callable[[T], R], trial: T) -> Outcome[T, R]:

@@ -123,11 +123,14 @@ class LiveTool(amanda.Tool):
         """Return sentences on the steps that were logged, and which of them the result is of."""
         ended = self._number - self._first
         if not ended:
-            reason = ": the program has an optimizer of torch.optim, whose steps were waited for"
+            reason = (
+                ": the program has an optimizer of torch.optim, whose steps were waited for in the thread of "
+                "the scope"
+            )
             return [f"No step ended{reason * self._has_optimizer}."]
         if not self._count:
             return [f"No step was logged: {ended:,} ended, and multiples of {self._every:,} are logged."]
-        remarks = [f"{self._count:,} of {ended:,} steps were logged to {self._writer}."]
+        remarks = [f"{self._count:,} of {ended:,} steps were logged to {_place(self._writer)}."]
         if not self._runs_throughout:
             remarks.append(f"The result is of step {self._last:,}, the last of them.")
         return remarks
@@ -189,7 +192,7 @@ class LiveTool(amanda.Tool):
         """End a step, and log it if it is due; the next begins with a call of `begin_step`."""
         if self._ends != "call":
             # An optimizer may have ended this very step before.
-            self._number = self._first
+            self._count_anew()
         self._end_by("call", self._number + 1 if number is None else number)
 
     def begin_step(self) -> None:
@@ -263,8 +266,22 @@ class LiveTool(amanda.Tool):
     def _optimizer_stepped(self) -> None:
         """End a step, unless `step` ends steps, or this is another thread than that of the scope."""
         if self._ends != "call" and get_ident() == self._thread:
+            if self._ends == "execution":
+                # Ahead of the training weights are drawn, or the model is evaluated.
+                self._count_anew()
             self._end_by("optimizer", self._number + 1)
             self.begin_step()
+
+    def _count_anew(self) -> None:
+        """Count steps from the first again, since what ended before was none or is the present one."""
+        if self._ends == "execution":
+            self._count = 0
+            if self._last > self._first:
+                logger.warning(
+                    "live: numbers up to step %s are of what ran ahead of the first step; later ones are of "
+                    "the training", f"{self._last:,}",
+                )  # fmt: skip
+        self._number = self._first
 
     def _execution_began(self, number: int) -> None:
         """End a step if executions end steps.  number: of the executions that have ended."""
@@ -335,6 +352,13 @@ def _checked_result(tool: amanda.Tool, columns: Sequence[str] | None, save: str 
         if has_forms and not str(save).endswith(suffixes := tuple(result._suffixes)):
             raise LiveError(f"save: {save} ends in none of {', '.join(suffixes)}")
     return result
+
+
+def _place(writer: Any) -> str:
+    """Return where a writer writes, as it says itself; the name of its class if it does not say so."""
+    kind = type(writer)
+    has_words = any({"__str__", "__repr__"} & vars(base).keys() for base in kind.__mro__[:-1])
+    return str(writer) if has_words else kind.__name__
 
 
 def _has_optimizer() -> bool:
