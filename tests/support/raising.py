@@ -75,8 +75,12 @@ class Patches:
         with amanda.apply(amanda.Tool()):
             program()
             gc.unfreeze()
-            self._attributes = [one for one in gc.get_objects() if type(one) is Attributes]
-            places = [(holder, name) for one in self._attributes for holder, name, *_ in one._replaced]
+            self._attributes = [item for item in gc.get_objects() if type(item) is Attributes]
+            places = [
+                (holder, name)
+                for attributes in self._attributes
+                for holder, name, *_ in attributes._replaced_attributes
+            ]
         self._before = [(holder, name, vars(holder).get(name)) for holder, name in places]
         self._finders = list(sys.meta_path)
 
@@ -85,7 +89,12 @@ class Patches:
         found = [
             f"{holder}.{name}" for holder, name, was in self._before if vars(holder).get(name) is not was
         ]
-        lists = [kept for one in self._attributes for kept in (one._replaced, one._steps) if kept]
+        lists = [
+            kept
+            for attributes in self._attributes
+            for kept in (attributes._replaced_attributes, attributes._undo_steps)
+            if kept
+        ]
         found += [f"{kept} to be put back" for kept in lists]
         if sys.meta_path != self._finders:
             found.append("a finder of modules")
