@@ -90,12 +90,12 @@ class Patches:
             f"{holder}.{name}" for holder, name, was in self._before if vars(holder).get(name) is not was
         ]
         lists = [
-            kept
+            entries
             for attributes in self._attributes
-            for kept in (attributes._replaced_attributes, attributes._undo_steps)
-            if kept
+            for entries in (attributes._replaced_attributes, attributes._undo_steps)
+            if entries
         ]
-        found += [f"{kept} to be put back" for kept in lists]
+        found += [f"{entries} to be put back" for entries in lists]
         if sys.meta_path != self._finders:
             found.append("a finder of modules")
         if attachment._scopes or attachment._attached or interceptor.active() is not None:

@@ -17,7 +17,7 @@ import amanda
 
 from ._comparison import Count
 from ._execution import Program, record
-from ._records import Facts, computed, difference
+from ._records import ULPS, ULPS_NESTED, Facts, computed, difference
 from ._tools import Everywhere, Watch, cloned, nothing, unchanged
 from ._transforms import NESTED, RECORDED_OR_REPLACED, TRANSFORMS, Applied
 from ._variants import Sample, Samples, Variant, database, dtypes, filled
@@ -136,13 +136,16 @@ class TransformedCall:
         count.add([bare])
         if difference(self.record(), bare):
             return  # torch does not determine it
+        ulps = ULPS if len(self._transforms) < 2 else ULPS_NESTED
         for name, routine in ROUTINES.items():
             if routine is cloned and self._depends_on_memory(bare):
                 continue
             with amanda.apply(Everywhere(routine)):
                 records = [self.record() for _ in range(2)]
             differences = [
-                difference(computed(facts), computed(bare)) if routine is cloned else difference(facts, bare)
+                difference(computed(facts, ulps), computed(bare, ulps))
+                if routine is cloned
+                else difference(facts, bare)
                 for facts in records
             ]
             yield from (f"{name}: {fault}" for fault in dict.fromkeys(differences) if fault)

@@ -177,13 +177,13 @@ class TrialFile:
         except (TypeError, ValueError) as error:
             raise ArtefactError(f"{self.path} is no file of trials: {error}") from error
 
-    def _check(self, found: Any, header: Mapping[str, Any]) -> None:
-        """Raise ArtefactError unless the header of the file is the one expected."""
-        if found == header:
+    def _check(self, first_entry: Any, header: Mapping[str, Any]) -> None:
+        """Raise ArtefactError unless the first entry of the file is the header."""
+        if first_entry == header:
             return
-        if not isinstance(found, dict) or found.get("format") != header["format"]:
+        if not isinstance(first_entry, dict) or first_entry.get("format") != header["format"]:
             raise ArtefactError(f"{self.path} is no file of {header['format']} trials; give another file")
-        options = found.get("options", {})
+        options = first_entry.get("options", {})
         present = header["options"]
         differences = "; ".join(
             f"{name} was {options.get(name)!r} and is {present.get(name)!r}"

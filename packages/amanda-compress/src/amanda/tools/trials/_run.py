@@ -346,7 +346,7 @@ _payloads: dict[str, bytes] = {}
 
 
 class _PickledFunction(NamedTuple):
-    """What a worker runs.  payload: the pickled `load`.  threads: PyTorch's, of this process, or None."""
+    """The function `load`, pickled for a worker.  payload: its bytes.  threads: PyTorch's number, or None."""
 
     payload: bytes
     digest: str

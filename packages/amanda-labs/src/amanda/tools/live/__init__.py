@@ -1,4 +1,4 @@
-"""What tools find in a training run, step by step, while it runs: TensorBoard, MLflow, W&B, JSON lines.
+"""Logs of tools' findings by step of a training that runs: TensorBoard, MLflow, W&B, JSON lines.
 
 with amanda.apply(LiveTool(StatsTool(module="layers.*"), TensorBoardWriter("runs/1"), every=50)):
     train()

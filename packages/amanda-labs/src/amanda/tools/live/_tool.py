@@ -26,7 +26,7 @@ logger = logging.getLogger("amanda")
 
 Compiled = Literal["eager", "instrument"]
 Ends = Literal["call", "optimizer", "execution"] | None
-"""What ends a step; None while nothing has."""
+"""Kinds of events that end a step; None until one has."""
 
 
 class LiveTool(amanda.Tool):

@@ -69,8 +69,8 @@ def patch_sweep(
     }  # fmt: skip
     file = nullcontext() if resume is None else TrialFile(resume, "patch_sweep", header)
     metrics: dict[str, tuple[float | None, str]] = {}
-    with file as kept, Progress(progress) as bar:
-        records = {} if kept is None else kept.records
+    with file as trial_file, Progress(progress) as bar:
+        records = {} if trial_file is None else trial_file.records
         # The file may be of a run with other positions or heads.
         metrics.update((_key(place), records[_key(place)]) for place in places if _key(place) in records)
         remaining = [place for place in places if _key(place) not in metrics]
@@ -78,8 +78,8 @@ def patch_sweep(
             for outcome in outcomes:
                 key = _key(outcome.trial)
                 metrics[key] = outcome.value, outcome.error
-                if kept is not None:
-                    kept.add(key, metrics[key])
+                if trial_file is not None:
+                    trial_file.add(key, metrics[key])
                 text = outcome.error or f"metric {outcome.value:g}"
                 bar.advance(len(metrics), len(places), key, text)
     rows = [(*place, metrics[_key(place)][0]) for place in places]
