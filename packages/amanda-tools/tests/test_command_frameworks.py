@@ -35,6 +35,22 @@ class Net(nn.Module):
 torch.set_num_threads(1)
 model = Net()
 """
+FAILING_TOOL = """
+import amanda
+import torch
+
+
+class Failing(amanda.Tool):
+    def __init__(self, known: bool = False):
+        self.known = known
+        self.add_inst_for_op(self.analyse)
+
+    def analyse(self, context):
+        context.insert_before_op(self.fail)
+
+    def fail(self, *inputs):
+        raise amanda.errors.ToolError("known") if self.known else KeyError("unknown")
+"""
 
 
 @pytest.mark.slow
@@ -435,3 +451,22 @@ def test_a_transformers_trainer_runs_under_tools(script: Path) -> None:
 
 def losses(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("loss")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["known=false", "known=true"])
+def test_an_error_of_a_tool_shows_the_program_and_the_tool_alone(
+    tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tool's module imports the framework at whose import the scope opens."""
+    (tmp_path / "failing.py").write_text(FAILING_TOOL)
+    (tmp_path / "train.py").write_text("import torch\n\ntorch.ones(2)\nprint(torch.__spec__.origin)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    program = children.run([*RUN, f"failing.Failing:{option}", "train.py"], cwd=tmp_path)
+    assert program.returncode == 1
+    files = [line for line in program.stderr.splitlines() if line.startswith("  File ")]
+    assert [file.partition('"')[2].partition('"')[0] for file in files] == [
+        str(tmp_path / "train.py"), str(tmp_path / "failing.py"),
+    ]  # fmt: skip
+    last_line = program.stderr.splitlines()[-1]
+    assert last_line.startswith("[amanda] tool Failing, insert_before_op(Failing.fail at ")
