@@ -25,6 +25,7 @@ from amanda.tools.live import (
     LiveError,
     LiveTool,
     MLflowWriter,
+    OpenTelemetryWriter,
     TensorBoardWriter,
     WandbWriter,
     scalars_of,
@@ -533,10 +534,47 @@ def test_an_offline_run_of_wandb_has_the_numbers(tmp_path: Path, monkeypatch: py
     assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
 
 
+def test_gauges_of_opentelemetry_have_the_last_numbers() -> None:
+    metrics = pytest.importorskip("opentelemetry.sdk.metrics")
+    reader = metrics.export.InMemoryMetricReader()
+    writer = OpenTelemetryWriter(metrics.MeterProvider([reader]).get_meter("program"))
+    for step in (50, 100):
+        writer.scalars(step, {"stats/0.linear/output 0 mean": step / 100, "stats/0.linear/weight L2": 2})
+    (resource,) = reader.get_metrics_data().resource_metrics
+    (scope,) = resource.scope_metrics
+    points = {
+        (metric.name, point.attributes.get("name")): point.value
+        for metric in scope.metrics
+        for point in metric.data.data_points
+    }
+    assert points == {
+        ("amanda.stats", "0.linear/output 0 mean"): 1.0,
+        ("amanda.stats", "0.linear/weight L2"): 2,
+        ("amanda.step", None): 100,
+    }
+
+
+def test_a_tool_in_an_open_scope_is_refused() -> None:
+    tool = FlopsTool()
+    live = LiveTool(tool, MemoryWriter())
+    with pytest.raises(
+        LiveError, match=r"this FlopsTool is in an open scope already; .* another FlopsTool\(\)"
+    ):
+        with amanda.apply(tool, live):
+            pass
+    with amanda.apply(tool), pytest.raises(LiveError), amanda.apply(live):
+        pass
+    with amanda.apply(live):
+        pass
+
+
 @pytest.mark.parametrize(
     ("writer", "library"),
-    [(MLflowWriter, "mlflow-skinny"), (WandbWriter, "wandb"), (TensorBoardWriter, "tensorboard")],
-)
+    [
+        (MLflowWriter, "mlflow-skinny"), (WandbWriter, "wandb"), (TensorBoardWriter, "tensorboard"),
+        (OpenTelemetryWriter, "opentelemetry-sdk"),
+    ],
+)  # fmt: skip
 def test_a_writer_without_its_library_says_how_to_install_it(
     writer: Any, library: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

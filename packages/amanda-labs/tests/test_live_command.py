@@ -51,10 +51,21 @@ def test_a_tool_with_log_is_logged_and_every_is_that_of_the_log(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("option", "has_histogram"), [("", False), (",bins=256", True), (",quantiles=0.5", True)]
+)
+def test_stats_that_are_logged_have_no_histogram_unless_one_is_asked_for(
+    option: str, has_histogram: bool, tmp_path: Path
+) -> None:
+    live = made(f"stats:log=jsonl:{tmp_path}/stats.jsonl{option}")
+    assert (live._tool._bins is not None) is has_histogram
+
+
+@pytest.mark.parametrize(
     ("spec", "part"),
     [
         ("flops:every=5", "option every: it is for log"),
         ("flops:log=tensorbord", "there is no writer 'tensorbord'; did you mean tensorboard?"),
+        ("flops:log", "log names no writer; there are jsonl, mlflow, opentelemetry, tensorboard, wandb"),
         ("flops:log=jsonl,frequency=3", "option log: it has every, and no start, end or frequency"),
         ("inject:fault=bit_flip,log=jsonl", "InjectTool changes what the program computes"),
         ("flops:log=jsonl,every=0", "option every: expected an integer >= 1"),

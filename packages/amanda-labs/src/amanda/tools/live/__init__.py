@@ -1,4 +1,4 @@
-"""Logs of tools' findings by step of a training that runs: TensorBoard, MLflow, W&B, JSON lines.
+"""Logs of tools' findings by step of a training that runs: TensorBoard, MLflow, W&B, OpenTelemetry, JSON lines.
 
 with amanda.apply(LiveTool(StatsTool(module="layers.*"), TensorBoardWriter("runs/1"), every=50)):
     train()
@@ -12,6 +12,7 @@ from amanda.tools.live._writers import (
     JSONLinesWriter,
     LiveError,
     MLflowWriter,
+    OpenTelemetryWriter,
     ScalarWriter,
     TensorBoardWriter,
     WandbWriter,
@@ -22,6 +23,7 @@ __all__ = [
     "LiveError",
     "LiveTool",
     "MLflowWriter",
+    "OpenTelemetryWriter",
     "ScalarWriter",
     "TensorBoardWriter",
     "WandbWriter",

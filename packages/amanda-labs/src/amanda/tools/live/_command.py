@@ -14,6 +14,7 @@ from amanda.tools.live._writers import (
     JSONLinesWriter,
     LiveError,
     MLflowWriter,
+    OpenTelemetryWriter,
     ScalarWriter,
     TensorBoardWriter,
     WandbWriter,
@@ -25,6 +26,7 @@ _WRITERS: Mapping[str, Callable[..., ScalarWriter]] = {
     "tensorboard": TensorBoardWriter,
     "mlflow": MLflowWriter,
     "wandb": WandbWriter,
+    "opentelemetry": OpenTelemetryWriter,
     "jsonl": lambda file="live.jsonl": JSONLinesWriter(file),
 }
 
@@ -38,7 +40,10 @@ def log_tool(tool: amanda.Tool, log: str, every: int) -> LiveTool:
     """
     kind, colon, place = log.partition(":")
     if kind not in _WRITERS:
-        raise LiveError(f"there is no writer {kind!r}; {did_you_mean(kind, _WRITERS)}")
+        names = did_you_mean(kind, _WRITERS)
+        # `log` alone is read as a switch that is on.
+        given = "log names no writer" if log == "true" else f"there is no writer {kind!r}"
+        raise LiveError(f"{given}; {names}")
     if log not in _opened:
         _opened[log] = _FirstProcessWriter(_WRITERS[kind](*([place] if colon else [])))
     return LiveTool(tool, _opened[log], every)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import amanda
 from amanda.action import Routine
-from amanda.backend import when_imported
+from amanda.backend import State, when_imported
 from amanda.files import check_file_to_write
 from amanda.options import Name, NonNegativeInt, PositiveInt, checked, shown
 from amanda.tools.live._scalars import RUN_RESULTS, scalars_of
@@ -225,7 +225,14 @@ class LiveTool(amanda.Tool):
                 scope.stop()
 
     def scope_entered(self) -> None:
-        """Begin a step, and hook the steps of optimizers, once torch is imported."""
+        """Begin a step, and hook the steps of optimizers, once torch is imported.
+
+        Raises LiveError if the tool that is logged is itself in an open scope.
+        """
+        if State.current().is_open(self._tool):
+            # Each log clears its result, and steps that are not logged would be in the next one.
+            name = type(self._tool).__name__
+            raise LiveError(f"this {name} is in an open scope already; give LiveTool another {name}()")
         self._thread, self._is_open, self._handle = get_ident(), True, None
         if self._runs_throughout:
             self._scope.start()

@@ -1,4 +1,4 @@
-"""Writers of named numbers by step: JSON lines, TensorBoard, MLflow and Weights & Biases."""
+"""Writers of named numbers by step: JSON lines, TensorBoard, MLflow, Weights & Biases, OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _is_installed(module: str) -> bool:
     return module in sys.modules or find_spec(module) is not None
 
 
-_PACKAGES = {"mlflow": "mlflow-skinny"}
+_PACKAGES = {"mlflow": "mlflow-skinny", "opentelemetry": "opentelemetry-sdk"}
 """Packages of PyPI with another name than the module."""
 
 
@@ -319,3 +319,40 @@ class WandbWriter:
 
 
 _WANDB_STEP = "amanda/step"
+
+
+class OpenTelemetryWriter:
+    """Set gauges of OpenTelemetry: one for each tool, whose attribute `name` is the rest of a number's name.
+
+    The gauges are "amanda.stats", "amanda.flops" and so on, and "amanda.step".  Where they go, and how often, is
+    up to the program's provider of meters; without one the numbers go nowhere.
+
+    Args:
+        meter: Meter that makes the gauges; None for that of the global provider.
+
+    Raises:
+        LiveError: Without opentelemetry.
+    """
+
+    def __init__(self, meter: Any = None) -> None:
+        _check_installed("OpenTelemetryWriter", "opentelemetry")
+        self._meter = meter
+        self._gauges: dict[str, Any] = {}
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Set the gauges to the numbers of a step."""
+        for name, value in values.items():
+            tool, _, rest = name.partition("/")
+            self._gauge(tool).set(value, {"name": rest})
+        self._gauge("step").set(step)
+
+    def _gauge(self, name: str) -> Any:
+        """Return the gauge of a tool or of the step."""
+        if name not in self._gauges:
+            # The global provider is asked at the first log: programs set it after their imports.
+            meter = self._meter or import_module("opentelemetry.metrics").get_meter("amanda")
+            self._gauges[name] = meter.create_gauge(f"amanda.{name}")
+        return self._gauges[name]
+
+    def __str__(self) -> str:
+        return "OpenTelemetry"

@@ -289,6 +289,8 @@ class ToolSpec:
         try:
             # What is registered may be a function that makes a tool.
             adapted = getattr(kind, "command_options", dict)(values) if alone else values
+            if log is not None:
+                adapted = getattr(kind, "log_options", dict)(adapted)
             tool = kind(**adapted)
             if isinstance(tool, amanda.Tool):
                 select(tool, **selectors, steps=steps)

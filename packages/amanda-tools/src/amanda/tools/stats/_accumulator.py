@@ -215,6 +215,8 @@ class Accumulator:
         if self._bins is None:
             return None
         on_host = self._on_host.counts
+        if on_host is not None and not (self._counts or self._unstored):
+            return Sketch(self._bins, np.frombuffer(on_host, np.int64))
         total = np.zeros(self._bins.total, np.int64)
         if on_host is not None:
             total += np.frombuffer(on_host, np.int64)
@@ -222,8 +224,7 @@ class Accumulator:
             # Behind are those that are not finite.
             total += tensors_of(counts).to_numpy(counts)[: self._bins.total]
         total[self._bins.side] += self._unstored
-        occupied = np.flatnonzero(total)
-        return Sketch(self._bins, dict(zip(occupied.tolist(), total[occupied].tolist(), strict=True)))
+        return Sketch(self._bins, total)
 
 
 def _block_vector(block: Any, finite: Any) -> Any:

@@ -6,12 +6,16 @@ import math
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from amanda.errors import AmandaError
+from amanda.tools.libraries import numpy as np
 from amanda.tools.results import field_values, made_of
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True)
@@ -177,12 +181,29 @@ class Bins:
         return math.ldexp(1.0 + step / (1 << self.bits), LOWEST + octave)
 
 
-@dataclass
 class Sketch:
-    """Counts of numbers by bin; empty bins are left out."""
+    """Counts of numbers by bin; empty bins are left out.
 
-    bins: Bins
-    counts: dict[int, int] = field(default_factory=dict)
+    Args:
+        bins: Bins in which the numbers were counted.
+        counts: Counts by the number of the bin, or an array with the count of each bin.
+    """
+
+    def __init__(self, bins: Bins, counts: dict[int, int] | NDArray[Any]) -> None:
+        self.bins, self._counts = bins, counts
+
+    @property
+    def counts(self) -> dict[int, int]:
+        """Counts of the bins that have numbers."""
+        # When first asked for: to look through thousands of bins takes longer than to measure a small tensor,
+        # and most results are read without their quantiles.
+        if not isinstance(self._counts, dict):
+            occupied = np.flatnonzero(self._counts)
+            self._counts = dict(zip(occupied.tolist(), self._counts[occupied].tolist(), strict=True))
+        return self._counts
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sketch) and (self.bins, self.counts) == (other.bins, other.counts)
 
     @property
     def total(self) -> int:

@@ -261,6 +261,11 @@ class StatsTool(TensorTool[_OpStreams]):
     is_copied_when_used = False
     by_slice = True
 
+    @staticmethod
+    def log_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return options for a tool that is logged: no histogram, which logs lack, unless one is asked for."""
+        return options if {"bins", "quantiles"} & options.keys() else {**options, "bins": 0}
+
     @checked
     def __init__(
         self,
