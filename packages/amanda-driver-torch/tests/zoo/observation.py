@@ -86,6 +86,24 @@ def _close(tensor: torch.Tensor, expected: torch.Tensor) -> bool:
     return torch.allclose(tensor, expected, rtol=rounding, atol=rounding * most, equal_nan=True)
 
 
+def nudged(model: nn.Module, seed: int = 0) -> nn.Module:
+    """A copy of a model with each floating parameter moved to a neighbouring number, by chance."""
+    copied, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in copied.parameters():
+            if parameter.is_floating_point():
+                is_up = torch.rand(parameter.shape, generator=generator) < 0.5
+                ends = torch.where(is_up, float("inf"), float("-inf")).to(parameter.device, parameter.dtype)
+                parameter.copy_(torch.nextafter(parameter, ends))
+    return copied
+
+
+def is_within(tensor: torch.Tensor, expected: torch.Tensor, control: torch.Tensor) -> bool:
+    """Whether a tensor is at most ten times as far from the expected one as a control is."""
+    distance, noise = ((other - expected).abs().max() for other in (tensor, control))
+    return bool(distance <= 10 * noise)
+
+
 def differences(first: Facts, second: Facts) -> list[str]:
     """Names of what is different in two observations."""
     return [name for name in {**first, **second} if name not in first or first[name] != second.get(name)]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from . import timm_models, transformers_models
-from .observation import differences, observed
+from .observation import apart, computed, differences, is_within, nudged, observed
 
 MODEL = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout())
 INPUTS = {"input": torch.linspace(-1, 1, 6).reshape(2, 3)}
@@ -84,3 +84,13 @@ def test_every_model_of_the_zoo_has_a_name_of_its_own() -> None:
         names = [subject.name for subject in module.subjects()]
         assert len(names) == len(set(names)) >= least
         assert set(names) >= module.SAMPLE
+
+
+def test_rounding_of_weights_excuses_a_gradient_that_is_zero_but_for_rounding_and_no_other() -> None:
+    expected, control = computed(MODEL, INPUTS), computed(nudged(MODEL), INPUTS)
+    # The gradient of a bias ahead of a normalisation is 0.
+    noise, gradient = "gradient of 0.bias", "gradient of 1.weight"
+    tensors = {**expected, noise: control[noise] * 2, gradient: expected[gradient] * 1.01}
+    assert set(apart(tensors, expected)) == {noise, gradient}
+    assert is_within(tensors[noise], expected[noise], control[noise])
+    assert not is_within(tensors[gradient], expected[gradient], control[gradient])

@@ -15,7 +15,7 @@ import amanda
 from amanda.testing import Fresh, Silent, Unchanged
 
 from . import timm_models, transformers_models
-from .observation import apart, computed, differences, observed
+from .observation import apart, computed, differences, is_within, nudged, observed
 from .subject import Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what models warn of is not ours
@@ -73,5 +73,12 @@ def test_a_model_computes_under_equal_new_values_what_it_computes_without(subjec
     model, inputs = subject.make()
     tool = Fresh(copied)
     tensors = computed(model, inputs, lambda: amanda.apply(tool))
-    assert apart(tensors, computed(model, inputs)) == []
+    expected = computed(model, inputs)
+    names = apart(tensors, expected)
+    if names:
+        # Gradients that are 0 but for rounding, as of a bias ahead of a normalisation: what is left of large
+        # terms that cancel is as far apart once the weights differ in their last digits.
+        control = computed(nudged(model), inputs)
+        names = [name for name in names if not is_within(tensors[name], expected[name], control[name])]
+    assert names == []
     assert tool.calls > tool.analyses > 0
