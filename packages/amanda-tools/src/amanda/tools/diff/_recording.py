@@ -260,7 +260,6 @@ class RecordedRuns:
         return run
 
     def _record(self, label: str, program: Program, *extra: Extra) -> Run:
-        """Record a run of a program, from the state of the first run, into a folder of this name."""
         self._begin(program)
         return program.record(self._folder / label, *extra)
 

@@ -134,9 +134,14 @@ class Result(ABC):
     def table(self, top: PositiveInt | None = None, sort: str = "", depth: PositiveInt | None = None) -> str:
         """Return the result as text.
 
-        top: number of rows; None for 15, and for all rows of a tree.  sort: a column, whose largest values
-        come first.  depth: number of components of a module's path, below which rows are combined.
-        Raises AmandaError for another column, and OptionError for other values.
+        Args:
+            top: Number of rows; None for 15, and for all rows of a tree.
+            sort: A column, whose largest values come first.
+            depth: Number of components of a module's path, below which rows are combined.
+
+        Raises:
+            AmandaError: For another column.
+            OptionError: For other values.
         """
         if sort and not self._has_column(sort):
             names = [column.name for column in self.columns]
@@ -148,7 +153,6 @@ class Result(ABC):
         return as_text(self, View(whole=True))
 
     def _has_column(self, name: str) -> bool:
-        """Return True if a column has this name, or an attribute of rows."""
         return position_of(self.columns, name) is not None
 
     def _text(self, width: int | None = None, **view: Any) -> str:
@@ -167,7 +171,6 @@ class Result(ABC):
         yield Text(as_text(self, View(), options.max_width))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the table at IPython's prompt."""
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
@@ -253,7 +256,13 @@ class Result(ABC):
         """Write a file in the form that its suffix names.
 
         A file that was there is replaced by the whole new one.
-        Raises AmandaError for a suffix that names none, and FileError where the file cannot be written.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            AmandaError: For a suffix that names none.
+            FileError: Where the file cannot be written.
         """
         path = Path(path)
         forms = self._forms()
