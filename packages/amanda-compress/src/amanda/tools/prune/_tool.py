@@ -488,6 +488,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Write the masks into the weights of a model, which then computes the same without the tool.
 
         Args:
+            model: As in `WeightTool.finalize`.
             semi_structured: Also compress weights that are pruned 2:4 by
                 torch.sparse.to_sparse_semi_structured, for inference on GPUs; `result.dense` lists the
                 weights that stay dense.
