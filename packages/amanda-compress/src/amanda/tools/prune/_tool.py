@@ -90,9 +90,17 @@ def _progress(step: int, begin: int, end: int) -> float:
 class PruneSchedule:
     """The steps at which masks are updated: `begin`, then each `frequency`th, and `end`.
 
-    kind: "constant", or "linear" or "cubic" from `initial` at begin to `sparsity` at end.
-    end: None for one update at begin, or for updates without end where a frequency is set.
-    Raises PruneError for options that contradict each other.
+    Args:
+        sparsity: The dropped share, from `end` on.
+        kind: "constant", or "linear" or "cubic" from `initial` at begin to `sparsity` at end.
+        initial: The dropped share at `begin`, unless "constant".
+        begin: Step of the first update.
+        end: Step of the last update; None for one update at begin, or for updates without end where a
+            frequency is set.
+        frequency: Steps from one update to the next; None for 1, or with "constant" for one update.
+
+    Raises:
+        PruneError: For options that contradict each other.
     """
 
     sparsity: Share = 0.5

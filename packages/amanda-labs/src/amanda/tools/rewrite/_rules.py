@@ -115,10 +115,15 @@ class Maybe:
 class Rule:
     """A pattern, which is its last op, and a function that computes the output of this op instead.
 
-    replacement: called with the `Match` at every execution; its ops take part in autodiff.
-    when: called with the match before each execution; if it returns False, the original computes.  In a
-    graph `when` is called once, as the graph is rewritten, with symbols as values.
-    name: of the rule in results.
+    Args:
+        pattern: The last op, with the patterns of its inputs.
+        replacement: Called with the `Match` at every execution; its ops take part in autodiff.
+        when: Called with the match before each execution; if it returns False, the original computes.  In a
+            graph `when` is called once, as the graph is rewritten, with symbols as values.
+        name: Name of the rule in results; "" for that of the replacement.
+
+    Raises:
+        PatternError: For two ops of one name.
     """
 
     pattern: Op

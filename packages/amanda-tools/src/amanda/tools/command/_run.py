@@ -48,9 +48,7 @@ class _RunCommand(click.Command):
 )
 @compiled_option
 @click.option(
-    "--construction",
-    is_flag=True,
-    help="Also apply tools inside constructors and initializers of models.",
+    "--construction", is_flag=True, help="Also apply tools inside constructors and initializers of models."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
 @click.option(
