@@ -365,6 +365,9 @@ class BitsSweep(Sweep[int]):
         cost: "size" (bytes of weights at their bits, without scales) or a function: see `Sweep`.
         options: Of `QuantizeTool`, such as type, observer, per_channel.
 
+    Raises:
+        SweepError: For cost "flops", of which fewer bits save none.
+
     >>> sweep = BitsSweep(lambda: 1.0, bits=[8, 4], activations=False, progress=False)
     """
 

@@ -61,7 +61,7 @@ class Table(Result):
 
 @checked
 def load(path: str | Path) -> Result:
-    """Load a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
+    """Return a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
 
     Args:
         path: File that `save` wrote.
@@ -161,7 +161,7 @@ def can_merge(result: object) -> bool:
 
 @checked
 def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result:
-    """Merge results of one tool into one.
+    """Return one result, merged from results of one tool.
 
     The result's `merged` is used, else `Column.merge` of its columns, else `by_rank`.  Merging merged results
     again gives the same numbers as merging all in one step.
@@ -303,7 +303,7 @@ def _join_names(names: Iterable[str]) -> str:
 def gather(
     result: Result, group: Any = None, *, to: NonNegativeInt | None = None, per_rank: bool = False
 ) -> Any:
-    """Merge the results of all ranks of a process group; every rank calls this with its own result.
+    """Return the merged result of all ranks of a process group; every rank calls this with its own.
 
     The result has the class of the ranks' results if these can be merged (see `merge`); else it is a
     `Table`.
