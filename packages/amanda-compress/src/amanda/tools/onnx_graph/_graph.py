@@ -248,7 +248,7 @@ def attribute_of(node: NodeProto, name: str, default: Any) -> Any:
     """Return the value of an attribute.
 
     Args:
-        node: The node.
+        node: A node of an ONNX graph.
         name: Name of the attribute.
         default: Value for a node without the attribute.
     """

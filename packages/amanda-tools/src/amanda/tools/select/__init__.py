@@ -128,8 +128,8 @@ def unmatched(options: Iterable[Patterns], verb: str = "selected", noun: str = "
 
     Args:
         options: Patterns of the options.
-        verb: What a pattern does, for the text.
-        noun: What it does that to.
+        verb: Participle for the text, such as "selected".
+        noun: Noun for the text, such as "op".
     """
     sentences = []
     for option in options:
@@ -302,7 +302,7 @@ def select(
         phase: See `type`.
         start: First step.
         end: Step after the last; None for no end.
-        frequency: Distance of steps.
+        frequency: A number of steps, of which the first counts.
         steps: Counter of steps; None for a new one.
     """
     if not isinstance(tool, amanda.Tool):

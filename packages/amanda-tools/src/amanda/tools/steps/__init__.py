@@ -191,7 +191,7 @@ class Window:
         steps: The counter of steps.
         start: First step.
         end: Step after the last; None for no end.
-        frequency: Distance of steps.
+        frequency: A number of steps, of which the first counts.
 
     Raises:
         WindowError: For steps that are not valid.
