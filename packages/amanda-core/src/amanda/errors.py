@@ -94,7 +94,9 @@ class ArtefactError(AmandaError, ValueError):
 class FileError(AmandaError, OSError):
     """A file or a folder cannot be read or written; the message names the path.
 
-    errno: that of the operating system's error, None where there was none.
+    Args:
+        message: Text of the error, which names the path.
+        errno: Number of the operating system's error; None where there was none.
     """
 
     def __init__(self, message: str, errno: int | None = None) -> None:
@@ -109,7 +111,9 @@ class MissingFileError(FileError, FileNotFoundError):
 class NotTraceableError(ArtefactError):
     """Routines that run as Python cannot be written into a model.
 
-    refusals: op, its name or path, tool, routine and reason of each.
+    Args:
+        message: Text of the error.
+        refusals: Op, its name or path, tool, routine and reason of each.
     """
 
     def __init__(self, message: str, refusals: Iterable[tuple[str, str, str, str, str]] = ()) -> None:
@@ -118,7 +122,15 @@ class NotTraceableError(ArtefactError):
 
 
 def did_you_mean(name: str, candidates: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the nearest candidate, all, or "there are none"."""
+    """Return the end of an error about an unknown name.
+
+    Args:
+        name: The unknown name.
+        candidates: The names that are known.
+
+    Returns:
+        The nearest candidate; all candidates where none is near; "there are none" without candidates.
+    """
     names = sorted(candidates)
     # A typing mistake needs one name; without a near one the user has to see them all.
     if similar := get_close_matches(name, names, n=1):
@@ -127,9 +139,11 @@ def did_you_mean(name: str, candidates: Iterable[str]) -> str:
 
 
 def printable(text: str, line: bool = False) -> str:
-    """Return a stranger's text as a terminal may show it, with escapes for characters that would steer it.
+    """Return a stranger's text with escapes for characters that would steer a terminal.
 
-    line: whether the text is to stay one line, so that tabs and line ends are escaped as well.
+    Args:
+        text: Text of a file, a name or a value of others.
+        line: Whether the text is to stay one line, so that tabs and line ends are escaped as well.
 
     >>> printable("conv\\x1b[2J")
     'conv\\\\x1b[2J'

@@ -33,7 +33,15 @@ _MAX_NAME_LENGTH = 60
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
-    """Write a file as `replacing` does, text as UTF-8; return its path. Raises FileError."""
+    """Write a file as `replacing` does; return its path.
+
+    Args:
+        path: File to write or replace.
+        content: Bytes, or a text, which is written as UTF-8.
+
+    Raises:
+        FileError: Where the file cannot be written.
+    """
     with replacing(path) as part:
         part.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
     return Path(path)
@@ -47,7 +55,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     beside it is taken over by the next one that writes the file.  A new file has the mode
     that the umask leaves, a replaced file keeps its mode.  For something other than a file, such as a pipe,
     the path is the pipe's own.
-    Raises FileError in place of an OSError.
+
+    Args:
+        path: File to write or replace.
+
+    Raises:
+        FileError: In place of an OSError.
     """
     path = Path(path)
     with naming(path):
@@ -111,8 +124,14 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
     The file or folder at the path replaces the target, files beside the path, such as its data, those beside
     the target.  After an exception, such as KeyboardInterrupt, the target is as it was.  A process that is
     killed leaves the new folder, `.NAME.` and eight letters, with what was to be replaced in it.
-    force: whether present files are replaced.  Raises ArtefactError where one is there without it, and
-    FileError in place of an OSError.
+
+    Args:
+        target: File or folder to write or replace.
+        force: Whether present files are replaced.
+
+    Raises:
+        ArtefactError: For a present file without `force`.
+        FileError: In place of an OSError.
     """
     with naming(target):
         folder = Path(mkdtemp(prefix=f".{target.name[:_MAX_NAME_LENGTH]}.", dir=target.parent))
@@ -162,7 +181,12 @@ def _flush_to_disk(path: Path) -> None:
 def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None]:
     """Raise a FileError that names a path in place of an OSError.
 
-    verb: what could not be done with the file: "written", "read".
+    Args:
+        path: File or folder that the error names.
+        verb: What could not be done with the file: "written", "read".
+
+    Raises:
+        FileError: In place of an OSError.
     """
     try:
         yield
@@ -181,9 +205,14 @@ def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None
 def file_beside(path: Path, name: str, part: str) -> Path:
     """Return the path of a file that another file, perhaps a stranger's, names as a part of its contents.
 
-    path: the other file, which may be a link to one among its parts, as in a cache of downloads.
-    part: the part, for messages: "the data of weight".
-    Raises ArtefactError for a file outside of its folder, also by a link, and for what is not a regular file.
+    Args:
+        path: The other file, which may be a link to one among its parts, as in a cache of downloads.
+        name: Path of the part as the other file has it.
+        part: The part, for messages: "the data of weight".
+
+    Raises:
+        ArtefactError: For a file outside of the folder, also by a link, and for something other than a
+            regular file.
     """
     part_path = path.parent / name
     allowed_folders = [path.parent.resolve(), path.resolve().parent]
@@ -200,14 +229,24 @@ def file_beside(path: Path, name: str, part: str) -> Path:
 def is_part(name: str, of: str | None = None) -> bool:
     """Return True for the name of a file that `replacing` began and a killed process left.
 
-    of: the name of the whole file; None for any.
+    Args:
+        name: Name of a file in a folder.
+        of: The name of the whole file; None for any.
     """
     match = _PART.fullmatch(name)
     return match is not None and (of is None or match[1] == of[:_MAX_NAME_LENGTH])
 
 
 def check_file_to_write(path: str | os.PathLike[str]) -> None:
-    """Raise FileError where a file cannot be written: its folder does not exist, or cannot be written to."""
+    """Raise an error where a file cannot be written.
+
+    Args:
+        path: File to write.
+
+    Raises:
+        MissingFileError: Where the folder of the file does not exist.
+        FileError: Where the folder cannot be written to, and for the path of a folder.
+    """
     path = Path(path)
     with naming(path):
         if path.is_dir():

@@ -69,7 +69,9 @@ class Tool:
     def __init__(self, namespace: Name | None = None) -> None:
         """Make a tool without routines; a subclass need not call this.
 
-        namespace: leading tags, such as "pytorch"; the tool is applied to ops of this namespace alone.
+        Args:
+            namespace: Leading tags, such as "pytorch"; the tool is applied to ops of this namespace alone.
+                None for all ops.
         """
         if namespace is not None:
             self.restrict(InNamespace(namespace))
@@ -78,8 +80,10 @@ class Tool:
     def command_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return options for a run in which no program calls the tool's methods, as under `amanda run`.
 
-        options: those of the command line, as the constructor takes them.  A tool that needs `calibrating()`,
-        for example, adds an option that does without, or raises an AmandaError that names such options.
+        Args:
+            options: Those of the command line, as the constructor takes them.  A tool that needs
+                `calibrating()`, for example, adds an option that does without, or raises an AmandaError that
+                names such options.
         """
         return options
 
@@ -141,6 +145,11 @@ class Tool:
         """Register a routine that runs after those of every tool that depends on this tool in its scope.
 
         The routine runs ahead of the routines of dependents in a scope within.
+
+        Args:
+            callback: As in `add_inst_for_op`.
+            backward: As in `add_inst_for_op`.
+            require_outputs: As in `add_inst_for_op`.
         """
         self._register(callback, backward, require_outputs, None, closing=True)
 
@@ -198,21 +207,26 @@ class Tool:
 
     @checked(error=ToolError)
     def restrict(self, admits: Admission) -> None:
-        """Call this tool's analysis routines only for ops for whose context `admits` returns True.
+        """Call this tool's analysis routines for some ops only.
 
-        `admits` is called at each point, after the routines of the tools that this tool depends on.  An op
-        has to pass all restrictions of a tool.  In an open scope they hold from the next execution of each op
-        on. `amanda.tools.select` has restrictions by type, module and phase.
+        An op has to pass all restrictions of a tool.  In an open scope they hold from the next execution of
+        each op on. `amanda.tools.select` has restrictions by type, module and phase.
+
+        Args:
+            admits: Function of an op's context that returns True for an op to be analysed; called at each
+                point, after the routines of the tools that this tool depends on.
         """
         self._amanda.admissions.append(admits)
         _update_open_scopes(self)
 
     @checked(error=ToolError)
     def wrap_routines(self, wrap: Wrapper) -> None:
-        """Replace the routine of each action by the result of `wrap(context, type, routine)`.
+        """Replace the routine of each action.
 
-        If the result is None, no action is recorded.  A replacement may return NotImplemented, which lets the
-        op itself run.
+        Args:
+            wrap: Function of the context, the `ActionType` and the routine; it returns the new routine, or
+                None to record no action.  A replacement may return NotImplemented, which lets the op itself
+                run.
         """
         self._amanda.wrappers.append(wrap)
         _update_open_scopes(self)
@@ -226,9 +240,12 @@ class Tool:
         return [text for unmatched in methods if unmatched is not None for text in unmatched()]
 
     def analyse_again(self, op_ids: Iterable[int] | None = None) -> None:
-        """Analyse the ops with these ids, or all, anew at their next execution.
+        """Analyse ops anew at their next execution.
 
         For a tool that learns from later ops how to treat an earlier op, or whose options have changed.
+
+        Args:
+            op_ids: Ids of the ops; None for all ops.
         """
         if op_ids is None:
             forget_plans_of(self)
@@ -259,6 +276,10 @@ class Tool:
 
         For a result that lists what it lacks; the scope's report lists the action in any case.  Does nothing
         unless a tool overrides it.
+
+        Args:
+            action: The action, with its routine.
+            reason: Why the routine cannot run, in a few words.
         """
 
     def write_parts(
@@ -281,6 +302,7 @@ class Tool:
         """Return the number of a parameter or variable, the same as long as the variable lives.
 
         Args:
+            variable: The result of `context.get_variable`.
             owner: The module that holds it.  With it, a parameter that is put into the module anew for each
                 call, as accelerate does, has the number of the one that was there before.
         """
@@ -309,18 +331,22 @@ class Tool:
     ) -> Any:
         """Return this tool's state at one op, or of a variable; the first call makes the state.
 
-        The state is keyed by `place(context)` and `name`.  A value that `load_state_dict` was given under the
-        key is taken instead of `make()`; `load` converts the value, as an array of a file into a variable.
-
         Parts of a variable that ops read as views have state of their own: "in_proj_weight/mask@64".
 
+        The state is keyed by `place(context)` and `name`.  Call this method in an analysis routine.
+
         Args:
+            context: Context of the op.
+            name: Name of the state, such as "mask".
+            make: Function that returns the first value, unless `load_state_dict` was given one under the key.
+            load: Function that converts a loaded value, such as an array of a file into a variable; None to
+                take it as it is.
             variable: The result of `context.get_variable`, for state of a variable instead of an op.  The key
                 has the variable's path in the model, if that is known; loaded state is also found under the
                 op's key.
             renew: Called with a parameter that was the state before `load_state_dict`, which an optimizer may
                 hold, and with the loaded value; writes the value into the parameter and returns it, or
-                returns another value. Call this method in an analysis routine.
+                returns another value.
 
         Raises:
             ToolError: Where `load_state_dict` was given other state without this key, unless not strict.
@@ -402,9 +428,10 @@ class Tool:
 
     @checked(error=ToolError)
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Replace the state by the result of `state_dict`, maybe of another process; ops are analysed anew.
+        """Replace the state by that of another tool or process; ops are analysed anew.
 
         Args:
+            state: A result of `state_dict`.
             strict: Whether `keep` raises ToolError for a key that the state lacks, unless the state is empty.
         """
         tool_state = self._amanda

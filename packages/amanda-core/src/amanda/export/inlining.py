@@ -235,9 +235,14 @@ def instrument(
     Args:
         model: An ONNX file, a folder with a SavedModel, a file of torch.export, or another file that a driver
             reads; it is never changed.
+        *tools: Tools, in the order in which their routines run.
         out: Path of the copy, written completely or not at all.
         force: Replace an existing file.
         about: Description of the tools in the file's metadata; by default the names of their classes.
+
+    Returns:
+        The path of the copy, with the ops and the routines that were written and the parts that were not
+        instrumented.
 
     Raises:
         NotTraceableError: If a routine is Python that cannot be written into a file; it lists them.

@@ -90,8 +90,13 @@ def checked(target: Any = None, /, *, error: type[AmandaError] = OptionError) ->
     """Compare the arguments of each call of a function, or of a constructor, with its annotations.
 
     Numbers of numpy arrive as Python's own.  Defaults, and arguments without an annotation, are not compared.
-    target: a function or a method, such as `__init__`; or a dataclass, whose fields are compared.
-    error: raised with the names of what is called and of the option, the value, and what is right.
+
+    Args:
+        target: A function or a method, such as `__init__`; or a dataclass, whose fields are compared.
+        error: Raised with the names of what is called and of the option, the value, and what is right.
+
+    Returns:
+        The function or class, whose calls are checked; without `target` a decorator.
     """
     if target is None:
         return functools.partial(_with_checks, error=error)
@@ -215,14 +220,27 @@ class _ArgumentChecks:
 def mistake(
     called: str, option: str, value: Any, kind: Kind, why: str = "", error: type[AmandaError] = OptionError
 ) -> AmandaError:
-    """Return the error about a value of an option that is not of its kind."""
+    """Return the error about a value of an option that is not of its kind.
+
+    Args:
+        called: Name of the function or class, for the text.
+        option: Name of the option.
+        value: The wrong value.
+        kind: The kind that the option has, as `kind_of` returns it.
+        why: A reason, for a value of the kind that is wrong all the same; "" without one.
+        error: Class of the error.
+    """
     is_question = why.endswith("?")  # "did you mean ...?"
     hint = f"; {why}" if is_question else f" ({why})" if why else ""
     return error(f"{called}: {option} is {shown(value)}; give {kind.words}{hint}")
 
 
 def options_of(target: Callable[..., Any]) -> dict[str, Option]:
-    """Return the options of a class's constructor, or of a function, by name."""
+    """Return the options of a class's constructor, or of a function, by name.
+
+    Args:
+        target: A class, such as a tool, or a function.
+    """
     function = getattr(target, "__init__") if isinstance(target, type) else target  # noqa: B009
     hints = annotations_of(function)
     options = {}
@@ -267,8 +285,12 @@ def _unpacked(hint: Any) -> Mapping[str, Any]:
 def warn_deprecated(name: str, use: str, since: str, gone: str, stacklevel: int = 1) -> None:
     """Emit the DeprecationWarning of a former name, at the line of a caller.
 
-    since: distribution and version, such as "amanda-core 0.2".  gone: the version that removes the name.
-    stacklevel: 1 for the caller of the function that calls this one, 2 for the caller of that caller.
+    Args:
+        name: The former name.
+        use: The present name, or the code to write instead.
+        since: Distribution and version, such as "amanda-core 0.2".
+        gone: The version that removes the name.
+        stacklevel: 1 for the caller of the function that calls this one, 2 for the caller of that caller.
     """
     text = f"{name} is deprecated since {since} and goes in {gone}: use {use}"
     warn(text, DeprecationWarning, stacklevel=stacklevel + 2)
@@ -277,7 +299,10 @@ def warn_deprecated(name: str, use: str, since: str, gone: str, stacklevel: int 
 def deprecated(*, use: str, since: str, gone: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Make a function or a method emit a DeprecationWarning at each call, at the line of its caller.
 
-    use: what to write instead.  since, gone: see `warn_deprecated`.
+    Args:
+        use: The code to write instead.
+        since: As in `warn_deprecated`.
+        gone: As in `warn_deprecated`.
 
     >>> @deprecated(use="area", since="amanda-core 0.2", gone="0.4")
     ... def surface(width: float) -> float:
@@ -298,8 +323,11 @@ def deprecated(*, use: str, since: str, gone: str) -> Callable[[Callable[P, T]],
 def renamed(*, since: str, gone: str, **names: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Make a function or a constructor accept options under former names, with a DeprecationWarning.
 
-    names: the present name of each option by the former one.  Raises OptionError at a call that gives both.
-    since, gone: see `warn_deprecated`.
+    Args:
+        **names: The present name of each option by the former one.  A call that gives both raises
+            OptionError.
+        since: As in `warn_deprecated`.
+        gone: As in `warn_deprecated`.
 
     >>> @renamed(since="amanda-core 0.2", gone="0.4", out="path")
     ... def save(path: str) -> str:

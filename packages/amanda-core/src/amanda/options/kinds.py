@@ -313,7 +313,11 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
 
 
 def words_of(annotation: Any) -> list[str]:
-    """Return the words of the Literals in an annotation."""
+    """Return the words of the Literals in an annotation.
+
+    Args:
+        annotation: Any annotation of an option, such as `Literal["a", "b"] | None`.
+    """
     members = get_args(annotation)
     if get_origin(annotation) is Literal:
         return [member for member in members if isinstance(member, str)]

@@ -47,7 +47,12 @@ class InstrumentationPoint(enum.Enum):
 
     @classmethod
     def of(cls, backward: bool, require_outputs: bool) -> InstrumentationPoint:
-        """Return the point that the arguments of `Tool.add_inst_for_op` name."""
+        """Return the point at which an analysis routine runs.
+
+        Args:
+            backward: As in `Tool.add_inst_for_op`.
+            require_outputs: As in `Tool.add_inst_for_op`.
+        """
         side, phase = ("after" if require_outputs else "before"), ("backward" if backward else "forward")
         return cls(f"{side}_{phase}_op")
 

@@ -290,14 +290,20 @@ class OpContext(dict[str, Any]):
         hands in for a parameter, as `functional_call` does, the slot of the module.
         TensorFlow: the handle of the variable that it was read of (`variable.handle`), in a session's graph
         the tensor that makes it.
+
+        Args:
+            index: Position or name of the input, such as "weight".
         """
         return self._facts.variable_of(self._input_at(index, "get_variable"))
 
     def get_variable_path(self, variable: Any) -> str | None:
-        """Return the path in the model of a result of `get_variable`: "layer1.0.conv1.weight".
+        """Return the path of a variable in the model: "layer1.0.conv1.weight".
 
         The path begins at the outermost module; of several paths it is the first.  None where no module has
         the variable, and where the driver does not know.
+
+        Args:
+            variable: Result of `get_variable`.
         """
         return self._facts.path_of(variable)
 
@@ -405,9 +411,12 @@ class OpContext(dict[str, Any]):
             reads: In a graph, inputs of other ops that have been analysed before, by op id and position:
                 `func` gets their values as the list `reads`, and gradients go to them, past the ops in
                 between.
+            **kwargs: Given to every call of `func`.
 
         Raises:
             ReplaceConflictError: When another tool replaces the op already.
+            ActionError: For `reads` in an eager mode, for inputs that the op does not have, and after the
+                analysis of the op.
         """
         if reads and self._facts.graph is None:
             raise ActionError(

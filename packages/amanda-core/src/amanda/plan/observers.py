@@ -163,9 +163,12 @@ class Executions(Sequence[Observed]):
         )
 
     def prepared(self, make: Callable[[Sequence[Observed]], PreparedT]) -> PreparedT:
-        """Return `make(executions)`, called once for executions of the same ops and then cached.
+        """Return the result of a function, which is called once for executions of the same ops.
 
         The result may depend only on the `kwargs` of the executions.
+
+        Args:
+            make: Function of these executions; its result is cached.
         """
         # Keyed by the function: several tools may prepare something for the same executions.
         if make not in self._prepared:
@@ -212,6 +215,9 @@ def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
 
     The routine receives a sequence of `Observed`, and has to do the same as calls of the observers one by
     one.  Drivers that gather observers call the routine, other drivers call the observers.
+
+    Args:
+        *observers: Methods or functions marked `@observer`, whose calls the routine replaces.
 
     >>> class Count:
     ...     @observer

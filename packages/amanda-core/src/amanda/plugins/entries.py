@@ -258,8 +258,11 @@ def install_command(name: str, kind: Literal["tools", "commands", "packages"]) -
 def import_from(package: str, name: str) -> Any:
     """Return a name of a package that another of Amanda's distributions may hold.
 
-    package: import path below `amanda.tools`.
     Raises ImportError, with the command that installs the package, where it is not installed.
+
+    Args:
+        package: Import path below `amanda.tools`.
+        name: Name in the package.
     """
     try:
         return getattr(import_module(package), name)

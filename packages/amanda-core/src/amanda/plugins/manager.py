@@ -63,7 +63,13 @@ def tool_class(name: str) -> type[Tool]:
     """Return the class, or function, that a distribution registers as a tool, for commands.
 
     A tool that is installed while the process runs is found if no other has the name.
-    Raises UnknownToolError, and PluginError where the tool cannot be used.
+
+    Args:
+        name: As `amanda tools` lists it, such as "flops".
+
+    Raises:
+        UnknownToolError: If no distribution registers the name.
+        PluginError: If the tool cannot be used.
     """
     entries_by_name = _tool_entries(fresh=False)
     if name not in entries_by_name:
@@ -79,6 +85,9 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
     Args:
         name: As `amanda tools` lists it, such as "flops".
         **options: Of the tool, as `amanda info NAME` lists them.
+
+    Returns:
+        The tool, which is not applied yet.
 
     Raises:
         UnknownToolError: If no distribution registers the name.

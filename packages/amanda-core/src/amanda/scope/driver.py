@@ -150,7 +150,11 @@ class Driver(ABC):
 def check_private_names(names: Iterable[str], subject: str, framework: str, newest_tested: str) -> None:
     """Raise DriverError where a framework lacks a name.
 
-    names: as in `Driver.private_names`.  subject: what needs them, in a few words.
+    Args:
+        names: As in `Driver.private_names`.
+        subject: What needs them, in a few words.
+        framework: Import name of the framework.
+        newest_tested: Newest version of the framework that is tested, for the error.
     """
     absent = ", ".join(name.replace(":", ".") for name in lacking(names))
     if not absent:

@@ -69,7 +69,11 @@ class Report(list[Uninstrumented]):
     def add(self, subject: str, reason: str, where: str = "", *, is_logged: bool = True) -> None:
         """Add an entry, and log a warning for the first entry of its kind; constant in time.
 
-        is_logged: False where an earlier scope has logged the same entry.
+        Args:
+            subject: The op or the part of the program.
+            reason: Why it is not instrumented, or runs differently.
+            where: "file:line" of the user's code; "" where it is not known.
+            is_logged: False where an earlier scope has logged the same entry.
         """
         entry = Uninstrumented(subject, reason, where)
         # A set beside the list, since this is asked at each call of what cannot be instrumented.
@@ -90,7 +94,12 @@ class Report(list[Uninstrumented]):
         logger.log(level, "%s: %s%s", subject, reason, f" ({where})" if where else "")
 
     def add_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
-        """Add the entries of a source, unless it has been added; a source has the same entries each time."""
+        """Add the entries of a source, unless it has been added; a source has the same entries each time.
+
+        Args:
+            source: Object with entries that are the same each time.
+            entries: Subject, reason and line of each entry.
+        """
         if source not in self._reported_sources:
             self._reported_sources.add(source)
             for entry in entries:
@@ -252,7 +261,10 @@ T = TypeVar("T")
 def report_unseen(subject: str, reason: str, where: str = "") -> None:
     """Add an uninstrumented part of the program to the reports of the scopes in force here, if there are any.
 
-    where: "file:line" of the user's code.
+    Args:
+        subject: The op or the part of the program.
+        reason: Why it is not instrumented, or runs differently.
+        where: "file:line" of the user's code.
     """
     activation = interceptor.active()
     if activation is not None:
@@ -264,7 +276,9 @@ def hide_ops(
 ) -> Callable[P, T]:
     """Return a stand-in that runs a function without tools, which see no op inside.
 
-    entry_of: returns the report's entry for a call with these arguments; None for no entry.
+    Args:
+        function: Function whose ops tools do not see.
+        entry_of: Returns the report's entry for a call with these arguments; None for no entry.
     """
 
     @functools.wraps(function)

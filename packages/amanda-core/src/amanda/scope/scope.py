@@ -31,7 +31,10 @@ class Scope(interceptor.Extent):
     """The handle that `amanda.apply` gives: a context manager, a decorator, or `start`/`stop`.
 
     It may be entered again after it was left. `report` lists what could not be instrumented.
-    compiled: how callables from a framework's compiler run: see `apply`.
+
+    Args:
+        *tools: As in `amanda.apply`.
+        compiled: As in `amanda.apply`.
     """
 
     def __init__(self, *tools: AnyTool, compiled: Compiled = "eager") -> None:
@@ -248,7 +251,11 @@ class Scope(interceptor.Extent):
     def bind(self, function: Callable[P, T]) -> Callable[P, T]:
         """Return a function to be called on another thread, with this scope in force there until it closes.
 
-        Raises ScopeError where the scope is not open.
+        Args:
+            function: Function that another thread calls.
+
+        Raises:
+            ScopeError: Where the scope is not open.
         """
         state = State.current()
         if self not in state.scopes:

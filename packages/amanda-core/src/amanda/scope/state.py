@@ -71,14 +71,22 @@ class State:
         return self.stack is not None and self.stack.has_tool(tool)
 
     def report(self, subject: str, reason: str, where: str = "") -> None:
-        """Add an uninstrumented part of the program, with reason and line, to the reports of open scopes."""
+        """Add an uninstrumented part of the program, with reason and line, to the reports of open scopes.
+
+        Args:
+            subject: As in `Report.add`.
+            reason: As in `Report.add`.
+            where: As in `Report.add`.
+        """
         for scope in self.scopes:
             scope.report.add(subject, reason, where)
 
     def report_all(self, source: object, entries: Collection[tuple[str, ...]]) -> None:
         """Add the entries of one source, such as a graph, to the open scopes' reports, if it is new to them.
 
-        source: hashable, and held weakly.
+        Args:
+            source: Hashable, and held weakly.
+            entries: Subject, reason and line of each entry.
         """
         if entries:
             for scope in self.scopes:

@@ -57,7 +57,12 @@ class GraphSample(ABC):
         return apply(*tools)
 
     def insert(self, context: OpContext, routine: Callable[..., Any]) -> None:
-        """Insert a routine that changes an output or an input of the op."""
+        """Insert a routine that changes an output or an input of the op.
+
+        Args:
+            context: Context of the op.
+            routine: Routine of the value, which returns the changed one.
+        """
         context.insert_after_op(routine)
 
 

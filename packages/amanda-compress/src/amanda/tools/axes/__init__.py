@@ -30,7 +30,9 @@ class Unfolding(NamedTuple):
     def of(cls, extents: Sequence[int], layout: str) -> Unfolding:
         """Return the way from a weight of these extents to its canonical form.
 
-        layout: as in StandardMapping; further axes in front of it are those of a batch.
+        Args:
+            extents: Shape of the weight.
+            layout: As in StandardMapping; further axes in front of it are those of a batch.
         """
         batch = len(extents) - len(layout)
         window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
@@ -70,11 +72,15 @@ class Unfolding(NamedTuple):
 def canonical(weight: Any, layout: str | None) -> Any:
     """Return a weight with its axes in the order of output channels, input channels, window.
 
-    weight: an array or tensor of any framework.  layout: as in StandardMapping: O out, I in, M how many
-    channels come of each group of I; None for a weight whose axes have no fixed meaning, which is returned as
-    it is.  Further axes in front are those of a batch, and stay there.
-    Returns (O, I, ...); where there is an M, (groups * M, I / groups, ...), which of a depthwise
-    convolution's weight is (I * M, 1, ...).
+    Args:
+        weight: An array or tensor of any framework.
+        layout: As in StandardMapping: O out, I in, M how many channels come of each group of I; None for a
+            weight whose axes have no fixed meaning, which is returned as it is.  Further axes in front are
+            those of a batch, and stay there.
+
+    Returns:
+        (O, I, ...); where there is an M, (groups * M, I / groups, ...), which of a depthwise convolution's
+        weight is (I * M, 1, ...).
     """
     if layout is None:
         return weight
@@ -86,6 +92,11 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
     """Return what `canonical` made of a weight of these extents in that weight's own layout.
 
     Without an M in the layout the array may have other extents, such as those of a larger window.
+
+    Args:
+        array: Weight in the order of `canonical`.
+        layout: Layout of the weight, as in StandardMapping.
+        extents: Shape of the weight in that layout.
     """
     if layout is None:
         return array
@@ -97,7 +108,12 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
 
 
 def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, ...]:
-    """Return the shape that `canonical` gives to a weight of these extents."""
+    """Return the shape that `canonical` gives to a weight of these extents.
+
+    Args:
+        extents: Shape of the weight.
+        layout: Its layout, as in StandardMapping; None for axes that have no fixed meaning.
+    """
     return tuple(extents) if layout is None else Unfolding.of(extents, layout).canonical
 
 
@@ -149,7 +165,12 @@ class Window(NamedTuple):
         return [slice(start, max(start + last_start + 1, start), self.stride) for start in starts]
 
     def positions(self, size: int, count: int) -> NDArray[np.int64]:
-        """Return (count, kernel) positions that are read at each place; zeros lie outside of (0, size)."""
+        """Return (count, kernel) positions that are read at each place; zeros lie outside of (0, size).
+
+        Args:
+            size: Extent of the axis without zeros.
+            count: Number of places of the window.
+        """
         starts = np.arange(count)[:, None] * self.stride - self.pads(size)[0]
         return starts + np.arange(self.kernel) * self.dilation
 
@@ -157,9 +178,13 @@ class Window(NamedTuple):
 def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int] = ()) -> list[Window]:
     """Return the window along each spatial axis, from an op's attributes in PyTorch, TensorFlow, JAX or ONNX.
 
-    layout: axes of the input, such as "NCHW".  kernel: spatial extents of the weight of a convolution.
+    Args:
+        attributes: Arguments of the op that are not tensors, by name.
+        layout: Axes of the input, such as "NCHW".
+        kernel: Spatial extents of the weight of a convolution.
 
-    Raises NotImplementedError for a transposed convolution.
+    Raises:
+        NotImplementedError: For a transposed convolution.
     """
     axes = spatial_axes(layout)
     # Each framework has attributes of its own names, by which it is told from the others.

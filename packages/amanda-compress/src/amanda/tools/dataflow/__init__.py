@@ -67,7 +67,12 @@ class Dataflow:
         )  # fmt: skip
 
     def made(self, node: DataflowNode, tensors: Iterable[Any]) -> None:
-        """Record the outputs of an op, or the tensors that a routine returned in their place."""
+        """Record the outputs of an op.
+
+        Args:
+            node: The result of `node` for the op.
+            tensors: Outputs of the op, or what a routine returned in their place.
+        """
         for tensor in tensors:
             number = self._renumbered(tensor)
             if number is not None:
@@ -104,7 +109,12 @@ class Dataflow:
             number = None if node is None else node.data
 
     def nearest(self, numbers: Iterable[int | None], note: str) -> Any:
-        """Return the note of a name at the nearest op that these tensors come from; None without one."""
+        """Return the note of a name at the nearest op that these tensors come from; None without one.
+
+        Args:
+            numbers: Numbers of the tensors, as `number` returns them.
+            note: Name of the note.
+        """
         waiting, visited = deque(numbers), set[int | None]()
         while waiting and len(visited) < _MAX_VISITED:
             number = waiting.popleft()

@@ -154,9 +154,12 @@ class AttentionPruneTool(DynamicPruneTool):
             together attend to most; "learned": a predictor of two layers chooses, from the attention that a
             token receives and pays to itself in each head; then `keep` is the target of `loss()`, the mean
             share of tokens in all attentions.
+        keep: Share of the tokens that each attention keeps.
+        block: Adjacent tokens of a block, for unit "block".
         protect: Number of first tokens that are always kept.
         strength: Factor of the loss.
         hidden: Neurons of the predictor.
+        seed: Seed of the predictors' initial values, and of the noise in training.
     """
 
     @checked

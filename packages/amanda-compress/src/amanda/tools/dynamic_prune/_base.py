@@ -178,10 +178,11 @@ class DynamicPruneTool(amanda.Tool):
     `parameters()` returns them for an optimizer.  Add `loss()` to the loss of the model.  `result` has the
     shares that were pruned since `clear()`.
 
+    `training` is True if methods with noise add it; `train` sets it, as for a module.
+
     Args:
         seed: Of the predictors' initial values, and of the noise in training.
-
-    `training` is True if methods with noise add it; `train` sets it, as for a module.
+        state: Function that returns the state of an execution.
     """
 
     purpose = "compress"
@@ -279,6 +280,10 @@ class DynamicPruneTool(amanda.Tool):
 
         Unless the state has the names and shapes of the parameters that exist, and the framework writes into
         these in place, ops are analysed anew, with new parameters.
+
+        Args:
+            state: A result of `state_dict`.
+            strict: As in `amanda.Tool.load_state_dict`.
         """
         parameters = self.state_dict()
         has_same_parameters = not self.waiting_state() and _shapes(parameters) == _shapes(state)

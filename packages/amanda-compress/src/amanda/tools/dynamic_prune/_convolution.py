@@ -70,7 +70,9 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     Source: Gao et al. 2019, "Dynamic channel pruning: feature boosting and suppression".
 
     Args:
+        density: Share of channels that each input keeps.
         penalty: Factor of the mean saliencies in `loss()`.
+        seed: Seed of the predictors' initial values.
     """
 
     @checked

@@ -28,8 +28,12 @@ def read_onnx(
     """Read an ONNX model; its external data from regular files in its folder alone.
 
     Args:
+        path: File of the model.
         kind: Of the error.
         data: Whether external data are read, which else are checked alone.
+
+    Returns:
+        The model, with its external data unless `data` is False.
 
     Raises:
         FileError: Where the file cannot be read, and an error of the kind for another file, and where onnx is
@@ -68,6 +72,8 @@ def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_exte
     """Write a model, with its data in one file beside it where these are large.
 
     Args:
+        model: The model, whose data may be external: see `folder`.
+        path: File to write.
         folder: That of external data, which are read first.
         is_external: Data lie beside the model in any case.
 
@@ -98,7 +104,12 @@ def _size_in_bytes(tensor: TensorProto) -> int:
 
 
 def add_note(model: ModelProto, about: Mapping[str, Any]) -> None:
-    """Say in the metadata of a model what was done, after what is said there already."""
+    """Add a note to the metadata of a model, after those of earlier tools.
+
+    Args:
+        model: Changed in place.
+        about: The note, as JSON has it.
+    """
     from onnx import helper
 
     metadata = {entry.key: entry.value for entry in model.metadata_props}
@@ -199,6 +210,7 @@ def remove_unread(graph: GraphProto, kept: Iterable[str] = ()) -> None:
     Types of values between nodes are removed as well: runtimes infer them, and edits may change them.
 
     Args:
+        graph: Changed in place.
         kept: Names of initializers that stay, read or not.
     """
     del graph.value_info[:]
@@ -233,7 +245,13 @@ def _is_standard(node: NodeProto) -> bool:
 
 
 def attribute_of(node: NodeProto, name: str, default: Any) -> Any:
-    """Return the value of an attribute; the default where the node has none of this name."""
+    """Return the value of an attribute.
+
+    Args:
+        node: A node of an ONNX graph.
+        name: Name of the attribute.
+        default: Value for a node without the attribute.
+    """
     from onnx import helper
 
     attribute = next((attribute for attribute in node.attribute if attribute.name == name), None)
@@ -241,13 +259,24 @@ def attribute_of(node: NodeProto, name: str, default: Any) -> Any:
 
 
 def remove_attribute(node: NodeProto, name: str) -> None:
-    """Remove an attribute, if there is one of this name."""
+    """Remove an attribute, if there is one of this name.
+
+    Args:
+        node: Changed in place.
+        name: Name of the attribute.
+    """
     for attribute in [attribute for attribute in node.attribute if attribute.name == name]:
         node.attribute.remove(attribute)
 
 
 def set_attribute(node: NodeProto, name: str, value: int | Sequence[int]) -> None:
-    """Give an attribute a value."""
+    """Set an attribute, which replaces one of the same name.
+
+    Args:
+        node: Changed in place.
+        name: Name of the attribute.
+        value: An integer, or several.
+    """
     from onnx import helper
 
     remove_attribute(node, name)

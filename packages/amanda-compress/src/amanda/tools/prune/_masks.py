@@ -58,6 +58,10 @@ def element_mask(weight: Any, sparsity: Share = 0.5) -> Any:
 
     Args:
         weight: Of any shape.
+        sparsity: Share of the elements that are dropped.
+
+    Returns:
+        0/1 mask of the weight's shape and type.
 
     Raises:
         PruneError: For a sparsity outside [0, 1].
@@ -73,6 +77,11 @@ def n_m_mask(weight: Any, n: PositiveInt = 2, m: PositiveInt = 4) -> Any:
 
     Args:
         weight: (..., k), k divisible by m.
+        n: Elements that are kept of each m.
+        m: Consecutive elements that are ranked together.
+
+    Returns:
+        0/1 mask of the weight's shape and type.
 
     Raises:
         ShapeError: Otherwise, and for n above m.
@@ -89,6 +98,11 @@ def tile_mask(weight: Any, sparsity: Share = 0.5, granularity: PositiveInt = 128
     Args:
         weight: (k, n), the second factor of a product: k is summed over, n are outputs.  Columns and rows are
             dropped in equal shares, 1 - sqrt(1 - sparsity) of each, by the root of the mean of their squares.
+        sparsity: Share of the elements that are dropped.
+        granularity: Columns of a tile.
+
+    Returns:
+        0/1 mask of the weight's shape and type.
 
     Raises:
         ShapeError: For a weight that is not a matrix.
@@ -105,7 +119,12 @@ def channel_mask(weight: Any, sparsity: Share = 0.5, norm: Literal[1, 2] = 2, ax
 
     Args:
         weight: Channels along `axis`.
+        sparsity: Share of the channels that are dropped.
         norm: 1 or 2.
+        axis: Axis of the channels.
+
+    Returns:
+        0/1 mask of the weight's shape and type.
     """
     (keep_mask,) = channel_keep_masks([do("moveaxis", abs(weight), axis, 0)], sparsity, norm)
     return do("moveaxis", keep_mask, 0, axis)
@@ -124,7 +143,12 @@ def block_mask(
 
     Args:
         weight: (k, n), of whole blocks.
+        sparsity: Share of the blocks that are dropped.
+        block: Rows and columns of a block.
         norm: 1 or 2.
+
+    Returns:
+        0/1 mask of the weight's shape and type.
 
     Raises:
         ShapeError: For a weight of another shape.
@@ -327,11 +351,14 @@ def input_permutation(
 
     Args:
         weight: An array (..., k), k divisible by m.
+        n: As in `n_m_mask`.
+        m: As in `n_m_mask`.
+        rounds: Largest number of rounds of swaps.
 
     Returns:
-        k positions: an n:m mask of `weight[..., permutation]` keeps at least as much as one of `weight`.
-        Each round swaps the pairs of channels that gain most, no group of m twice, until no swap gains or
-        `rounds` are over.
+        k positions: an n:m mask of `weight[..., permutation]` keeps at least as much as one of `weight`. Each
+        round swaps the pairs of channels that gain most, no group of m twice, until no swap gains or `rounds`
+        are over.
 
     Raises:
         ShapeError: As `n_m_mask` does.

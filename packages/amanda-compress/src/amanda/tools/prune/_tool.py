@@ -43,6 +43,16 @@ def cubic_sparsity(
     """Return the sparsity at a step between begin and end, which rises fast at first and then slower.
 
     Source: Zhu & Gupta 2017, "To prune, or not to prune", eq. 1.
+
+    Args:
+        step: Number of the step; before `begin` and after `end` the sparsity is that of these.
+        begin: Step with the initial sparsity.
+        end: Step with the final sparsity.
+        initial: Sparsity at `begin`.
+        final: Sparsity at `end`.
+
+    Raises:
+        PruneError: For an end that does not come after `begin`.
     """
     # The cube drops most while the network has most redundancy, and little at the end.
     share_left = 1 - _progress(step, begin, end)
@@ -53,7 +63,18 @@ def cubic_sparsity(
 def linear_sparsity(
     step: NonNegativeInt, begin: NonNegativeInt, end: NonNegativeInt, initial: Share, final: Share
 ) -> float:
-    """Return the sparsity at a step between begin and end, which rises by the same amount at each step."""
+    """Return the sparsity at a step between begin and end, which rises by the same amount at each step.
+
+    Args:
+        step: As in `cubic_sparsity`.
+        begin: As in `cubic_sparsity`.
+        end: As in `cubic_sparsity`.
+        initial: As in `cubic_sparsity`.
+        final: As in `cubic_sparsity`.
+
+    Raises:
+        PruneError: For an end that does not come after `begin`.
+    """
     return initial + (final - initial) * _progress(step, begin, end)
 
 
@@ -69,9 +90,17 @@ def _progress(step: int, begin: int, end: int) -> float:
 class PruneSchedule:
     """The steps at which masks are updated: `begin`, then each `frequency`th, and `end`.
 
-    kind: "constant", or "linear" or "cubic" from `initial` at begin to `sparsity` at end.
-    end: None for one update at begin, or for updates without end where a frequency is set.
-    Raises PruneError for options that contradict each other.
+    Args:
+        sparsity: The dropped share, from `end` on.
+        kind: "constant", or "linear" or "cubic" from `initial` at begin to `sparsity` at end.
+        initial: The dropped share at `begin`, unless "constant".
+        begin: Step of the first update.
+        end: Step of the last update; None for one update at begin, or for updates without end where a
+            frequency is set.
+        frequency: Steps from one update to the next; None for 1, or with "constant" for one update.
+
+    Raises:
+        PruneError: For options that contradict each other.
     """
 
     sparsity: Share = 0.5
@@ -233,6 +262,8 @@ class PruneTool(WeightTool[PrunedWeight]):
         sparsity: The dropped share of each weight (scope "local"), or of all weights together ("global").
         pattern: "unstructured"; "2:4" or another n:m, which keeps n of each m consecutive input channels
             whatever the sparsity; "block"; "tile"; "structured", whole output filters by their norm.
+        scope: "local" ranks the elements of each weight by themselves, "global" those of all weights
+            together.
         importance: "magnitude"; "gradient", |w * g|; "movement", the sum of -w * g over steps; "wanda", |w|
             times the norm of the input, ranked for each output; "sparsegpt", which also changes the kept
             elements; "random".
@@ -243,9 +274,11 @@ class PruneTool(WeightTool[PrunedWeight]):
             program calls `step()`.
         end: See `begin`.
         frequency: See `begin`.
+        initial_sparsity: Sparsity at step `begin` of a schedule that rises.
         regrow: How dropped elements come back when masks are updated.  None: never.  "importance": all
             elements are ranked again.  "gradient" (RigL), "random" (SET): the share `regrow_fraction` of the
             kept elements is exchanged for dropped ones.
+        regrow_fraction: Share of the kept elements that an update exchanges.
         type: Globs of types of ops and of module paths; None for every convolution and product.
         module: See `type`.
         exclude: See `type`.
@@ -439,11 +472,23 @@ class PruneTool(WeightTool[PrunedWeight]):
 
     @amanda.traceable
     def transform(self, value: Any, mask: Any, offset: Any = None) -> Any:
-        """Return the weight minus the offset, with 0 where it is dropped."""
+        """Return the weight minus the offset, with 0 where it is dropped.
+
+        Args:
+            value: The weight as the op reads it.
+            mask: Of the weight's shape, 0 where it is dropped.
+            offset: Change of the kept elements by importance "sparsegpt"; None without one.
+        """
         return value * mask if offset is None else (value - offset) * mask
 
     def transform_gradient(self, gradient: Any, mask: Any, offset: Any = None) -> Any:
-        """Return the gradient with 0 where the weight is dropped."""
+        """Return the gradient with 0 where the weight is dropped.
+
+        Args:
+            gradient: Gradient of the masked weight.
+            mask: As in `transform`.
+            offset: As in `transform`.
+        """
         return gradient * mask
 
     @checked(error=PruneError)
@@ -451,6 +496,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Write the masks into the weights of a model, which then computes the same without the tool.
 
         Args:
+            model: As in `WeightTool.finalize`.
             semi_structured: Also compress weights that are pruned 2:4 by
                 torch.sparse.to_sparse_semi_structured, for inference on GPUs; `result.dense` lists the
                 weights that stay dense.

@@ -57,10 +57,11 @@ class Grid:
 
     @classmethod
     def of(cls, bits: Bits, symmetric: bool) -> Grid:
-        """Return the grid of signed integers of so many bits if symmetric, else of unsigned ones.
+        """Return the grid of the numbers of so many bits.
 
         Args:
             bits: Or "e4m3" or "e5m2" for the numbers of a floating type, which always are symmetric.
+            symmetric: True for signed integers, False for unsigned ones.
 
         Raises:
             QuantizeError: For other than 2 to 16 bits.
@@ -132,7 +133,12 @@ class Groups:
 
     @classmethod
     def of_outputs(cls, shape: Sequence[int], layout: str) -> Groups:
-        """Return a group for each output of a weight of this shape."""
+        """Return a group for each output of a weight of this shape.
+
+        Args:
+            shape: Shape of the weight.
+            layout: Its layout, as in StandardMapping.
+        """
         unfolding = Unfolding.of(shape, layout)
         return cls(prod(unfolding.canonical[unfolding.outputs :]), layout, are_outputs=True)
 
@@ -146,7 +152,12 @@ class Groups:
         return tensors_of(x).reshape(canonical(x, self.layout), (-1, self.size))
 
     def joined(self, rows: Any, shape: Sequence[int]) -> Any:
-        """Return rows (groups, size) as a weight of this shape: the inverse of `split`."""
+        """Return rows (groups, size) as a weight of this shape: the inverse of `split`.
+
+        Args:
+            rows: (groups, size), as `split` returns them.
+            shape: Shape of the weight.
+        """
         canonical_weight = tensors_of(rows).reshape(rows, Unfolding.of(shape, self.layout).canonical)
         return restored(canonical_weight, self.layout, shape)
 
@@ -163,6 +174,8 @@ def choose_qparams(least: Any, most: Any, grid: Grid, rounding: Rounding = "half
             point low - least / scale is rounded as in torch.ao with "half_even", otherwise as in TensorFlow:
             half away from zero.
         most: See `least`.
+        grid: Numbers of the quantised type.
+        rounding: See `least`.
     """
     xp = tensors_of(least)
     # A difference gives a zero of the type and on the device of the range, in each framework.
@@ -229,6 +242,8 @@ def fake_quantize(
         x: Of any framework and shape.
         scale: float32, scalars, or (channels,) with `axes` of the channels in x.
         zero_point: See `scale`.
+        grid: Numbers of the quantised type.
+        axes: Axes of the channels in x; () for one scale.
         rounding: "half_even" is bit-equal to torch.ao's FakeQuantize, which multiplies by 1 / scale;
             "half_up" to TensorFlow's fake_quant_with_min_max_vars, which clips and shifts before it rounds,
             divides by a scalar scale, and multiplies by levels / range per channel; "half_away" rounds as C's
@@ -307,6 +322,15 @@ def fake_quantize_gradient(
 
     Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up", values
     between the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
+
+    Args:
+        gradient: Gradient of the result of `fake_quantize`.
+        x: As in `fake_quantize`.
+        scale: As in `fake_quantize`.
+        zero_point: As in `fake_quantize`.
+        grid: As in `fake_quantize`.
+        axes: As in `fake_quantize`.
+        rounding: As in `fake_quantize`.
     """
     wide, s, z = _broadcast_qparams(x, scale, zero_point, axes)
     if isinstance(grid, FloatGrid):

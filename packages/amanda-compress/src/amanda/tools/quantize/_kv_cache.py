@@ -247,6 +247,8 @@ def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis
 
     Args:
         states: (..., tokens, channels).
+        bits: Bits of each integer.
+        group_size: Channels or tokens that share a scale.
         axis: "token" for groups of channels, "channel" for groups of tokens, of which both have to be a
             multiple of `group_size`.  A number x of a group becomes round((x - least) / scale) * scale +
             least, scale being (most - least) / (2^bits - 1); scale and least are kept in the dtype of the

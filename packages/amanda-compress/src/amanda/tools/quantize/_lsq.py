@@ -85,6 +85,11 @@ def lsq_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
     """Return the initial scale of LSQ, 2 mean|x| / sqrt(high): a scalar, or (channels,).
 
     Source: Esser et al. 2020, sec. 2.1.
+
+    Args:
+        x: A weight or an activation, of any framework.
+        grid: Numbers of the quantised type.
+        axes: Axes of the channels in x; () for one scale.
     """
     xp = tensors_of(x)
     mean = sum_by_channel(xp.absolute(xp.wide(x)), axes) / group_size(x, axes)
@@ -95,6 +100,11 @@ def lsq_plus_scale(x: Any, grid: Grid, axes: Sequence[int] = ()) -> Any:
     """Return the initial scale of LSQ+ for weights: max(|mean - 3 std|, |mean + 3 std|) / 2^(bits - 1).
 
     Source: Bhalgat et al. 2020, eq. 10.
+
+    Args:
+        x: A weight, of any framework.
+        grid: Numbers of the quantised type.
+        axes: Axes of the channels in x; () for one scale.
     """
     xp, count = tensors_of(x), group_size(x, axes)
     wide = xp.wide(x)
@@ -110,8 +120,11 @@ def lsq_quantize(x: Any, scale: Any, grid: Grid, offset: Any = None, axes: Seque
     Sources: Esser et al. 2020, eqs. 1 and 2; Bhalgat et al. 2020, eqs. 1 and 2.
 
     Args:
+        x: Of any framework and shape.
         scale: A scalar, or (channels,) with `axes` of the channels in x; without an offset it is LSQ's.
+        grid: Numbers of the quantised type.
         offset: Of the shape of the scale; None for LSQ.
+        axes: Axes of the channels in x; () for one scale.
     """
     xp = tensors_of(x)
     s, shift, v = _divide_by_scale(x, scale, offset, axes)
@@ -132,6 +145,12 @@ def lsq_gradients(
     Sources: Esser et al. 2020, eqs. 3 and 5; Bhalgat et al. 2020, eqs. 3 to 5.
 
     Args:
+        gradient: Gradient of the result of `lsq_quantize`.
+        x: As in `lsq_quantize`.
+        scale: As in `lsq_quantize`.
+        grid: As in `lsq_quantize`.
+        offset: As in `lsq_quantize`.
+        axes: As in `lsq_quantize`.
         factor: `gradient_scale`, which multiplies the gradients of scale and offset.
     """
     xp = tensors_of(x)
@@ -158,6 +177,7 @@ def gradient_scale(count: int, grid: Grid) -> float:
 
     Args:
         count: Number of weights, or of features of one example, that share the scale.
+        grid: Numbers of the quantised type.
     """
     return 1 / sqrt(count * grid.high)
 

@@ -175,7 +175,12 @@ ObserverName = Literal["minmax", "percentile", "mse", "histogram"]
 
 
 def extremes(x: Any, axes: Sequence[int] = ()) -> tuple[Any, Any]:
-    """Return the least and the largest number of a tensor, in float32: scalars, or (channels,)."""
+    """Return the least and the largest number of a tensor, in float32: scalars, or (channels,).
+
+    Args:
+        x: Of any framework and shape.
+        axes: Axes of the channels; () for the extremes of all numbers.
+    """
     xp = tensors_of(x)
     least, most = xp.extent(xp.wide(x), other_axes(x, axes))
     return flatten_channels(least, axes), flatten_channels(most, axes)
@@ -192,7 +197,11 @@ class Observer(ABC):
     def observe(self, x: Any) -> None:
         """Add one batch, unless it is empty.
 
-        Raises QuantizeError for NaN or Inf in the batch.
+        Args:
+            x: Values of the batch, of any framework.
+
+        Raises:
+            QuantizeError: For NaN or Inf in the batch.
         """
         array = as_array(x)
         # A batch without elements, as where data choose no expert, says nothing about the range.
@@ -235,6 +244,7 @@ class HistogramObserver(Observer):
     """Range with the least squared error in a histogram of all batches; torch.ao's HistogramObserver.
 
     Args:
+        bins: Number of bins of the histogram.
         levels: The number of integers of the grid.  torch.ao's observer takes 256 also where quant_min and
             quant_max leave fewer.
     """
@@ -252,7 +262,12 @@ class HistogramObserver(Observer):
 
 
 class PercentileObserver(HistogramObserver):
-    """Range from percentile 100 - `percentile` to `percentile` of all batches, to the width of a bin."""
+    """Range from percentile 100 - `percentile` to `percentile` of all batches, to the width of a bin.
+
+    Args:
+        percentile: Above 50, at most 100.
+        bins: Number of bins of the histogram.
+    """
 
     @checked(error=QuantizeError)
     def __init__(
@@ -277,6 +292,11 @@ class MseObserver(HistogramObserver):
     """Range with the least mean squared error of fake quantisation, of 81 ranges within the extremes.
 
     The extremes are shrunk to 100 %, 99 %, ... 20 %.  Source: Nagel et al. 2021, sec. 3.1.
+
+    Args:
+        grid: Numbers of the quantised type.
+        rounding: As in `fake_quantize`.
+        bins: Number of bins of the histogram.
     """
 
     @checked(error=QuantizeError)
@@ -305,6 +325,7 @@ class PerChannelObserver(Observer):
     """Ranges by channel: a separate observer for each channel.
 
     Args:
+        make: Function that returns a new observer.
         axes: Of the channels; several axes count as one, the last varies fastest.
     """
 
@@ -334,7 +355,15 @@ def make_observer(
     name: ObserverName, grid: Grid, axes: Sequence[int] = (), rounding: Rounding = "half_even",
     percentile: Annotated[float, Range(above=50, most=100)] = 99.99,
 ) -> Observer:  # fmt: skip
-    """Return a new observer by name; with axes, an observer of each channel."""
+    """Return a new observer by name.
+
+    Args:
+        name: "minmax", "percentile", "mse" or "histogram".
+        grid: Numbers of the quantised type.
+        axes: Axes of the channels, each of which has a range; () for one range.
+        rounding: Of "mse", as in `fake_quantize`.
+        percentile: Of "percentile", above 50.
+    """
     # Extremes of all channels come from one reduction; other observers need one object for each channel.
     if name == "minmax":
         return MinMaxObserver(axes)

@@ -36,6 +36,10 @@ _decibels = partial(Column, show="{:.1f}".format, number=True, unit="dB")
 def sqnr(signal: float, noise: float) -> float:
     """Return 10 log10(signal / noise) in dB.
 
+    Args:
+        signal: Sum of the squares of the values.
+        noise: Sum of the squares of their errors.
+
     >>> sqnr(100.0, 1.0)
     20.0
     """
@@ -121,7 +125,11 @@ class QuantizeResult(Result):
         ]  # fmt: skip
 
     def worst(self, count: int | None = None) -> list[tuple[str, str, float]]:
-        """Return module, type and SQNR of outputs in dB of the measured ops, the least SQNR first."""
+        """Return module, type and SQNR of outputs in dB of the measured ops, the least SQNR first.
+
+        Args:
+            count: Number of ops; None for all.
+        """
         ops = dict.fromkeys(
             (tensor.module, tensor.type, tensor.source, tensor.output_sqnr) for tensor in self.tensors
         )

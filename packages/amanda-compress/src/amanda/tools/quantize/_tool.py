@@ -201,6 +201,7 @@ class QuantizeTool(amanda.Tool):
             (from 100 - `percentile` to `percentile`), "mse" (least squared error), "histogram" (as in
             torch.ao).
         weight_observer: See `observer`.
+        percentile: Of observer "percentile", above 50.
         per_channel: True for a scale for each output channel of a weight, False for one scale.
         group_size: Number of consecutive input channels of a weight that share a scale, such as 32, 64 or
             128; None for no groups.
@@ -332,15 +333,26 @@ class QuantizeTool(amanda.Tool):
         self.load_state_dict({})
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load scales that `state_dict` returned, as tensors or arrays."""
+        """Load scales that `state_dict` returned.
+
+        Args:
+            state: Scales by key, as tensors or arrays.
+            strict: As in `amanda.Tool.load_state_dict`.
+        """
         # Quantizers take their state when they are created: after a load they are created anew.
         self._ops, self.parts, self._skipped_ops = {}, SharedState(), {}
         super().load_state_dict(state, strict)
 
     def save(self, path: str | Path) -> Path:
-        """Write scales, zero points and offsets, by "module/op/tensor", as .json or .safetensors.
+        """Write scales, zero points and offsets, by "module/op/tensor".
 
         Zero points are integers; the file has the grid of each tensor and the axes of its channels.
+
+        Args:
+            path: File to write, whose suffix is .json or .safetensors.
+
+        Returns:
+            The path of the file.
         """
         # Only the core knows under which names state is saved.
         names = {id(value): name for name, value in self.state_dict().items()}
@@ -359,7 +371,11 @@ class QuantizeTool(amanda.Tool):
     def load(self, path: str | Path) -> None:
         """Load scales from a file that `save` wrote.
 
-        Raises QuantizeError for a file that a tool with other options wrote.
+        Args:
+            path: File that `save` wrote.
+
+        Raises:
+            QuantizeError: For a file that a tool with other options wrote.
         """
         arrays, about = read_scales(path)
         options, file_options = self.options.scale_options(), about.get("options", {})

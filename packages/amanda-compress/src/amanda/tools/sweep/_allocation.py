@@ -91,7 +91,12 @@ class OpCosts(amanda.Tool):
     def size(
         self, shares: Mapping[int, tuple[float, float]] | None = None, skipped: Collection[int] = ()
     ) -> float:
-        """Return bytes of parameters; one that several ops read counts once, by the largest share."""
+        """Return bytes of parameters; one that several ops read counts once, by the largest share.
+
+        Args:
+            shares: Share of an op's products, and of its weight, that remains, by op id.
+            skipped: Ops that do not run.
+        """
         remaining: dict[Hashable, float] = {}
         for op_id, sizes in self._sizes.items():
             products_share, weight_share = (shares or {}).get(op_id, (1.0, 1.0))

@@ -103,11 +103,16 @@ class SweepResult(PlottedResult):
         return None if point.metric is None or self.dense is None else self.dense - point.metric
 
     def within(self, drop: float) -> dict[str, float]:
-        """Return by `Site.name` the harshest level of each op with a drop of at most `drop`.
+        """Return the harshest level of each op within a drop of the metric, by `Site.name`.
 
         Levels are in the order of the sweep, from mild to harsh; an op whose metric drops more at the first
         level is missing. Each op is measured alone: changed together, ops may lose more.
-        Raises SweepError for a drop that is not a number.
+
+        Args:
+            drop: Largest loss of the metric, in its own unit.
+
+        Raises:
+            SweepError: For a drop that is not a number.
         """
         if not isinstance(drop, (int, float)) or isnan(drop):
             raise SweepError(f"drop is {drop!r}; give a number, such as 0.01")

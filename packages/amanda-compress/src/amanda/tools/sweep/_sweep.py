@@ -54,6 +54,7 @@ class Sweep(Generic[Level]):
             which returns the share of the cost that remains at a level. A function returns a number, such as
             a latency; it is called with the tools in force after each evaluation, and without tools for the
             unchanged model.
+        left: Function of a level and a weight, for cost "size" and "flops"; see `cost`.
 
     Raises:
         SweepError: Without levels, and for two that are equal in six digits; `run` where the metric without a
@@ -184,6 +185,9 @@ class Sweep(Generic[Level]):
 
     def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
         """Return new tools for an architecture: for each level a tool that acts at the ops with this level.
+
+        Args:
+            architecture: Level of each op, as a trial of `search` has it.
 
         with amanda.apply(*sweep.tools(result.best.architecture)): ...
         """
@@ -360,6 +364,9 @@ class BitsSweep(Sweep[int]):
             them at each execution.
         cost: "size" (bytes of weights at their bits, without scales) or a function: see `Sweep`.
         options: Of `QuantizeTool`, such as type, observer, per_channel.
+
+    Raises:
+        SweepError: For cost "flops", of which fewer bits save none.
 
     >>> sweep = BitsSweep(lambda: 1.0, bits=[8, 4], activations=False, progress=False)
     """

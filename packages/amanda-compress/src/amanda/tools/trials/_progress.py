@@ -50,7 +50,13 @@ class Progress:
             self._bar.stop()
 
     def begin(self, total: int, description: str, count: int = 0) -> None:
-        """Announce the measurement of a point.  count: points measured before it."""
+        """Announce the measurement of a point.
+
+        Args:
+            total: Number of all points.
+            description: Words for the point.
+            count: Points measured before it.
+        """
         self._count, self._total, self._description = count, total, description
         self._bar.update(self._task, description=description, total=total, completed=count)
 
@@ -62,7 +68,14 @@ class Progress:
             self._console.print(line, highlight=False, markup=False)
 
     def advance(self, count: int, total: int, description: str, outcome: str) -> None:
-        """Report that `count` of many trials have ended; away from a terminal, in twenty lines."""
+        """Report that a number of trials have ended; away from a terminal, in twenty lines.
+
+        Args:
+            count: Trials that have ended.
+            total: Number of all trials.
+            description: Words for the last trial.
+            outcome: Words for its result.
+        """
         self.begin(total, description, count - 1)
         self._bar.update(self._task, completed=count)
         if count % max(1, total // 20) == 0:
@@ -73,6 +86,10 @@ class Progress:
         """Return the value of a function of the user, and ""; or None and its exception, as text.
 
         The exception is logged with the description.  Errors of Amanda and interrupts reach the caller.
+
+        Args:
+            measure: Function of the user, without arguments.
+            description: Words for the trial, in the log.
         """
         try:
             return measure(), ""
@@ -87,10 +104,14 @@ class Progress:
 def check_number(value: Any, evaluate: Any, error: type[AmandaError], name: str = "") -> float:
     """Return a number, from the value that a function of the user, `evaluate`, returned.
 
-    Raises an `error` for a value that is not a number, and ValueError for one that is not finite.
-
     Args:
+        value: What the function returned.
+        evaluate: The function, for messages.
+        error: Class of the error for a value that is not a number.
         name: Of the number, where it has to be finite; "" for a number that may be NaN or infinite.
+
+    Raises:
+        ValueError: For a number with a name that is not finite.
     """
     try:
         number = float(value.item() if hasattr(value, "item") else value)
@@ -140,7 +161,12 @@ class TrialFile:
         self._file.close()
 
     def add(self, key: str, record: Any) -> None:
-        """Write the record of a trial, which replaces an earlier one of the key."""
+        """Write the record of a trial, which replaces an earlier one of the key.
+
+        Args:
+            key: Key of the trial, under which `records` has the record.
+            record: What the trial measured, as JSON has it.
+        """
         self.records[key] = record
         self._write([key, record])
 

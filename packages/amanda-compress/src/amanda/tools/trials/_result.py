@@ -31,7 +31,12 @@ class Trial:
 
 
 def dominates(scores: Sequence[float], rivals: Sequence[float]) -> bool:
-    """Return True if no score is lower than the rival's, and at least one is higher."""
+    """Return True if no score is lower than the rival's, and at least one is higher.
+
+    Args:
+        scores: Scores of a trial, larger is better.
+        rivals: Those of another trial, in the same order.
+    """
     pairs = list(zip(scores, rivals, strict=True))
     return all(a >= b for a, b in pairs) and any(a > b for a, b in pairs)
 

@@ -58,8 +58,11 @@ class StridedLayout(NamedTuple):
 class StoredParameter:
     """A parameter of a model that can be read and written, wherever its values are.
 
-    identity: the number or name by which tools know it, see `ParameterStore.identity`.
     This class serves libraries whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
+
+    Args:
+        identity: The number or name by which tools know it, see `ParameterStore.identity`.
+        parameter: Object of the library that holds the values.
     """
 
     def __init__(self, identity: Any, parameter: Any) -> None:
@@ -72,8 +75,13 @@ class StoredParameter:
     def change(self, update: ValueUpdate, part: Any = None, undo: Undo | None = None) -> None:
         """Write the values that `update` returns for the present values of a part.
 
-        undo: receives a function that writes the present values back, before new ones are written.
-        Raises ParameterError for a parameter that cannot be written.
+        Args:
+            update: Function of the present values that returns new ones.
+            part: Part of the parameter; None for all of it.
+            undo: Receives a function that writes the present values back, before new ones are written.
+
+        Raises:
+            ParameterError: For a parameter that cannot be written.
         """
         # `undo` needs the old values until all parameters are written.
         old = self.read()
@@ -93,7 +101,8 @@ class ParameterStore:
     def identity(self, parameter: Any) -> Any:
         """Return a hashable value that tells a parameter from others as long as it lives.
 
-        parameter: as `context.get_variable` returns it: a parameter, or the handle of a variable.
+        Args:
+            parameter: As `context.get_variable` returns it: a parameter, or the handle of a variable.
         """
         # An ordinal is never given twice, unlike `id`, which a later parameter may get.
         return amanda.Tool.identity_of(parameter)
@@ -107,7 +116,12 @@ class ParameterStore:
         return None
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
-        """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
+        """Return the identity of a parameter, and the part that a weight is of it; None if unknown.
+
+        Args:
+            parameter: As `context.get_variable` returns it.
+            weight: The value that the op reads.
+        """
         # Without views nothing but identity shows that a value is a parameter: a copy counts as computed.
         return (self.identity(parameter), None) if parameter is weight else None
 
@@ -124,26 +138,52 @@ class ParameterStore:
         return None
 
     def read(self, parameter: Any, part: Any) -> Any:
-        """Return the present values of a part."""
+        """Return the present values of a part.
+
+        Args:
+            parameter: As `context.get_variable` returns it.
+            part: Part of the parameter.
+        """
         return parameter
 
     def overlaps(self, part: Any, other_part: Any, whole: Any) -> bool:
-        """Return True if two parts have elements in common."""
+        """Return True if two parts have elements in common.
+
+        Args:
+            part: Part of a parameter.
+            other_part: Part of the same parameter.
+            whole: The part that is all of the parameter.
+        """
         return True
 
     def covers(self, part: Any, other_part: Any, whole: Any) -> bool:
-        """Return True if a part has every element of another."""
+        """Return True if a part has every element of another.
+
+        Args:
+            part: Part of a parameter.
+            other_part: Part of the same parameter.
+            whole: The part that is all of the parameter.
+        """
         return True
 
     def transfer(self, pieces: Sequence[tuple[Any, Any]], part: Any, whole: Any, fill: Any) -> Any:
-        """Return the values of a part, from values of other parts, `fill` where no piece has an element.
+        """Return the values of a part, from values of other parts.
 
-        pieces: values, each with its part; of several that have an element the last one counts.
+        Args:
+            pieces: Values, each with its part; of several that have an element the last one counts.
+            part: Part whose values are returned.
+            whole: The part that is all of the parameter.
+            fill: Value of elements that no piece has.
         """
         return pieces[-1][0]
 
     def sum_repeats(self, gradient: Any, part: Any) -> Any:
-        """Return the gradient of a part, summed over places of the part that are one element."""
+        """Return the gradient of a part, summed over places of the part that are one element.
+
+        Args:
+            gradient: Gradient of the part, of its shape.
+            part: Part of a parameter, in which an element may have several places.
+        """
         return gradient
 
     def parameters(self, model: Any) -> Iterator[StoredParameter]:
@@ -166,8 +206,11 @@ class ParameterStore:
     def write_all(self, model: Any, changes: Sequence[tuple[Any, Any, ValueUpdate]]) -> tuple[Any, int]:
         """Write parameters of a model; return the model with them, and how many parts were written.
 
-        changes: the identity of a parameter, a part of it, and the function that returns its new values.
         After an exception, also KeyboardInterrupt, the parameters have the values that they had.
+
+        Args:
+            model: A model, or a list of parameters.
+            changes: The identity of a parameter, a part of it, and the function that returns its new values.
         """
         count = 0
         with self.undone_on_error() as undo:
@@ -309,10 +352,14 @@ class Initializers(ParameterStore):
 def parameter_store(of: Any, holder: Any = None) -> ParameterStore:
     """Return the store of the parameters of a framework.
 
-    of: a tensor, a parameter or a handle of one that names its `framework`; or the name of its library.
-    holder: the parameter that a tensor is; its `framework` comes first, as several have NumPy's arrays.
     A distribution brings the store of a further library by an entry point of the group `amanda.parameters`.
-    Raises ParameterError for a library whose entry point is broken.
+
+    Args:
+        of: A tensor, a parameter or a handle of one that names its `framework`; or the name of its library.
+        holder: The parameter that a tensor is; its `framework` comes first, as several have NumPy's arrays.
+
+    Raises:
+        ParameterError: For a library whose entry point is broken.
     """
     if isinstance(of, str):
         return _store(of)
@@ -356,11 +403,18 @@ class SharedState:
         make: Callable[[amanda.OpContext, str], Any],
         line: Hashable = None,
     ) -> Any:
-        """Return the state of a part of a parameter, from `make(reader, suffix)` at its first reader.
+        """Return the state of a part of a parameter, which its first reader makes.
 
-        reader, suffix: see `key_for`.  line: of the op, where each line that reads the part has state of its
-        own; the suffix of all lines but the first has the line's number.
-        Returns None for what is not a part: what was computed, or selected.
+        Args:
+            context: Context of an op that reads the part.
+            part: Slice that the op reads; None for a value that was computed or selected, of which there is
+                no state.
+            make: Function of the first reader's context and a suffix, see `key_for`, that returns the state.
+            line: Of the op, where each line that reads the part has state of its own; the suffix of all lines
+                but the first has the line's number.
+
+        Returns:
+            The state; None without a part.
         """
         if part is None or part.form is None:
             return None
@@ -388,8 +442,13 @@ class SharedState:
         """Return the context of the first reader of the parameter's parts, and a suffix for names of state.
 
         The reader is `context` itself where all of a parameter is read.
-        identity: of the parameter.  is_named: True if names of state have the path of the parameter.
-        part: layout of what is read, None for all of it.  whole: the parameter's own layout.
+
+        Args:
+            context: Context of an op that reads the parameter.
+            identity: Of the parameter.
+            is_named: True if names of state have the path of the parameter.
+            part: Layout of what is read, None for all of it.
+            whole: The parameter's own layout.
         """
         # A transposed view of all elements is not a part: its state has the path of the parameter itself.
         is_part = part is not None and prod(part.extents) < prod(whole.extents)

@@ -110,6 +110,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Update the state before an op reads a weight; by default call `update` at the first read.
 
         Args:
+            weight: The weight, with its state.
             present: Returns the value that the op reads.
         """
         # Loaded state is ready, and is not computed anew.
@@ -119,11 +120,12 @@ class WeightTool(amanda.Tool, Generic[W]):
             weight.updated = 0
 
     def update(self, weight: W, value: Any) -> None:
-        """Compute the state of a weight from its value, by `weight[name] = ...`.
+        """Compute the state of a weight from its value.
 
         Called at the first read of a weight, and again after `clear`; does nothing unless overridden.
 
         Args:
+            weight: The weight; `weight[name] = ...` sets its state.
             value: An array of NumPy or a tensor of PyTorch, in float32 or wider, with its axes in the order
                 of outputs, inputs, window; of an elementwise tool as ops read it.
         """
@@ -152,13 +154,22 @@ class WeightTool(amanda.Tool, Generic[W]):
         return True
 
     def on_file(self, weight: W, present: Present) -> None:
-        """Update the state of a weight of a file that is instrumented; called instead of `on_read`."""
+        """Update the state of a weight of a file that is instrumented; called instead of `on_read`.
+
+        Args:
+            weight: The weight, with its state.
+            present: Returns the value in the file.
+        """
         self.on_read(weight, present)
 
     def on_gradient(self, weight: W, gradient: Any) -> None:
         """Read a gradient of a weight; called in each backward pass if `wants_gradients`.
 
         Does nothing unless a tool overrides it.
+
+        Args:
+            weight: The weight, with its state.
+            gradient: In the form of `value` of `update`.
         """
 
     wants_gradients: bool = False
@@ -270,7 +281,12 @@ class WeightTool(amanda.Tool, Generic[W]):
         return model, written
 
     def finalized(self, weight: W, value: Any) -> Any:
-        """Return the value that `finalize` writes for a weight."""
+        """Return the value that `finalize` writes for a weight.
+
+        Args:
+            weight: The weight, with its state.
+            value: The value that the parameter has.
+        """
         result = weight.transformed(self, value)
         return value if result is None else result
 
@@ -282,7 +298,12 @@ class WeightTool(amanda.Tool, Generic[W]):
         return {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load state that `state_dict` returned, also in another process."""
+        """Load state that `state_dict` returned, also in another process.
+
+        Args:
+            state: A result of `state_dict`.
+            strict: As in `amanda.Tool.load_state_dict`.
+        """
         super().load_state_dict(state, strict)
         self.weights.clear()
 

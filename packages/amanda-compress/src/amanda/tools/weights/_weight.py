@@ -80,7 +80,12 @@ class WeightView:
         raise NotImplementedError
 
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
-        """Call `on_read` for each weight within; return what the op reads instead, None for no change."""
+        """Call `on_read` for each weight within; return what the op reads instead, None for no change.
+
+        Args:
+            tool: Tool that changes the weights.
+            value: The value that the op reads.
+        """
         samples = tensors_of(value).samples(value)
         if samples is not None:
             return self._read_wrapped(tool, value, samples)
@@ -111,16 +116,31 @@ class WeightView:
         return iter(())
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
-        """Return what the op reads instead of a value; None for no change."""
+        """Return what the op reads instead of a value; None for no change.
+
+        Args:
+            tool: Tool that changes the weights.
+            value: The value that the op reads.
+        """
         return self._transform(tool, value, self.tensors_like(value, tool.state_names))
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
-        """Return the gradient of the value from the gradient of the transformed value; None for no change."""
+        """Return the gradient of the value; None for no change.
+
+        Args:
+            tool: Tool that changes the weights.
+            gradient: Gradient of the transformed value.
+        """
         assert tool.transform_gradient is not None
         return tool.transform_gradient(gradient, **self.tensors_like(gradient, tool.state_names))
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
-        """Return state by name in the element type of a tensor, on its device."""
+        """Return state by name.
+
+        Args:
+            value: Tensor whose element type and device the state gets.
+            names: Names of the state.
+        """
         tensors = tensors_of(value)
         # Element type and device: mixed precision and several devices read one weight in several forms.
         key = tensors, *tensors.kind(value)
@@ -209,7 +229,12 @@ class Weight(WeightView):
         return self._xp.plain(value)
 
     def like(self, array: Any, reference: Array) -> Array:
-        """Return an array on the device of a reference, in the array's own element type."""
+        """Return an array on the device of another, in its own element type.
+
+        Args:
+            array: Array of any library.
+            reference: Array whose library and device the result has.
+        """
         return self._xp.beside(array, reference)
 
     def to_numpy(self, array: Array) -> Any:
@@ -229,10 +254,14 @@ class Weight(WeightView):
             return self.store.read(holder, self.part)
 
     def keep(self, name: str, start: Any) -> Array:
-        """Return state under a name, which `state_dict` has: as it was loaded, or a copy of `start`.
+        """Return state of the weight: what was loaded, or a copy of `start`.
 
         For `WeightTool.on_weight`, and only there.  Raises the tool's error for state of another shape that
         was loaded.
+
+        Args:
+            name: Name under which `state_dict` has the state.
+            start: First value.
         """
         array = self._keep(name, lambda: self._xp.copy(start))
         # Lists of numbers are a start too, as in the example of WeightTool.
@@ -246,10 +275,15 @@ class Weight(WeightView):
         return array
 
     def keep_elements(self, name: str, fill: Any, dtype: str) -> Array:
-        """Return state of each element, of the shape of the weight, `fill` at first.
+        """Return state of each element, of the shape of the weight.
 
         It is kept in the order in which the elements lie in memory, so that it holds for each form of the
         parameter.  Raises the tool's error for state of another shape that was loaded.
+
+        Args:
+            name: Name under which `state_dict` has the state.
+            fill: First value of each element.
+            dtype: Element type, such as "float32".
         """
         array = self.keep(name, np.full(self._saved_extents(), fill, dtype))
         if self._order is not None:

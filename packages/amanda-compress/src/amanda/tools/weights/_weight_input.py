@@ -159,7 +159,12 @@ class WeightReads(amanda.Tool):
         )  # fmt: skip
 
     def slice_of_input(self, context: amanda.OpContext, index: int) -> ParameterSlice | None:
-        """Return the slice of a parameter that an input is; None for a computed value."""
+        """Return the slice of a parameter that an input is; None for a computed value.
+
+        Args:
+            context: Context of the op.
+            index: Position of the input.
+        """
         value = context.get_inputs()[index]
         # Symbols of a graph have no memory to compare: the layout that the graph states is taken.
         if not _is_part_in_graph(context, index):
@@ -251,6 +256,10 @@ class ParameterSlice:
         """Return the slice that an input of an op is, during analysis; None for a computed value.
 
         The tool that calls this depends on `WeightReads`.
+
+        Args:
+            context: Context of the op.
+            index: Position of the input.
         """
         return cast("ParameterSlice | None", context[READS].slice_of_input(context, index))
 

@@ -42,8 +42,13 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
     nodes.  A routine on constants alone, such as weights, is called once, traceable or not, and its result is
     stored.  Inputs, outputs and other values keep their names; local functions are inlined.
 
-    Raises NotTraceableError, which lists each routine that cannot be written, with the reason, and
-    ArtefactError for a file whose external data lie outside of its folder.
+    Args:
+        model: A ModelProto or the path of a file; it stays as it is.
+        *tools: Tools, in the order in which their routines run.
+
+    Raises:
+        NotTraceableError: If a routine cannot be written; it lists each, with the reason.
+        ArtefactError: For a file whose external data lie outside of its folder.
     """
     source = model if isinstance(model, ModelProto) else _read_with_data(Path(model))
     parsed = Model(source)

@@ -39,7 +39,9 @@ def session_options(options: onnxruntime.SessionOptions | None = None) -> Any:
 
     Weights are not packed either: a kernel for packed weights may compute other bits than a kernel that gets
     its weights at each run.  With these options, routines that change nothing leave each bit of the results.
-    options: a SessionOptions to change; a new one by default.
+
+    Args:
+        options: A SessionOptions to change; a new one by default.
 
     >>> session_options().graph_optimization_level.name
     'ORT_DISABLE_ALL'

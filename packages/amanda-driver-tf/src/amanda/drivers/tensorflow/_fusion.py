@@ -41,9 +41,13 @@ def without_fusion() -> Iterator[None]:
 
 @checked
 def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
-    """Return a ConfigProto for sessions without fusion: a copy of `config`, or of the default.
+    """Return a ConfigProto for sessions without fusion.
 
-    Raises DriverError if oneDNN fuses operators; only an environment variable of the process turns that off.
+    Args:
+        config: The ConfigProto to copy; None for the default.
+
+    Raises:
+        DriverError: If oneDNN fuses operators; only an environment variable of the process turns that off.
     """
     _check_that_onednn_does_not_fuse()
     unfused = tf.compat.v1.ConfigProto()

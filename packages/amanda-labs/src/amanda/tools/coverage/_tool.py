@@ -65,11 +65,21 @@ class CoverageResult(PlacesResult[OpCoverage]):
         self._set_keys(by, "Ops that hooks of modules see")
 
     def total(self, what: str = "calls", phase: str | None = None) -> int:
-        """Return the sum of "calls", "whole", "entered" or "left", of one phase or of both."""
+        """Return the number of executions.
+
+        Args:
+            what: "calls", all; "whole", those that hooks see whole; "entered" or "left", those of which hooks
+                see the inputs or the outputs alone.
+            phase: "forward" or "backward"; None for both.
+        """
         return sum(getattr(place, what) for place in self.ops if phase in (None, place.phase))
 
     def share(self, phase: str | None = None) -> float:
-        """Return the share of executions that hooks see whole, from 0 to 1; 1 if nothing was executed."""
+        """Return the share of executions that hooks see whole, from 0 to 1; 1 if nothing was executed.
+
+        Args:
+            phase: "forward" or "backward"; None for both.
+        """
         calls = self.total("calls", phase)
         return self.total("whole", phase) / calls if calls else 1.0
 
@@ -128,7 +138,9 @@ class CoverageTool(amanda.Tool):
     Of several ops in a call, hooks see the inputs of the first and the outputs of the last.  Hooks see a
     backward op whole if it is the only backward op of such a call; they never see the ops that accumulate
     gradients in parameters.  In a graph no module is called, so innermost name scopes count as leaf modules.
-    selection: options of `select`, such as module="encoder".
+
+    Args:
+        **selection: Options of `select`, such as module="encoder".
     """
 
     purpose = "look"

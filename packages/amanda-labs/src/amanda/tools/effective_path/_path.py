@@ -60,7 +60,11 @@ class Layer:
     def part(self, which: Part) -> Indices:
         """Return flat indices of neurons, synapses or weights.
 
-        Raises PathError for another word.
+        Args:
+            which: "neurons", "synapses" or "weights".
+
+        Raises:
+            PathError: For another word.
         """
         if which not in PARTS:
             raise PathError(f"a path has {', '.join(PARTS)}, not {which!r}")
@@ -78,12 +82,20 @@ class Layer:
                 raise ValueError(f"{self.module or self.type} has {size} {part}, and others are on the path")
 
     def density(self, which: Part = "synapses") -> float | None:
-        """Return the share of neurons, synapses or weights on the path; None if the op has none."""
+        """Return the share of neurons, synapses or weights on the path; None if the op has none.
+
+        Args:
+            which: "neurons", "synapses" or "weights".
+        """
         size = self.sizes[PARTS.index(which)]
         return len(self.part(which)) / size if size else None
 
     def mask(self, which: Literal["neurons", "weights"] = "neurons") -> NDArray[np.bool_]:
-        """Return a mask, True for the neurons (without the batch axis) or weights on the path."""
+        """Return a mask, True for the neurons or weights on the path.
+
+        Args:
+            which: "neurons", of the output without its batch axis, or "weights", of the weight's shape.
+        """
         shape = self.weight_shape if which == "weights" else self.shape
         mask = np.zeros(prod(shape), bool)
         mask[self.part(which)] = True
@@ -105,6 +117,7 @@ class EffectivePath:
     """The layers of a path, from input to output; `|` is the union of two paths.
 
     Args:
+        layers: Layers by the name of their op.
         label: The neuron of the output that the path explains; None for a union of paths with several labels.
     """
 
@@ -123,18 +136,30 @@ class EffectivePath:
         return EffectivePath(layers, self.label if self.label == other.label else None)
 
     def density(self, which: Part = "synapses") -> float | None:
-        """Return the share of neurons, synapses or weights on the path, of all layers together."""
+        """Return the share of neurons, synapses or weights on the path, of all layers together.
+
+        Args:
+            which: "synapses", "neurons" or "weights".
+        """
         size = sum(layer.sizes[PARTS.index(which)] for layer in self.layers.values())
         return self.count(which) / size if size else None
 
     def count(self, which: Part = "synapses") -> int:
-        """Return the number of neurons, synapses or weights on the path."""
+        """Return the number of neurons, synapses or weights on the path.
+
+        Args:
+            which: "synapses", "neurons" or "weights".
+        """
         return sum(len(layer.part(which)) for layer in self.layers.values())
 
     def overlaps(self, other: EffectivePath, which: Part = "synapses") -> dict[str, float]:
         """Return by layer the share of this path that is also on the other; 1 for an empty layer.
 
         Source: Qiu et al. 2019, sec. 4.2: the similarity of an image's path to a class's.
+
+        Args:
+            other: A path of the same model.
+            which: "synapses", "neurons" or "weights".
         """
         # Layers are matched by name: a layer that the other path lacks has nothing in common.
         common = self._count_common(other, which)
@@ -143,11 +168,21 @@ class EffectivePath:
         }
 
     def overlap(self, other: EffectivePath, which: Part = "synapses") -> float:
-        """Return the share of this path that is also on the other, of all layers together."""
+        """Return the share of this path that is also on the other, of all layers together.
+
+        Args:
+            other: A path of the same model.
+            which: "synapses", "neurons" or "weights".
+        """
         return _overlap_share(sum(self._count_common(other, which).values()), self.count(which))
 
     def jaccard(self, other: EffectivePath, which: Part = "synapses") -> float:
-        """Return the size of the intersection over that of the union."""
+        """Return the size of the intersection over that of the union.
+
+        Args:
+            other: A path of the same model.
+            which: "synapses", "neurons" or "weights".
+        """
         common = sum(self._count_common(other, which).values())
         return _overlap_share(common, self.count(which) + other.count(which) - common)
 
@@ -161,7 +196,14 @@ class EffectivePath:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write the path into an npz file; return the file's path. Raises FileError."""
+        """Write the path into an npz file; return the file's path.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            FileError: Where the file cannot be written.
+        """
         arrays: dict[str, Any] = {}
         header: dict[str, Any] = {"schema": f"amanda.{NAME}", "version": VERSION}
         header |= {"label": self.label, "layers": []}
@@ -176,9 +218,14 @@ class EffectivePath:
 
     @classmethod
     def load(cls, path: str | Path) -> EffectivePath:
-        """Return the path in a file that `save` wrote.
+        """Return the path in a file.
 
-        Raises PathError for a damaged file, one of another kind or of a newer version; FileError for none.
+        Args:
+            path: File that `save` wrote.
+
+        Raises:
+            PathError: For a damaged file, one of another kind or of a newer version.
+            FileError: Where the file cannot be read.
         """
         with parsing(path, "file of an effective path", PathError):
             file = read_npz(Path(path))
@@ -198,7 +245,11 @@ class EffectivePath:
 def union(paths: Iterable[EffectivePath]) -> EffectivePath:
     """Return the union of paths, such as the path of a class from those of its images.
 
-    Raises PathError if there are no paths.
+    Args:
+        paths: Paths of one model; the result has no label.
+
+    Raises:
+        PathError: If there are no paths.
     """
     all_paths = list(paths)
     if not all_paths:

@@ -88,8 +88,9 @@ def leading(
         contributions: (neurons, terms).
         value: (neurons,); NaN stands for the sum of the positive contributions, and a neuron whose value is
             not positive has none.  If the positive contributions do not reach the value, all of them are
-            returned; of equal contributions the first comes first.  mode "absolute": all contributions of
-            theta or more.
+            returned; of equal contributions the first comes first.
+        theta: Share of the value that the contributions explain.
+        mode: "cumulative", as above; "absolute", all contributions of theta or more.
     """
     # What lowers a neuron does not explain its value.
     positive = contributions > 0

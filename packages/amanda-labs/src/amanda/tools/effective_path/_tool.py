@@ -62,6 +62,9 @@ class EffectivePathTool(amanda.Tool):
             (samples, classes).
         rules: Maps an operator type, such as "conv2d", to a function that returns the terms of its outputs;
             overrides the built-in rule.
+
+    Raises:
+        OptionError: For "cumulative" with a theta above 1.
     """
 
     purpose = "look"

@@ -191,7 +191,12 @@ class Campaign:
 
     @checked(error=InjectError)
     def replay(self, program: Program, number: NonNegativeInt) -> Any:
-        """Run the program with the faults of one trial; return its output, or raise its exception."""
+        """Run the program with the faults of one trial; return its output, or raise its exception.
+
+        Args:
+            program: Function that the campaign ran.
+            number: Number of the trial, from 0.
+        """
         _, sites = self._run_without_faults(program)
         self._tool.try_at(number, self._draw_site(number, sites))
         return self._run_restoring(program, self._memory.outlasting)
@@ -228,7 +233,13 @@ class Campaign:
     def load(self, program: Program, golden: Any, sites: list[Site]) -> list[Site]:
         """Run the program without faults in another process; return its sites.
 
-        Raises InjectError for another output or other ops.
+        Args:
+            program: The program, as this process has it.
+            golden: Output without faults in the process that started the campaign.
+            sites: Sites in that process.
+
+        Raises:
+            InjectError: For another output or other ops.
         """
         other_golden, other_sites = self._run_without_faults(program)
         # Not by the ids of ops, which count the models that a process has seen, nor by files.
@@ -275,7 +286,14 @@ class Campaign:
         ]
 
     def run_trial(self, program: Program, golden: Any, sites: list[Site], number: int) -> Trial:
-        """Run the program with the faults of one trial, and return its outcome."""
+        """Run the program with the faults of one trial, and return its outcome.
+
+        Args:
+            program: Function that computes the output.
+            golden: Output without faults.
+            sites: Sites of which the trial draws one, as `load` returns them.
+            number: Number of the trial, which with the seed determines the faults.
+        """
         self._tool.try_at(number, self._draw_site(number, sites))
         outcome, error = self._classify_run(program, number, golden)
         injections = self._tool.result.injections

@@ -35,6 +35,10 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
     A truth value has bit 0.  The real part of a complex number has the lower half of the bits.
     An integer's bits other than the sign are its mantissa.
 
+    Args:
+        dtype: Name of the element type, such as "float16"; None for an unknown one.
+        field: "sign", "exponent", "mantissa" or "any".
+
     >>> bits_of("float16", "exponent")
     (10, 11, 12, 13, 14)
     """
@@ -71,7 +75,12 @@ def _field_sizes(dtype: str) -> tuple[int, int, int]:
 
 
 def from_bytes(rows: NDArray[np.uint8], dtype: str) -> NDArray[Any]:
-    """Return rows of bytes as numbers, floats in float64."""
+    """Return rows of bytes as numbers, floats in float64.
+
+    Args:
+        rows: (numbers, bytes of a number), in the order of memory.
+        dtype: Name of the element type.
+    """
     # NumPy has no complex number of halves: it is read as two halves.
     if dtype == "complex32":
         return rows.view(np.float16).astype(np.float32).view(np.complex64)[:, 0]
@@ -84,6 +93,8 @@ def to_bytes(numbers: NDArray[Any], dtype: str, like: Any) -> NDArray[np.uint8]:
     """Return a row of bytes for each number, rounded, and for integers clipped to the range of the type.
 
     Args:
+        numbers: Of any shape.
+        dtype: Name of the element type of the bytes.
         like: A tensor of the type, whose library rounds if NumPy lacks the type.
 
     Raises:
@@ -368,7 +379,11 @@ class InjectResult(Result):
         self._unselected_types = sorted(unselected_types)
 
     def counts(self, key: str) -> dict[Any, int]:
-        """Return the number of injections by the value of a field: "phase", "type", "module", "bits"."""
+        """Return the number of injections by the value of a field.
+
+        Args:
+            key: Name of the field, such as "phase", "type", "module" or "bits".
+        """
         return dict(Counter(getattr(injection, key) for injection in self.injections))
 
     def rows(self) -> Sequence[Sequence[Any]]:

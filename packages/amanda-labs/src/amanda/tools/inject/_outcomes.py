@@ -70,7 +70,16 @@ class Rate(NamedTuple):
 
 @checked(error=InjectError)
 def wilson(successes: NonNegativeInt, trials: NonNegativeInt, z: PositiveFloat = 1.959963984540054) -> Rate:
-    """Return a share with its score interval; (0, 0, 1) for no trials.  Source: Wilson 1927."""
+    """Return a share with its score interval; (0, 0, 1) for no trials.  Source: Wilson 1927.
+
+    Args:
+        successes: Number of trials with the outcome.
+        trials: Number of all trials.
+        z: Quantile of the normal distribution; the default gives an interval of 95 %.
+
+    Raises:
+        InjectError: For more successes than trials.
+    """
     if not trials:
         return Rate(0.0, 0.0, 1.0)
     if successes > trials:
@@ -111,13 +120,24 @@ class CampaignResult(KeyedResult):
         self._set_keys(by, f"Outcomes of {len(self.trials):,} trials")
 
     def count(self, outcome: str) -> int:
-        """Return the number of trials with an outcome; raise AmandaError for an unknown outcome."""
+        """Return the number of trials with an outcome.
+
+        Args:
+            outcome: Such as "masked", "crash" or "no_fault".
+
+        Raises:
+            AmandaError: For an unknown outcome.
+        """
         if outcome not in (*self._outcomes, "no_fault"):
             raise AmandaError(f"{outcome!r} is no outcome; they are {', '.join(self._outcomes)}, no_fault")
         return sum(trial.outcome == outcome for trial in self.trials)
 
     def rate(self, *outcomes: str) -> Rate:
-        """Return the share of these outcomes in the trials with faults."""
+        """Return the share of these outcomes in the trials with faults.
+
+        Args:
+            *outcomes: Such as "sdc"; the shares of several are added.
+        """
         trials_with_faults = len(self.trials) - self.count("no_fault")
         return wilson(sum(self.count(outcome) for outcome in outcomes), trials_with_faults)
 
@@ -200,13 +220,23 @@ def arrays(output: Any) -> Any:
 
 
 def differs(golden: Any, output: Any) -> bool:
-    """Return True if any number differs; NaN equals NaN, and 0.0 equals -0.0."""
+    """Return True if any number differs; NaN equals NaN, and 0.0 equals -0.0.
+
+    Args:
+        golden: Arrays of the run without faults.
+        output: Arrays of the run with faults.
+    """
     return not _all_agree(golden, output, _arrays_equal)
 
 
 @checked(error=InjectError)
 def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> Compare:
-    """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`."""
+    """Return a comparison that is True if any number differs by more than `atol + rtol * abs(golden)`.
+
+    Args:
+        rtol: Largest relative error that counts as equal.
+        atol: Largest absolute error, besides.
+    """
 
     def close(golden_array: NDArray[Any], array: NDArray[Any]) -> bool:
         return bool(np.allclose(array, golden_array, rtol, atol, equal_nan=True))
@@ -215,7 +245,15 @@ def differs_by(rtol: NonNegativeFloat = 1e-5, atol: NonNegativeFloat = 1e-8) -> 
 
 
 def top1_changed(golden: Any, output: Any) -> bool:
-    """Return True if the index of the largest number along the last axis of the first array has changed."""
+    """Return True if the index of the largest number along the last axis of the first array has changed.
+
+    Args:
+        golden: Arrays of the run without faults.
+        output: Arrays of the run with faults.
+
+    Raises:
+        InjectError: Where the run without faults gave no array.
+    """
     # The first array is the answer of most models: logits come before caches and hidden states.
     golden_array, array = next(arrays_in(golden), None), next(arrays_in(output), None)
     if golden_array is None:

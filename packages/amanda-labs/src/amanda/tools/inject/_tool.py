@@ -74,6 +74,9 @@ class InjectTool(amanda.Tool):
         count: Faults at each execution, by default 1.  Give at most one of the two.
         bits: Positions of the bits that may change, 0 the least significant; None for all.
         field: Part of the number in which they lie: "sign", "exponent", "mantissa" or "any".
+        flips: Bits of an element that "bit_flip" and "multi_bit" change.
+        value: The number that fault "value" writes.
+        scale: Standard deviation of "gaussian" and "relative", bound of "uniform".
         axis: A fault changes the same bits in a whole slice, all elements with one index of this axis;
             `count` and `probability` count slices.  None: a fault changes one element.
         seed: Faults depend on the seed, the op's id and the number of the execution alone; the framework's
@@ -220,7 +223,12 @@ class InjectTool(amanda.Tool):
         return _sorted_items(self._sites)
 
     def try_at(self, trial: int, site: Site | None) -> None:
-        """Inject faults at one site, or for None at all sites.  trial: varies the random choice."""
+        """Inject faults at one site, or at all sites.
+
+        Args:
+            trial: Number that varies the random choice.
+            site: Site of the faults; None for all.
+        """
         self.clear()
         self._sites: list[tuple[tuple[int, int], Site]] = []
         self._only, self._trial, self._calibrates = site, trial, False

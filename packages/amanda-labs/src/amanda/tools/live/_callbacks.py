@@ -55,7 +55,12 @@ def transformers_callback(*lives: LiveTool) -> Any:
 
     Steps are those of the Trainer, `global_step`; evaluation between steps is seen by tools that run
     throughout alone.  Of several processes the first logs.
-    Raises ImportError without transformers.
+
+    Args:
+        *lives: Tools that log the steps of the Trainer.
+
+    Raises:
+        ImportError: Without transformers.
     """
     from transformers import TrainerCallback
 
@@ -90,7 +95,12 @@ def lightning_callback(*lives: LiveTool) -> Any:
 
     Steps are those of the Trainer, `global_step`; validation between steps is seen by tools that run
     throughout alone.  Of several processes the first logs.
-    Raises ImportError without lightning.
+
+    Args:
+        *lives: Tools that log the steps of the Trainer.
+
+    Raises:
+        ImportError: Without lightning.
     """
     from lightning.pytorch.callbacks import Callback
 
@@ -132,7 +142,12 @@ def keras_callback(*lives: LiveTool) -> Any:
 
     Steps are those of the optimizer, `model.optimizer.iterations`; validation between steps is seen by
     tools that run throughout alone.
-    Raises ImportError without keras.
+
+    Args:
+        *lives: Tools that log the steps of `fit`.
+
+    Raises:
+        ImportError: Without keras.
     """
     import keras
 

@@ -34,9 +34,16 @@ _WRITERS: Mapping[str, Callable[..., ScalarWriter]] = {
 def log_tool(tool: amanda.Tool, log: str, every: int) -> LiveTool:
     """Return a tool that logs another one to a writer by its name: "tensorboard", "jsonl:stats.jsonl".
 
-    Behind a colon may follow the folder of "tensorboard", the file of "jsonl", the experiment of "mlflow" or
-    the project of "wandb".  Of the processes of a program the first logs, which may be a rank.
-    Raises LiveError for another writer, and for a tool that cannot be logged.
+    Of the processes of a program the first logs, which may be a rank.
+
+    Args:
+        tool: Tool whose result is logged.
+        log: Name of the writer.  Behind a colon may follow the folder of "tensorboard", the file of "jsonl",
+            the experiment of "mlflow" or the project of "wandb".
+        every: Steps from one record to the next.
+
+    Raises:
+        LiveError: For another writer, and for a tool that cannot be logged.
     """
     kind, colon, place = log.partition(":")
     if kind not in _WRITERS:

@@ -26,8 +26,13 @@ def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, f
     and `profile` totals; of `nan` and `sentinel` counts; of other results the columns of numbers, with a name
     for each row by module, type and other texts.  A result with a method `scalars` returns its numbers by
     name itself.
-    columns: names of columns of the rows to return instead.
-    Raises LiveError for a result without rows, and for a column that it lacks or that has no numbers.
+
+    Args:
+        result: Result of a tool.
+        columns: Names of columns of the rows to return instead.
+
+    Raises:
+        LiveError: For a result without rows, and for a column that it lacks or that has no numbers.
     """
     name = str(getattr(result, "name", type(result).__name__))
     if columns is None and callable(scalars := getattr(result, "scalars", None)):

@@ -154,7 +154,11 @@ class LiveTool(amanda.Tool):
 
     @checked
     def resume(self, step: NonNegativeInt) -> None:
-        """Continue after a step, as that of a checkpoint; call it before the scope opens."""
+        """Continue after a step; call it before the scope opens.
+
+        Args:
+            step: Number of the last step of the earlier run, such as that of a checkpoint.
+        """
         # The last step that ended, the one after which counting began, and the last that was logged.
         self._number = self._first = self._last = step
         self._count = 0
@@ -171,7 +175,8 @@ class LiveTool(amanda.Tool):
     def step(self, number: PositiveInt | None = None) -> None:
         """End a step.  From the first call on, calls of this method alone end steps.
 
-        number: of the step that ends; None for one more than the last.
+        Args:
+            number: Of the step that ends; None for one more than the last.
         """
         self.end_step(number)
         self.begin_step()
@@ -189,7 +194,11 @@ class LiveTool(amanda.Tool):
         return self._is_open
 
     def end_step(self, number: int | None = None) -> None:
-        """End a step, and log it if it is due; the next begins with a call of `begin_step`."""
+        """End a step, and log it if it is due; the next begins with a call of `begin_step`.
+
+        Args:
+            number: Number of the step that ends; None for one more than the last.
+        """
         if self._ends != "call":
             # An optimizer may have ended this very step before.
             self._count_anew()

@@ -29,7 +29,12 @@ class ScalarWriter(Protocol):
     """A place for the numbers of steps; a writer that has a method `close` is closed with the scope."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the numbers of a step, by their names; steps increase from call to call."""
+        """Write the numbers of a step.
+
+        Args:
+            step: Number of the step, which increases from call to call.
+            values: Numbers by name.
+        """
 
 
 def _check_installed(writer: str, *modules: str) -> None:
@@ -54,6 +59,9 @@ class JSONLinesWriter:
     A line is in the file when `scalars` returns, so a killed process loses none.  The first call drops the
     lines of an earlier process from its step on: those that a resumed run computes again, and all of a run
     that begins anew.
+
+    Args:
+        file: File to which lines are appended.
     """
 
     @checked
@@ -126,9 +134,13 @@ def _step_of(line: str) -> int | None:
 class TensorBoardWriter:
     """Write files of events for TensorBoard, by torch.utils.tensorboard or, without PyTorch, by tf.summary.
 
-    folder: for the files, of this writer alone: a resumed run has TensorBoard drop the steps from its first
-    one on that earlier files of the folder have.  None for a new folder in `runs`.
-    Raises LiveError without the libraries, and FileError for a folder that cannot be written.
+    Args:
+        folder: For the files, of this writer alone: a resumed run has TensorBoard drop the steps from its
+            first one on that earlier files of the folder have.  None for a new folder in `runs`.
+
+    Raises:
+        LiveError: Without the libraries.
+        FileError: For a folder that cannot be written.
     """
 
     @checked
@@ -219,8 +231,13 @@ class MLflowWriter:
     """Log metrics to a run of MLflow: the active run, else one that is started, and ended by `close`.
 
     A run that is resumed keeps the steps that it has; these are left out.
-    experiment: name of the experiment of a new run.  run_id: the run to resume.
-    Raises LiveError without mlflow.
+
+    Args:
+        experiment: Name of the experiment of a new run.
+        run_id: The run to resume.
+
+    Raises:
+        LiveError: Without mlflow.
     """
 
     @checked
@@ -270,9 +287,14 @@ class WandbWriter:
     """Log to a run of Weights & Biases: the present run, else one that is started, and finished by `close`.
 
     A run that is resumed keeps the steps that it has; these are left out.
-    project: of a new run.  settings: further arguments of `wandb.init`, such as `mode="offline"`, or `id` and
-    `resume` of a run to resume.  The numbers have an axis of their own, "amanda/step".
-    Raises LiveError without wandb.
+
+    Args:
+        project: Of a new run.
+        **settings: Further arguments of `wandb.init`, such as `mode="offline"`, or `id` and `resume` of a run
+            to resume.  The numbers have an axis of their own, "amanda/step".
+
+    Raises:
+        LiveError: Without wandb.
     """
 
     @checked

@@ -389,7 +389,14 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Return the plan in a file that `PartitionResult.save` wrote; raise PartitionError for another."""
+        """Return the plan in a file.
+
+        Args:
+            path: A "partition.json" that `PartitionResult.save` wrote.
+
+        Raises:
+            PartitionError: For another file.
+        """
         return read_json(path, "file that partition saved, partition.json", cls._from_json, PartitionError)
 
     @classmethod
@@ -418,6 +425,7 @@ class Plan:
         """Return the model of PyTorch, cut into the stages of this plan.
 
         Args:
+            model: The model whose trace was cut.
             mb_args: An example of the model's inputs, of the size of one micro-batch.
             mb_kwargs: See `mb_args`.
 

@@ -30,10 +30,16 @@ _REQUIRED = RequiredNames(
 
 
 class Pipeline:
-    """A model in stages, each for a process of a group.  pipe: its `torch.distributed.pipelining.Pipe`.
+    """A model in stages, each for a process of a group; `pipe` is its `torch.distributed.pipelining.Pipe`.
 
     `stage` returns the stage of this process, `schedule` its training schedule, and `write_back` copies
     trained values into the model.
+
+    Args:
+        plan: The cut, by the ops of a trace.
+        model: A module of PyTorch, whose parameters and buffers the stages share.
+        mb_args: Example of the positional inputs, of the size of one micro-batch.
+        mb_kwargs: Example of the inputs by name.
     """
 
     @checked(error=PartitionError)
@@ -117,7 +123,12 @@ class Pipeline:
     def stage(self, device: Any = "cpu", group: Any = None) -> Any:
         """Return the `PipelineStage` of this process, whose number is its rank in the group.
 
-        Raises PartitionError if the group has not one process for each stage, or if the ranks' plans differ.
+        Args:
+            device: Device of the stage.
+            group: Group of `torch.distributed` with one process for each stage; None for all processes.
+
+        Raises:
+            PartitionError: If the group has not one process for each stage, or if the ranks' plans differ.
         """
         import torch
         import torch.distributed as dist
@@ -163,6 +174,9 @@ class Pipeline:
         Its `step` also adds up the gradients of parameters that several stages hold.
 
         Args:
+            stage: The result of `stage`.
+            loss_fn: Function of the output and the target; None to compute no gradients.
+            microbatches: Number of micro-batches of a step; None for that of the plan.
             **options: Those of PyTorch's schedules, such as `scale_grads`.
         """
         count = self.plan.microbatches if microbatches is None else microbatches
@@ -192,7 +206,11 @@ class Pipeline:
         return pairs
 
     def write_back(self, stage: Any) -> None:
-        """Write the values of all stages, as they are now, into the model of every process of the group."""
+        """Write the values of all stages, as they are now, into the model of every process of the group.
+
+        Args:
+            stage: The result of `stage`.
+        """
         import torch
         import torch.distributed as dist
 

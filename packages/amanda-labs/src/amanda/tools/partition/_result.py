@@ -170,7 +170,13 @@ class PartitionResult(PlottedResult):
     def pipeline(
         self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None
     ) -> Pipeline:
-        """Return a model of PyTorch, cut into these stages; see `Plan.pipeline`."""
+        """Return a model of PyTorch, cut into these stages; see `Plan.pipeline`.
+
+        Args:
+            model: The model that was traced.
+            mb_args: Example of the positional inputs, of the size of one micro-batch.
+            mb_kwargs: Example of the inputs by name.
+        """
         return self.plan.pipeline(model, mb_args, mb_kwargs)
 
     @cached_property
@@ -375,6 +381,7 @@ class StageChain:
     """Sessions of the files that `PartitionTool` wrote into a folder, run in the order of `partition.json`.
 
     Args:
+        folder: Folder with "partition.json" and the parts.
         options: Of each session, as onnxruntime.InferenceSession has them.
         providers: See `options`.
 
@@ -397,10 +404,14 @@ class StageChain:
         self.sessions = [InferenceSession(Path(folder, file), options, list(providers)) for file in files]
 
     def run(self, output_names: Sequence[str] | None, feeds: Mapping[str, Any]) -> list[Any]:
-        """Run the parts in order, and return outputs of the whole model.  output_names: None for all.
+        """Run the parts in order, and return outputs of the whole model.
 
         Args:
             feeds: Inputs of the whole model.  A value is dropped once no later part reads it.
+            output_names: Names of outputs of the whole model; None for all.
+
+        Raises:
+            ArtefactError: For a name that is no output.
         """
         requested = self.outputs if output_names is None else list(output_names)
         unknown_names = [name for name in requested if name not in self.outputs]

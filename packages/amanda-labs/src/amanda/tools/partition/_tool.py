@@ -224,9 +224,17 @@ class PartitionTool(amanda.Tool, Generic[ResultT]):
     def finalize(self, model: Any) -> ProtectedResult:
         """Bring protected parameters back into a model, and end the process that holds them.
 
-        The state of their optimizers ends with it.  Returns `result`, whose `model` is the model.
-        Raises ProtectError for a model without protected parameters, and ToolError without `protect`, as
-        stages are a plan that changes no parameter.
+        The state of their optimizers ends with it.
+
+        Args:
+            model: The model that ran in a scope of the tool.
+
+        Returns:
+            `result`, whose `model` is the model.
+
+        Raises:
+            ProtectError: For a model without protected parameters.
+            ToolError: Without `protect`, as stages are a plan that changes no parameter.
         """
         if not isinstance(self._delegate, ProtectTool):
             raise ToolError(

@@ -38,7 +38,14 @@ class Region(NamedTuple):
         cls, positions: Sequence[int] | int | None, heads: Sequence[int] | int | None, num_heads: int | None,
         axis: int,
     ) -> Region:  # fmt: skip
-        """Return the region of these options; raise PatchError for contradictory options."""
+        """Return the region of these options; raise PatchError for contradictory options.
+
+        Args:
+            positions: Indices along `axis`, or one; None for all.
+            heads: Indices of heads, or one; None for all.
+            num_heads: Number of equal parts of the last axis.
+            axis: Axis of tokens.
+        """
         region = cls(_as_tuple(positions), _as_tuple(heads), num_heads, axis)
         if region.heads is not None:
             if num_heads is None or num_heads < 1:
@@ -59,6 +66,7 @@ class Region(NamedTuple):
         """Return True for elements in the region, to be broadcast; None if no position exists.
 
         Args:
+            shape: Shape of the tensor.
             name: Of the tensor, for errors.
 
         Raises:
@@ -182,6 +190,7 @@ class PatchSweep(PlottedResult):
     """The metric with an intervention at each place.
 
     Args:
+        rows: Path, position or head, and metric of each place; a metric of None is an error.
         along: Second dimension of the sweep, "positions" or "heads"; None for modules only.
         baseline: The metric without an intervention.
         errors: Of places whose metric is None, by place.

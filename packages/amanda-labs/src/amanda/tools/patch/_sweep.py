@@ -45,6 +45,8 @@ def patch_sweep(
         points: Paths of modules, as of `PatchTool`.
         positions: Places within each module; None for the whole module.
         heads: See `positions`.
+        num_heads: Number of equal parts of the last axis, for `heads`.
+        axis: Axis of the positions.
         jobs: Number of processes, as joblib's `n_jobs`; the metrics are the same for any number.  None for
             one, or those of `joblib.parallel_config`.
         resume: File that keeps metrics as they are measured.  Places in the file are not measured again.

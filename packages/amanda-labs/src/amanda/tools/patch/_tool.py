@@ -64,6 +64,7 @@ class PatchTool(amanda.Tool):
             None for all.
         heads: Indices of heads to change, of `num_heads` equal parts of the last axis.  None for all.
         num_heads: See `heads`.
+        axis: Axis of tokens; 1 in tensors of (batch, tokens, features).
         steps: Executions of a point, from 0; in `generate` 0 is the prompt.  None for all.
         differentiable: Include changes and saved values in autodiff.  By default the gradient of a changed
             value goes to the old value.
@@ -160,7 +161,11 @@ class PatchTool(amanda.Tool):
             record.executions = record.changed = record.skipped = 0
 
     def mean(self, axes: Sequence[int] = (0, 1)) -> dict[str, Any]:
-        """Return the mean of each saved point over axes and executions, as a value for `set`."""
+        """Return the mean of each saved point over axes and executions, as a value for `set`.
+
+        Args:
+            axes: Axes over which the mean is taken; they stay with an extent of 1.
+        """
         means = {}
         for name, values in self.saved.items():
             # In float64, as a sum over many tokens loses bits in half precision.

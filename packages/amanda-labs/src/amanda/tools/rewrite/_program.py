@@ -373,7 +373,12 @@ class Match:
         return name in self._captures
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a Capture; the default if its op is absent."""
+        """Return the value of a Capture.
+
+        Args:
+            name: Name of the Capture in the pattern.
+            default: Value for an op that is absent.
+        """
         if name not in self:
             return default
         return self[name]

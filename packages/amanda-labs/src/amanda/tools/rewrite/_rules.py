@@ -31,6 +31,9 @@ class Capture:
     """A pattern that fits any input of an op, and names its value in the match.
 
     Two captures with one name fit the same value.
+
+    Args:
+        name: Name of the value in the match.
     """
 
     @checked(error=PatternError)
@@ -91,7 +94,14 @@ class Op:
 
 
 class Maybe:
-    """An op that may be absent; the first pattern among its inputs then takes its place."""
+    """An op that may be absent; the first pattern among its inputs then takes its place.
+
+    Args:
+        op: The op, which has a pattern among its inputs.
+
+    Raises:
+        PatternError: For an op without patterns of its inputs.
+    """
 
     @checked(error=PatternError)
     def __init__(self, op: Op) -> None:
@@ -105,10 +115,15 @@ class Maybe:
 class Rule:
     """A pattern, which is its last op, and a function that computes the output of this op instead.
 
-    replacement: called with the `Match` at every execution; its ops take part in autodiff.
-    when: called with the match before each execution; if it returns False, the original computes.  In a
-    graph `when` is called once, as the graph is rewritten, with symbols as values.
-    name: of the rule in results.
+    Args:
+        pattern: The last op, with the patterns of its inputs.
+        replacement: Called with the `Match` at every execution; its ops take part in autodiff.
+        when: Called with the match before each execution; if it returns False, the original computes.  In a
+            graph `when` is called once, as the graph is rewritten, with symbols as values.
+        name: Name of the rule in results; "" for that of the replacement.
+
+    Raises:
+        PatternError: For two ops of one name.
     """
 
     pattern: Op
@@ -144,14 +159,25 @@ class Rule:
 
 @checked(error=PatternError)
 def remove(*types: Name, name: str = "") -> Rule:
-    """Return a rule that replaces ops of these types by their first input, such as "dropout"."""
+    """Return a rule that replaces ops of these types by their first input.
+
+    Args:
+        *types: Types of StandardMapping, such as "dropout".
+        name: Name of the rule in results; "" for "remove" and the types.
+    """
     rule_name = name or f"remove {', '.join(types)}"
     return Rule(Op(types, Capture("input")), lambda match: match["input"], name=rule_name)
 
 
 @checked(error=PatternError)
 def insert_after(pattern: Op, function: Callable[[Any], Any], name: str = "") -> Rule:
-    """Return a rule that passes the output of a pattern through a function, which takes part in autodiff."""
+    """Return a rule that passes the output of a pattern through a function, which takes part in autodiff.
+
+    Args:
+        pattern: Ops whose output is changed, that of the last.
+        function: Function of the output, which returns the new value.
+        name: Name of the rule in results; "" for "insert" and the name of the function.
+    """
     rule_name = name or f"insert {getattr(function, '__name__', function)}"
     return Rule(pattern, lambda match: function(match.original()), name=rule_name)
 

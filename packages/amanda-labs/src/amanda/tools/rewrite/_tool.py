@@ -320,7 +320,11 @@ class RewriteResult(Result):
         self.matches = tuple(matches)
 
     def count(self, rule: str | None = None) -> int:
-        """Return the number of matches that are replaced, of one rule or of all."""
+        """Return the number of matches that are replaced.
+
+        Args:
+            rule: Name of a rule; None for all.
+        """
         return sum(not match.obstacle and rule in (None, match.rule) for match in self.matches)
 
     def rows(self) -> Sequence[Sequence[Any]]:

@@ -383,9 +383,14 @@ class Choice:
     @classmethod
     @checked(error=SearchError)
     def of(cls, text: Name) -> Choice:
-        """Return the choice of a string: "conv2d@features=keep|conv5"; "all sigmoid=keep|relu" is shared.
+        """Return the choice that a string describes.
 
-        Raises SearchError for another text.
+        Args:
+            text: Op type, module and labels of candidates: "conv2d@features=keep|conv5"; "all
+                sigmoid=keep|relu" is one choice for all ops.
+
+        Raises:
+            SearchError: For another text.
         """
         selection, equals_sign, candidates = text.partition("=")
         shared = selection.startswith(_SHARED_PREFIX)

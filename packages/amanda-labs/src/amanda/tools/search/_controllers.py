@@ -28,11 +28,22 @@ class Controller(Protocol):
     """
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
-        """Return an architecture to be evaluated."""
+        """Return an architecture to be evaluated.
+
+        Args:
+            space: Sites and the labels that each can have.
+            numbers: Generator of random numbers of the search.
+        """
         ...
 
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
-        """Learn the scores of an architecture: the metric, then negative costs; no scores if it failed."""
+        """Learn the scores of an architecture.
+
+        Args:
+            space: Sites and the labels that each can have.
+            architecture: Label of each site.
+            scores: The metric, then negative costs; empty if the evaluation failed.
+        """
         ...
 
 
@@ -126,7 +137,12 @@ class PolicyGradient:
         return probabilities
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
-        """Return an architecture drawn from the policy."""
+        """Return an architecture drawn from the policy.
+
+        Args:
+            space: As in `Controller.ask`.
+            numbers: As in `Controller.ask`.
+        """
         probabilities = self.probabilities(space)
         return {
             name: labels[int(numbers.choice(len(labels), p=probabilities[name]))]
@@ -136,7 +152,10 @@ class PolicyGradient:
     def tell(self, space: Space, architecture: Mapping[str, str], scores: Sequence[float]) -> None:
         """Raise the probabilities of an architecture above the baseline, lower those of one below it.
 
-        Without scores nothing changes.
+        Args:
+            space: As in `Controller.tell`.
+            architecture: As in `Controller.tell`.
+            scores: As in `Controller.tell`; without any nothing changes.
         """
         if not scores:
             return

@@ -153,6 +153,9 @@ class Search:
                 1, or for those of the engine of `joblib.parallel_config`. They get copies of the tool and of
                 the model, and give the same trials.
 
+        Returns:
+            The trials so far, with those of earlier runs.
+
         Raises:
             SearchError: Without a budget, for a tool that mixes its candidates, and for several jobs with
                 `train`, or with a batch of 1.

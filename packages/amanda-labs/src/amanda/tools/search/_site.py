@@ -97,7 +97,13 @@ class Site:
         return self.decision.label
 
     def keep_state(self, name: str, make: Callable[[], Any], trained: bool) -> None:
-        """Create a tensor of state, or take the one that was loaded; if trained, also a sum of gradients."""
+        """Create a tensor of state, or take the one that was loaded.
+
+        Args:
+            name: Name under which `state` and `read` find it.
+            make: Function that returns the first value, an array or a number.
+            trained: True for a parameter of an optimizer, which also has a sum of gradients.
+        """
 
         def to_state(value: Any) -> Any:
             return self._xp.state(value, self._like, trained)
@@ -118,7 +124,10 @@ class Site:
     def read(self, name: str, like: Any, library: SearchLibrary | None = None) -> Any:
         """Return state in the element type of a tensor; its gradient is added to a sum, if one is kept.
 
-        library: None for the site's library.
+        Args:
+            name: Name of the state.
+            like: Tensor whose element type the value gets.
+            library: None for the site's library.
         """
         library = library or self.library
         # Read within the op, so that autodiff sees the parameter.
@@ -155,7 +164,13 @@ class Site:
         return list(self._gradients)
 
     def compute(self, inputs: Sequence[Any], original: Original, mixed: bool) -> Any:
-        """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2)."""
+        """Return the output of the chosen candidate, or the mixture of all (Liu et al. 2019, eq. 2).
+
+        Args:
+            inputs: Inputs of the op.
+            original: Function that computes the op itself.
+            mixed: True for the mixture of all candidates, False for the chosen one.
+        """
         if not mixed or self.decision.alpha is None:
             output = self.candidates[self.chosen].compute(inputs, self, original)
             # `skip` gives back the input itself.

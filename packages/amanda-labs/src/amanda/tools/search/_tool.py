@@ -119,6 +119,14 @@ class SearchTool(amanda.Tool):
         """Run `model` once on an example, so that its ops, their candidates and their costs are known.
 
         A copy of the tool, as pickle and copy make it, is prepared with copies of the model and the example.
+
+        Args:
+            model: Model, or a function that runs it.
+            *example: Positional inputs of the model.
+            **kwargs: Inputs by name.
+
+        Returns:
+            The value that the model returns.
         """
         try:
             self._prepared = weakref.ref(model), example, kwargs
@@ -199,15 +207,22 @@ class SearchTool(amanda.Tool):
         return self.architecture
 
     def flops(self, architecture: Mapping[str, str] | None = None) -> float:
-        """Return FLOPs of the forward pass of `prepare` in an architecture; None for the current one.
+        """Return FLOPs of the forward pass of `prepare` in an architecture.
 
         FlopsTool counts them; ops of skipped blocks are left out, and other kernel sizes, groups and masked
         channels scale the FLOPs by their share of the weight.  Raises SearchError before `prepare`.
+
+        Args:
+            architecture: Label of each op; None for the current one.
         """
         return self.costs.flops_of(self.sites, self._complete_architecture("flops", architecture))
 
     def size(self, architecture: Mapping[str, str] | None = None) -> float:
-        """Return bytes of the parameters that the ops of `prepare` read in an architecture; see `flops`."""
+        """Return bytes of the parameters that the ops of `prepare` read in an architecture.
+
+        Args:
+            architecture: Label of each op; None for the current one.
+        """
         return self.costs.size_of(self.sites, self._complete_architecture("size", architecture))
 
     def finalize(self, model: Any) -> Any:
@@ -216,6 +231,9 @@ class SearchTool(amanda.Tool):
         PyTorch: modules of torch.nn take the places of convolutions, Linear and activations; Keras: layers of
         a clone.
         Raises SearchError, which names the op, for a candidate that is not a module, as a skipped addition.
+
+        Args:
+            model: The model that ran with the tool, which stays as it is.
         """
         if self.mixture:
             raise SearchError("SearchTool.finalize: the candidates are mixed; call settle() first")
@@ -227,12 +245,30 @@ class SearchTool(amanda.Tool):
 
     @checked(error=SearchError)
     def save(self, path: str | Path) -> Path:
-        """Write the architecture as JSON, which the option `architecture` reads. Raises FileError."""
+        """Write the architecture as JSON, which the option `architecture` reads.
+
+        Args:
+            path: File to write.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            FileError: Where the file cannot be written.
+        """
         return write_file(path, to_json(self.architecture, indent=1) + "\n")
 
     @checked(error=SearchError)
     def load(self, path: str | Path) -> None:
-        """Load the architecture of a file; raise SearchError for another file, FileError for no file."""
+        """Load the architecture of a file.
+
+        Args:
+            path: File that `save` wrote.
+
+        Raises:
+            SearchError: For another file.
+            FileError: Where the file cannot be read.
+        """
         with parsing(path, "architecture, which `save` writes,", SearchError):
             self.architecture = read_json(path, "architecture", _read_architecture)
 
@@ -264,7 +300,12 @@ class SearchTool(amanda.Tool):
         return [*super().unmatched(), *selected, *names_without_op]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load parameters of candidates that `state_dict` returned; the architecture stays."""
+        """Load parameters of candidates that `state_dict` returned; the architecture stays.
+
+        Args:
+            state: A result of `state_dict`.
+            strict: As in `amanda.Tool.load_state_dict`.
+        """
         self._requested |= self.architecture
         self._sites, self._decisions, self._unfit, self._namers = {}, {}, {}, {}
         self._refused = set()

@@ -85,7 +85,6 @@ class ProcessResults:
         return [message for message in self._logged if not message.endswith(unmatched)]
 
     def _note_loss(self, tooling: Tooling, error: Exception) -> None:
-        """Note that the result of a tool is lost, to be told at the end."""
         self._losses.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
     def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
@@ -153,13 +152,9 @@ class ProcessResults:
         return content
 
     def _report_tool(
-        self,
-        printer: Printer,
-        tooling: Tooling,
-        others: Mapping[str, Any],
-        missing: Sequence[str],
+        self, printer: Printer, tooling: Tooling, others: Mapping[str, Any], missing: Sequence[str],
         saw_op: bool,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Print the results of one tool, merged where they can be, and save what is merged."""
         name, result = tooling.name, getattr(tooling.tool, "result", None)
         labels = [*([self._label] if saw_op else []), *others]
@@ -272,7 +267,6 @@ def report_other_processes(settings: RunSettings) -> None:
 
 
 def _sentences_once(sentences: Iterable[str], results: Mapping[str, Any], key: str) -> list[str]:
-    """Return the sentences of this process and of others, each once."""
     return list(dict.fromkeys([*sentences, *(text for result in results.values() for text in result[key])]))
 
 

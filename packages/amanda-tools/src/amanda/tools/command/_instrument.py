@@ -45,15 +45,9 @@ _STEPS = {"start", "end", "frequency"}
 @click.option("-f", "--force", is_flag=True, help="Replace OUT.")
 @click.option("-q", "--quiet", is_flag=True, help="Print no summary.")
 def _command(
-    model: Path,
-    tools: Sequence[str],
-    output: Path,
-    config: Path | None,
-    states: Sequence[str],
-    report: Path | None,
-    force: bool,
-    quiet: bool,
-) -> int:
+    model: Path, tools: Sequence[str], output: Path, config: Path | None, states: Sequence[str],
+    report: Path | None, force: bool, quiet: bool,
+) -> int:  # fmt: skip
     """Write a copy of a model's file with tools in it, which runs without Amanda.
 
     MODEL is an ONNX file, the folder of a SavedModel, or a file of torch.export; OUT has the same format.

@@ -48,9 +48,7 @@ class _RunCommand(click.Command):
 )
 @compiled_option
 @click.option(
-    "--construction",
-    is_flag=True,
-    help="Also apply tools inside constructors and initializers of models.",
+    "--construction", is_flag=True, help="Also apply tools inside constructors and initializers of models."
 )
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
 @click.option(
@@ -66,19 +64,10 @@ class _RunCommand(click.Command):
 @click.option("--full", is_flag=True, help="Print every row and column of results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
-    tools: Sequence[str],
-    config: Path | None,
-    output: Path | None,
-    every: float | None,
-    compiled: str,
-    construction: bool,
-    quiet: bool,
-    top: int | None,
-    sort: str,
-    depth: int | None,
-    full: bool,
+    tools: Sequence[str], config: Path | None, output: Path | None, every: float | None, compiled: str,
+    construction: bool, quiet: bool, top: int | None, sort: str, depth: int | None, full: bool,
     program: Sequence[str],
-) -> int:
+) -> int:  # fmt: skip
     """Run an unmodified program, or a model by its name, under tools.
 
     PROGRAM is a script with its arguments, `-m module`, or a command such as torchrun.  Its output, exit
@@ -168,7 +157,6 @@ def _in_long_form(arguments: Sequence[str]) -> list[str]:
 
 
 def _options_with_values(command: click.Command) -> dict[str, bool]:
-    """Return the names of a command's options; True if a value follows."""
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
     return {name: not option.is_flag for option in options for name in option.opts}
 

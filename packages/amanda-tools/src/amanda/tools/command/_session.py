@@ -425,7 +425,6 @@ def _without_our_frames(
 
 
 def _is_outside_tools(frames: list[TracebackType]) -> bool:
-    """Return True if the first frame is of the core or of a driver."""
     return not frames[0].tb_frame.f_code.co_filename.startswith(_TOOLS)
 
 

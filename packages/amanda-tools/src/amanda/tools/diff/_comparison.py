@@ -24,13 +24,7 @@ from amanda.tools.diff._errors import (
     noise_floor,
     tolerance,
 )
-from amanda.tools.diff._matching import (
-    ExecutionMatcher,
-    OpMatch,
-    OpMatches,
-    has_same_precision,
-    partners_of,
-)
+from amanda.tools.diff._matching import ExecutionMatcher, OpMatch, OpMatches, has_same_precision, partners_of
 from amanda.tools.diff._result import reading_text
 from amanda.tools.diff._run import DataFlow, Execution, Run, visits
 from amanda.tools.dump import Entry, Op
@@ -179,7 +173,6 @@ class RunComparison:
         return largest if match.is_whole and len(read) == len(entries) else math.inf
 
     def _nearest(self, entry: Entry, partner: Entry, candidates: Iterable[Entry]) -> Entry:
-        """Return the nearest tensor to `entry`: its partner, or a candidate of the same role and shape."""
         candidates_of_kind = [c for c in candidates if (c.role, c.shape) == (entry.role, entry.shape)]
         return min([partner, *candidates_of_kind], key=lambda c: self.agreement((entry, c))[1])
 

@@ -30,47 +30,42 @@ _MAX_NAMES = 4
 
 @checked
 def diff(
-    a: Source,
-    b: Source,
-    *inputs: Any,
-    mapping: Mapping[str, str] | None = None,
-    rtol: NonNegativeFloat | None = None,
-    by: By | None = None,
-    max_bytes: NonNegativeInt = MAX_BYTES,
-    compiled: Compiled | None = None,
-    control: Control | Source | None = None,
-    bisect: bool = False,
+    a: Source, b: Source, *inputs: Any, mapping: Mapping[str, str] | None = None,
+    rtol: NonNegativeFloat | None = None, by: By | None = None, max_bytes: NonNegativeInt = MAX_BYTES,
+    compiled: Compiled | None = None, control: Control | Source | None = None, bisect: bool = False,
     bundle: OutputFile | None = None,
-) -> DiffResult:
+) -> DiffResult:  # fmt: skip
     """Find the first op at which two runs diverge, and how the error grows.
 
-    a, b: functions, commands, dumps or statistics, or paths to dumps or statistics.  `diff` calls a function
-    with `inputs`, and keeps all its tensors in a temporary folder of at most `max_bytes`.  A command such as
-    `Command("train.py --epochs 1")` runs in a process of its own.  Every run of a function starts from the
-    same random state and the same state of all PyTorch modules and optimizers.  mapping: module paths of a
-    to module paths of b.
+    Args:
+        a: A function, a command, a dump or statistics, or the path of a dump or statistics.  A command such
+            as `Command("train.py --epochs 1")` runs in a process of its own.  Every run of a function starts
+            from the same random state and the same state of all PyTorch modules and optimizers.
+        b: See `a`.
+        *inputs: Arguments of the functions.
+        mapping: Module paths of a to module paths of b.
+        rtol: Largest relative error at which tensors agree.  With None, the control sets the tolerance;
+            without a control, the element type does (`TOLERANCES`).  After an op that both runs computed in a
+            less precise type, and whose outputs differ, the tolerance of that type holds for later ops too.
+        by: "op" compares ops of the same module and type, in order.  "module" compares the outputs of modules
+            and the gradients of their weights; without a mapping, modules of equal names are paired, or, if
+            fewer than half of the names are shared, modules with weights of the same sizes in order.  The
+            result lists the others.  None is "module" for different frameworks, and for TensorFlow's eager
+            mode against its graphs; otherwise "op".  The result names the choice.
+        max_bytes: Limit of the temporary folder that keeps the tensors of a function.
+        compiled: For functions, as in `amanda.apply`.  "instrument" compares compiled code and returned
+            values; the result says if a function returns other numbers without a tool.  "eager" runs compiled
+            callables op by op, and the result says so.  None is "instrument" for a function that calls
+            compiled callables.
+        control: A further run of a, whose distance from a is the expected error of each op: "again" repeats
+            a, "float64" runs a in float64 (PyTorch), "auto" tries "float64" and falls back to "again"; or a
+            dump or other source.  Errors up to ten times the expected error agree.
+        bisect: Run b again with a's value at the first op that diverges; `remaining` compares that run with
+            a.
+        bundle: A `.zip` file for the runs and the result; `amanda diff --open` reads it.
 
-    rtol: largest relative error at which tensors agree.  With None, the control sets the tolerance; without
-    a control, the element type does (`TOLERANCES`).  After an op that both runs computed in a less precise
-    type, and whose outputs differ, the tolerance of that type holds for later ops too.  control: a further
-    run of a, whose distance from a is the expected error of each op: "again" repeats a, "float64" runs a in
-    float64 (PyTorch), "auto" tries "float64" and falls back to "again"; or a dump or other source.  Errors
-    up to ten times the expected error agree.
-
-    by: "op" compares ops of the same module and type, in order.  "module" compares the outputs of modules
-    and the gradients of their weights; without a mapping, modules of equal names are paired, or, if fewer
-    than half of the names are shared, modules with weights of the same sizes in order.  The result lists the
-    others.  None is "module" for different frameworks, and for TensorFlow's eager mode against its graphs;
-    otherwise "op".  The result names the choice.
-
-    compiled: for functions, as in `amanda.apply`.  "instrument" compares compiled code and returned values;
-    the result says if a function returns other numbers without a tool.  "eager" runs compiled callables op
-    by op, and the result says so.  None is "instrument" for a function that calls compiled callables.
-
-    bisect: run b again with a's value at the first op that diverges; `remaining` compares that run with a.
-    bundle: a `.zip` file for the runs and the result; `amanda diff --open` reads it.
-
-    Raises AmandaError if nothing can be compared, or if a module of the mapping executed no op.
+    Raises:
+        AmandaError: If nothing can be compared, or if a module of the mapping executed no op.
     """
     with tempfile.TemporaryDirectory() as folder:
         runs = RecordedRuns(Path(folder), a, b, inputs, compiled, max_bytes)
@@ -133,7 +128,6 @@ def _compare_runs(
 
 
 def _mode(run: Run) -> str:
-    """Return the framework of a run, with "/graph" where ops ran as nodes of graphs."""
     return f"{run.framework or 'statistics'}{'/graph' if run.in_graph else ''}"
 
 
@@ -241,21 +235,10 @@ def _check_module(run: Run, name: str) -> None:
 @limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only return the exit status.")
 def _command(
-    a: str | None,
-    b: str | None,
-    line_a: str | None,
-    line_b: str | None,
-    python_b: str | None,
-    bundle: str | None,
-    control: str | None,
-    bisect: bool | None,
-    rtol: float | None,
-    mapped: Sequence[str],
-    by: By | None,
-    compiled: Compiled | None,
-    files: Sequence[Path],
-    quiet: bool,
-) -> int:
+    a: str | None, b: str | None, line_a: str | None, line_b: str | None, python_b: str | None,
+    bundle: str | None, control: str | None, bisect: bool | None, rtol: float | None, mapped: Sequence[str],
+    by: By | None, compiled: Compiled | None, files: Sequence[Path], quiet: bool,
+) -> int:  # fmt: skip
     """Find the first op at which two runs diverge.
 
     A and B are folders of dumps, JSON files of statistics, or FILE:FUNCTION, a function without arguments to
@@ -304,13 +287,9 @@ def command(arguments: Sequence[str]) -> int:
 
 
 def _side(
-    source: str | None,
-    line: str | None,
-    python: str | None,
-    side: str,
-    compiled: Compiled | None,
+    source: str | None, line: str | None, python: str | None, side: str, compiled: Compiled | None,
     bundled: Mapping[str, Run],
-) -> Source:
+) -> Source:  # fmt: skip
     """Return a path, a function where there is no such path, a program, or a run of a bundle.
 
     Raises SpecError for a side that is given twice, or not at all, and for a program without a function.

@@ -147,7 +147,6 @@ class ExecutionMatcher:
         return self._reads_alike(match, default=True) or self.is_near(match.pairs)
 
     def _reads_alike(self, match: OpMatch, default: bool) -> bool:
-        """Return True if what two executions read has the same shapes; default: of what read nothing."""
         read = self.pair_reads(match)
         return all(map(self._has_same_shape, read)) if read else default
 

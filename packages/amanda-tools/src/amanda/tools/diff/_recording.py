@@ -77,7 +77,14 @@ class FunctionProgram:
 @checked
 @dataclass
 class Command:
-    """Command line of a program, which runs under `amanda run`.  python: its interpreter."""
+    """Command line of a program, which runs under `amanda run`.
+
+    Args:
+        line: Program and arguments, such as "train.py --epochs 1".
+        compiled: What becomes of compiled callables, as in `amanda.apply`.
+        max_bytes: Limit of the temporary folder that keeps the tensors.
+        python: Interpreter of the program.
+    """
 
     line: Name
     compiled: Compiled = "instrument"
@@ -260,7 +267,6 @@ class RecordedRuns:
         return run
 
     def _record(self, label: str, program: Program, *extra: Extra) -> Run:
-        """Record a run of a program, from the state of the first run, into a folder of this name."""
         self._begin(program)
         return program.record(self._folder / label, *extra)
 

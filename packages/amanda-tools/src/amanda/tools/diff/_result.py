@@ -25,7 +25,6 @@ _READ = 2
 
 
 def _error_text(comparison: Comparison) -> str:
-    """Return the relative error, with the expected one, or else the tolerance."""
     if comparison.expected is None:
         return f"{comparison.relative:.2g} (allowed {comparison.tolerance:.2g})"
     return f"{comparison.relative:.2g} (expected {comparison.expected:.2g})"
@@ -86,16 +85,10 @@ class DiffResult(Result):
     )  # fmt: skip
 
     def __init__(
-        self,
-        a: str,
-        b: str,
-        comparisons: Sequence[Comparison],
-        only_a: Sequence[Op] = (),
-        only_b: Sequence[Op] = (),
-        modules: Sequence[str] = (),
-        told: Sequence[str] = (),
+        self, a: str, b: str, comparisons: Sequence[Comparison], only_a: Sequence[Op] = (),
+        only_b: Sequence[Op] = (), modules: Sequence[str] = (), told: Sequence[str] = (),
         remaining: DiffResult | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.a, self.b, self.told, self.remaining = a, b, tuple(told), remaining
         self.title = "\n".join([f"a: {a}; b: {b}", *(f"{text}." for text in told)])
         self.comparisons = tuple(comparisons)
@@ -202,7 +195,6 @@ class DiffResult(Result):
         return next((comparison for comparison in self.comparisons if comparison.relative), None)
 
     def _first(self, *phases: str) -> Comparison | None:
-        """Return the first comparison of some phases, or of all, that diverges."""
         candidates = (c for c in self.comparisons if not phases or c.phase in phases)
         return next((comparison for comparison in candidates if comparison.diverges), None)
 
@@ -214,7 +206,12 @@ class DiffResult(Result):
         ]  # fmt: skip
 
     def around(self, before: int = 8, after: int = 12) -> DiffResult:
-        """Return a result with only the rows around the first divergence, or the last rows without one."""
+        """Return a result with only the rows around the first divergence, or the last rows without one.
+
+        Args:
+            before: Rows ahead of the divergence.
+            after: Rows behind it.
+        """
         first = self.first or self.first_difference
         index = self.comparisons.index(first) if first else len(self.comparisons)
         rows_around = copy(self)
@@ -284,7 +281,6 @@ class DiffResult(Result):
         }
 
     def _repr_html_(self) -> str:
-        """Return the sentences, the plot of errors, and the table."""
         story = escape("\n".join([self.sentence, self.title, *self._growth_lines(), *self.notes()]))
         plot = error_plot(self.comparisons, self._positions().values())
         return f"<pre>{story}</pre>{plot}{self._table_alone()._repr_html_()}"

@@ -98,18 +98,26 @@ class _IndexedOp(OpRecord):
 class DumpTool(TensorTool[_IndexedOp]):
     """Write inputs, outputs, weights and gradients of ops, or summaries of them, into a folder.
 
-    folder: created when needed, with a subfolder for each rank of a distributed run.  inputs, outputs,
-    weights, gradients: what to write for each op: "no", "summary" or "full".  executions: number of
-    executions to write for each op; None for all.  every: write every n-th execution, beginning with the
-    first.  max_bytes, max_tensor_bytes: limits of all tensors and of one; a tensor beyond them is written as
-    a summary.  format: of the files with tensors.  overwrite: replace an older dump in the folder.
-    selection: options of `select`, such as module="encoder".
-
     Files are written every few seconds, at the end of a scope, when `result` is read, and when the program
     ends.  If writing fails, as on a full disk, a warning names the file, the program continues, and the next
     write tries again; the result says what the folder lacks.
-    Raises AmandaError for a folder that has other files in
-    it, or that is not writable.
+
+    Args:
+        folder: Created when needed, with a subfolder for each rank of a distributed run.
+        inputs: What to write of each op's inputs: "no", "summary" or "full".
+        outputs: See `inputs`.
+        weights: See `inputs`.
+        gradients: See `inputs`.
+        executions: Number of executions to write for each op; None for all.
+        every: Write every n-th execution, beginning with the first.
+        max_bytes: Limit of all tensors; a tensor beyond it is written as a summary.
+        max_tensor_bytes: Limit of one tensor, likewise.
+        format: Of the files with tensors.
+        overwrite: Replace an older dump in the folder.
+        **selection: Options of `select`, such as module="encoder".
+
+    Raises:
+        AmandaError: For a folder that has other files in it, or that is not writable.
     """
 
     purpose = "look"
@@ -117,20 +125,12 @@ class DumpTool(TensorTool[_IndexedOp]):
 
     @checked
     def __init__(
-        self,
-        folder: OutputFolder = Path("dump"),
-        inputs: Keep = "no",
-        outputs: Keep = "summary",
-        weights: Keep = "summary",
-        gradients: Keep = "summary",
-        executions: PositiveInt | None = 1,
-        every: PositiveInt = 1,
-        max_bytes: NonNegativeInt = 1 << 30,
-        max_tensor_bytes: NonNegativeInt = 64 << 20,
-        format: Format = "safetensors",
-        overwrite: bool = False,
+        self, folder: OutputFolder = Path("dump"), inputs: Keep = "no", outputs: Keep = "summary",
+        weights: Keep = "summary", gradients: Keep = "summary", executions: PositiveInt | None = 1,
+        every: PositiveInt = 1, max_bytes: NonNegativeInt = 1 << 30,
+        max_tensor_bytes: NonNegativeInt = 64 << 20, format: Format = "safetensors", overwrite: bool = False,
         **selection: Unpack[SelectOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         keeps: dict[Role, Keep] = {
             "input": inputs, "output": outputs, "weight": weights, "gradient": gradients
         }  # fmt: skip

@@ -231,7 +231,6 @@ class Writer:
         self._next_write = monotonic() + max(_SECONDS, _PATIENCE * took)
 
     def _op_by_op(self) -> list[list[str]]:
-        """Return names and lines of the compiled callables that ran as eager code, each once."""
         callables = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
         return [list(pair) for pair in sorted(callables)]
 

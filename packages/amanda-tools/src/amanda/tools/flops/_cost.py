@@ -33,7 +33,12 @@ class Cost(NamedTuple):
 
     @classmethod
     def of_macs(cls, macs: int, other_flops: int = 0) -> Cost:
-        """Return the cost of so many multiply-accumulates, and of `other_flops` operations besides."""
+        """Return the cost of multiply-accumulates.
+
+        Args:
+            macs: Their number.
+            other_flops: Operations besides.
+        """
         return cls(macs, 2 * macs + other_flops)
 
     def with_complex(self, products: int) -> Cost:
@@ -297,7 +302,8 @@ class FlopsResult(PlacesResult[OpCost]):
     def tree(self, depth: int | None = None) -> Result:
         """Return a row for each module, with the sums of all modules within, and the share of the FLOPs.
 
-        depth: levels of modules below the model; None for as many as a screen shows.
+        Args:
+            depth: Levels of modules below the model; None for as many as a screen shows.
         """
         all_flops = self._sum("flops")
 
@@ -319,11 +325,17 @@ class FlopsResult(PlacesResult[OpCost]):
         return self.tree(_ANY_DEPTH if view.whole else view.depth or self._depth)
 
     def total(self, what: str = "flops", phase: str | None = None) -> int:
-        """Return the sum of "macs", "flops", "bytes" or "calls", of one phase or of all.
+        """Return the sum of a quantity.
 
         Calls whose cost is unknown count as 0 macs and flops: `unsupported` and `unseen` list them, and a
         warning is logged once.
-        Raises AmandaError for another quantity, and for a phase that does not exist.
+
+        Args:
+            what: "macs", "flops", "bytes" or "calls".
+            phase: "forward" or "backward"; None for all.
+
+        Raises:
+            AmandaError: For another quantity, and for a phase that does not exist.
         """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")

@@ -63,18 +63,21 @@ _Counts = ShapeCounts | AnyShapeCount
 class FlopsTool(amanda.Tool):
     """Count FLOPs, MACs, parameters and bytes of every op, forward and backward.
 
-    formulas: maps the type of an op ("conv2d", "conv2d_backward"), or a framework's own name of it, to a
-    function from `Shapes` to `Cost`, which overrides the built-in formula.
-    complex_macs: real multiply-accumulates in one of complex numbers: 4 by definition, 3 by Gauss' method, 1
-    as some counters have it.  selection: options of `select`, such as module="layer4".
-    by: what a row of `result` stands for: "phase", "type", "module", "source", or several of these; all by
-    default.  Rows by module are printed as a tree, down to a depth of `depth` modules.
-
     Each gradient that an elementwise op, an activation, a normalisation or a reduction gives counts one FLOP
     for each element, whatever the op counts in the forward pass.
     A formula is evaluated once for each set of shapes, when `result` is read; an op without a formula for
     all shapes is analysed for each set.  The `cost` in the context is that of the execution that is
     analysed: a tool that reads `cost` inserts its routine with `guard="shape"`.
+
+    Args:
+        formulas: Functions from `Shapes` to `Cost` by the type of an op ("conv2d", "conv2d_backward"), or a
+            framework's own name of it; each overrides the built-in formula.
+        complex_macs: Real multiply-accumulates in one of complex numbers: 4 by definition, 3 by Gauss'
+            method, 1 as some counters have it.
+        by: What a row of `result` stands for: "phase", "type", "module", "source", or several; all by
+            default.
+        depth: Levels of the tree in which rows by module are printed; `by` is then "module" by default.
+        **selection: Options of `select`, such as module="layer4".
     """
 
     purpose = "look"
@@ -438,7 +441,10 @@ def _place_key(place: OpCost) -> Hashable:
 def count_flops(model: Callable[..., Any], /, *inputs: Any, **keywords: Any) -> FlopsResult:
     """Return the FLOPs, MACs, parameters and bytes of each op of one call of a model.
 
-    inputs, keywords: of the call.  A function that also runs the backward pass is counted with it.
+    Args:
+        model: Model, or a function; a backward pass in the function is counted with it.
+        *inputs: Positional arguments of the call.
+        **keywords: Arguments by name.
 
     count_flops(model, x).total()
     """
@@ -454,8 +460,11 @@ def summary(
 ) -> Result:
     """Return the parameters, MACs, FLOPs and share of each module in one call of a model, as a tree.
 
-    inputs, keywords: of the call.  depth: levels of modules below the model; None for as many as a screen
-    shows.
+    Args:
+        model: Model, or a function that runs it.
+        *inputs: Positional arguments of the call.
+        depth: Levels of modules below the model; None for as many as a screen shows.
+        **keywords: Arguments by name.
 
     print(summary(model, x, depth=2))
     """

@@ -323,7 +323,6 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             self.observe(record, _with_weight_roles(of_slice, is_weights), execution)
 
     def _note_unread(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
-        """Add a remark on a tensor that cannot be read; each remark is made once."""
         self._unread[tensor.unread(reason, record.type, record.module or record.source)] = None
 
     @amanda.gathered(_observe_execution)
@@ -387,7 +386,6 @@ class _GraphObserver:
 
 
 def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:
-    """Return an observer for each execution of a batch."""
     return [_GraphObserver(**execution.kwargs) for execution in executions]
 
 

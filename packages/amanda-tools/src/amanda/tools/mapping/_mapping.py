@@ -61,7 +61,6 @@ class MappingTool(Tool):
                     self.add_closing_inst_for_op(self._apply_after, backward, require_outputs)
 
     def _apply_before(self, context: OpContext) -> None:
-        """Call the first function of each rule for the op's namespace, in order."""
         for rule in self.rules:
             if rule.before is not None and context.namespace.matches(rule.namespace):
                 rule.before(context)
@@ -158,7 +157,6 @@ class InstalledEntries:
         return _installed_entries(tuple(sys.path)).get((self._group, name), ())
 
     def _described(self, entry: EntryPoint) -> str:
-        """Return an entry in words: its role, its object and its distribution, if it has one."""
         suffix = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
         return f"the {self._role} {entry.value}{suffix}"
 

@@ -132,9 +132,14 @@ def is_model(word: str) -> bool:
 def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device: Name = "cpu") -> Subject:
     """Return the model of a word.
 
-    shapes: of inputs, as `--input-shape` has them.  backward: whether a run includes the backward pass.
-    device: as PyTorch calls it; "meta" for shapes without values.
-    Raises ModelError for a word without a model, a package that is not installed, and shapes that do not fit.
+    Args:
+        word: A word, path or name, as `amanda run` takes it.
+        shapes: Of inputs, as `--input-shape` has them.
+        backward: Whether a run includes the backward pass.
+        device: As PyTorch calls it; "meta" for shapes without values.
+
+    Raises:
+        ModelError: For a word without a model, a package that is not installed, and shapes that do not fit.
     """
     kind, _, model_name = word.partition(":")
     if not (kind in KINDS and model_name):

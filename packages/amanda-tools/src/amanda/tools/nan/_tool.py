@@ -99,11 +99,15 @@ class _CheckedOp:
 class NanTool(amanda.Tool):
     """Find the ops that produce NaN from inputs without NaN.
 
-    stop: raise NotFiniteError at the first of them.  inf: find ops that produce Inf too, which is often
-    intended, as in attention masks.  backward: check backward ops too.  limit: number of ops in the result.
-    selection: options of `select`, such as module="encoder".
-    The first of them is logged as a warning when it runs.  `result` has the answer in its `sentence`, and all
-    of the ops; `clear` starts again.
+    The first of these ops is logged as a warning when it runs.  `result` has the answer in its `sentence`,
+    and all of the ops; `clear` starts again.
+
+    Args:
+        stop: Raise NotFiniteError at the first of these ops.
+        inf: Find ops that produce Inf too, which is often intended, as in attention masks.
+        backward: Check backward ops too.
+        limit: Number of ops in the result.
+        **selection: Options of `select`, such as module="encoder".
     """
 
     purpose = "debug"

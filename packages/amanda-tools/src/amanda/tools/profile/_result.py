@@ -157,7 +157,8 @@ class ProfileResult(KeyedResult):
     def tree(self, depth: int | None = None) -> Result:
         """Return a row for each module: the time of its own ops, and that with the modules within.
 
-        depth: levels of modules below the model; None for as many as a screen shows.
+        Args:
+            depth: Levels of modules below the model; None for as many as a screen shows.
         """
         all_time = _self_time(self.ops)
 

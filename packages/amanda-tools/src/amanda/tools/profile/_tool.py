@@ -222,15 +222,20 @@ def _jax_facts(context: amanda.OpContext) -> None:
 class ProfileTool(amanda.Tool):
     """Measure the time and memory of each op.
 
-    wait, warmup, active, repeat: the schedule.  In each cycle `wait` and `warmup` steps are not recorded,
-    then `active` steps are, or all steps if `active` is 0; there are `repeat` cycles, without end for 0.
-    Steps are counted as `amanda.tools.steps.Steps` counts them, or begin at calls of `step()`.
-    backward: measure backward ops too.  memory: record the memory of tensors.
-    kernels: in PyTorch, run torch.profiler in the recorded steps to find the kernels of each op.
-    limit: number of executions in the timeline; the table counts all executions.
-    selection: options of `select`, such as module="encoder".
+    Args:
+        wait: Steps at the beginning of each cycle that are not recorded.  Steps are counted as
+            `amanda.tools.steps.Steps` counts them, or begin at calls of `step()`.
+        warmup: Steps after those that are not recorded either.
+        active: Steps after those that are recorded; 0 for all further steps.
+        repeat: Number of cycles; 0 for no end.
+        backward: Measure backward ops too.
+        memory: Record the memory of tensors.
+        kernels: In PyTorch, run torch.profiler in the recorded steps to find the kernels of each op.
+        limit: Number of executions in the timeline; the table counts all executions.
+        **selection: Options of `select`, such as module="encoder".
 
-    Raises OptionError for numbers below 0, and for `repeat` without `active`.
+    Raises:
+        OptionError: For numbers below 0, and for `repeat` without `active`.
     """
 
     purpose = "look"
@@ -400,8 +405,12 @@ def profile(
 ) -> ProfileResult:
     """Return the time and memory of each op in calls of a function.
 
-    inputs, keywords: of each call.  warmup: calls before, which are not in the result: the first ones also
-    load kernels and fill caches.  calls: calls that are measured.
+    Args:
+        function: Model, or a function that runs it.
+        *inputs: Positional arguments of each call.
+        warmup: Calls before, which are not in the result: the first ones also load kernels and fill caches.
+        calls: Calls that are measured.
+        **keywords: Arguments by name.
 
     print(profile(lambda: model(x).sum().backward()))
     """

@@ -28,19 +28,24 @@ Compiled = Literal["eager", "instrument"]
 
 @checked
 def assert_flops(
-    function: Callable[..., T],
-    *inputs: Any,
-    macs: NonNegativeInt | None = None,
-    flops: NonNegativeInt | None = None,
-    rel: NonNegativeFloat = 0.0,
-    phase: Name | None = None,
+    function: Callable[..., T], *inputs: Any, macs: NonNegativeInt | None = None,
+    flops: NonNegativeInt | None = None, rel: NonNegativeFloat = 0.0, phase: Name | None = None,
     compiled: Compiled = "eager",
-) -> T:
-    """Run `function(*inputs)`: it costs so many multiply-accumulates or FLOPs, within `rel` of them.
+) -> T:  # fmt: skip
+    """Run a function and check its cost; return what the function returns.
 
-    phase: one of the words of StandardMapping, "forward" for one; all of them if None.  Gives what the
-    function returns.
-    Raises AssertionError, with the costliest types of ops, and OptionError where nothing is expected.
+    Args:
+        function: Model, or a function that runs it.
+        *inputs: Arguments of the call.
+        macs: Expected multiply-accumulates; None not to check them.
+        flops: Expected FLOPs; None not to check them.
+        rel: Relative error that is allowed.
+        phase: "forward" or another word of StandardMapping; None for all phases.
+        compiled: As in `amanda.apply`.
+
+    Raises:
+        AssertionError: For another cost, with the costliest types of ops.
+        OptionError: Where nothing is expected.
     """
     # pytest then shows the line of the test, not this one.
     __tracebackhide__ = True
@@ -66,16 +71,21 @@ def assert_flops(
 
 @checked
 def assert_op_counts(
-    wanted: Mapping[Name, NonNegativeInt],
-    function: Callable[..., T],
-    *inputs: Any,
-    phase: Phase = "forward",
-    exact: bool = False,
-    compiled: Compiled = "eager",
-) -> T:
-    """Run `function(*inputs)`: ops of each type are executed so often, and with `exact` no others.
+    wanted: Mapping[Name, NonNegativeInt], function: Callable[..., T], *inputs: Any, phase: Phase = "forward",
+    exact: bool = False, compiled: Compiled = "eager",
+) -> T:  # fmt: skip
+    """Run a function and check how often ops are executed; return what the function returns.
 
-    Types are words of StandardMapping.  Gives what the function returns; raises AssertionError.
+    Args:
+        wanted: Number of executions by type, a word of StandardMapping.
+        function: As in `assert_flops`.
+        *inputs: As in `assert_flops`.
+        phase: Phase of the ops.
+        exact: True if ops of other types are not allowed.
+        compiled: As in `amanda.apply`.
+
+    Raises:
+        AssertionError: For other numbers.
     """
     __tracebackhide__ = True
     tool = Counts()
@@ -93,9 +103,17 @@ def assert_finite(
     backward: bool = True,
     compiled: Compiled = "eager",
 ) -> T:
-    """Run `function(*inputs)`: no op makes NaN or is given any, and none makes Inf unless `inf` is False.
+    """Run a function and check that no op makes NaN or is given any; return what the function returns.
 
-    Gives what the function returns; raises AssertionError, with the op, its line and its inputs.
+    Args:
+        function: As in `assert_flops`.
+        *inputs: As in `assert_flops`.
+        inf: True if no op may make Inf either.
+        backward: True to check backward ops too.
+        compiled: As in `amanda.apply`.
+
+    Raises:
+        AssertionError: At such an op, with its line and its inputs.
     """
     __tracebackhide__ = True
     from amanda.tools.nan import NanTool
@@ -201,8 +219,11 @@ _UPDATE = "pytest --amanda-update"
 class Traced:
     """A trace of all that ran in `with traced:` or `traced(function, ...)` since the last `clear`.
 
-    file: snapshots are beside it: `file.txt`, `file.NAME.txt`.  update: write them instead of comparing.
-    compiled: as of `amanda.apply`; a test may set it.
+    `compiled` is as of `amanda.apply`; a test may set it.
+
+    Args:
+        file: Snapshots are beside it: `file.txt`, `file.NAME.txt`.
+        update: Write them instead of comparing.
     """
 
     compiled: Compiled = "eager"
@@ -252,15 +273,24 @@ class Traced:
     def assert_op_counts(
         self, wanted: Mapping[str, int], phase: Phase = "forward", exact: bool = False
     ) -> None:
-        """Check that ops of each type were executed so often, and with `exact` no others."""
+        """Check how often ops were executed.
+
+        Args:
+            wanted: As in `assert_op_counts`.
+            phase: As in `assert_op_counts`.
+            exact: As in `assert_op_counts`.
+        """
         __tracebackhide__ = True
         check_counts(wanted, self.op_counts(phase), phase, exact)
 
     def assert_snapshot(self, name: str = "", backward: bool = True) -> None:
         """Compare the graph with that in a file beside the test: ops, modules, shapes, and what reads what.
 
-        name: tells several snapshots of a test apart.  `pytest --amanda-update` writes the file.
         Raises AssertionError, with the lines that differ.
+
+        Args:
+            name: Tells several snapshots of a test apart.  `pytest --amanda-update` writes the file.
+            backward: True to compare backward ops too.
         """
         __tracebackhide__ = True
         path = self._file.with_name(f"{self._file.name}{f'.{name}' if name else ''}.txt")

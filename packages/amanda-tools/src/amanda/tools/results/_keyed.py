@@ -182,7 +182,6 @@ class KeyedResult(Result):
     _counted: ClassVar[Sequence[Column]]
 
     def _set_keys(self, by: Sequence[str], subject: str) -> None:
-        """Set the keys of rows: their columns, and a title that names them unless they are all keys."""
         self._by, self._subject = tuple(by), subject
         self.columns = (*map(Column, self._by), *self._counted)  # type: ignore[misc]
         self.title = subject if self._by == tuple(self.keys) else f"{subject} by {', '.join(self._by)}"
@@ -248,7 +247,6 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
         return result
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return what files contain besides rows: the keys, and all places."""
         return {"by": self._by, "places": [field_values(place) for place in self.ops]}
 
 

@@ -260,7 +260,6 @@ class TableLayout:
         self.positions = [i for i in self.positions if i not in positions]
 
     def _width_at(self, text_width: int) -> int:
-        """Return the width of the table with texts of at most so many characters; numbers stay whole."""
         return sum(self._column_width(i, text_width) for i in self.positions) + GAP * (
             len(self.positions) - 1
         )
@@ -289,7 +288,6 @@ _PRIORITIES = {"module": 9, "type": 8, "phase": 1, "source": -1}
 
 
 def _priority(column: Column) -> int:
-    """Return the priority of a column, or that of its name."""
     return _PRIORITIES.get(column.name, 0) if column.priority is None else column.priority
 
 

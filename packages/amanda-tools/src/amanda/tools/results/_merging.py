@@ -23,15 +23,9 @@ class Table(Result):
     """Rows under columns of any tool, from a file or merged from several results."""
 
     def __init__(
-        self,
-        name: str,
-        version: int,
-        columns: Sequence[Column],
-        rows: Sequence[Sequence[Any]],
-        title: str = "",
-        notes: Sequence[str] = (),
-        facts: Mapping[str, Any] | None = None,
-    ) -> None:
+        self, name: str, version: int, columns: Sequence[Column], rows: Sequence[Sequence[Any]],
+        title: str = "", notes: Sequence[str] = (), facts: Mapping[str, Any] | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.version = name, version  # type: ignore[misc]
         self.columns = tuple(columns)  # type: ignore[misc]
         self.title = title
@@ -67,9 +61,13 @@ class Table(Result):
 
 @checked
 def load(path: str | Path) -> Result:
-    """Load a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
+    """Return a result that `save` wrote as JSON: in its tool's class, or as a table without the tool.
 
-    Raises AmandaError for a file that is none of a result, or of a version that its tool does not read.
+    Args:
+        path: File that `save` wrote.
+
+    Raises:
+        AmandaError: For a file that is none of a result, or of a version that its tool does not read.
     """
     return read_json(path, "file of a result", _checked_result)
 
@@ -130,7 +128,6 @@ def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple
 
 
 def _text(value: Any) -> str:
-    """Return a value as text of at most 44 characters."""
     return shortened(str(value), 44)
 
 
@@ -164,12 +161,17 @@ def can_merge(result: object) -> bool:
 
 @checked
 def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result:
-    """Merge results of one tool into one; keys are names such as "rank0", "rank1".
+    """Return one result, merged from results of one tool.
 
-    missing: names of processes that left no result; a remark lists them.
     The result's `merged` is used, else `Column.merge` of its columns, else `by_rank`.  Merging merged results
     again gives the same numbers as merging all in one step.
-    Raises AmandaError for no results, and for results of several tools or with different columns.
+
+    Args:
+        results: Results by a name, such as "rank0".
+        missing: Names of processes that left no result; a remark lists them.
+
+    Raises:
+        AmandaError: For no results, and for results of several tools or with different columns.
     """
     _check_same_tool(results)
     first, *others = results.values()
@@ -277,7 +279,6 @@ def _check_same_tool(results: Mapping[str, Result]) -> None:
 
 
 def _column_keys(result: Result) -> list[str]:
-    """Return the names of columns, and how their values merge; how they are shown may differ."""
     return [f"{column.name} ({column.merge})" if column.merge else column.name for column in result.columns]
 
 
@@ -302,14 +303,20 @@ def _join_names(names: Iterable[str]) -> str:
 def gather(
     result: Result, group: Any = None, *, to: NonNegativeInt | None = None, per_rank: bool = False
 ) -> Any:
-    """Merge the results of all ranks of a process group; every rank calls this with its own result.
-
-    group: of `torch.distributed`; the default group if None.  to: global rank that gets the result; the
-    others get None.  None for every rank.  per_rank: keep the rows of each rank, with a column `rank`.
+    """Return the merged result of all ranks of a process group; every rank calls this with its own.
 
     The result has the class of the ranks' results if these can be merged (see `merge`); else it is a
-    `Table`.  Raises AmandaError where `torch.distributed` is not initialised, where ranks give results of
-    several tools, and where one gives none.
+    `Table`.
+
+    Args:
+        result: The result of this rank.
+        group: Of `torch.distributed`; the default group if None.
+        to: Global rank that gets the result; the others get None.  None for every rank.
+        per_rank: Keep the rows of each rank, with a column `rank`.
+
+    Raises:
+        AmandaError: Where `torch.distributed` is not initialised, where ranks give results of several tools,
+            and where one gives none.
 
     merged = gather(flops.result, to=0)
     """

@@ -75,10 +75,10 @@ class Result(ABC):
 
     @abstractmethod
     def rows(self) -> Sequence[Sequence[Any]]:
-        """The rows, each with a value for every column."""
+        """Return the rows, each with a value for every column."""
 
     def notes(self) -> Sequence[str]:
-        """Sentences below the table: conventions, and what is not in it."""
+        """Return sentences below the table: conventions, and what is not in it."""
         return ()
 
     def _facts(self) -> Mapping[str, Any]:
@@ -134,9 +134,14 @@ class Result(ABC):
     def table(self, top: PositiveInt | None = None, sort: str = "", depth: PositiveInt | None = None) -> str:
         """Return the result as text.
 
-        top: number of rows; None for 15, and for all rows of a tree.  sort: a column, whose largest values
-        come first.  depth: number of components of a module's path, below which rows are combined.
-        Raises AmandaError for another column, and OptionError for other values.
+        Args:
+            top: Number of rows; None for 15, and for all rows of a tree.
+            sort: A column, whose largest values come first.
+            depth: Number of components of a module's path, below which rows are combined.
+
+        Raises:
+            AmandaError: For another column.
+            OptionError: For other values.
         """
         if sort and not self._has_column(sort):
             names = [column.name for column in self.columns]
@@ -148,7 +153,6 @@ class Result(ABC):
         return as_text(self, View(whole=True))
 
     def _has_column(self, name: str) -> bool:
-        """Return True if a column has this name, or an attribute of rows."""
         return position_of(self.columns, name) is not None
 
     def _text(self, width: int | None = None, **view: Any) -> str:
@@ -167,7 +171,6 @@ class Result(ABC):
         yield Text(as_text(self, View(), options.max_width))
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """Show the table at IPython's prompt."""
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
@@ -204,7 +207,7 @@ class Result(ABC):
         ]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """The rows as a data frame, a column for each of `columns`.
+        """Return the rows as a data frame, a column for each of `columns`.
 
         Raises AmandaError without pandas.
         """
@@ -215,7 +218,7 @@ class Result(ABC):
         return pandas.DataFrame(list(self.rows()), columns=[column.name for column in self.columns])
 
     def to_dict(self) -> dict[str, Any]:
-        """Schema and version, facts, what is said of the table, and each row as an object of its columns."""
+        """Return schema, version, facts, the texts of the table, and each row as an object of its columns."""
         names = [column.name for column in self.columns]
         return {
             "schema": f"amanda.{self.name}",
@@ -228,11 +231,11 @@ class Result(ABC):
         }
 
     def to_json(self) -> str:
-        """`to_dict` as JSON; NaN and infinities are words."""
+        """Return `to_dict` as JSON; NaN and infinities are words."""
         return to_json(self.to_dict(), indent=1)
 
     def to_csv(self) -> str:
-        """The rows as comma-separated values, with the columns' names first."""
+        """Return the rows as comma-separated values, with the columns' names first."""
         text = StringIO()
         # "\n" on every system, so that files of one result are equal.
         writer = csv.writer(text, lineterminator="\n")
@@ -241,7 +244,7 @@ class Result(ABC):
         return text.getvalue()
 
     def to_html(self) -> str:
-        """The table as a page of its own."""
+        """Return the table as a page of its own."""
         return html_page(self.title or self.name, self._repr_html_())
 
     @property
@@ -250,10 +253,16 @@ class Result(ABC):
         return sorted(self._forms(), key=lambda suffix: (suffix.count("."), suffix))
 
     def save(self, path: str | Path) -> Path:
-        """Write a file in the form that its suffix names.
+        """Write a file in the form that its suffix names; return its path.
 
         A file that was there is replaced by the whole new one.
-        Raises AmandaError for a suffix that names none, and FileError where the file cannot be written.
+
+        Args:
+            path: File to write.
+
+        Raises:
+            AmandaError: For a suffix that names none.
+            FileError: Where the file cannot be written.
         """
         path = Path(path)
         forms = self._forms()

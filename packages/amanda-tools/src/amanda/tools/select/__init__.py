@@ -34,8 +34,11 @@ Globs: TypeAlias = Sequence[Name] | Name | None
 class Patterns:
     """Patterns of one option that select ops by name; None selects every op.
 
-    option: how the user calls it.  patterns: names, in which `*` and `?` stand for letters; or a single one.
-    rejected: names that no pattern fitted.  unused: the patterns that fitted no name, in order.
+    `rejected` has the names that no pattern fitted, `unused` the patterns that fitted no name, in order.
+
+    Args:
+        option: How the user calls it.
+        patterns: Names, in which `*` and `?` stand for letters; or a single one.
     """
 
     def __init__(self, option: str, patterns: Sequence[str] | str | None) -> None:
@@ -103,6 +106,11 @@ def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | Non
     """Return the names or patterns that an option has, as a list; None for None.
 
     Raises `error` for a value that is neither a name nor names.
+
+    Args:
+        option: Name of the option, for the error.
+        value: A name, several, or None.
+        error: Class of the error.
     """
     if value is None:
         return None
@@ -116,7 +124,13 @@ def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | Non
 
 
 def unmatched(options: Iterable[Patterns], verb: str = "selected", noun: str = "op") -> list[str]:
-    """Return a text for each pattern that no op fitted, with the nearest names; none if no op ran."""
+    """Return a text for each pattern that no op fitted, with the nearest names; none if no op ran.
+
+    Args:
+        options: Patterns of the options.
+        verb: Participle for the text, such as "selected".
+        noun: Noun for the text, such as "op".
+    """
     sentences = []
     for option in options:
         if option.unused and (option.rejected or option.matched):
@@ -160,14 +174,15 @@ class SelectionError(AmandaError, ValueError):
 class Selection:
     """Select ops by type, module and phase; an op is selected if it fits every option that is not None.
 
-    type: words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand for
-    letters.  A backward op has the type of its forward op.  module: paths of modules; what lies in a module
-    is selected with it, and `*` stands for any part ("layer4", "*.attention"); Keras' layers may be given by
-    their names.  exclude: paths of modules whose ops, and those within, are not selected.
-    phase: "forward", "backward", "optimizer", for the steps of PyTorch's optimizers, "construction", for what
-    makes a model, or None for all.  With "backward" forward analysis routines are called all the same, since
-    those of backward ops may read what they note down; nothing that they insert runs.
-
+    Args:
+        type: Words of StandardMapping ("conv2d") or the framework's own names ("Conv2D"); `*` and `?` stand
+            for letters.  A backward op has the type of its forward op.
+        module: Paths of modules; what lies in a module is selected with it, and `*` stands for any part
+            ("layer4", "*.attention"); Keras' layers may be given by their names.
+        phase: "forward", "backward", "optimizer", for the steps of PyTorch's optimizers, "construction", for
+            what makes a model, or None for all.  With "backward" forward analysis routines are called all the
+            same, since those of backward ops may read what they note down; nothing that they insert runs.
+        exclude: Paths of modules whose ops, and those within, are not selected.
     """
 
     @checked(error=SelectionError)
@@ -207,7 +222,9 @@ class Selection:
     def fits(self, context: amanda.OpContext, *names: str) -> bool:
         """Return True if type and modules of an op are selected, whatever its phase.
 
-        names: names of the op's type; by default those in its context.
+        Args:
+            context: Context of the op.
+            *names: Names of the op's type; by default those in its context.
         """
         self._has_seen_ops = True
         if self.has_types and not names:  # the word of StandardMapping, and the framework's names
@@ -243,7 +260,6 @@ class Selection:
         return [f"no op was selected by phase={self._phase}"]
 
     def _inclusions(self) -> list[str]:
-        """Return the options that select types and modules, as texts."""
         return [str(option) for option in (self._types, self._modules) if option.patterns is not None]
 
     def _has_phase(self, context: amanda.OpContext) -> bool:
@@ -269,22 +285,25 @@ class SelectOptions(TypedDict, total=False):
 
 @checked(error=SelectionError)
 def select(
-    tool: ToolT,
-    *,
-    type: Globs = None,
-    module: Globs = None,
-    exclude: Globs = None,
-    phase: Phase | None = None,
-    start: NonNegativeInt = 0,
-    end: NonNegativeInt | None = None,
-    frequency: PositiveInt = 1,
-    steps: Steps | None = None,
-) -> ToolT:
+    tool: ToolT, *, type: Globs = None, module: Globs = None, exclude: Globs = None,
+    phase: Phase | None = None, start: NonNegativeInt = 0, end: NonNegativeInt | None = None,
+    frequency: PositiveInt = 1, steps: Steps | None = None,
+) -> ToolT:  # fmt: skip
     """Apply a tool to some ops only, at the steps of `range(start, end, frequency)`; return the tool.
 
     `select(FlopsTool(), module="0")` is `FlopsTool(module="0")` for tools that take these options.
-    type, module, exclude, phase: see `Selection`.  steps: counter of steps; None for a new one.
     Raises SelectionError, and `amanda.tools.steps.WindowError` where no step is in the range.
+
+    Args:
+        tool: The tool, which is returned.
+        type: See `Selection`.
+        module: See `type`.
+        exclude: See `type`.
+        phase: See `type`.
+        start: First step.
+        end: Step after the last; None for no end.
+        frequency: A number of steps, of which the first counts.
+        steps: Counter of steps; None for a new one.
     """
     if not isinstance(tool, amanda.Tool):
         raise SelectionError(f"select: tool is {shown(tool)}; give a tool, such as FlopsTool()")

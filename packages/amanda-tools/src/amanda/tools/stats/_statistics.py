@@ -234,7 +234,10 @@ class Sketch:
     def quantile(self, q: float, least: float, most: float) -> float | None:
         """Return the number below which a share q lies, between the two nearest as numpy's default does.
 
-        least, most: the extremes, which are known.  None where there are no numbers.
+        Args:
+            q: The share, from 0 to 1.
+            least: The smallest number, which is known.
+            most: The largest number.
         """
         total = self.total
         if not total:

@@ -247,14 +247,18 @@ class _Stream:
 class StatsTool(TensorTool[_OpStreams]):
     """Compute statistics of weights, activations and gradients, op by op, over all executions.
 
-    weights, activations, gradients: measure the weights that ops read, the outputs of forward ops, the
-    outputs of backward ops.  every: measure every n-th execution of an op, beginning with the first.
-    quantiles: shares for which the result has a column.  bins: number of bins of the histogram from which
-    quantiles are computed, a power of two from 256; the relative error is at most 128 / bins (3 % for 4096).
-    0 for no histogram.  selection: options of `select`, such as module="encoder".
-
     Numbers are read from a device when `result` is read or a model is deleted; the statistics of deleted
     models are merged.  `clear` starts again.
+
+    Args:
+        weights: Measure the weights that ops read.
+        activations: Measure the outputs of forward ops.
+        gradients: Measure the outputs of backward ops.
+        every: Measure every n-th execution of an op, beginning with the first.
+        quantiles: Shares for which the result has a column.
+        bins: Number of bins of the histogram from which quantiles are computed, a power of two from 256, or 0
+            for none; the relative error is at most 128 / bins (3 % for 4096).
+        **selection: Options of `select`, such as module="encoder".
     """
 
     purpose = "look"

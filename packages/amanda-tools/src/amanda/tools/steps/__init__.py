@@ -27,7 +27,11 @@ def execution_number(record: Any, run: dict[Any, Any] | None, recomputed: bool) 
     """Return the number of this execution, from 0 on, and count it in `record.executions`.
 
     A recomputation has the number of its first execution, and is not counted.
-    record: of an op; hashable.  run, recomputed: of the routine; None and False where nothing runs again.
+
+    Args:
+        record: Of an op; hashable.
+        run: As routines get it; None where nothing runs again.
+        recomputed: As routines get it; False where nothing runs again.
     """
     # A checkpoint runs the op again for the backward pass of the same execution.
     if recomputed and run is not None and record in run:
@@ -118,7 +122,6 @@ class Steps(amanda.Tool):
         listener(self.number)
 
     def _begin_step(self, number: int) -> None:
-        """Set the number of the step, and call the listeners."""
         self.number = number
         for listener in self._listeners:
             listener(number)
@@ -183,7 +186,15 @@ class Window:
     `let` makes a tool's routines run at these steps only. Its analysis routines still run once per op.
     All routines of one execution, which share `run`, follow the decision of the first: otherwise a
     backward routine could miss what its forward routine did not save.
-    Raises WindowError for steps that are not valid.
+
+    Args:
+        steps: The counter of steps.
+        start: First step.
+        end: Step after the last; None for no end.
+        frequency: A number of steps, of which the first counts.
+
+    Raises:
+        WindowError: For steps that are not valid.
     """
 
     @checked(error=WindowError)
@@ -207,7 +218,6 @@ class Window:
         tool.wrap_routines(self.gate)
 
     def _update_open(self, number: int) -> None:
-        """Open the window at a step in its range, else close it."""
         begun = number >= self._start and (self._end is None or number < self._end)
         self.open = begun and (number - self._start) % self._frequency == 0
 

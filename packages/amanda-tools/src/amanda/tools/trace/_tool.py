@@ -21,14 +21,18 @@ if TYPE_CHECKING:
 class TraceTool(amanda.Tool):
     """Record the graph of the executed ops, forward and backward, and the tensors between them.
 
-    executions: most ops for one place in the program; an execution with inputs from other ops is a new op,
-    and further executions are counted at the last op.  backward: record backward ops.  limit: most ops;
-    further ops are counted, not recorded.  attributes: record arguments that are not tensors.  count: count
-    executions in graphs too, at the cost of a routine for each op.  selection: options of `select`, such as
-    module="encoder".
+    Tools that depend on TraceTool read `context["graph"]`, a `GraphSoFar`.
+
     `result` has the graph, `clear` begins a new one.
 
-    Tools that depend on TraceTool read `context["graph"]`, a `GraphSoFar`.
+    Args:
+        executions: Most ops for one place in the program; an execution with inputs from other ops is a new
+            op, and further executions are counted at the last op.
+        backward: Record backward ops.
+        limit: Most ops; further ops are counted, not recorded.
+        attributes: Record arguments that are not tensors.
+        count: Count executions in graphs too, at the cost of a routine for each op.
+        **selection: Options of `select`, such as module="encoder".
     """
 
     purpose = "look"
@@ -186,7 +190,9 @@ class GraphSoFar:
     def ancestors(self, context: amanda.OpContext, distance: int | None = None) -> tuple[Op, ...]:
         """Return the producers, their producers and so on, the nearest first, each once.
 
-        distance: most tensors between; None for all ancestors.
+        Args:
+            context: Context of the op.
+            distance: Most tensors between; None for all ancestors.
         """
         recorder, ancestors = self._tool.recorder, dict[int, Op]()
         makers = dict.fromkeys(tensor.producer for tensor in self.inputs(context))

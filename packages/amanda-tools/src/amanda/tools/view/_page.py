@@ -189,7 +189,6 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def _text_of(value: Any) -> str:
-    """Return text; "" for any other value of a file."""
     return value if isinstance(value, str) else ""
 
 
@@ -249,8 +248,14 @@ _SCRIPTS = "dom model tree layout graph table chart diff details main".split()
 def to_page(*results: str | Path | Result, title: str | None = None) -> str:
     """Return a self-contained HTML page of saved files, or of results themselves.
 
-    The first trace among them gives the graph; tables of ops become columns beside it.  Raises AmandaError
-    where a file cannot be read or is of no schema that is known.
+    The first trace among them gives the graph; tables of ops become columns beside it.
+
+    Args:
+        *results: Paths of files, or results.
+        title: Title of the page; None for the names of the results.
+
+    Raises:
+        AmandaError: Where a file cannot be read or is of no schema that is known.
     """
     if not results:
         raise AmandaError("a page is made of one result or more; none was given")
@@ -301,13 +306,11 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
 
 
 def _notes(source: Source) -> list[str]:
-    """Return the notes of a source that are text."""
     notes = source.content.get("notes")
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
 def _run_facts(source: Source) -> list[tuple[str, str]]:
-    """Return facts of the run as a whole."""
     frameworks, dropped = source.content.get("frameworks"), source.content.get("dropped")
     facts = [("framework", ", ".join(map(str, frameworks)))] if isinstance(frameworks, list) else []
     return facts + ([(f"not in {source.name}", f"{dropped} ops")] if dropped else [])
@@ -341,7 +344,6 @@ def _digest(text: str) -> str:
 
 
 def _asset(name: str) -> str:
-    """Return the text of a file that the page is made of."""
     return (files("amanda.tools.view") / "page" / name).read_text(encoding="utf-8")
 
 

@@ -122,6 +122,8 @@ class ChannelPruneTool(amanda.Tool):
         importance: "l2", "l1", "taylor" (of gradients that the parameters have), "random", or a function that
             is given the weights of a group, {"path of the weight:axis": (channels, elements)}, and returns a
             number for each channel; the smallest are removed first.
+        scope: "local" removes the same share of each group, "global" ranks the channels of all groups
+            together.
         of: What the sparsity is the share of: "channels", "flops" of convolutions and products with weights,
             or "latency", the time of the call that `prepare` is given, measured on the device where the model
             is.
@@ -179,6 +181,7 @@ class ChannelPruneTool(amanda.Tool):
                 model as a ModelProto or the path of a file.
             *example: What it is called with; of Keras and ONNX arrays, in the order of the inputs, and of
                 ONNX also by their names.
+            **kwargs: Inputs of the model by name.
 
         Returns:
             What the masked model returns.
@@ -216,6 +219,7 @@ class ChannelPruneTool(amanda.Tool):
         `onnx.save`.
 
         Args:
+            model: The model that `prepare` was called with.
             remove: Weights become smaller, and so do attributes such as `out_channels` and `num_heads`.
             optimizer: One of PyTorch's whose state is to follow; the parameters stay the same objects.
 

@@ -28,7 +28,7 @@ def convert(
 ) -> ConvertResult:
     """Convert simulated integers to real ones; outputs equal the simulation within kernels' rounding.
 
-    The result has a row for each converted tensor.  A module that is converted in place is for inference.
+    A module that is converted in place is for inference.
 
     Args:
         model: A torch.nn.Module that a NearestTool, GPTQTool or AWQTool has quantised.  Without `path` its
@@ -36,8 +36,12 @@ def convert(
             checkpoint of compressed-tensors for vLLM and transformers is written into that folder. Or the
             path of an ONNX file, with a QuantizeTool that was calibrated in a session of the file: a copy
             with integer weights, QuantizeLinear and DequantizeLinear nodes is written to `path`.
+        tool: The tool that quantised the model, see `model`.
         path: Of the new file or folder; the former name `out` is deprecated.
         force: Replace an existing file.
+
+    Returns:
+        A row for each converted tensor.
 
     Raises:
         QuantizeError: For another model or tool, a missing package, scales of another model, and a `path`

@@ -171,7 +171,6 @@ class Process:
         self._let_signals_through()
 
     def _let_signals_through(self) -> None:
-        """Unblock the signals that were not blocked before the fork."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signal_masks.pop())
 
     def fail(self) -> None:
