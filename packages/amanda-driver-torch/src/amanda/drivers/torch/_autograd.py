@@ -264,7 +264,7 @@ class _BackwardPass:
                     before, after, hooks_for_shapes = settled_hooks
                     # These hooks depend on the shapes of vmaps' batches.
                     if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(drop_ended_batches(mark.shapes or trace.shapes))
+                        before, after, _ = hooks_for_shapes(_shapes_at(mark))
                     if before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:
@@ -300,7 +300,7 @@ class _BackwardPass:
         self._traces_with_steps.append(trace)
         step = BackwardStep(
             self._driver, trace, type(node), place, self._state, replaceable=not is_leaf,
-            order=mark.order + 1, shapes=drop_ended_batches(mark.shapes or trace.shapes),
+            order=mark.order + 1, shapes=_shapes_at(mark),
         )  # fmt: skip
         if step.has_work or self._create_graph:
             self._pending_counts[id(trace)] += 1
@@ -419,6 +419,12 @@ class _StepHooks(QuickHooks):
         with WithoutTorchFunction():
             marks_bases = False
             _marked_graphs.mark(all_layers(grad_inputs), mark, marks_bases)
+
+
+def _shapes_at(mark: Mark) -> Any:
+    """Return the shapes of the execution that made a node, without the batches of vmaps that have ended."""
+    # Native code leaves shapes at marks, and runs no routine under a vmap: these have no batches.
+    return mark.shapes or drop_ended_batches(mark.trace.shapes)
 
 
 def _tuple_if_changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
