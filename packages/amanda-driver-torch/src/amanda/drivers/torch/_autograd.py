@@ -136,7 +136,7 @@ class Autograd(EagerDriver):
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
-                uninterrupted(backward.count)
+                backward.has_run_all = True
             except RuntimeError as error:
                 hide_unpack_frame(error)
                 raise
@@ -244,6 +244,7 @@ class _BackwardPass:
         # A pass of several stacks repeats no counts: what this stack knows, another one's plans may change.
         is_alone = stack is not None and len(stack.chain) == 1 and state.settles
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
+        self.has_run_all = False
         self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
@@ -305,10 +306,16 @@ class _BackwardPass:
             form = 0 if None in roots else _marked_graphs.form(roots)
             return bool(form) and self._counts.repeats((form, *(output.output_nr for output in outputs)))
 
-    def count(self) -> None:
-        """Count what no hook has counted, after a pass that has run all nodes."""
-        if self._counts is not None:
+    def _end_counts(self) -> None:
+        """Count what no hook has counted, if the pass has run all nodes; report if it has not."""
+        if self._counts is None:
+            return
+        if self.has_run_all:
             self._counts.end(self._handles, [mark for _, mark, _ in self._marked_nodes])
+        elif self._counts.fail():
+            self._state.report(
+                "a backward pass that failed", "tools that count executions have not counted its backward ops"
+            )
 
     def _find_marked_nodes(self, outputs: Sequence[Any]) -> None:
         """Find the marked nodes behind `outputs`, and those of them that other passes have hooked.
@@ -346,14 +353,11 @@ class _BackwardPass:
             self._handles.append((node, node.register_hook(hooks.after)))
 
     def remove_hooks(self) -> None:
-        """Remove the pass's hooks; another pass under way takes over those at nodes that both pass through.
+        """Count, and remove the pass's hooks; those at nodes of another pass under way are left to that pass.
 
         An interrupt may come at any step: another call then does the rest.
         """
-        if self._counts is not None and self._counts.fail():
-            self._state.report(
-                "a backward pass that failed", "tools that count executions have not counted its backward ops"
-            )
+        self._end_counts()
         with self._lock:
             other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
             if not other_passes:

@@ -108,15 +108,16 @@ class PassCounts:
         handles: of the hooks, as `remove_hook_handles` takes them.  marks: of all nodes.
         """
         hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
+        form, self._form = self._form, None
         if hooks is not None:
             for hook in hooks:
                 hook.count_again()
-        elif self._form is not None and not NodeHooks.seen:
+        elif form is not None and not NodeHooks.seen:
             hooks = [hooks_of_node[number] for _, (hooks_of_node, number) in handles]
             if all(hook.repeats for hook in hooks):
                 while len(self._known) >= self.limit:
                     self._known.pop(next(iter(self._known), None), None)
-                self._known[self._form] = self.Known(hooks, [(mark.trace, mark.shapes) for mark in marks])
+                self._known[form] = self.Known(hooks, [(mark.trace, mark.shapes) for mark in marks])
 
     def fail(self) -> bool:
         """End without counts; return True if the pass should have counted."""
