@@ -247,7 +247,7 @@ def test_passes_of_a_known_form_are_counted_as_hooks_count(
 ) -> None:
     from amanda.drivers.torch import _nodes
 
-    monkeypatch.setattr(_nodes.NodeHooks, "seen", False)
+    monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
     assert counts_of(step, also=False) == counts_of(step, also=True)
 
 
@@ -255,7 +255,7 @@ def test_passes_of_a_known_form_are_counted_as_hooks_count(
 def test_no_node_of_a_pass_of_a_known_form_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     from amanda.drivers.torch import _nodes
 
-    monkeypatch.setattr(_nodes.NodeHooks, "seen", False)
+    monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
     hooked, tool = hooked_nodes(monkeypatch), Counting("after_backward_op", also=False)
     calls, numbers = list[int](), list[int]()
     with amanda.apply(tool):
@@ -275,7 +275,7 @@ def test_no_node_of_a_pass_of_a_known_form_is_hooked(monkeypatch: pytest.MonkeyP
 def test_a_pass_of_a_known_form_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     from amanda.drivers.torch import _nodes
 
-    monkeypatch.setattr(_nodes.NodeHooks, "seen", False)
+    monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
 
     def fail(grad: torch.Tensor) -> None:
         raise ValueError("no gradient")

@@ -299,7 +299,7 @@ class _BackwardPass:
     def _repeats_counts(self, outputs: Sequence[Any]) -> bool:
         """Return True if the pass only counts, and an earlier one through a graph of its form tells what."""
         # Another pass may have hooks at nodes of this one, and a hook of the program may take gradients away.
-        if self._counts is None or self.under_way or NodeHooks.seen:
+        if self._counts is None or self.under_way or NodeHooks.of_program:
             return False
         with WithoutTorchFunction():
             roots = [_root(output) for output in outputs]

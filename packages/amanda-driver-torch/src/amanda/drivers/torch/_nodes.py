@@ -15,12 +15,12 @@ _handle_numbers = count(-1, -1)  # handles count upwards from 0
 
 
 class NodeHooks:
-    """Hooks that the program, or a library, has put at nodes while a scope was open.
+    """Whether the program, or a library, has put hooks at nodes while a scope was open.
 
-    Such a hook may take a gradient away, so that what runs behind it is no more told by the graph alone.
+    Such a hook may take a gradient away: the graph alone no longer tells which gradients there are.
     """
 
-    seen: ClassVar[bool] = False
+    of_program: ClassVar[bool] = False
 
 
 class QuickHooks:
@@ -54,7 +54,7 @@ def register_hooks_without_handles(attributes: Attributes) -> None:
         """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by."""
         # The program's hooks, and those of libraries, get the handle that torch promises.
         if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
-            NodeHooks.seen = True
+            NodeHooks.of_program = True
             registered: tuple[Any, Any] = original(hooks, hook)
             return registered
         if hooks is None:
@@ -73,8 +73,8 @@ class PassCounts:
     other the gradients that the graph says, whatever the numbers are.
     """
 
-    class Known(NamedTuple):
-        """Counts of an earlier pass.
+    class PassRecord(NamedTuple):
+        """Record of an earlier pass.
 
         hooks: those of its nodes.  identities: traces and shapes, by whose identity the form is known.
         """
@@ -85,18 +85,18 @@ class PassCounts:
     limit: ClassVar[int] = 16
     """Most forms that are remembered for one stack of tools."""
 
-    def __init__(self, known: dict[Any, Known]) -> None:
-        """known: of the stack, by form."""
-        self._known = known
+    def __init__(self, records: dict[Any, PassRecord]) -> None:
+        """records: of the stack's passes, by form."""
+        self._records = records
         self._form: Hashable = None
         self._hooks_to_repeat: Sequence[Hook] | None = None
 
     def repeats(self, form: Hashable) -> bool:
         """Return True if an earlier pass through a graph of this form tells what this one counts."""
         self._form = form
-        if form in self._known:
-            self._hooks_to_repeat = self._known[form].hooks
-        return self._hooks_to_repeat is not None
+        record = self._records.get(form)
+        self._hooks_to_repeat = None if record is None else record.hooks
+        return record is not None
 
     def forget_form(self) -> None:
         """Learn nothing of this pass, which does more than count."""
@@ -112,12 +112,12 @@ class PassCounts:
         if hooks is not None:
             for hook in hooks:
                 hook.count_again()
-        elif form is not None and not NodeHooks.seen:
+        elif form is not None and not NodeHooks.of_program:
             hooks = [hooks_of_node[number] for _, (hooks_of_node, number) in handles]
             if all(hook.repeats for hook in hooks):
-                while len(self._known) >= self.limit:
-                    self._known.pop(next(iter(self._known), None), None)
-                self._known[form] = self.Known(hooks, [(mark.trace, mark.shapes) for mark in marks])
+                while len(self._records) >= self.limit:
+                    self._records.pop(next(iter(self._records), None), None)
+                self._records[form] = self.PassRecord(hooks, [(mark.trace, mark.shapes) for mark in marks])
 
     def fail(self) -> bool:
         """End without counts; return True if the pass should have counted."""
