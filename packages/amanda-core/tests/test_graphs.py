@@ -223,3 +223,9 @@ def test_a_deep_graph_is_read_without_recursion() -> None:
     assert len(of.marked([op])) == len(chain)
     while chain:
         chain.pop(0).next = ()
+
+
+def test_a_graph_with_a_class_of_python_has_no_form() -> None:
+    # Nothing is known of what a program's own function gives.
+    assert graphs().form([]) == graphs().form([Op(1, [Leaf(0)])]) == 0
+    assert graphs(_fallback).form([Op(1)]) == 0

@@ -133,3 +133,167 @@ def test_values_that_routines_give_and_what_replaces_an_op_are_counted() -> None
         for _ in range(4):
             x.relu()
     assert tool.counted == tool.counter == {(((3, 4),), ((1, 4),)): 4}
+
+
+# ---- passes whose form is known: counted without hooks ----
+
+Step = Callable[[int], Any]
+
+
+def counts_of(step: Step, also: bool, turns: int = 12) -> Counter[Any]:
+    """Return what tallies count at backward ops in steps; also: beside routines, which hooks call."""
+    tool = Counting("after_backward_op", also)
+    with amanda.apply(tool):
+        for turn in range(turns):
+            step(turn)
+    if also:
+        assert tool.counted == tool.counter
+    return tool.counted
+
+
+def hooked_nodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return a list of the hooks that are put at nodes from now on."""
+    from amanda.drivers.torch import _autograd
+
+    hooked: list[Any] = []
+    remove = _autograd._BackwardPass.remove_hooks
+
+    def removing(self: Any) -> None:
+        hooked.extend(self._handles)
+        remove(self)
+
+    monkeypatch.setattr(_autograd._BackwardPass, "remove_hooks", removing)
+    return hooked
+
+
+class Either(torch.autograd.Function):
+    """Gives a gradient or none, as its numbers say."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, has_gradient: bool) -> torch.Tensor:
+        ctx.has_gradient = has_gradient
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return (grad if ctx.has_gradient else None), None
+
+
+layer = torch.nn.Linear(4, 4)
+norm = torch.nn.LayerNorm(4)
+
+
+def start() -> torch.Tensor:
+    layer.zero_grad()
+    return norm(layer(torch.rand(6, 4)).relu())  # type: ignore[no-any-return]
+
+
+def all_alike(turn: int) -> None:
+    start().sum().backward()  # type: ignore[no-untyped-call]
+
+
+def sizes_that_change(turn: int) -> None:
+    layer(torch.rand(2 + turn // 3 % 2, 4)).relu().sum().backward()
+
+
+def one_part_or_the_other(turn: int) -> None:
+    start().split(3)[turn // 3 % 2].sum().backward()
+
+
+def one_output_or_the_other(turn: int) -> None:
+    parts = start().split(3)
+    parts[turn // 3 % 2].backward(torch.ones(3, 4))
+
+
+def frozen_now_and_then(turn: int) -> None:
+    layer.weight.requires_grad_(turn // 3 % 2 == 0)
+    start().sum().backward()  # type: ignore[no-untyped-call]
+    layer.weight.requires_grad_(True)
+
+
+def numbers_decide(turn: int) -> None:
+    Either.apply(start(), turn // 3 % 2 == 0).sum().backward()  # type: ignore[no-untyped-call]
+
+
+def inputs_alone(turn: int) -> None:
+    y = start().sum()
+    if turn // 3 % 2:
+        y.backward(inputs=[layer.bias])  # type: ignore[no-untyped-call]
+    else:
+        y.backward()  # type: ignore[no-untyped-call]
+
+
+def twice_through_one_graph(turn: int) -> None:
+    y = start().sum()
+    y.backward(retain_graph=True)  # type: ignore[no-untyped-call]
+    y.backward()  # type: ignore[no-untyped-call]
+
+
+def hook_takes_gradients_away(turn: int) -> None:
+    y = start()
+    assert y.grad_fn is not None
+    if turn // 3 % 2:
+        y.grad_fn.register_hook(lambda grads, _: tuple(None for _ in grads))
+    y.sum().backward()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize(
+    "step",
+    [all_alike, sizes_that_change, one_part_or_the_other, one_output_or_the_other, frozen_now_and_then,
+     numbers_decide, inputs_alone, twice_through_one_graph, hook_takes_gradients_away],
+)  # fmt: skip
+def test_passes_of_a_known_form_are_counted_as_hooks_count(
+    step: Step, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from amanda.drivers.torch import _nodes
+
+    monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
+    assert counts_of(step, also=False) == counts_of(step, also=True)
+
+
+@natively
+def test_no_node_of_a_pass_of_a_known_form_is_hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amanda.drivers.torch import _nodes
+
+    monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
+    hooked, tool = hooked_nodes(monkeypatch), Counting("after_backward_op", also=False)
+    calls, numbers = list[int](), list[int]()
+    with amanda.apply(tool):
+        for _ in range(6):
+            hooked.clear()
+            before = tool.counted.total(), interceptor.statistics()["native"]
+            all_alike(0)
+            numbers.append(len(hooked))
+            calls.append(interceptor.statistics()["native"] - before[1])
+            assert tool.counted.total() - before[0] == 9
+    assert numbers[2] > 0
+    assert numbers[-1] == 0
+    assert calls[2] == calls[-1]
+
+
+@natively
+def test_a_pass_of_a_known_form_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amanda.drivers.torch import _nodes
+
+    monkeypatch.setattr(_nodes.NodeHooks, "of_program", False)
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ValueError("no gradient")
+
+    def step(fails: bool = False) -> None:
+        y = start()
+        if fails:
+            y.register_hook(fail)
+        y.sum().backward()  # type: ignore[no-untyped-call]
+
+    tool = Counting("after_backward_op", also=False)
+    with amanda.apply(tool) as scope:
+        for _ in range(4):
+            step()
+        counted = tool.counted
+        with pytest.raises(ValueError, match="no gradient"):
+            step(fails=True)
+        assert tool.counted == counted
+        assert "a backward pass that failed" in str(scope.report)
+        step()
+        assert tool.counted.total() > counted.total()

@@ -88,8 +88,10 @@ def _replace_handlers(
     def replacement(number: int, frame: FrameType | None) -> None:
         call(originals[number], number, frame)
 
-    installed = ((number, signals.getsignal(number)) for number in range(1, signal.NSIG))
-    originals = {number: handler for number, handler in installed if callable(handler)}
+    # Every backward pass comes here: no generator, and a look at each signal.
+    originals = {
+        number: handler for number in range(1, signal.NSIG) if callable(handler := signals.getsignal(number))
+    }
     for number, handler in originals.items():
         handlers[number] = handler  # first: to set it again does no harm where an interrupt comes here
         signals.signal(number, replacement)

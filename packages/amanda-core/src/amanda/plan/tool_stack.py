@@ -72,6 +72,8 @@ class ToolStack:
         self.double_backward = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.pending_plans = PendingPlans()
+        # What a driver has learned of backward passes: it holds for the plans that there are.
+        self.passes: dict[Hashable, Any] = {}
         self.writing_ops: set[int] = set()
         self.table = interceptor.PlanTable()
         self.rewrites: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -176,6 +178,7 @@ class ToolStack:
         invalidated = False
         for stack in self.chain:
             stack.double_backward = True
+            stack.passes.clear()
             for plans_of_op in stack.plans.values():
                 for plan in plans_of_op.values():
                     if plan.has_backward_routines:
@@ -188,6 +191,7 @@ class ToolStack:
 
     def forget_programs(self, op_id: int) -> None:
         """Drop the native programs of an op, if there are any, so that its next calls run in Python."""
+        self.passes.clear()
         entry = self.table.get(op_id)
         if isinstance(entry, interceptor.CallCache):
             entry.forget()
@@ -204,6 +208,7 @@ class ToolStack:
 
     def forget_plans(self, op_id: int) -> None:
         """Drop every plan of an op, and what the stack has recorded of the op."""
+        self.passes.clear()
         self.plans.pop(op_id, None)
         self.writing_ops.discard(op_id)
         self.shape_dependent_ops.discard(op_id)

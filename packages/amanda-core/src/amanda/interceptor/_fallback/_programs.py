@@ -83,6 +83,15 @@ class Hook(_NativeAlone):
         """Run the routines; return the values to use, or None if none changed."""
         raise NotImplementedError
 
+    @property
+    def repeats(self) -> bool:
+        """True if all routines count executions, and `count_again` can repeat the last call."""
+        raise NotImplementedError
+
+    def count_again(self) -> None:
+        """Count an execution as the last call did, without its values."""
+        raise NotImplementedError
+
 
 class Program(_NativeAlone):
     """Routines around an op, which native code runs."""
@@ -229,6 +238,10 @@ class Graphs:
             for key, node in nodes_by_id.items()
             if key in marks
         ]
+
+    def form(self, ops: Iterable[Any]) -> int:
+        """Return 0: graphs have no form that tells what hooks would count, as there are no hooks here."""
+        return 0
 
     def marker(self, trace: Any, writes: bool) -> Any:
         """Raise TypeError: a marker lets a native program leave traces, and there are no programs here."""

@@ -27,7 +27,14 @@ from torch.autograd.graph import GradientEdge
 
 from ._compiled_callables import report_leaves
 from ._levels import all_layers, drop_ended_batches
-from ._nodes import QuickHooks, free_without_recursion, register_hooks_without_handles, remove_hook_handles
+from ._nodes import (
+    NodeHooks,
+    PassCounts,
+    QuickHooks,
+    free_without_recursion,
+    register_hooks_without_handles,
+    remove_hook_handles,
+)
 from ._overrides import WithoutTorchFunction, reading_context
 from ._requirements import torch_attribute
 from ._saved_tensors import hide_unpack_frame
@@ -107,9 +114,11 @@ class Autograd(EagerDriver):
         def run_backward(is_transform: bool, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none."""
             activation = interceptor.active()
-            # By place come after `outputs`: gradients, whether to keep the graph, whether to create one.
+            # By place come after `outputs`: gradients, whether to keep the graph and to create one, inputs.
             create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
             keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
+            inputs = kwargs.get("inputs", args[3] if len(args) > 3 else ())
+            is_whole = bool(kwargs.get("accumulate_grad")) and not inputs
             create_graph = create_graph and not (is_transform and _leaves_no_graph(outputs, *args))
             if activation is not None:
                 report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
@@ -121,10 +130,13 @@ class Autograd(EagerDriver):
                 return original(outputs, *args, **kwargs)
             remove_abandoned_hooks()
             driver = self.driver_of_pass()
-            backward = _BackwardPass(driver, activation.state, create_graph, keeps_graph, is_transform)
+            backward = _BackwardPass(
+                driver, activation.state, create_graph, keeps_graph, is_transform, is_whole
+            )
             try:
                 uninterrupted(lambda: backward.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
+                backward.has_run_all = True
             except RuntimeError as error:
                 hide_unpack_frame(error)
                 raise
@@ -208,9 +220,13 @@ class _BackwardPass:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(
-        self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool, is_transform: bool
-    ) -> None:
-        """is_transform: whether torch.func runs the pass, which stores no gradient in a leaf."""
+        self, driver: Autograd, state: State, create_graph: bool, keeps_graph: bool, is_transform: bool,
+        is_whole: bool,
+    ) -> None:  # fmt: skip
+        """is_transform: whether torch.func runs the pass, which stores no gradient in a leaf.
+
+        is_whole: whether the pass runs every node, and not only those on the way to some inputs.
+        """
         self._driver = driver
         self._is_transform = is_transform
         self._state = state
@@ -224,6 +240,12 @@ class _BackwardPass:
         self._traces_with_steps: list[Trace] = []
         self._marked_nodes: list[tuple[Any, Mark, int]] = []
         self.thread = threading.get_ident()
+        stack = state.stack
+        # A pass of several stacks repeats no counts: what this stack knows, another one's plans may change.
+        is_alone = stack is not None and len(stack.chain) == 1 and state.settles
+        may_repeat = is_alone and is_whole and self._is_last and not is_transform
+        self.has_run_all = False
+        self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path.
@@ -231,6 +253,8 @@ class _BackwardPass:
         Nodes that another pass under way has hooked are left to that pass; leaves in a transform get none.
         The pass is under way from here on, until `remove_hooks`.
         """
+        if self._repeats_counts(outputs):
+            return
         self._find_marked_nodes(outputs)
         # Looked up once, since the loop runs for every node of every pass.
         may_use_settled = self._state.settles and not (self._create_graph or self._is_transform)
@@ -264,7 +288,7 @@ class _BackwardPass:
                     before, after, hooks_for_shapes = settled_hooks
                     # These hooks depend on the shapes of vmaps' batches.
                     if hooks_for_shapes is not None:
-                        before, after, _ = hooks_for_shapes(drop_ended_batches(mark.shapes or trace.shapes))
+                        before, after, _ = hooks_for_shapes(_shapes_at(mark))
                     if before is not None:
                         add_handle((node, node.register_prehook(before)))
                     if after is not None:
@@ -272,16 +296,34 @@ class _BackwardPass:
                     continue
             self._analyse_and_hook(node, mark, place, is_leaf)
 
+    def _repeats_counts(self, outputs: Sequence[Any]) -> bool:
+        """Return True if the pass only counts, and an earlier one through a graph of its form tells what."""
+        # Another pass may have hooks at nodes of this one, and a hook of the program may take gradients away.
+        if self._counts is None or self.under_way or NodeHooks.of_program:
+            return False
+        with WithoutTorchFunction():
+            roots = [_root(output) for output in outputs]
+            form = 0 if None in roots else _marked_graphs.form(roots)
+            return bool(form) and self._counts.repeats((form, *(output.output_nr for output in outputs)))
+
+    def _end_counts(self) -> None:
+        """Count what no hook has counted, if the pass has run all nodes; report if it has not."""
+        if self._counts is None:
+            return
+        if self.has_run_all:
+            self._counts.end(self._handles, [mark for _, mark, _ in self._marked_nodes])
+        elif self._counts.fail():
+            self._state.report(
+                "a backward pass that failed", "tools that count executions have not counted its backward ops"
+            )
+
     def _find_marked_nodes(self, outputs: Sequence[Any]) -> None:
         """Find the marked nodes behind `outputs`, and those of them that other passes have hooked.
 
         From here on the pass is under way to passes on other threads.
         """
         with WithoutTorchFunction():
-            roots = [
-                output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
-            ]
-            marked_nodes = _marked_graphs.marked(roots)
+            marked_nodes = _marked_graphs.marked([_root(output) for output in outputs])
         # Passes on other threads may add their hooks now: which pass hooks a node is decided under the lock.
         with self._lock:
             self._marked_nodes = marked_nodes
@@ -297,10 +339,12 @@ class _BackwardPass:
         Under create_graph each node is hooked, to mark the nodes that it makes.
         """
         trace = mark.trace
+        if self._counts is not None:
+            self._counts.forget_form()
         self._traces_with_steps.append(trace)
         step = BackwardStep(
             self._driver, trace, type(node), place, self._state, replaceable=not is_leaf,
-            order=mark.order + 1, shapes=drop_ended_batches(mark.shapes or trace.shapes),
+            order=mark.order + 1, shapes=_shapes_at(mark),
         )  # fmt: skip
         if step.has_work or self._create_graph:
             self._pending_counts[id(trace)] += 1
@@ -309,10 +353,11 @@ class _BackwardPass:
             self._handles.append((node, node.register_hook(hooks.after)))
 
     def remove_hooks(self) -> None:
-        """Remove the pass's hooks; another pass under way takes over those at nodes that both pass through.
+        """Count, and remove the pass's hooks; those at nodes of another pass under way are left to that pass.
 
         An interrupt may come at any step: another call then does the rest.
         """
+        self._end_counts()
         with self._lock:
             other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
             if not other_passes:
@@ -419,6 +464,17 @@ class _StepHooks(QuickHooks):
         with WithoutTorchFunction():
             marks_bases = False
             _marked_graphs.mark(all_layers(grad_inputs), mark, marks_bases)
+
+
+def _root(output: Any) -> Any:
+    """Return the node behind an output of a pass; None for a leaf."""
+    return output.node if isinstance(output, GradientEdge) else output.grad_fn
+
+
+def _shapes_at(mark: Mark) -> Any:
+    """Return the shapes of the execution that made a node, without the batches of vmaps that have ended."""
+    # Native code leaves shapes at marks, and runs no routine under a vmap: these have no batches.
+    return mark.shapes or drop_ended_batches(mark.trace.shapes)
 
 
 def _tuple_if_changed(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:

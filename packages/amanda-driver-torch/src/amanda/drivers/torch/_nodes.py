@@ -1,16 +1,26 @@
-"""Hooks at autograd's nodes, and graphs of nodes that are too deep for torch to free by recursion."""
+"""Hooks at autograd's nodes, passes that only count, and graphs too deep for torch to free by recursion."""
 
 import threading
 from collections import OrderedDict
+from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from amanda.backend import Attributes
-from amanda.interceptor import NATIVE, Hook
+from amanda.interceptor import NATIVE, Hook, Mark
 
 FREED_AFTER_KEY = "amanda.relief"
 _handle_numbers = count(-1, -1)  # handles count upwards from 0
+
+
+class NodeHooks:
+    """Whether the program, or a library, has put hooks at nodes while a scope was open.
+
+    Such a hook may take a gradient away: the graph alone no longer tells which gradients there are.
+    """
+
+    of_program: ClassVar[bool] = False
 
 
 class QuickHooks:
@@ -44,6 +54,7 @@ def register_hooks_without_handles(attributes: Attributes) -> None:
         """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by."""
         # The program's hooks, and those of libraries, get the handle that torch promises.
         if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
+            NodeHooks.of_program = True
             registered: tuple[Any, Any] = original(hooks, hook)
             return registered
         if hooks is None:
@@ -53,6 +64,65 @@ def register_hooks_without_handles(attributes: Attributes) -> None:
         return hooks, (hooks, number)
 
     attributes.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))
+
+
+class PassCounts:
+    """The counts of one backward pass in which all routines only count.
+
+    A later pass through a graph of the same form counts the same, without hooks: torch's own nodes give each
+    other the gradients that the graph says, whatever the numbers are.
+    """
+
+    class PassRecord(NamedTuple):
+        """Record of an earlier pass.
+
+        hooks: those of its nodes.  identities: traces and shapes, by whose identity the form is known.
+        """
+
+        hooks: Sequence[Hook]
+        identities: Sequence[Any]
+
+    limit: ClassVar[int] = 16
+    """Most forms that are remembered for one stack of tools."""
+
+    def __init__(self, records: dict[Any, PassRecord]) -> None:
+        """records: of the stack's passes, by form."""
+        self._records = records
+        self._form: Hashable = None
+        self._hooks_to_repeat: Sequence[Hook] | None = None
+
+    def repeats(self, form: Hashable) -> bool:
+        """Return True if an earlier pass through a graph of this form tells what this one counts."""
+        self._form = form
+        record = self._records.get(form)
+        self._hooks_to_repeat = None if record is None else record.hooks
+        return record is not None
+
+    def forget_form(self) -> None:
+        """Learn nothing of this pass, which does more than count."""
+        self._form = None
+
+    def end(self, handles: Sequence[tuple[Any, Any]], marks: Iterable[Mark]) -> None:
+        """Count, or learn what has been counted, after the pass has run all nodes.
+
+        handles: of the hooks, as `remove_hook_handles` takes them.  marks: of all nodes.
+        """
+        hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
+        form, self._form = self._form, None
+        if hooks is not None:
+            for hook in hooks:
+                hook.count_again()
+        elif form is not None and not NodeHooks.of_program:
+            hooks = [hooks_of_node[number] for _, (hooks_of_node, number) in handles]
+            if all(hook.repeats for hook in hooks):
+                while len(self._records) >= self.limit:
+                    self._records.pop(next(iter(self._records), None), None)
+                self._records[form] = self.PassRecord(hooks, [(mark.trace, mark.shapes) for mark in marks])
+
+    def fail(self) -> bool:
+        """End without counts; return True if the pass should have counted."""
+        hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
+        return bool(hooks)
 
 
 class _FreeingState(threading.local):

@@ -33,7 +33,8 @@ _REQUIRED = RequiredNames(
     "torch:_C._functorch.is_legacy_batchedtensor",
 )
 # Real element types that NumPy has too.
-_NUMPY = frozenset("float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split())
+_NAMES = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split()
+_NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES}
 
 
 class _BorrowedMemory:
@@ -43,7 +44,8 @@ class _BorrowedMemory:
         self._owner = x
         self.__array_interface__ = {
             "version": 3, "data": (x.data_ptr(), True), "shape": tuple(x.shape), "typestr": dtype.str,
-            "strides": tuple(step * dtype.itemsize for step in x.stride()),
+            # None for those of an array in one piece.
+            "strides": None if x.is_contiguous() else tuple([step * dtype.itemsize for step in x.stride()]),
         }  # fmt: skip
 
 
@@ -61,9 +63,8 @@ class TorchTensorLibrary(Tensors):
 
     def is_strided(self, x: Any) -> bool:
         """Return True for a strided tensor of PyTorch's own classes."""
-        if type(x) not in (torch.Tensor, torch.nn.Parameter):
-            return False
-        return x.layout is torch.strided and not x.is_nested and not is_wrapped(x)
+        is_own = type(x) in (torch.Tensor, torch.nn.Parameter)
+        return is_own and x.layout is torch.strided and not x.is_nested and not is_wrapped(x)
 
     def plain(self, x: Tensor) -> Tensor:
         x = whole(x.detach())
@@ -150,13 +151,12 @@ class TorchTensorLibrary(Tensors):
 
     def borrowed(self, x: Tensor) -> NDArray[Any] | None:
         """Return an array over the memory of a plain tensor on the host."""
-        dtype = str(x.dtype).removeprefix("torch.")
-        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.device.type != "cpu" or dtype not in _NUMPY:
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.dtype not in _NUMPY or not x.is_cpu:
             return None
         # A lazy negation is not in the memory yet, and NumPy would miss it.
         if x.layout is not torch.strided or x.is_nested or x.is_neg() or not x.numel() or not x.data_ptr():
             return None
-        return np.asarray(_BorrowedMemory(x, np.dtype(dtype)))
+        return np.asarray(_BorrowedMemory(x, _NUMPY[x.dtype]))
 
     def blocks(self, numbers: Tensor) -> Iterator[Any]:
         """Yield rows in the widest floating type of the device; of what is on the host, arrays of NumPy."""

@@ -338,8 +338,8 @@ class StatsTool(TensorTool[_OpStreams]):
             # A weight needs no number: an op has one.
             label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
             # Batches of any size are one stream, which replaces these words by the sizes.
-            label += f" {_BATCH * tensor.batches}" * bool(tensor.batches)
-            label += f" {tensor.slice}" * bool(tensor.slice) + " (partial)" * is_partial(tensor.tensor)
+            label += f" {_BATCH * tensor.batches}" if tensor.batches else ""
+            label += (f" {tensor.slice}" if tensor.slice else "") + " (partial)" * is_partial(tensor.tensor)
             stream = record.measured.get(label)
             if stream is None:
                 stream = record.measured[label] = _Stream(Accumulator(self._bins), tensor.dtype)

@@ -1,5 +1,6 @@
 /* Hooks: programs that a framework calls with a tuple of values. */
 #include "execution/program.h"
+#include <string.h>
 #include <structmember.h>
 
 typedef struct {
@@ -10,6 +11,9 @@ typedef struct {
     PyObject *resume;  /* owned; called if Python continues */
     PyObject *actions; /* owned; first argument of `resume` */
     PyObject *shapes;  /* owned; of the op; None: no routine takes any */
+    int counts_alone;  /* whether each routine is a tally */
+    int word_count;    /* of `words`; -1: the last call was not counted by words */
+    int64_t *words;    /* owned; shapes of the last call */
 } Hook;
 
 /* Read the shapes that routines of a hook take: of the op, then of the arguments from the last on, since a framework
@@ -31,6 +35,17 @@ static int read_shapes(const Hook *hook, PyObject *const *args, Py_ssize_t sides
     return 0;
 }
 
+/* Keep the shapes of a call that tallies have counted, for `count_again`. */
+static void keep_words(Hook *hook, const ShapeCode *code) {
+    hook->word_count = -1;
+    if (code->count < 0) return;
+    int64_t *words = PyMem_Realloc(hook->words, (size_t)(code->count + 1) * sizeof *words);
+    if (!words) return;
+    memcpy(words, code->items, (size_t)code->count * sizeof *words);
+    hook->words = words;
+    hook->word_count = code->count;
+}
+
 static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, PyObject *Py_UNUSED(names)) {
     Hook *hook = (Hook *)self;
     if (!PyVectorcall_NARGS(flags) || !PyTuple_Check(args[0]))
@@ -38,6 +53,7 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Shapes shapes;
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
     PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], &shapes), *values = resumption;
+    if (hook->counts_alone && hook->program->needs_shape_codes && resumption == Py_None) keep_words(hook, &shapes.code);
     if (resumption && resumption != Py_None) {
         int shaped = hook->program->needs_shapes || hook->program->needs_shape_codes;
         PyObject *objects = shaped ? shapes_as_objects(&shapes) : NULL;
@@ -49,6 +65,41 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
     Py_XDECREF(shapes.objects);
     return values;
 }
+
+static PyObject *hook_repeats(Hook *self, void *Py_UNUSED(closure)) {
+    return PyBool_FromLong(self->counts_alone && (!self->program->needs_shape_codes || self->word_count >= 0));
+}
+
+static PyObject *hook_count_again(Hook *self, PyObject *Py_UNUSED(none)) {
+    static const ShapeCode NO_SHAPES;
+    Program *program = self->program;
+    ShapeCode code = {.count = self->word_count};
+    if (!self->counts_alone || (program->needs_shape_codes && code.count < 0))
+        return PyErr_Format(PyExc_ValueError, "the hook does not repeat");
+    if (code.count > 0) memcpy(code.items, self->words, (size_t)code.count * sizeof *code.items);
+    counts.native++;
+    for (Py_ssize_t i = 0; i < program->before + program->after; i++) {
+        Step *step = &program->steps[i];
+        if (tally_count(step->tally, step->takes_shapes ? &code : &NO_SHAPES)) continue;
+        PyObject *shapes = step->takes_shapes ? decode_shapes(&code) : NULL;
+        PyObject *keywords = PyDict_New(), *none = PyTuple_New(0), *result = NULL;
+        if (keywords && none && (!step->takes_shapes || (shapes && !PyDict_SetItemString(keywords, "shapes", shapes))))
+            result = PyObject_Call(step->func, none, keywords);
+        Py_XDECREF(shapes);
+        Py_XDECREF(keywords);
+        Py_XDECREF(none);
+        if (!result) return NULL;
+        Py_DECREF(result);
+    }
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef hook_methods[] = {
+    {"count_again", (PyCFunction)hook_count_again, METH_NOARGS, "Count an execution as the last call did, without its values."}, {0}};
+
+static PyGetSetDef hook_properties[] = {
+    {"repeats", (getter)hook_repeats, NULL, "True if all routines count executions, and `count_again` can repeat the last call.", NULL},
+    {0}};
 
 PyObject *program_hook(Program *self, PyObject *args) {
     Reader *reader;
@@ -64,6 +115,10 @@ PyObject *program_hook(Program *self, PyObject *args) {
     hook->resume = Py_NewRef(resume);
     hook->actions = Py_NewRef(actions);
     hook->shapes = Py_NewRef(shapes);
+    hook->counts_alone = 1;
+    for (Py_ssize_t i = 0; i < Py_SIZE(self); i++) hook->counts_alone &= self->steps[i].tally != NULL;
+    hook->word_count = -1;
+    hook->words = NULL;
     PyObject_GC_Track(hook);
     return (PyObject *)hook;
 }
@@ -84,6 +139,7 @@ static void hook_dealloc(Hook *self) {
     Py_CLEAR(self->resume);
     Py_CLEAR(self->actions);
     Py_CLEAR(self->shapes);
+    PyMem_Free(self->words);
     Py_TYPE(self)->tp_free((PyObject *)self);
 }
 
@@ -96,4 +152,6 @@ PyTypeObject Hook_Type = {
     .tp_doc = "Callable that runs the routines of a program on a tuple of values, which a framework passes.",
     .tp_dealloc = (destructor)hook_dealloc,
     .tp_traverse = (traverseproc)hook_traverse,
+    .tp_methods = hook_methods,
+    .tp_getset = hook_properties,
 };

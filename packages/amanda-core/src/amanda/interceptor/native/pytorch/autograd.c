@@ -2,6 +2,7 @@
    made, and a backward pass finds from these marks the execution of each op. */
 #include "execution/tensors.h"
 #include "pytorch/autograd.h"
+#include <string.h>
 #include <structmember.h>
 
 #define OPS_PER_SAMPLE 61 /* prime, so that no regular shape of a graph keeps a path clear of every sample */
@@ -151,6 +152,7 @@ typedef struct {
     PyObject *op, *note;       /* owned; note: the mark in the op's notes, or NULL */
     Mark *mark, *routine_mark; /* borrowed; of the execution whose op made this op, or whose routines made it; or NULL */
     long long number;
+    uint64_t edges; /* hash of what the op leads on to */
     Numbering numbering;
     int leaf;
 } Node;
@@ -210,8 +212,14 @@ static int visit_node(GraphWalk *walk, size_t at) {
     for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(next); i++) {
         PyObject *pair = PyTuple_GET_ITEM(next, i);
         PyObject *op = PyTuple_Check(pair) && PyTuple_GET_SIZE(pair) ? PyTuple_GET_ITEM(pair, 0) : Py_None;
-        if (op == Py_None) continue;
+        if (op == Py_None) {
+            walk->nodes[at].edges = mix(walk->nodes[at].edges, 0);
+            continue;
+        }
         size_t child = node_of(walk, op);
+        PyObject *output = PyTuple_GET_SIZE(pair) > 1 ? PyTuple_GET_ITEM(pair, 1) : NULL;
+        uint64_t input = output && PyLong_CheckExact(output) ? PyLong_AsUnsignedLongLongMask(output) : 0;
+        walk->nodes[at].edges = mix(walk->nodes[at].edges, (uint64_t)child << 32 ^ input);
         failed = !child || (walk->edge_count + 2 > walk->edge_room &&
                            grow((void **)&walk->edges, &walk->edge_room, sizeof(uint32_t)));
         if (failed) break;
@@ -272,26 +280,62 @@ static PyObject *list_marks(GraphWalk *walk) {
     return marks;
 }
 
-static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
-    GraphWalk walk = {.graphs = self};
-    PyObject *marks = NULL, *roots = PySequence_Tuple(ops);
+/* Visit the ops behind some, and find the execution of each; -1: an exception. */
+static int walk_graph(GraphWalk *walk, PyObject *ops) {
+    PyObject *roots = PySequence_Tuple(ops);
     int failed = !roots;
     for (Py_ssize_t i = 0; !failed && i < PyTuple_GET_SIZE(roots); i++)
-        failed = PyTuple_GET_ITEM(roots, i) != Py_None && !node_of(&walk, PyTuple_GET_ITEM(roots, i));
-    for (size_t at = 0; !failed && at < walk.count; at++) failed = visit_node(&walk, at); /* which adds nodes */
+        failed = PyTuple_GET_ITEM(roots, i) != Py_None && !node_of(walk, PyTuple_GET_ITEM(roots, i));
+    for (size_t at = 0; !failed && at < walk->count; at++) failed = visit_node(walk, at); /* which adds nodes */
     Spread spread = failed ? SPREAD_FAILED : SPREADING;
-    while (spread == SPREADING) spread = spread_marks(&walk);
-    if (spread == ALL_SPREAD) marks = list_marks(&walk);
+    while (spread == SPREADING) spread = spread_marks(walk);
     Py_XDECREF(roots);
-    while (walk.count) {
-        Node *node = &walk.nodes[--walk.count];
+    return spread == ALL_SPREAD ? 0 : -1;
+}
+
+static void end_walk(GraphWalk *walk) {
+    while (walk->count) {
+        Node *node = &walk->nodes[--walk->count];
         Py_XDECREF(node->note);
         Py_DECREF(node->op);
     }
-    PyMem_Free(walk.nodes);
-    PyMem_Free(walk.edges);
-    map_clear(&walk.index);
+    PyMem_Free(walk->nodes);
+    PyMem_Free(walk->edges);
+    map_clear(&walk->index);
+}
+
+static PyObject *graphs_marked(Graphs *self, PyObject *ops) {
+    GraphWalk walk = {.graphs = self};
+    PyObject *marks = walk_graph(&walk, ops) ? NULL : list_marks(&walk);
+    end_walk(&walk);
     return marks;
+}
+
+/* The hash of a node in the form of its graph; 0: what it gives is not decided by the form.  -1 in `numbering`: an
+   exception. */
+static uint64_t form_of_node(GraphWalk *walk, Node *node) {
+    const Mark *mark = node->mark;
+    const PyTypeObject *type = Py_TYPE(node->op);
+    /* A program's function in Python has a class of its own, one in C++ the class of all that have none. */
+    if (PyType_HasFeature((PyTypeObject *)type, Py_TPFLAGS_HEAPTYPE) || !strcmp(type->tp_name, "CppFunction")) return 0;
+    if (node->routine_mark || (mark && mark->order)) return 0;
+    uint64_t hash = mix((uintptr_t)type, node->edges);
+    if (!mark) return hash | 1;
+    hash = mix(mix(hash, (uintptr_t)mark->trace), (uintptr_t)mark->shapes);
+    return (node->leaf ? hash : mix(hash, (uint64_t)(node_number(walk, node) - mark->start))) | 1;
+}
+
+static PyObject *graphs_form(Graphs *self, PyObject *ops) {
+    GraphWalk walk = {.graphs = self};
+    int failed = walk_graph(&walk, ops);
+    uint64_t form = failed ? 0 : walk.count;
+    for (size_t at = 0; form && at < walk.count; at++) {
+        uint64_t node = form_of_node(&walk, &walk.nodes[at]);
+        failed |= walk.nodes[at].numbering == NO_NUMBER;
+        form = node && !failed ? mix(form, node) | 1 : 0;
+    }
+    end_walk(&walk);
+    return failed ? NULL : PyLong_FromUnsignedLongLong(form);
 }
 
 /* ---- marks left by native code ---- */
@@ -393,6 +437,11 @@ static PyMethodDef graphs_methods[] = {
     {"marked", (PyCFunction)graphs_marked, METH_O,
      "marked(ops): return (op, mark, number) of each op behind these whose execution is known.\n\n"
      "An op without a mark of its own is found by its number and the marks of ops that lead to it; a leaf has number 0."},
+    {"form", (PyCFunction)graphs_form, METH_O,
+     "form(ops): return a number that is the same for graphs of the same form behind these ops; 0 if a program's own\n"
+     "function, a routine's op, or a backward op of a backward op is among them.\n\n"
+     "The form is: types of ops, what each leads on to, and their executions by traces, shapes and numbers. Whoever keeps\n"
+     "the number keeps the traces and shapes of the marks too, which it knows by identity."},
     {"marker", (PyCFunction)graphs_marker, METH_VARARGS,
      "marker(trace, writes): return a marker for a program, whose executions leave this trace.\n\n"
      "writes: whether the op writes its first input, whose base has a new node then."},

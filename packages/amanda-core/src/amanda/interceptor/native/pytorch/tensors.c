@@ -207,9 +207,26 @@ static PyObject *shape_of(const Reader *reader, PyObject *value, int depth) {
     return all;
 }
 
+static int has_shape(const Reader *reader, PyObject *value, PyObject *shape);
+
+/* Whether the tensors in a list have these shapes. */
+static int has_shapes(const Reader *reader, PyObject *list, PyObject *shapes) {
+    if (!PyTuple_CheckExact(shapes)) return 0;
+    Py_ssize_t tensors = 0, count = PyTuple_GET_SIZE(shapes);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(list); i++) {
+        PyObject *item = PySequence_Fast_GET_ITEM(list, i);
+        if (!reader_is_tensor(reader, item)) continue;
+        if (tensors == count || !has_shape(reader, item, PyTuple_GET_ITEM(shapes, tensors++))) return 0;
+    }
+    return tensors == count;
+}
+
 /* Whether a value has this shape; also 0 where only a slower comparison could tell. */
 static int has_shape(const Reader *reader, PyObject *value, PyObject *shape) {
-    if (!reader_is_tensor(reader, value)) return shape == Py_None && !PyTuple_Check(value) && !PyList_Check(value);
+    if (!reader_is_tensor(reader, value)) {
+        if (PyTuple_Check(value) || PyList_Check(value)) return has_shapes(reader, value, shape);
+        return shape == Py_None;
+    }
     int64_t rank = 0, *sizes = NULL;
     const void *tensor = tensor_at(reader, value);
     if (!PyTuple_CheckExact(shape) || !reader->sizes || reader->rank(tensor, &rank) || reader->sizes(tensor, &sizes))
