@@ -72,7 +72,7 @@ class CutGraph:
         # The end of the last stage, behind whatever is added to it.
         self._position[self._output] = self._plan.stages - 1, inf
         stacks = (node.meta.get("nn_module_stack") for node in calls)
-        first_stack = next(filter(None, stacks), {})
+        first_stack: dict[Any, Any] = next(filter(None, stacks), {})
         # A stack begins with the frame of the whole model.
         self._root_frame = dict(list(first_stack.items())[:1])
 
