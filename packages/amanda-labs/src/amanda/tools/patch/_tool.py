@@ -209,23 +209,31 @@ class PatchTool(amanda.Tool):
         self._is_placed = self._is_placed or is_selected
         if not is_selected:
             return
-        if self._is_point:
+        if self._is_point:  # modules are selected: their points are identity ops, with one tensor each
             side, index = context["point"] or ("", 0)
             if side == self._side and self._index in (None, index):
                 self._insert_routine(context, context.get_scope(), index, 0)
-        elif context["point"] is None:
-            values = context.get_inputs() if self._side == "input" else [None] * ((self._index or 0) + 1)
-            positions = range(len(values)) if self._index is None else [self._index]
-            for position in positions:
-                if self._side == "output" or context["dtype"](values[position]) is not None:
+        elif context["point"] is not None:
+            return  # ops of the program are selected, and a point is none
+        elif self._side == "output":
+            position = self._index or 0
+            self._insert_routine(context, self.place(context), position, position)
+        else:
+            inputs = context.get_inputs()
+            for position in range(len(inputs)) if self._index is None else [self._index]:
+                if context["dtype"](inputs[position]) is not None:  # a tensor
                     self._insert_routine(context, self.place(context), position, position)
 
     def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
-        """Insert the routine that saves or changes a tensor, with the record of its point."""
+        """Insert the routine that saves or changes a tensor, with the record of its point.
+
+        place: of the module or op.  index: of the tensor there.  position: of the tensor among the op's.
+        """
         name = f"{place}[{index}]" if index else place
         key = context.get_op_id(), index
         if key not in self._records:
-            kind, source = (context["type"], context.get_source()) if not self._is_point else ("module", "")
+            kind = "module" if self._is_point else context["type"]
+            source = "" if self._is_point else context.get_source()
             self._records[key] = Patched(context["phase"], kind, context.get_scope(), source, name)
         if self._differentiable and self._is_trained and not context["reaches_values"]:
             self._warn(
@@ -258,9 +266,9 @@ class PatchTool(amanda.Tool):
     def _change_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
         """Return the changed value; None for an execution or a region that is not selected."""
         step = execution_number(record, run, recomputed)
-        if (self._steps is not None and step not in self._steps) or (
-            self.only is not None and record.point not in self.only
-        ):
+        if self._steps is not None and step not in self._steps:
+            return None
+        if self.only is not None and record.point not in self.only:
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
@@ -285,15 +293,17 @@ class PatchTool(amanda.Tool):
 
         Saved values may have one row for all rows of a batch, but a prompt of one token is not all tokens.
         """
+        shape = tuple(shape)
         extents = (
             tuple(tensors_of(operand).extents(operand)) if hasattr(operand, "shape") else np.shape(operand)
         )
         try:
-            fits = np.broadcast_shapes(extents, tuple(shape)) == tuple(shape)
+            broadcasts = np.broadcast_shapes(extents, shape) == shape
         except ValueError:
-            fits = False
+            broadcasts = False
         is_saved = isinstance(self._value, PatchTool) and len(extents) == len(shape)
-        if fits and not (is_saved and extents[1:] != tuple(shape)[1:]):
+        has_same_rows = extents[1:] == shape[1:]
+        if broadcasts and (has_same_rows or not is_saved):
             return
         op = f"the {record.type} {record.module}" if record.module else f"{record.type} of the model"
         saved = (
@@ -305,7 +315,7 @@ class PatchTool(amanda.Tool):
             if is_saved else "give a tensor that broadcasts to this shape, or a number"
         )  # fmt: skip
         raise PatchError(
-            f"{saved} has shape {extents} and does not fit {record.point}, whose shape is {tuple(shape)}, "
+            f"{saved} has shape {extents} and does not fit {record.point}, whose shape is {shape}, "
             f"at {op}; {advice}"
         )
 
