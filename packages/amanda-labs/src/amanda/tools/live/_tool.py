@@ -84,6 +84,7 @@ class LiveTool(amanda.Tool):
         self._scope = amanda.apply(tool, compiled=compiled)
         # Executions are counted until an optimizer or a call of `step` ends a step.
         self._steps = Steps()
+        # While executions are counted the tool runs in this scope, unless it runs throughout.
         counted = [self._steps] if self._runs_throughout else [self._steps, tool]
         self._counting = amanda.apply(*counted, compiled=compiled)
         if not self._runs_throughout:
@@ -260,7 +261,8 @@ class LiveTool(amanda.Tool):
             self._log(self._number)
         if self._save is not None:
             self.result.save(self._save)
-        if callable(close := getattr(self._writer, "close", None)):
+        close = getattr(self._writer, "close", None)
+        if callable(close):
             close()
 
     def _optimizer_stepped(self) -> None:
@@ -349,8 +351,8 @@ def _checked_result(tool: amanda.Tool, columns: Sequence[str] | None, save: str 
         check_file_to_write(Path(save))
         # A result with a `save` of its own may have other forms.
         has_forms = isinstance(result, Result) and type(result).save is Result.save
-        if has_forms and not str(save).endswith(suffixes := tuple(result._suffixes)):
-            raise LiveError(f"save: {save} ends in none of {', '.join(suffixes)}")
+        if has_forms and not str(save).endswith(tuple(result._suffixes)):
+            raise LiveError(f"save: {save} ends in none of {', '.join(result._suffixes)}")
     return result
 
 
