@@ -32,10 +32,10 @@ class Unfolding(NamedTuple):
 
         layout: as in StandardMapping; further axes in front of it are those of a batch.
         """
-        batch = len(extents) - len(layout)
+        batch = len(extents) - len(layout)  # the number of axes in front
         window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
         input_axis = batch + layout.index("I")
-        if "M" not in layout:
+        if "M" not in layout:  # one axis of all outputs: no axis is split
             order = (*range(batch), batch + layout.index("O"), input_axis, *window)
             return cls(tuple(extents), order, tuple(extents[axis] for axis in order), batch + 1)
         # A WeightLayout knows its groups; a depthwise convolution has one for each channel.
@@ -52,17 +52,17 @@ class Unfolding(NamedTuple):
             input_axis + 1,
             *(axis_after_split[axis] for axis in window),
         )
-        channels = (groups * split[output_axis], split[input_axis + 1])
-        canonical = (*extents[:batch], *channels, *(extents[axis] for axis in window))
+        outputs, inputs_of_group = groups * split[output_axis], split[input_axis + 1]
+        canonical = (*extents[:batch], outputs, inputs_of_group, *(extents[axis] for axis in window))
         return cls(split, order, canonical, batch + 1)
 
     @property
-    def turned(self) -> tuple[int, ...]:
+    def transposed(self) -> tuple[int, ...]:
         """The shape between the transposition and the last reshape."""
         return tuple(self.split[axis] for axis in self.order)
 
     @property
-    def back(self) -> tuple[int, ...]:
+    def inverse_order(self) -> tuple[int, ...]:
         """The inverse permutation of `order`, which undoes the transposition."""
         return tuple(self.order.index(axis) for axis in range(len(self.order)))
 
@@ -92,8 +92,9 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
     unfolding = Unfolding.of(extents, layout)
     # Without groups nothing is reshaped, so the array may have other extents than the weight.
     if "M" not in layout:
-        return _transpose(array, unfolding.back)
-    return _reshape(_transpose(_reshape(array, unfolding.turned), unfolding.back), tuple(extents))
+        return _transpose(array, unfolding.inverse_order)
+    split = _transpose(_reshape(array, unfolding.transposed), unfolding.inverse_order)
+    return _reshape(split, tuple(extents))
 
 
 def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, ...]:

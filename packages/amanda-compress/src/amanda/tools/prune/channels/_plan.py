@@ -342,7 +342,8 @@ def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
     chosen_paths = {path for path in outputs_by_layer if is_chosen(path)}
     excluded_paths = {path for path in outputs_by_layer if is_excluded(path)}
     noun = "layer with channels"
-    if texts := [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]:
+    texts = [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]
+    if texts:
         raise PruneError("; ".join(texts))
     for path, outputs in outputs_by_layer.items():
         if path in excluded_paths:
@@ -493,6 +494,7 @@ def _leave_op_whole(tracing: Tracing, unfit_op: TracedOp, error: str) -> bool:
             return True
         if len(ops) == len(tracing.traced_ops):
             return False
+        # No channel of these ops was left to leave: next come all ops of the module, then of the one around.
         prefix = f"{path}." if path else ""
         ops = [op for op in tracing.traced_ops if f"{op.module}.".startswith(prefix)]
         path = path.rpartition(".")[0]

@@ -140,7 +140,8 @@ class ModuleRemoval:
         import torch
 
         weight = getattr(module, "weight", None)
-        weight = getattr(module, "running_mean", None) if weight is None else weight
+        if weight is None:  # a batch norm without weights has averages
+            weight = getattr(module, "running_mean", None)
         if weight is None:
             return
         # Read before they are set anew below.
