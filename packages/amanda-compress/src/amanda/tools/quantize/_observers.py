@@ -92,10 +92,9 @@ class Histogram:
         error = np.inf
         while lower < upper:
             next_lower, next_upper = lower + _DROPPED_SHARE, upper - _DROPPED_SHARE
-            low_bin = min(max(begin, int(np.searchsorted(sums, np.float32(next_lower * total)))), end)
-            high_bin = max(
-                min(end, int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1), begin
-            )
+            low_bin = int(np.searchsorted(sums, np.float32(next_lower * total)))
+            high_bin = int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1
+            low_bin, high_bin = min(max(begin, low_bin), end), max(min(end, high_bin), begin)
             if low_bin - begin > end - high_bin:
                 proposed, lower = (low_bin, end), next_lower
             else:

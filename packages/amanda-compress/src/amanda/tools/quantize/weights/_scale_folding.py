@@ -186,8 +186,9 @@ class FoldingTool(CalibratedTool):
         # All factors of a parameter first: it is written once, and rounded once.
         scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for fold in written_folds:
-            factors = weights[fold.readers[0][0]]["smoothing"]
-            for identity, axis, scale in fold.scales(factors):
+            # All readers of a fold have the same factors.
+            first_reader, _ = fold.readers[0]
+            for identity, axis, scale in fold.scales(weights[first_reader]["smoothing"]):
                 scales[identity].append((axis, scale))
         for identity, parameter_scales in scales.items():
             parameters[identity].change(partial(_scale_axes, scales=parameter_scales), undo=undo)
@@ -195,10 +196,9 @@ class FoldingTool(CalibratedTool):
         for identity, parameter_scales in scales.items():
             if identity in weights:
                 # State and parameters are undone together.
-                undo.append(_state_restorer(weights[identity]))
-                self.on_folded(
-                    weights[identity], parameters[identity].read(), parameter_scales, identity in readers
-                )
+                weight = weights[identity]
+                undo.append(_state_restorer(weight))
+                self.on_folded(weight, parameters[identity].read(), parameter_scales, identity in readers)
         return FoldResult(model, written_folds, skipped)
 
     def _select_folds(
