@@ -142,8 +142,9 @@ class WeightReads(amanda.Tool):
             return None
         layout: str | None = context["weight_layout"]
         if context["weight_index"] is None and context["type"] in MATRIX_PRODUCTS:
+            first, *_ = MATRIX_PRODUCTS[context["type"]].factors
             # As the first factor, weight @ x, a weight has its outputs first; as the second its inputs.
-            layout = ("OI", "IO")[MATRIX_PRODUCTS[context["type"]].factors.index(index)]
+            layout = "OI" if index == first else "IO"
         holder = context.get_variable(index)
         # A view of a parameter has the parameter as its variable; a copy or a selection has none, and needs
         # the record.
@@ -152,7 +153,7 @@ class WeightReads(amanda.Tool):
         # The file of a model has one execution as it were, in which nothing varies.
         varies = is_moved and not context.is_static() and self._is_selected_by_data(context, index)
         return WeightInput(
-            index, layout, holder, is_followed,
+            index=index, layout=layout, holder=holder, is_followed=is_followed,
             is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"), varies=varies,
             is_part=not varies and (is_followed or _is_part_in_graph(context, index)),
             is_handed_in=isinstance(holder, ParameterSlot),
