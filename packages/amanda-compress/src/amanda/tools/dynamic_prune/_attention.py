@@ -296,8 +296,8 @@ class AttentionPruneTool(DynamicPruneTool):
             return probabilities
         if len(probabilities.shape) == 3:
             shape, heads = tuple(probabilities.shape), attention.heads or 1
-            split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            return do("reshape", self._prune_probabilities(split, attention, run, recomputed), shape)
+            by_head = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
+            return do("reshape", self._prune_probabilities(by_head, attention, run, recomputed), shape)
         batch, heads, queries, keys = probabilities.shape
         decision = self._states.state_of(attention)
         decision.alive = decision.later = None
@@ -311,13 +311,14 @@ class AttentionPruneTool(DynamicPruneTool):
             # Without `detached`, a key that took most attention would get an unbounded gradient.
             alive = as_type_of(detached(alive_tokens), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
-        macs = 2 * int(batch * heads * queries * keys) * attention.width
-        # A recomputation was counted in the first execution already.
-        if not recomputed and decision.alive is None:
-            attention.pruned.add(0.0, macs, 0.0)
-        elif not recomputed:
-            shares = do("mean", detached(decision.alive), axis=-1)
-            attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
+        if not recomputed:  # a recomputation was counted in the first execution already
+            macs = 2 * int(batch * heads * queries * keys) * attention.width
+            if decision.alive is None:
+                attention.pruned.add(0.0, macs, 0.0)
+            else:
+                shares = do("mean", detached(decision.alive), axis=-1)
+                # A product of two tokens is needed if both are alive.
+                attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
         noise = partial(self._draw_noise, run=run, recomputed=recomputed)
         decision.later = self._choose_tokens(probabilities, attention, decision, previous, noise)
         return probabilities
@@ -338,6 +339,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
         Unless the choice is learned, sets `decision.count`.
         """
+        # The attention that each token receives by each head, (N, H, T), from all queries.
         # In float32: sums over thousands of queries exceed the precision of half types.
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
