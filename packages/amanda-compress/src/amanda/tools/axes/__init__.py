@@ -182,8 +182,8 @@ def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int]
     pads = [(pad, pad) for pad in _per_axis(0 if isinstance(padding, str) else padding, axes)]
     if padding == "same":
         # PyTorch's "same" is for a stride of 1, and puts an odd zero behind.
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        pads = [(zeros // 2, zeros - zeros // 2) for zeros in total]
+        zero_counts = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(zeros // 2, zeros - zeros // 2) for zeros in zero_counts]
     return list(map(Window, kernel, stride, dilation, pads))
 
 
