@@ -343,22 +343,23 @@ class AttentionPruneTool(DynamicPruneTool):
         # In float32: sums over thousands of queries exceed the precision of half types.
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
-        alive = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
-        units = per_unit(alive, self._size)
-        unit_count = int(units.shape[-1])
+        alive_tokens = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
+        # A unit is a block of tokens that are dropped together.
+        alive = per_unit(alive_tokens, self._size)
+        alive_count = int(alive.shape[-1])
         if decision.alive is not None and previous is not None:
-            unit_count = previous.count
-        protected_units = np.arange(units.shape[-1]) * self._size < self._protect
+            alive_count = previous.count
+        protected_units = np.arange(alive.shape[-1]) * self._size < self._protect
         is_protected = tensors_of(received).cast(protected_units[None].astype(np.float32), received)
         if self._learned:
             decisions = self._predict_units(probabilities, received, attention, noise)
-            keep_mask = units * (is_protected + (1 - is_protected) * decisions)
+            keep_mask = alive * (is_protected + (1 - is_protected) * decisions)
         else:
-            score = detached(per_unit(do("sum", received, axis=1), self._size)) * units
-            decision.count = max(density_count(self._share, unit_count), int(protected_units.sum()))
-            # Protected tokens rank first, dropped ones last: scores are at most heads times tokens, far below
+            score = detached(per_unit(do("sum", received, axis=1), self._size)) * alive
+            decision.count = max(density_count(self._share, alive_count), int(protected_units.sum()))
+            # Protected units rank first, dropped ones last: scores are at most heads times tokens, far below
             # a million.
-            keep_mask = top_mask(score + 1e6 * is_protected + units - 1, decision.count) * units
+            keep_mask = top_mask(score + 1e6 * is_protected + alive - 1, decision.count) * alive
         return per_token(keep_mask, self._size, length)
 
     def _predict_units(

@@ -109,20 +109,21 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         """
         kind, layer = context["type"], notes["layer"]
         has_vector_operand = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
-        # The normalisation would undo a factor before it, so that the saliency takes the place of the scale
-        # behind it.
+        is_moment = kind in _MOMENTS or context.get_attrs().get("keep_dims")
         if kind in _NORMS and position == 0:
+            # The normalisation would undo a factor before it, so that the saliency takes the place of the
+            # scale behind it.
             if context["weight_index"] is not None:
                 weight = context["weight_index"]
                 context.insert_before_op(self._replace_scale_by_ones, inputs=[0, weight], layer=layer)
             context.insert_after_op(self._apply_gate, outputs=[0], layer=layer)
         elif has_vector_operand and kind == "add" and notes.get("scaled"):
+            # The last op of a normalisation that TensorFlow splits into mul and add by vectors.
             context.insert_after_op(self._apply_gate, layer=layer)
-        # TensorFlow splits a normalisation into mul and add by vectors: the gate waits for the last of them.
         elif has_vector_operand and kind != "add":
+            # An earlier one: the gate waits for the last.
             node.notes.update(layer=layer, scaled=kind == "mul")
-        # Ops of the mean and variance of a normalisation read the ungated output.
-        elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
+        elif not is_moment:  # ops of the mean and variance of a normalisation read the ungated output
             context.insert_before_op(self._apply_gate, inputs=[position], layer=layer, evenly=True)
 
     def _gated_convolution(self, context: amanda.OpContext) -> _GatedConvolution:
