@@ -117,13 +117,14 @@ def sparsegpt(
         order = order.reshape(extents[0], -1).T.reshape(-1)
     rows = do("reshape", weight, (groups, outputs // groups, columns))[:, :, order]
     ordered_products = products[:, order][:, :, order]
-    pruned = [
-        sparsegpt_matrix(group_rows, group_products, sparsity, n_m)
-        for group_rows, group_products in zip(rows, ordered_products, strict=True)
-    ]
+    masks, values = [], []
+    for group_rows, group_products in zip(rows, ordered_products, strict=True):
+        group_mask, group_values = sparsegpt_matrix(group_rows, group_products, sparsity, n_m)
+        masks.append(group_mask)
+        values.append(group_values)
     original_order = order.argsort()
     keep_mask, new_weight = (
-        do("reshape", do("stack", groups_of_rows)[:, :, original_order], (outputs, *extents))
-        for groups_of_rows in zip(*pruned, strict=True)
+        do("reshape", do("stack", matrices)[:, :, original_order], (outputs, *extents))
+        for matrices in (masks, values)
     )
     return keep_mask, new_weight

@@ -74,12 +74,12 @@ def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     # Channels with as many places along the same axes are a group.
     roots_by_axes: dict[Any, list[int]] = defaultdict(list)
     for root, places_by_axis in places_by_root.items():
-        axes_with_counts = tuple((*axis, len(places)) for axis, places in places_by_axis.items())
-        roots_by_axes[axes_with_counts].append(root)
+        key = tuple((*axis, len(places)) for axis, places in places_by_axis.items())
+        roots_by_axes[key].append(root)
     groups = []
-    for axes_with_counts, roots in roots_by_axes.items():
+    for key, roots in roots_by_axes.items():
         members = []
-        for name, axis, is_output, _ in axes_with_counts:
+        for name, axis, is_output, _place_count in key:
             indices = np.array([places_by_root[root][name, axis, is_output] for root in roots])
             members.append(Member(name, axis, indices, is_output))
         # `ChannelGroup` names itself after the first member, which has to be a layer's outputs.

@@ -338,6 +338,7 @@ def concatenated(call: FollowedOp) -> Sequence[Families]:
         axis_families = tuple(family for family in families if family.shape[axis] > 1)
         parts.append((other_families, (*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])))
         labels_of_tensors.append(call.labels_along(axis_families, axis))
+    # Along the other axes all tensors have the same channels.
     merged = call.labels.unite_elementwise(parts, call.lacking_reason)
     if all(labels is None for labels in labels_of_tensors):
         return [merged]
