@@ -127,11 +127,11 @@ class Histogram:
         step = width * (end - begin + 1) / levels
         if step == 0:
             return 0.0
+        # The ends of each bin, and the levels in whose reach they lie.
         starts = (np.arange(self.bins) - begin).astype(np.float32) * np.float32(width)
         ends = starts + np.float32(width)
-        first_levels, last_levels = (
-            np.clip(np.floor(edges / np.float32(step)), 0, levels - 1) for edges in (starts, ends)
-        )
+        first_levels = np.clip(np.floor(starts / np.float32(step)), 0, levels - 1)
+        last_levels = np.clip(np.floor(ends / np.float32(step)), 0, levels - 1)
         # Numbers are taken as spread evenly over a bin.
         density = self.counts / np.float32(width)
         half = np.float32(step / 2)

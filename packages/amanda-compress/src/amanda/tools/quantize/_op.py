@@ -118,7 +118,7 @@ class QuantizedOp(OpQuantizers):
         first_execution = run.get(self)
         if first_execution is None:
             first_execution = run[self] = _FirstExecution(
-                self._must_calibrate(read_values), [()] * len(read_values)
+                calibrates=self._must_calibrate(read_values), qparams=[()] * len(read_values)
             )
             if first_execution.calibrates:
                 with _outside(sampled):

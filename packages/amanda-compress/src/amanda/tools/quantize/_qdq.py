@@ -296,6 +296,7 @@ class QdqWriter:
         grid, shape = operand.scale.grid, operand.value.shape
         kind, bits = element_type(grid)
         groups = operand.scale.groups
+        # Without groups, of all elements that share a scale.
         group_size = groups.size if groups else prod(shape) // max(operand.scale.scale.size, 1)
         row = RowTail(f"{operand.tensor}, {kind.lower()}", grid.bits, group_size)
         arrays = stored.codes, stored.scale, stored.zero_point
