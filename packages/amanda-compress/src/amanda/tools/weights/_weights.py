@@ -161,7 +161,7 @@ class Weights(Generic[W]):
             self.skip(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
             self.reasons[describe_op(context)] = ADAPTER
-        reason, parameters = LOOKED_UP, []
+        reason, parameters = LOOKED_UP, []  # parameters that the op reads and that stay unchanged
         if context["type"] in LOOKUPS and context.get_variable(0) is not None:
             parameters = [context.get_variable(0)]
         elif context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
@@ -192,7 +192,7 @@ class Weights(Generic[W]):
                 self.skip(context, SELECTED)
             return None, None
         slices = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
-        if slices:
+        if slices:  # of a stack of layers that a loop runs, one at each execution
             views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
             return None, partial(_view_of_current_slice, views, read.holder)
         if read.is_handed_in:
@@ -236,7 +236,7 @@ class Weights(Generic[W]):
             # One mask for all samples, where the model had one weight in this place before: it may have been
             # adapted in each sample since, as MAML does.
             was_one_weight = location in self._by_key or location in self._views or location in self._skipped
-            if not samples.sizes or was_one_weight:
+            if not samples.sizes or was_one_weight:  # no sizes: all samples have the same weight
                 return self._view_of(context, samples.first, holder, layout)
             if location is None or self._tool.leaves_samples:
                 if self._tool.selection(context):
