@@ -96,14 +96,7 @@ class PatchTool(amanda.Tool):
         super().__init__()
         if points is None and module is None and type is None:
             raise PatchError("no points and no type; give a module such as 'model.layers.1', a type, or both")
-        edits = {"set": set, "add": add, "scale": scale}
-        edit_values = {name: value for name, value in edits.items() if value is not None}
-        if len(edit_values) > 1:
-            raise PatchError(
-                f"{' and '.join(edit_values)} are given; an intervention has one of set, add and scale"
-            )
-        self._edit: str = next(iter(edit_values), "save")
-        self._value: Any = edit_values.get(self._edit)
+        self._edit, self._value = _check_edit(set, add, scale)
         self.region = Region.of(positions, heads, num_heads, axis)
         if self._edit == "save" and not self.region.is_all:
             raise PatchError("positions and heads are for set, add and scale; values are saved whole")
@@ -111,7 +104,7 @@ class PatchTool(amanda.Tool):
         """Names of the points to change; None for all.  Read at each execution."""
         self._side, self._index = side, index
         self._steps = None if steps is None else frozenset([steps] if isinstance(steps, int) else steps)
-        self._is_point = type is None
+        self._is_point = type is None  # modules are selected, and not ops
         self._points = (ModulePaths if self._is_point else Paths)("points", points)
         self._selection = Selection(type, module, exclude=exclude)
         # Modules test the ends alone: `*` when points are not given.
@@ -122,6 +115,7 @@ class PatchTool(amanda.Tool):
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = ValuesByPoint()
+        # Tensors of the value may be trained, such as a vector that is added.
         value = self._value.saved if isinstance(self._value, PatchTool) else self._value
         self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
         if self._is_trained and not differentiable:
@@ -354,6 +348,16 @@ class PatchTool(amanda.Tool):
         if sentence not in self._remarks:
             self._remarks[sentence] = None
             logger.warning("PatchTool: %s", text)
+
+
+def _check_edit(set_value: Any, add_value: Any, scale_value: Any) -> tuple[str, Any]:
+    """Return the edit with its value, "save" and None without one; raise PatchError for several."""
+    edits = {"set": set_value, "add": add_value, "scale": scale_value}
+    edit_values = [(name, value) for name, value in edits.items() if value is not None]
+    if len(edit_values) > 1:
+        names = " and ".join(name for name, _ in edit_values)
+        raise PatchError(f"{names} are given; an intervention has one of set, add and scale")
+    return edit_values[0] if edit_values else ("save", None)
 
 
 def _prefix_ends(path: str) -> list[int]:
