@@ -32,29 +32,26 @@ class Unfolding(NamedTuple):
 
         layout: as in StandardMapping; further axes in front of it are those of a batch.
         """
-        batch = len(extents) - len(layout)  # the number of axes in front
-        window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
-        input_axis = batch + layout.index("I")
-        if "M" not in layout:  # one axis of all outputs: no axis is split
-            order = (*range(batch), batch + layout.index("O"), input_axis, *window)
-            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), batch + 1)
+        front = len(extents) - len(layout)  # the number of axes of a batch
+        axis_of = {letter: front + i for i, letter in enumerate(layout)}
+        window = [axis for letter, axis in axis_of.items() if letter not in "OIM"]
+        input_axis = axis_of["I"]
+        if "M" not in layout:  # one axis has all outputs, and no axis is split
+            order = (*range(front), axis_of["O"], input_axis, *window)
+            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), front + 1)
         # A WeightLayout knows its groups; a depthwise convolution has one for each channel.
         groups = int(getattr(layout, "groups", extents[input_axis]))
         # With groups, the axis of inputs is one of groups and one of inputs of each.
         split = (*extents[:input_axis], groups, extents[input_axis] // groups, *extents[input_axis + 1 :])
         # Axes behind the one that is split move by one.
         axis_after_split = {axis: axis + (axis > input_axis) for axis in range(len(extents))}
-        output_axis = axis_after_split[batch + layout.index("M")]
-        order = (
-            *range(batch),
-            input_axis,
-            output_axis,
-            input_axis + 1,
-            *(axis_after_split[axis] for axis in window),
-        )
+        output_axis = axis_after_split[axis_of["M"]]
+        # Groups come ahead of the outputs of each, so that both become one axis, then the inputs of a group.
+        moved_window = [axis_after_split[axis] for axis in window]
+        order = (*range(front), input_axis, output_axis, input_axis + 1, *moved_window)
         outputs, inputs_of_group = groups * split[output_axis], split[input_axis + 1]
-        canonical = (*extents[:batch], outputs, inputs_of_group, *(extents[axis] for axis in window))
-        return cls(split, order, canonical, batch + 1)
+        canonical = (*extents[:front], outputs, inputs_of_group, *(extents[axis] for axis in window))
+        return cls(split, order, canonical, front + 1)
 
     @property
     def transposed(self) -> tuple[int, ...]:

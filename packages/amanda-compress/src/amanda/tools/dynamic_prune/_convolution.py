@@ -372,8 +372,8 @@ class ActivationPruneTool(DynamicPruneTool):
             self._predict_masks(x, block, run, recomputed)
         decision = self._states.state_of(block)
         output_mask = decision.output_masks.get(convolution)
-        input_mask = decision.input_masks.get(convolution)
-        if output_mask is None:
+        input_mask = decision.input_masks.get(convolution)  # None for the first convolution
+        if output_mask is None:  # no mask was predicted, as within a transform
             return None
         share_computed = do("mean", detached(output_mask))
         if not recomputed:
