@@ -260,6 +260,7 @@ class KerasTracing(Tracing):
         input_values = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         move = partial(_move_labels, type, attributes, values)
+        # `word` is the op's name for rules.
         if rule is reduced:
             # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key,
             # and ops of a compiled function have no keys of eager ones.
@@ -272,8 +273,10 @@ class KerasTracing(Tracing):
         )  # fmt: skip
         if not any(value.families for value in input_values):
             output_families = fresh(call)
-        else:
-            output_families = rule(call) if results else unknown(call)
+        elif results:
+            output_families = rule(call)
+        else:  # the op gives no tensor, so that nothing shows what becomes of the channels
+            output_families = unknown(call)
         # Mixed precision casts each weight before it is used.
         passes_weight = type in ("Cast", "Identity") and input_values[0].name is not None
         for output, families in zip(output_tensors, output_families, strict=True):

@@ -187,7 +187,7 @@ class ChannelSets:
                 self.pin_axes((family,), axes, reason)
                 return
             elif _is_inner(merged_axes, axes):
-                # The same with parts exchanged: the outer axes of the new family go on.
+                # The other way round: the new family keeps its outer axes.
                 inner = merged.pop(i)
                 self.pin_axes((inner,), merged_axes, reason)
                 pinned = self.pin_axes((family,), merged_axes, reason)

@@ -44,6 +44,7 @@ def _match_groups(
     """Match the channels of a grouped convolution; return those of the weight's inputs, None if all stay.
 
     Input or output channels without the other are left whole.
+    input_channels: of the data.  outputs, inputs: of the weight, which has the inputs of one group.
     """
     depth = weight.shape[1]
     if input_channels is None or outputs is None:
