@@ -135,11 +135,13 @@ class Histogram:
         # Numbers are taken as spread evenly over a bin.
         density = self.counts / np.float32(width)
         half = np.float32(step / 2)
+        first_centres = (first_levels + np.float32(0.5)) * np.float32(step)
+        last_centres = last_levels * np.float32(step) + half
         # Of each bin: the part nearest to its first level, whole steps between, the part of its last level.
         # A bin within one step has -1 steps between, which corrects the sum of the two parts.
-        error = _integral(starts - (first_levels + np.float32(0.5)) * np.float32(step), half, density)
+        error = _integral(starts - first_centres, half, density)
         error += (last_levels - first_levels - 1) * _integral(-half, half, density)
-        error += _integral(-half, ends - (last_levels * np.float32(step) + half), density)
+        error += _integral(-half, ends - last_centres, density)
         return float(error.sum())
 
 

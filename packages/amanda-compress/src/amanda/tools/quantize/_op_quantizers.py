@@ -119,13 +119,14 @@ class OpQuantizers:
         suffix: of its name, the number of a model of an ensemble.
         Registers the quantizers for other slices or parts in `_part_quantizers`.
         """
+        # A function of the suffix: an activation is no weight, and has one scale for all channels.
+        make_quantizer = partial(self._make_quantizer, name, None, (), value, context)
         if read is not None:
-            make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
-            first_of_slices = self._create_slice_quantizers(read, make_for_slice, key)
+            first_of_slices = self._create_slice_quantizers(read, make_quantizer, key)
             if first_of_slices is not None:
                 return first_of_slices
         if read is None or not (read.is_part and read.is_followed):
-            return self._make_quantizer(name, None, (), value, context, suffix)
+            return make_quantizer(suffix)
         # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
@@ -138,7 +139,7 @@ class OpQuantizers:
         self._part_quantizers[key] = quantizer_of_part
         # The first execution is at hand in the analysis; later ones are found in the routine.
         first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
-        return self._make_quantizer(name, None, (), value, context) if first is None else first
+        return make_quantizer() if first is None else first
 
     def _make_activation_quantizer_of_part(
         self, context: amanda.OpContext, name: str, value: Any, reader: amanda.OpContext, suffix: str

@@ -69,7 +69,7 @@ class Quantizer:
         self.observer: Observer | None = None
         self.state: dict[str, Any] = {}
         self.trained = [part for part, is_trained in parts.items() if is_trained]
-        self.collected: dict[str, Any] = {}
+        self.collected: dict[str, Any] = {}  # gradients of the trained state
         self.qparams: tuple[Any, ...] = ()
         self.calibrated = self.executions = 0
         if groups is not None:
