@@ -442,19 +442,21 @@ def _compose_layouts(part: StridedLayout, copy: StridedLayout, view: StridedLayo
 
     if not prod((*part.extents, *view.extents)):
         return None
-    # Numbered elements show where the view lies; strides of views cannot be multiplied in general.
+    # Each element is the number of its place in the parameter, which shows where the view lies; strides of
+    # views cannot be multiplied in general.
     part_positions = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
     positions = _view_elements(_identity, copy, view, part_positions)
-    first = positions[(0,) * positions.dim()]
+    origin = (0,) * positions.dim()
+    first = int(positions[origin])
     # The first two elements along each axis determine its stride, if any strides describe the view.
-    strides = [
-        int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
-        for axis, size in enumerate(positions.shape)
-    ]
+    strides = []
+    for axis, size in enumerate(positions.shape):
+        second = (*origin[:axis], 1, *origin[axis + 1 :])
+        strides.append(int(positions[second]) - first if size > 1 else 1)
     # as_strided takes no negative strides, as after a flip.
     if min(strides, default=0) < 0:
         return None
-    composed = StridedLayout(tuple(positions.shape), tuple(strides), int(first))
+    composed = StridedLayout(tuple(positions.shape), tuple(strides), first)
     strided = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
     return composed if torch.equal(strided, positions) else None
 

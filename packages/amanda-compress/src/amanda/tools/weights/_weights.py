@@ -192,14 +192,14 @@ class Weights(Generic[W]):
                 self.skip(context, SELECTED)
             return None, None
         slices = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
-        if slices:  # of a stack of layers that a loop runs, one at each execution
+        if slices:  # of a stack, such as the layers of a scan, of which each execution reads one
             views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
             return None, partial(_view_of_current_slice, views, read.holder)
+        find_wrapped = partial(self._view_of_wrapped, context, read.layout, read.holder)
         if read.is_handed_in:
-            find = partial(self._view_of_wrapped, context, read.layout, read.holder)
-            return find(value, None), find
-        if not read.is_followed:
-            return self._view_of_wrapped(context, read.layout, read.holder, value, None), None
+            return find_wrapped(value, None), find_wrapped
+        if not read.is_followed:  # the same weight each time
+            return find_wrapped(value, None), None
         find = partial(self._view_of_slice, context, read.layout)
         return find(value, ParameterSlice.of_input(context, read.index)), find
 
