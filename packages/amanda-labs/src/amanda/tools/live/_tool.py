@@ -88,9 +88,10 @@ class LiveTool(amanda.Tool):
         counted = [self._steps] if self._runs_throughout else [self._steps, tool]
         self._counting = amanda.apply(*counted, compiled=compiled)
         if not self._runs_throughout:
-            tool.wrap_routines(self._gate)
+            tool.wrap_routines(self._gate)  # so that they run in logged executions alone
         self._thread, self._is_open = 0, False
         self._handle: Any = None
+        # Executions are numbered from 0, so that number `every` - 1 is that of step `every`.
         self._start = every - 1
         self._window = Window(self._steps, start=self._start, frequency=every)
         self._reset()

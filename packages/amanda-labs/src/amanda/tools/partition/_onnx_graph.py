@@ -73,8 +73,10 @@ class FileGraph:
         self.inputs: dict[str, ValueInfoProto] = {}
         self.declared: dict[str, ValueInfoProto] = {}
         for value in graph.input:
-            is_declaration = lists_initializers and value.name in initializer_names
-            (self.declared if is_declaration else self.inputs)[value.name] = value
+            if lists_initializers and value.name in initializer_names:
+                self.declared[value.name] = value
+            else:
+                self.inputs[value.name] = value
         self.outputs: dict[str, ValueInfoProto] = {value.name: value for value in graph.output}
         self.constants: dict[str, FileOp] = {}
         self.ops: list[FileOp] = []
@@ -221,8 +223,8 @@ class FileFactsTool(amanda.Tool):
     def _record_op(self, context: amanda.OpContext) -> None:
         """Record the facts of an op, or add its FLOPs to those of the op whose body it is in."""
         first_output = first_output_of(context.get_op().node)
-        if first_output in self.graph.producer_of or first_output in self.graph.constants:
-            # Ops in bodies come after the op around them.
+        is_outermost = first_output in self.graph.producer_of or first_output in self.graph.constants
+        if is_outermost:  # ops in bodies come after the op around them, and add to its facts
             self._current_op = self.ops[first_output] = FileOpFacts(
                 context.get_op_id(), context["type"], context.get_scope(), context.get_source()
             )

@@ -170,7 +170,7 @@ class ProgramMatches:
     def _match_inputs(
         self, pending: Sequence[tuple[Pattern, Edge]], binding: PatternBinding
     ) -> Iterator[PatternBinding]:
-        """Yield the bindings in which pending patterns, of inputs of ops, fit: a search that goes back.
+        """Yield the bindings in which pending patterns fit their inputs, by backtracking.
 
         Only None fits an input that the op lacks: an Op needs a producer, and a Capture an input.  A name
         that is captured twice stands for one tensor.

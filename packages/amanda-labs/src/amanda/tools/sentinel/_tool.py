@@ -211,7 +211,7 @@ class SentinelTool(amanda.Tool):
             f"{len(non_finite)} of {len(floating)} parameters hold NaN or infinity as the scope closes, the "
             f"first is {self._name_of(non_finite[0])}; it began in a step that was not watched"
         )
-        # No op made them before the eyes of the tool.
+        # No watched op made the values, so the alarm names no op.
         return [Alarm("nan", self._counts.steps, phase="", type="", module="", source="", detail=detail)]
 
     def _begin_step(self) -> None:
