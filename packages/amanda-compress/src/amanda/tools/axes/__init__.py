@@ -34,37 +34,34 @@ class Unfolding(NamedTuple):
             extents: Shape of the weight.
             layout: As in StandardMapping; further axes in front of it are those of a batch.
         """
-        batch = len(extents) - len(layout)
-        window = [batch + layout.index(axis) for axis in layout if axis not in "OIM"]
-        input_axis = batch + layout.index("I")
-        if "M" not in layout:
-            order = (*range(batch), batch + layout.index("O"), input_axis, *window)
-            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), batch + 1)
+        front = len(extents) - len(layout)  # the number of axes of a batch
+        axis_of = {letter: front + i for i, letter in enumerate(layout)}
+        window = [axis for letter, axis in axis_of.items() if letter not in "OIM"]
+        input_axis = axis_of["I"]
+        if "M" not in layout:  # one axis has all outputs, and no axis is split
+            order = (*range(front), axis_of["O"], input_axis, *window)
+            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), front + 1)
         # A WeightLayout knows its groups; a depthwise convolution has one for each channel.
         groups = int(getattr(layout, "groups", extents[input_axis]))
         # With groups, the axis of inputs is one of groups and one of inputs of each.
         split = (*extents[:input_axis], groups, extents[input_axis] // groups, *extents[input_axis + 1 :])
         # Axes behind the one that is split move by one.
         axis_after_split = {axis: axis + (axis > input_axis) for axis in range(len(extents))}
-        output_axis = axis_after_split[batch + layout.index("M")]
-        order = (
-            *range(batch),
-            input_axis,
-            output_axis,
-            input_axis + 1,
-            *(axis_after_split[axis] for axis in window),
-        )
-        channels = (groups * split[output_axis], split[input_axis + 1])
-        canonical = (*extents[:batch], *channels, *(extents[axis] for axis in window))
-        return cls(split, order, canonical, batch + 1)
+        output_axis = axis_after_split[axis_of["M"]]
+        # Groups come ahead of the outputs of each, so that both become one axis, then the inputs of a group.
+        moved_window = [axis_after_split[axis] for axis in window]
+        order = (*range(front), input_axis, output_axis, input_axis + 1, *moved_window)
+        outputs, inputs_of_group = groups * split[output_axis], split[input_axis + 1]
+        canonical = (*extents[:front], outputs, inputs_of_group, *(extents[axis] for axis in window))
+        return cls(split, order, canonical, front + 1)
 
     @property
-    def turned(self) -> tuple[int, ...]:
+    def transposed(self) -> tuple[int, ...]:
         """The shape between the transposition and the last reshape."""
         return tuple(self.split[axis] for axis in self.order)
 
     @property
-    def back(self) -> tuple[int, ...]:
+    def inverse_order(self) -> tuple[int, ...]:
         """The inverse permutation of `order`, which undoes the transposition."""
         return tuple(self.order.index(axis) for axis in range(len(self.order)))
 
@@ -103,8 +100,9 @@ def restored(array: Any, layout: str | None, extents: Sequence[int]) -> Any:
     unfolding = Unfolding.of(extents, layout)
     # Without groups nothing is reshaped, so the array may have other extents than the weight.
     if "M" not in layout:
-        return _transpose(array, unfolding.back)
-    return _reshape(_transpose(_reshape(array, unfolding.turned), unfolding.back), tuple(extents))
+        return _transpose(array, unfolding.inverse_order)
+    split = _transpose(_reshape(array, unfolding.transposed), unfolding.inverse_order)
+    return _reshape(split, tuple(extents))
 
 
 def canonical_extents(extents: Sequence[int], layout: str | None) -> tuple[int, ...]:
@@ -206,8 +204,8 @@ def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int]
     pads = [(pad, pad) for pad in _per_axis(0 if isinstance(padding, str) else padding, axes)]
     if padding == "same":
         # PyTorch's "same" is for a stride of 1, and puts an odd zero behind.
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        pads = [(zeros // 2, zeros - zeros // 2) for zeros in total]
+        zero_counts = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        pads = [(zeros // 2, zeros - zeros // 2) for zeros in zero_counts]
     return list(map(Window, kernel, stride, dilation, pads))
 
 

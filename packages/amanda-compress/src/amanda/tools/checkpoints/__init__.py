@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda.errors import ArtefactError
 from amanda.files import naming, replacing_all
@@ -114,11 +114,12 @@ def _checkpoint_of(model: nn.Module, results: tuple[Result, ...]) -> Checkpoint:
     checkpoint.versions = {name: version(name) for name in names}
     names_by_identity: dict[int, str] = {}
     storages: set[int] = set()
-    for name, (_, _, tensor) in _saved_state(model).items():
-        if (first_name := names_by_identity.setdefault(id(tensor), name)) != name:
+    for name, entry in _saved_state(model).items():
+        first_name = names_by_identity.setdefault(id(entry.tensor), name)
+        if first_name != name:  # one parameter under two names is saved once
             checkpoint.ties[name] = first_name
             continue
-        parts, attributes = _file_parts(name, tensor)
+        parts, attributes = _file_parts(name, entry.tensor)
         if attributes:
             checkpoint.packed[name] = attributes
         for part_name, part in parts.items():
@@ -178,8 +179,16 @@ def _check_kind(model: Any) -> None:
         )
 
 
-def _saved_state(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tensor]]:
-    """Return the parameters and buffers that are saved: by name the dict and the key that hold each.
+class _SavedTensor(NamedTuple):
+    """A parameter or buffer of a model, in the dict of its module, under a key."""
+
+    holder: dict[str, Any]
+    key: str
+    tensor: Tensor
+
+
+def _saved_state(model: nn.Module) -> dict[str, _SavedTensor]:
+    """Return the parameters and buffers that are saved, by name.
 
     Raises ArtefactError where `state_dict` has something else too, such as `get_extra_state` of a module, and
     for a parameter without a shape.
@@ -188,21 +197,21 @@ def _saved_state(model: nn.Module) -> dict[str, tuple[dict[str, Any], str, Tenso
 
     saved_names = set(model.state_dict(keep_vars=True))
     state = {
-        f"{path}.{key}" if path else key: (tensors, key, tensor)
+        f"{path}.{key}" if path else key: _SavedTensor(tensors, key, tensor)
         for path, module in model.named_modules(remove_duplicate=False)
         for tensors in (module._parameters, module._buffers)
         for key, tensor in tensors.items() if tensor is not None
     }  # fmt: skip
-    if others := sorted(saved_names - set(state)):
+    others = sorted(saved_names - set(state))
+    if others:
         raise ArtefactError(
             f"the state_dict of this {type(model).__name__} has {', '.join(others[:3])}, which is no "
             "parameter and no buffer of a module, and these alone are saved: register it as a buffer"
         )
-    for name, (_, _, tensor) in state.items():
-        if is_lazy(tensor):
-            raise ArtefactError(
-                f"{name} of the model has no shape ({type(tensor).__name__}): call the model once before"
-            )
+    for name, entry in state.items():
+        if is_lazy(entry.tensor):
+            kind = type(entry.tensor).__name__
+            raise ArtefactError(f"{name} of the model has no shape ({kind}): call the model once before")
     return {name: entry for name, entry in state.items() if name in saved_names}
 
 
@@ -253,31 +262,33 @@ def _unpack_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     """Raise ArtefactError for a model that has other parameters and buffers than a folder."""
-    state = _saved_state(model)
-    buffers, modules = dict(model.named_buffers()), dict(model.named_modules(remove_duplicate=False))
-    differences = [
-        *(f"the model has {name}, the folder has not" for name in state if name not in tensors),
-        *(f"the folder has {name}, the model has not" for name in sorted(set(tensors) - set(state))),
-        *(
-            _difference_of_tensors(name, tensors[name], tensor, checkpoint.shapes.get(name))
-            for name, (_, _, tensor) in state.items() if name in tensors
-        ),
-        *(
-            _difference_of_sizes(name, change, modules.get(name.rpartition(".")[0]))
-            for name, change in checkpoint.sizes.items()
-        ),
-        # No file has its values, which the constructor computes.
-        *(
-            f"{name} of the model is on the device meta and in no state_dict: make the model elsewhere"
-            for name, tensor in buffers.items() if tensor.device.type == "meta" and name not in state
-        ),
-    ]  # fmt: skip
-    if differences := [difference for difference in differences if difference]:
+    differences = [difference for difference in _differences(model, checkpoint, tensors) if difference]
+    if differences:
         count = len(differences) - 3
         further = f"; and {count} more difference{'s' * (count > 1)}" if count > 0 else ""
         raise ArtefactError(
             f"{path} is not of this {type(model).__name__}: {'; '.join(differences[:3])}{further}"
         )
+
+
+def _differences(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield sentences on what differs between a model and a folder, "" for what fits."""
+    state = _saved_state(model)
+    for name in state:
+        if name not in tensors:
+            yield f"the model has {name}, the folder has not"
+    for name in sorted(set(tensors) - set(state)):
+        yield f"the folder has {name}, the model has not"
+    for name, entry in state.items():
+        if name in tensors:
+            yield _difference_of_tensors(name, tensors[name], entry.tensor, checkpoint.shapes.get(name))
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, change in checkpoint.sizes.items():
+        yield _difference_of_sizes(name, change, modules.get(name.rpartition(".")[0]))
+    for name, tensor in model.named_buffers():
+        # No file has its values, which the constructor computes.
+        if tensor.device.type == "meta" and name not in state:
+            yield f"{name} of the model is on the device meta and in no state_dict: make the model elsewhere"
 
 
 def _difference_of_tensors(
@@ -336,8 +347,8 @@ def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tens
 
     state, loaded = _saved_state(model), dict[str, Any]()
     # Before anything is assigned: a device may lack the memory.
-    for name, (_, _, before) in state.items():
-        first_name = checkpoint.ties.get(name, name)
+    for name, entry in state.items():
+        before, first_name = entry.tensor, checkpoint.ties.get(name, name)
         if first_name in loaded:
             continue
         tensor: Any = tensors[name].to("cpu" if before.device.type == "meta" else before.device)
@@ -345,8 +356,8 @@ def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tens
             trains = before.requires_grad and first_name not in checkpoint.packed
             tensor = torch.nn.Parameter(tensor, requires_grad=trains)
         loaded[first_name] = tensor
-    for name, (holder, key, _) in state.items():
-        holder[key] = loaded[checkpoint.ties.get(name, name)]
+    for name, entry in state.items():
+        entry.holder[entry.key] = loaded[checkpoint.ties.get(name, name)]
     for name, (_, size) in checkpoint.sizes.items():
         path, _, attribute = name.rpartition(".")
         module = model.get_submodule(path)

@@ -299,8 +299,8 @@ class AttentionPruneTool(DynamicPruneTool):
             return probabilities
         if len(probabilities.shape) == 3:
             shape, heads = tuple(probabilities.shape), attention.heads or 1
-            split = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
-            return do("reshape", self._prune_probabilities(split, attention, run, recomputed), shape)
+            by_head = do("reshape", probabilities, (shape[0] // heads, heads, *shape[1:]))
+            return do("reshape", self._prune_probabilities(by_head, attention, run, recomputed), shape)
         batch, heads, queries, keys = probabilities.shape
         decision = self._states.state_of(attention)
         decision.alive = decision.later = None
@@ -314,13 +314,14 @@ class AttentionPruneTool(DynamicPruneTool):
             # Without `detached`, a key that took most attention would get an unbounded gradient.
             alive = as_type_of(detached(alive_tokens), probabilities)
             probabilities = renormalised(probabilities, alive[:, None, None]) * alive[:, None, :, None]
-        macs = 2 * int(batch * heads * queries * keys) * attention.width
-        # A recomputation was counted in the first execution already.
-        if not recomputed and decision.alive is None:
-            attention.pruned.add(0.0, macs, 0.0)
-        elif not recomputed:
-            shares = do("mean", detached(decision.alive), axis=-1)
-            attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
+        if not recomputed:  # a recomputation was counted in the first execution already
+            macs = 2 * int(batch * heads * queries * keys) * attention.width
+            if decision.alive is None:
+                attention.pruned.add(0.0, macs, 0.0)
+            else:
+                shares = do("mean", detached(decision.alive), axis=-1)
+                # A product of two tokens is needed if both are alive.
+                attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
         noise = partial(self._draw_noise, run=run, recomputed=recomputed)
         decision.later = self._choose_tokens(probabilities, attention, decision, previous, noise)
         return probabilities
@@ -341,25 +342,27 @@ class AttentionPruneTool(DynamicPruneTool):
 
         Unless the choice is learned, sets `decision.count`.
         """
+        # The attention that each token receives by each head, (N, H, T), from all queries.
         # In float32: sums over thousands of queries exceed the precision of half types.
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
-        alive = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
-        units = per_unit(alive, self._size)
-        unit_count = int(units.shape[-1])
+        alive_tokens = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
+        # A unit is a block of tokens that are dropped together.
+        alive = per_unit(alive_tokens, self._size)
+        alive_count = int(alive.shape[-1])
         if decision.alive is not None and previous is not None:
-            unit_count = previous.count
-        protected_units = np.arange(units.shape[-1]) * self._size < self._protect
+            alive_count = previous.count
+        protected_units = np.arange(alive.shape[-1]) * self._size < self._protect
         is_protected = tensors_of(received).cast(protected_units[None].astype(np.float32), received)
         if self._learned:
             decisions = self._predict_units(probabilities, received, attention, noise)
-            keep_mask = units * (is_protected + (1 - is_protected) * decisions)
+            keep_mask = alive * (is_protected + (1 - is_protected) * decisions)
         else:
-            score = detached(per_unit(do("sum", received, axis=1), self._size)) * units
-            decision.count = max(density_count(self._share, unit_count), int(protected_units.sum()))
-            # Protected tokens rank first, dropped ones last: scores are at most heads times tokens, far below
+            score = detached(per_unit(do("sum", received, axis=1), self._size)) * alive
+            decision.count = max(density_count(self._share, alive_count), int(protected_units.sum()))
+            # Protected units rank first, dropped ones last: scores are at most heads times tokens, far below
             # a million.
-            keep_mask = top_mask(score + 1e6 * is_protected + units - 1, decision.count) * units
+            keep_mask = top_mask(score + 1e6 * is_protected + alive - 1, decision.count) * alive
         return per_token(keep_mask, self._size, length)
 
     def _predict_units(

@@ -397,7 +397,7 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
     if node.shapes[0] != node.shapes[1] or len(node.shapes[0] or ()) < 3:
         return None
     # Both inputs are followed back until they meet, which is where the branch began.
-    paths = [list(flow.back(number)) for number in node.inputs[:2]]
+    paths = [list(flow.back(number)) for number in node.inputs[:2]]  # numbers of tensors, and their ops
     first_numbers, second_numbers = ([number for number, _ in path] for path in paths)
     numbers_in_first = set(first_numbers)
     origin = next((number for number in second_numbers if number in numbers_in_first), None)
@@ -409,7 +409,8 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
     # The longer path computes; the other is the identity or a projection.
     branch = 0 if lengths[0] > lengths[1] else 1
     ops = [op for _, op in paths[branch][: lengths[branch]] if op is not None]
-    return Residual(branch, tuple(ops), paths[1 - branch][0][0])
+    identity = (first_numbers, second_numbers)[1 - branch][0]
+    return Residual(branch, tuple(ops), identity)
 
 
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:

@@ -111,20 +111,21 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         """
         kind, layer = context["type"], notes["layer"]
         has_vector_operand = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
-        # The normalisation would undo a factor before it, so that the saliency takes the place of the scale
-        # behind it.
+        is_moment = kind in _MOMENTS or context.get_attrs().get("keep_dims")
         if kind in _NORMS and position == 0:
+            # The normalisation would undo a factor before it, so that the saliency takes the place of the
+            # scale behind it.
             if context["weight_index"] is not None:
                 weight = context["weight_index"]
                 context.insert_before_op(self._replace_scale_by_ones, inputs=[0, weight], layer=layer)
             context.insert_after_op(self._apply_gate, outputs=[0], layer=layer)
         elif has_vector_operand and kind == "add" and notes.get("scaled"):
+            # The last op of a normalisation that TensorFlow splits into mul and add by vectors.
             context.insert_after_op(self._apply_gate, layer=layer)
-        # TensorFlow splits a normalisation into mul and add by vectors: the gate waits for the last of them.
         elif has_vector_operand and kind != "add":
+            # An earlier one: the gate waits for the last.
             node.notes.update(layer=layer, scaled=kind == "mul")
-        # Ops of the mean and variance of a normalisation read the ungated output.
-        elif kind not in _MOMENTS and not context.get_attrs().get("keep_dims"):
+        elif not is_moment:  # ops of the mean and variance of a normalisation read the ungated output
             context.insert_before_op(self._apply_gate, inputs=[position], layer=layer, evenly=True)
 
     def _gated_convolution(self, context: amanda.OpContext) -> _GatedConvolution:
@@ -134,16 +135,18 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         in_channels = context["shape"](x)[context["layout"].index("C")]
         # A depthwise kernel has M outputs for each input.
         out_channels = extents["O"] if "O" in extents else extents["I"] * extents["M"]
-        normal = self._initial_random.normal
-        return self._op_record(context, lambda: _GatedConvolution(
-            self._add_row(context, "channels"), context["layout"],
+
+        def initial_weight() -> Any:
             # A tenth of what He et al. 2015 initialise with: a trained model begins near what it was.
-            self._keep_parameter(
-                context, x, "saliency.weight",
-                lambda: normal(0, 0.1 * (2 / in_channels) ** 0.5, (in_channels, out_channels)),
-            ),
-            self._keep_parameter(context, x, "saliency.bias", lambda: np.ones(out_channels)),
-            prod(extents.values()),
+            deviation = 0.1 * (2 / in_channels) ** 0.5
+            return self._initial_random.normal(0, deviation, (in_channels, out_channels))
+
+        return self._op_record(context, lambda: _GatedConvolution(
+            pruned=self._add_row(context, "channels"),
+            layout=context["layout"],
+            weight=self._keep_parameter(context, x, "saliency.weight", initial_weight),
+            bias=self._keep_parameter(context, x, "saliency.bias", lambda: np.ones(out_channels)),
+            size=prod(extents.values()),
         ))  # fmt: skip
 
     @amanda.differentiable
@@ -371,8 +374,8 @@ class ActivationPruneTool(DynamicPruneTool):
             self._predict_masks(x, block, run, recomputed)
         decision = self._states.state_of(block)
         output_mask = decision.output_masks.get(convolution)
-        input_mask = decision.input_masks.get(convolution)
-        if output_mask is None:
+        input_mask = decision.input_masks.get(convolution)  # None for the first convolution
+        if output_mask is None:  # no mask was predicted, as within a transform
             return None
         share_computed = do("mean", detached(output_mask))
         if not recomputed:
@@ -391,14 +394,8 @@ class ActivationPruneTool(DynamicPruneTool):
     def _predict_masks(self, x: Any, block: _Block, run: Run, recomputed: bool) -> None:
         """Compute the masks of all convolutions of a branch from its input, and the MACs that remain."""
         decision, layout = self._states.state_of(block), block.convolutions[0].layout
-        x = as_type_of(x, block.kernel)
-        logits = convolve_3x3(x, block.kernel, block.stride, layout)
-        offset = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
-        # One number for each example, (N, 1, 1), is added at all positions.
-        logits = logits + offset[:, :, None]
-        mask = decision.mask = binary_gumbel(
-            logits, self._draw_noise(logits, run, recomputed), self._temperature
-        )
+        mask = decision.mask = self._predict_output_mask(x, block, run, recomputed)
+        # Each convolution gives the next one as many positions as its windows have places.
         input_sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for convolution in block.convolutions[:-1]:
             windows_and_sizes = zip(convolution.windows, input_sizes[-1], strict=True)
@@ -416,6 +413,16 @@ class ActivationPruneTool(DynamicPruneTool):
             if convolution is not block.convolutions[0]:
                 decision.input_masks[convolution] = mask
         decision.macs_used = macs_used
+
+    def _predict_output_mask(self, x: Any, block: _Block, run: Run, recomputed: bool) -> Any:
+        """Return the mask of the positions of a branch's output, from its input."""
+        layout = block.convolutions[0].layout
+        x = as_type_of(x, block.kernel)
+        logits = convolve_3x3(x, block.kernel, block.stride, layout)
+        offset = do("mean", x, axis=tuple(spatial_axes(layout))) @ block.weight + block.bias
+        # One number for each example, (N, 1, 1), is added at all positions.
+        logits = logits + offset[:, :, None]
+        return binary_gumbel(logits, self._draw_noise(logits, run, recomputed), self._temperature)
 
 
 def _trailing_convolutions(ops: Sequence[DataflowNode]) -> list[tuple[_Convolution, int]]:

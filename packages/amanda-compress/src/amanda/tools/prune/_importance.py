@@ -57,9 +57,11 @@ def sparsegpt_matrix(
     Source: Frantar & Alistarh 2023, "SparseGPT", algorithm 1.
     """
     tensors = tensors_of(weight)
+    n, m = n_m or (0, 0)
     # Float64 throughout: the inverse of a nearly singular Hessian in float32 loses the differences that
     # choose elements.
-    new_weight, hessian = astype(weight, "float64") * 1, astype(products, "float64")
+    new_weight = astype(weight, "float64") * 1  # a copy, which is written below
+    hessian = astype(products, "float64")
     columns = shape(new_weight)[1]
     is_dead = do("diagonal", hessian) == 0  # inputs that were always 0
     new_weight = do("where", is_dead, do("zeros_like", new_weight), new_weight)
@@ -80,8 +82,7 @@ def sparsegpt_matrix(
         for j in range(start, end):
             # n:m chooses m columns when the first of them is reached, so that corrections of earlier columns
             # count.
-            if n_m is not None and j % n_m[1] == 0:
-                n, m = n_m
+            if n_m is not None and j % m == 0:
                 losses = (new_weight[:, j : j + m] / diagonal[j : j + m]) ** 2
                 keep_mask[:, j : j + m] = tensors.ranks(losses) >= m - n
             errors[:, j - start] = new_weight[:, j] * ~keep_mask[:, j] / diagonal[j]
@@ -116,13 +117,14 @@ def sparsegpt(
         order = order.reshape(extents[0], -1).T.reshape(-1)
     rows = do("reshape", weight, (groups, outputs // groups, columns))[:, :, order]
     ordered_products = products[:, order][:, :, order]
-    pruned = [
-        sparsegpt_matrix(group_rows, group_products, sparsity, n_m)
-        for group_rows, group_products in zip(rows, ordered_products, strict=True)
-    ]
+    masks, values = [], []
+    for group_rows, group_products in zip(rows, ordered_products, strict=True):
+        group_mask, group_values = sparsegpt_matrix(group_rows, group_products, sparsity, n_m)
+        masks.append(group_mask)
+        values.append(group_values)
     original_order = order.argsort()
     keep_mask, new_weight = (
-        do("reshape", do("stack", groups_of_rows)[:, :, original_order], (outputs, *extents))
-        for groups_of_rows in zip(*pruned, strict=True)
+        do("reshape", do("stack", matrices)[:, :, original_order], (outputs, *extents))
+        for matrices in (masks, values)
     )
     return keep_mask, new_weight

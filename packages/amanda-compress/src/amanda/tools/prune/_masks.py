@@ -185,7 +185,7 @@ def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: i
     for matrix in magnitudes:
         if len(shape(matrix)) != 2:
             raise ShapeError(f"tiles are of a matrix (k, n), not of a weight of shape {shape(matrix)}")
-    # Two rounds that each keep sqrt(1 - sparsity) keep 1 - sparsity together.
+    # Two rounds, of columns and of rows, that each keep sqrt(1 - sparsity) keep 1 - sparsity together.
     share = 1 - sqrt(1 - sparsity)
     tensors = tensors_of(magnitudes[0])
     # On the host in NumPy: tiles are ragged, and a loop over them on a GPU would launch a kernel for each.
@@ -198,7 +198,7 @@ def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: i
         for columns in map(np.flatnonzero, column_masks)
     ]
     # Rows are ranked within their tile: a row may stay in one tile and go in another.
-    tile_rows = [
+    tile_rows = [  # scores of the rows of each tile, and the number of elements of a row
         (np.sqrt(matrix[:, tile].mean(1)), len(tile))
         for matrix, tiles in zip(squares, tiles_by_matrix, strict=True)
         for tile in tiles
@@ -224,7 +224,7 @@ def channel_keep_masks(magnitudes: Sequence[Array], sparsity: float, norm: int =
     if norm not in (1, 2):
         raise PruneError(f"norm is {norm!r}; it is 1 or 2")
     tensors = tensors_of(magnitudes[0])
-    units = []
+    units = []  # scores of the channels of each weight, and the number of elements of a channel
     for weight in magnitudes:
         rows = do("reshape", weight, (shape(weight)[0], -1))
         # Dropped channels have -inf throughout; -1 ranks them below a channel that is 0 and kept.
@@ -255,7 +255,7 @@ def block_keep_masks(
         if len(extents) != 2 or extents[0] % height or extents[1] % width:
             raise ShapeError(f"a weight of shape {extents} has no whole number of blocks {height}x{width}")
         grids.append(do("reshape", matrix, (extents[0] // height, height, extents[1] // width, width)))
-    units = []
+    units = []  # scores of the blocks of each matrix, and the number of elements of a block
     for grid in grids:
         # -1 ranks blocks of dropped elements below blocks that are 0 and kept.
         is_dropped = tensors.to_numpy((grid >= 0).sum((1, 3))) == 0
@@ -370,19 +370,17 @@ def input_permutation(
     order = np.arange(k)
     if n == m:
         return order
-    group = order // m
-    # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
+    group = order // m  # of each channel
     magnitudes_without = np.empty(k)  # magnitude that the group of channel i keeps without channel i
     gains_by_joining = np.empty((k, k))  # magnitude that this rest of the group gains by channel j
     changed_groups = np.arange(k // m)
     for _ in range(rounds):
+        # Only groups that changed are computed anew in a round: k * k scores would dominate otherwise.
         for changed_group in changed_groups:
             members = order[changed_group * m : (changed_group + 1) * m]
             for i in members:
-                largest = np.sort(channels[[j for j in members if j != i]], 0)[-n:]
-                magnitudes_without[i] = largest.sum()
-                # Channel j takes the place of the smallest of the n that are kept, where it is larger.
-                gains_by_joining[i] = np.maximum(channels - largest[0], 0).sum(1)
+                rest = channels[[j for j in members if j != i]]
+                magnitudes_without[i], gains_by_joining[i] = _magnitude_and_gains(rest, channels, n)
         present_magnitudes = magnitudes_without + np.diag(gains_by_joining)
         # What the group of channel i gains if j replaces i; a swap changes the groups of both.
         gains_by_replacement = magnitudes_without[:, None] + gains_by_joining - present_magnitudes[:, None]
@@ -394,6 +392,13 @@ def input_permutation(
         if not len(changed_groups):
             break
     return order
+
+
+def _magnitude_and_gains(rest: _Floats, channels: _Floats, n: int) -> tuple[float, _Floats]:
+    """Return the magnitude that an n:m mask keeps of the rest of a group, and how much each channel adds."""
+    largest = np.sort(rest, 0)[-n:]  # at each place of the channels, the smallest of the n first
+    # A channel takes the place of the smallest of the n that are kept, where it is larger.
+    return float(largest.sum()), np.maximum(channels - largest[0], 0).sum(1)
 
 
 def _swap_best(

@@ -324,9 +324,10 @@ class PruneTool(WeightTool[PrunedWeight]):
         seed: Seed = 0,
     ) -> None:
         self._options = PruneOptions(
-            PruneSchedule(sparsity, schedule, initial_sparsity, begin, end, frequency),
-            pattern_of(pattern, granularity, norm, block), scope, importance, regrow, regrow_fraction,
-            permute, mask_gradients, seed,
+            schedule=PruneSchedule(sparsity, schedule, initial_sparsity, begin, end, frequency),
+            pattern=pattern_of(pattern, granularity, norm, block), scope=scope, importance=importance,
+            regrow=regrow, fraction=regrow_fraction, permute=permute, mask_gradients=mask_gradients,
+            seed=seed,
         )  # fmt: skip
         self.pattern, self.importance = pattern, importance
         # Before `super().__init__`, which inserts routines into the backward pass if this is true.

@@ -361,8 +361,7 @@ class MaskUpdater:
         Raises PruneError where a calibration has data for none.
         """
         gathered = [weight for weight in self._tool.weights if weight.magnitudes is not None]
-        lacking = [weight for weight in gathered if self._lacks_data(weight)]
-        ready = [weight for weight in gathered if weight not in lacking]
+        ready = [weight for weight in gathered if not self._lacks_data(weight)]
         importance = self._options.importance
         # In a training a step without finite gradients is normal, and masks wait for the next; a calibration
         # has no next step.
@@ -373,10 +372,10 @@ class MaskUpdater:
         reason = "none of its inputs was read" if self._options.uses_inputs else "it had no finite gradient"
         for weight in gathered:
             place = f"{weight.type} of {weight.name}"
-            if weight in lacking:
-                self._tool.weights.reasons[place] = reason
-            else:
+            if weight in ready:
                 self._tool.weights.reasons.pop(place, None)
+            else:
+                self._tool.weights.reasons[place] = reason
         if update_step is not None and ready:
             # A weight without data stays out of a global budget instead of blocking it.
             budgets = [ready] if self._options.is_global else [[weight] for weight in ready]

@@ -259,15 +259,23 @@ def fake_quantize(
     if isinstance(grid, FloatGrid):
         return xp.cast(grid.nearest(wide / s) * s, x)
     if rounding == "half_up":
-        least, most = (grid.low - z) * s, (grid.high - z) * s
-        # A number over a tensor is a product with a reciprocal in torch, which rounds twice.
-        inverse = xp.cast(grid.high - grid.low, s) / (most - least)
-        shifted = xp.maximum(xp.minimum(wide, most), least) - least
-        steps = shifted * inverse if axes else shifted / s
-        return xp.cast(xp.floor(steps - xp.floor(-least * inverse + 0.5) + 0.5) * s, x)
+        return xp.cast(_quantize_half_up(wide, s, z, grid, per_channel=bool(axes)), x)
     # A product with 1 / scale, as in torch.ao: a quotient would round some ties otherwise.
     integers = _round(wide * (1 / s), rounding) + z
-    return xp.cast((xp.minimum(xp.maximum(integers, grid.low), grid.high) - z) * s, x)
+    clipped = xp.minimum(xp.maximum(integers, grid.low), grid.high)
+    return xp.cast((clipped - z) * s, x)
+
+
+def _quantize_half_up(wide: Any, s: Any, z: Any, grid: Grid, per_channel: bool) -> Any:
+    """Return fake-quantised values as TensorFlow's fake_quant_with_min_max_vars computes them."""
+    xp = tensors_of(wide)
+    least, most = (grid.low - z) * s, (grid.high - z) * s
+    # A number over a tensor is a product with a reciprocal in torch, which rounds twice.
+    inverse = xp.cast(grid.high - grid.low, s) / (most - least)
+    shifted = xp.maximum(xp.minimum(wide, most), least) - least
+    steps = shifted * inverse if per_channel else shifted / s
+    steps_to_zero = xp.floor(-least * inverse + 0.5)
+    return xp.floor(steps - steps_to_zero + 0.5) * s
 
 
 def straight_through(x: Any, *qparams: Any) -> Any:

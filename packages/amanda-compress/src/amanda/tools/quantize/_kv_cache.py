@@ -125,8 +125,9 @@ class KVCacheTool(amanda.Tool):
         if len(tensors) != 2 or states.dim() != 4 or dim not in (-2, 2) or not states.is_floating_point():
             return states
         cached_tokens = states.shape[-2] - tensors[1].shape[-2]
+        seen_tokens = self._caches[place].longest if place in self._caches else 0
         # The older tokens were never quantised, so that figures would be wrong.
-        if cached_tokens > (self._caches[place].longest if place in self._caches else 0):
+        if cached_tokens > seen_tokens:
             self._skip_reasons[place] = (
                 f"it continues {cached_tokens} tokens that the tool has not seen; begin a cache in the scope"
             )
@@ -134,8 +135,8 @@ class KVCacheTool(amanda.Tool):
         if place not in self._caches:
             # A layer concatenates its keys first, then its values.
             number = sum(cache.module == module for cache in self._caches.values())
-            has_keys_and_values = number > 1
-            if has_keys_and_values and len(set(self.axes)) > 1:
+            is_third = number > 1
+            if is_third and len(set(self.axes)) > 1:
                 raise QuantizeError(
                     f"{module} caches more than keys and values, or is a path in two models: let `keys` and "
                     "`values` be the same, or give each model a tool"

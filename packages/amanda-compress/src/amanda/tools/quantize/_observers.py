@@ -92,10 +92,9 @@ class Histogram:
         error = np.inf
         while lower < upper:
             next_lower, next_upper = lower + _DROPPED_SHARE, upper - _DROPPED_SHARE
-            low_bin = min(max(begin, int(np.searchsorted(sums, np.float32(next_lower * total)))), end)
-            high_bin = max(
-                min(end, int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1), begin
-            )
+            low_bin = int(np.searchsorted(sums, np.float32(next_lower * total)))
+            high_bin = int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1
+            low_bin, high_bin = min(max(begin, low_bin), end), max(min(end, high_bin), begin)
             if low_bin - begin > end - high_bin:
                 proposed, lower = (low_bin, end), next_lower
             else:
@@ -128,19 +127,21 @@ class Histogram:
         step = width * (end - begin + 1) / levels
         if step == 0:
             return 0.0
+        # The ends of each bin, and the levels in whose reach they lie.
         starts = (np.arange(self.bins) - begin).astype(np.float32) * np.float32(width)
         ends = starts + np.float32(width)
-        first_levels, last_levels = (
-            np.clip(np.floor(edges / np.float32(step)), 0, levels - 1) for edges in (starts, ends)
-        )
+        first_levels = np.clip(np.floor(starts / np.float32(step)), 0, levels - 1)
+        last_levels = np.clip(np.floor(ends / np.float32(step)), 0, levels - 1)
         # Numbers are taken as spread evenly over a bin.
         density = self.counts / np.float32(width)
         half = np.float32(step / 2)
+        first_centres = (first_levels + np.float32(0.5)) * np.float32(step)
+        last_centres = last_levels * np.float32(step) + half
         # Of each bin: the part nearest to its first level, whole steps between, the part of its last level.
         # A bin within one step has -1 steps between, which corrects the sum of the two parts.
-        error = _integral(starts - (first_levels + np.float32(0.5)) * np.float32(step), half, density)
+        error = _integral(starts - first_centres, half, density)
         error += (last_levels - first_levels - 1) * _integral(-half, half, density)
-        error += _integral(-half, ends - (last_levels * np.float32(step) + half), density)
+        error += _integral(-half, ends - last_centres, density)
         return float(error.sum())
 
 

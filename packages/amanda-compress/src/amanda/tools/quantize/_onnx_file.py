@@ -101,7 +101,8 @@ def convert_file(
         save_onnx(model, upgraded_path)
         inputs_tool = InputsTool(tool)
         instrumented = amanda.instrument(upgraded_path, inputs_tool, out=Path(folder, "parts"))
-    if waiting := tool.waiting_state():
+    waiting = tool.waiting_state()
+    if waiting:
         raise QuantizeError(f"no op of {source} has the scales of {', '.join(waiting[:4])}: of another model")
     if not inputs_tool.nodes:
         raise QuantizeError(

@@ -64,20 +64,21 @@ class QuantizedOp(OpQuantizers):
         """Insert the routines that quantise the inputs of the op; none for an op without quantizers."""
         if context.is_static():
             self._insert_fixed_scales(context)
-        elif self._positions:
-            is_called_back = context["is_called_back"]
-            # Inputs are recorded before they are quantised, in the order of insertion.
-            if self._recompute is not None:
-                context.insert_before_op(self._record_inputs)
-            routine: Any = self._quantise_in_eager_mode if context.is_eager() else self._quantise_in_graph
-            # Autodiff does not pass through a routine that the program calls back (JAX).
-            if self._options.trains and is_called_back:
-                routine = self._quantise_and_save_clipping
-            elif self._options.trains:
-                routine = amanda.differentiable(routine)
-            context.insert_before_op(routine, inputs=self._positions)
-            if self._recompute is not None:
-                context.insert_after_op(self._measure_outputs)
+            return
+        if not self._positions:
+            return
+        # Inputs are recorded before they are quantised, in the order of insertion.
+        if self._recompute is not None:
+            context.insert_before_op(self._record_inputs)
+        routine: Any = self._quantise_in_eager_mode if context.is_eager() else self._quantise_in_graph
+        # Autodiff does not pass through a routine that the program calls back (JAX).
+        if self._options.trains and context["is_called_back"]:
+            routine = self._quantise_and_save_clipping
+        elif self._options.trains:
+            routine = amanda.differentiable(routine)
+        context.insert_before_op(routine, inputs=self._positions)
+        if self._recompute is not None:
+            context.insert_after_op(self._measure_outputs)
 
     def _insert_fixed_scales(self, context: amanda.OpContext) -> None:
         """Insert traceable routines with fixed scales, for the file of a model."""
@@ -117,7 +118,7 @@ class QuantizedOp(OpQuantizers):
         first_execution = run.get(self)
         if first_execution is None:
             first_execution = run[self] = _FirstExecution(
-                self._must_calibrate(read_values), [()] * len(read_values)
+                calibrates=self._must_calibrate(read_values), qparams=[()] * len(read_values)
             )
             if first_execution.calibrates:
                 with _outside(sampled):
@@ -143,13 +144,14 @@ class QuantizedOp(OpQuantizers):
         sampled: dict[tuple[int, int | None], SampledValue] = {}
         levels = self._levels_of_models(values)
         for key in (*self.quantizers, *self.model_quantizers):
-            quantizer, position, item = self.quantizers.get(key), *key
+            position, item = key
             # Values come in the order of positions, quantizers in that of operands.
             index = self._positions.index(position)
             value = values[index] if item is None else values[index][item]
             samples = tensors_of(value).samples(value)
             if samples is not None:
                 # Other batches share the scale of an activation, as a batch without vmap does.
+                quantizer = self.quantizers.get(key)
                 is_shared_weight = quantizer is not None and quantizer.is_weight
                 whole = SampledValue(value, samples, samples.levels if is_shared_weight else levels)
                 parts = self._parts_to_quantise(key, index, whole)
@@ -157,24 +159,33 @@ class QuantizedOp(OpQuantizers):
                     read_values += parts
                     sampled[index, item] = whole
                 continue
-            find_part_quantizer = self._part_quantizers.get(key)
-            if quantizer is None:
-                # Without a vmap an op of an ensemble has one model.
-                part_quantizer = self.model_quantizers[key].quantizer_of(())
-            elif find_part_quantizer is None:
-                part_quantizer = quantizer
-            else:
-                part_quantizer = find_part_quantizer(value, part_of)
-                if part_quantizer is None and quantizer.is_weight:
-                    self.skip_reason = WeightReads.unknown_part
-                    continue
-                part_quantizer = part_quantizer or quantizer
+            quantizer = self._quantizer_of(key, value, part_of)
             try:
-                if part_quantizer is not None and part_quantizer.xp.is_dense(value):
-                    read_values.append((index, item, value, part_quantizer))
+                if quantizer is not None and quantizer.xp.is_dense(value):
+                    read_values.append((index, item, value, quantizer))
             except Exception as error:  # whatever the class of a tensor refuses
                 self.skip_reason = f"{type(value).__name__} refuses to be read: {error}"
         return read_values, sampled
+
+    def _quantizer_of(
+        self, key: tuple[int, int | None], value: Any, part_of: ParameterSlice | None
+    ) -> Quantizer | None:
+        """Return the quantizer of a value, or of the part of a parameter that it is; None if it is skipped.
+
+        Sets `skip_reason` for an unknown part of a weight.
+        """
+        quantizer = self.quantizers.get(key)
+        if quantizer is None:
+            # Without a vmap an op of an ensemble has one model.
+            return self.model_quantizers[key].quantizer_of(())
+        find_part_quantizer = self._part_quantizers.get(key)
+        if find_part_quantizer is None:
+            return quantizer
+        part_quantizer = find_part_quantizer(value, part_of)
+        if part_quantizer is None and quantizer.is_weight:
+            self.skip_reason = WeightReads.unknown_part
+            return None
+        return part_quantizer or quantizer
 
     def _parts_to_quantise(
         self, key: tuple[int, int | None], index: int, whole: SampledValue
@@ -246,14 +257,16 @@ class QuantizedOp(OpQuantizers):
                     ones = do("ones_like", value)
                     clipped = quantizer.clipped_gradient(value, *quantizer.qparams, gradient=ones)
                     passes.setdefault((index, item), []).append(clipped > 0)
-        for key, (quantised, *others) in parts.items():
+        for key, value_parts in parts.items():
             index, item = key
             if key in sampled:
-                quantised = sampled[key].joined([quantised, *others])
+                quantised = sampled[key].joined(value_parts)
                 if key in passes:
                     where = sampled[key].joined(passes[key])
                     quantised = sampled[key].straight_through(quantised, where)
-            if item is not None:
+            else:
+                (quantised,) = value_parts
+            if item is not None:  # the routine gets a list at this index
                 quantised = [*results[index][:item], quantised, *results[index][item + 1 :]]
             results[index] = quantised
         self._executions += not recomputed

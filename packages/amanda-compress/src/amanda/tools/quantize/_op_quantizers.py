@@ -90,9 +90,11 @@ class OpQuantizers:
             # A vmap over the weights maps this tensor too: each model of the ensemble has a scale.
             is_of_models = not {*levels}.isdisjoint(samples.levels)
             tensor = samples.first
-        elif context.is_eager() and (unread := tensors_of(tensor).unread(tensor)) is not None:
-            self.skip_reason = unread
-            return
+        elif context.is_eager():
+            unread_reason = tensors_of(tensor).unread(tensor)
+            if unread_reason is not None:
+                self.skip_reason = unread_reason
+                return
         if self._options.bits(weight is not None) is None:
             return
         make: Callable[[str], Quantizer | None]
@@ -103,8 +105,10 @@ class OpQuantizers:
             make = partial(self._create_weight_quantizer, context, weight, tensor)
         if is_of_models:
             self.model_quantizers[key] = ModelQuantizers(make)
-        elif (quantizer := make("")) is not None:
-            self.quantizers[key] = quantizer
+        else:
+            quantizer = make("")
+            if quantizer is not None:
+                self.quantizers[key] = quantizer
 
     def _create_activation_quantizer(
         self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
@@ -115,14 +119,14 @@ class OpQuantizers:
         suffix: of its name, the number of a model of an ensemble.
         Registers the quantizers for other slices or parts in `_part_quantizers`.
         """
-        make_for_slice = partial(self._make_quantizer, name, None, (), value, context)
-        if (
-            read is not None
-            and (first := self._create_slice_quantizers(read, make_for_slice, key)) is not None
-        ):
-            return first
+        # A function of the suffix: an activation is no weight, and has one scale for all channels.
+        make_quantizer = partial(self._make_quantizer, name, None, (), value, context)
+        if read is not None:
+            first_of_slices = self._create_slice_quantizers(read, make_quantizer, key)
+            if first_of_slices is not None:
+                return first_of_slices
         if read is None or not (read.is_part and read.is_followed):
-            return self._make_quantizer(name, None, (), value, context, suffix)
+            return make_quantizer(suffix)
         # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
@@ -135,7 +139,7 @@ class OpQuantizers:
         self._part_quantizers[key] = quantizer_of_part
         # The first execution is at hand in the analysis; later ones are found in the routine.
         first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
-        return self._make_quantizer(name, None, (), value, context) if first is None else first
+        return make_quantizer() if first is None else first
 
     def _make_activation_quantizer_of_part(
         self, context: amanda.OpContext, name: str, value: Any, reader: amanda.OpContext, suffix: str
@@ -192,16 +196,13 @@ class OpQuantizers:
         # one scale each.
         if groups is None and self._options.per_channel:
             groups = _output_groups(context["shape"](value), _weight_layout(context, read))
-        make = partial(
-            self._make_quantizer,
-            f"weight{suffix}",
-            read,
-            self._find_scale_axes(context, read, value),
-            groups=groups,
+        axes = self._find_scale_axes(context, read, value)
+        make = partial(self._make_quantizer, f"weight{suffix}", read, axes, groups=groups)
+        first_of_slices = self._create_slice_quantizers(
+            read, partial(make, value, context), (read.index, None)
         )
-        first = self._create_slice_quantizers(read, partial(make, value, context), (read.index, None))
-        if first is not None:
-            return first
+        if first_of_slices is not None:
+            return first_of_slices
         if not read.is_part:
             return make(value, context)
 

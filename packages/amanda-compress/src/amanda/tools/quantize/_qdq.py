@@ -251,7 +251,7 @@ class QdqWriter:
         """
         from onnx import helper
 
-        scale, zero_point, grid, _, _ = operand.scale
+        scale, zero_point, grid = operand.scale.scale, operand.scale.zero_point, operand.scale.grid
         if isinstance(grid, FloatGrid):
             raise QuantizeError(
                 f"{operand.tensor}, which reads {name}, is in {grid.dtype}: ONNX Runtime puts kernels of "
@@ -296,6 +296,7 @@ class QdqWriter:
         grid, shape = operand.scale.grid, operand.value.shape
         kind, bits = element_type(grid)
         groups = operand.scale.groups
+        # Without groups, of all elements that share a scale.
         group_size = groups.size if groups else prod(shape) // max(operand.scale.scale.size, 1)
         row = RowTail(f"{operand.tensor}, {kind.lower()}", grid.bits, group_size)
         arrays = stored.codes, stored.scale, stored.zero_point
@@ -332,16 +333,15 @@ class QdqWriter:
 
         unfolding = stored.unfolding
         assert unfolding is not None
-        transposed_shape, inverse_order = unfolding.turned, unfolding.back
-        if stored.codes.shape != transposed_shape:
-            value_name = self._append_reshape(graph, nodes, name, value_name, transposed_shape)
+        inverse_order = unfolding.inverse_order
+        if stored.codes.shape != unfolding.transposed:
+            value_name = self._append_reshape(graph, nodes, name, value_name, unfolding.transposed)
         if inverse_order != tuple(range(len(inverse_order))):
             input_name, value_name = value_name, self._unique_name(f"{name}_transposed")
             nodes.append(
                 helper.make_node("Transpose", [input_name], [value_name], value_name, perm=inverse_order)
             )
-        split_shape = unfolding.split  # the weight's, with the axis of inputs divided into groups
-        if split_shape != shape:
+        if unfolding.split != shape:  # the axis of inputs is split into groups
             value_name = self._append_reshape(graph, nodes, name, value_name, shape)
         return value_name
 

@@ -69,24 +69,25 @@ class Quantizer:
         self.observer: Observer | None = None
         self.state: dict[str, Any] = {}
         self.trained = [part for part, is_trained in parts.items() if is_trained]
-        self.collected: dict[str, Any] = {}
+        self.collected: dict[str, Any] = {}  # gradients of the trained state
         self.qparams: tuple[Any, ...] = ()
         self.calibrated = self.executions = 0
-        channels = prod(value.shape[axis] for axis in axes)
         if groups is not None:
             channels = prod(value.shape) // groups.size
+        else:
+            channels = prod(value.shape[axis] for axis in axes)
         # NaN marks a scale that is not set: it saves and loads as any number, and spoils a result that uses
         # it too early.
-        empty = np.full((channels,) if self.axes else (), np.nan, np.float32)
+        unset = np.full((channels,) if self.axes else (), np.nan, np.float32)
         for part, is_trained in parts.items():
             # On the device of the first value; a trained part is a parameter of the framework.
             load = partial(self.xp.state, like=value, trained=is_trained)
             key = f"{name}.{part}".replace(" ", "")
-            array = self.state[part] = keep(key, partial(load, empty), load=load, renew=self.xp.update)
+            array = self.state[part] = keep(key, partial(load, unset), load=load, renew=self.xp.update)
             # A scalar serves all channels, as in files of per_channel=False.
-            if tuple(array.shape) not in (empty.shape, ()):
+            if tuple(array.shape) not in (unset.shape, ()):
                 raise QuantizeError(
-                    f"{part} that was loaded for {name} is of shape {tuple(array.shape)}, not {empty.shape}: "
+                    f"{part} that was loaded for {name} is of shape {tuple(array.shape)}, not {unset.shape}: "
                     "it belongs to another model"
                 )
         # Read once, since a look at the array waits for the device.

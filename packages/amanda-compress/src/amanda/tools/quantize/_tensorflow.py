@@ -55,15 +55,16 @@ def _quantise_into(
     x, target: contiguous.
     """
     first, end = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
+    qparam_shape = x.shape[first:end] + (1,) * (x.ndim - end)
+    rows, out_rows = x, target
     # Pieces are cut along the first axis: of channels, which a piece then has a part of, or of all that lies
     # in front of the channels.
     rows_are_channels = bool(axes) and first == 0
-    rows, out_rows = (
-        array if rows_are_channels else array.reshape(-1, *x.shape[first:]) for array in (x, target)
-    )
-    channel_extents = x.shape[first:end] + (1,) * (x.ndim - end)
-    shape = channel_extents if rows_are_channels else (1, *channel_extents)
-    s, z = (np.asarray(qparam, np.float32).reshape(shape) for qparam in (scale, zero_point))
+    if not rows_are_channels:
+        rows, out_rows = x.reshape(-1, *x.shape[first:]), target.reshape(-1, *x.shape[first:])
+        qparam_shape = (1, *qparam_shape)
+    s = np.asarray(scale, np.float32).reshape(qparam_shape)
+    z = np.asarray(zero_point, np.float32).reshape(qparam_shape)
     inverse, row_size = np.float32(1) / s, prod(rows.shape[1:])
     # All passes over a piece find it in the cache, where passes over the whole array would go to memory.
     rows_per_piece = max(1, _PIECE // row_size)

@@ -55,9 +55,9 @@ class QuantizeOptions:
             raise QuantizeError("weight_bits and activation_bits are both None: nothing would be quantised")
         # Each value of a mapping is checked when the tool is made, also those whose glob matches no op of the
         # model.
-        for bits_option in (self.weight_bits, self.activation_bits):
-            for bits in bits_option.values() if isinstance(bits_option, Mapping) else [bits_option]:
-                if isinstance(bits, Mapping) or bits is not None:
+        for option in (self.weight_bits, self.activation_bits):
+            for bits in option.values() if isinstance(option, Mapping) else [option]:
+                if bits is not None:
                     self._check_grid(Grid.of(bits, False))
         if self.group_size is not None and not self.per_channel:
             raise QuantizeError(
@@ -262,8 +262,11 @@ class QuantizeTool(amanda.Tool):
         self._types = Patterns("type", types)
         self._selection = Selection(type, module, exclude=exclude)
         self.options = QuantizeOptions(
-            method, weight_bits, activation_bits, types, observer, weight_observer, percentile, per_channel,
-            group_size, symmetric_weights, symmetric_activations, rounding, averaging, calibration,
+            method=method, weight_bits=weight_bits, activation_bits=activation_bits, types=types,
+            observer=observer, weight_observer=weight_observer, percentile=percentile,
+            per_channel=per_channel, group_size=group_size, symmetric_weights=symmetric_weights,
+            symmetric_activations=symmetric_activations, rounding=rounding, averaging=averaging,
+            calibration=calibration,
         )  # fmt: skip
         # `measures` is the option `sqnr`, whose name is that of a function here.
         self.measures, self.is_calibrating, self.is_frozen = sqnr, False, False

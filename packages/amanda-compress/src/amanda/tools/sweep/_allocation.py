@@ -205,8 +205,9 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
         if len(survivors) > _MOST_ASSIGNMENTS:
             # Equal steps of saved cost leave assignments for every budget.
             cells = (saved[survivors] / saved[survivors[-1]] * _MOST_ASSIGNMENTS).astype(int)
-            first_indices = np.unique(cells, return_index=True)[1]
-            survivors = survivors[np.union1d(first_indices, len(survivors) - 1)]
+            _, first_indices = np.unique(cells, return_index=True)
+            last_index = len(survivors) - 1  # of the largest saving, which serves the smallest budget
+            survivors = survivors[np.union1d(first_indices, last_index)]
         saved, drop = saved[survivors], drop[survivors]
         # The flat index of a survivor holds its row of the partial assignments before, and its outcome.
         parent_rows, outcome_indices = divmod(survivors, len(outcomes))

@@ -228,15 +228,16 @@ class SweepRecords:
             return
         with TrialFile(path, "sweep", options) as file:
             try:
-                records = {key: Record(**record) for key, record in file.records.items()}
-                architectures = {key: dict(json.loads(key)) for key in records}
+                file_records = {key: Record(**record) for key, record in file.records.items()}
+                architectures = {key: dict(json.loads(key)) for key in file_records}
             except (TypeError, ValueError) as error:
                 raise ArtefactError(f"{path} is no file of a sweep: {error}") from error
             for key, record in self._records.items():
                 self._write(file, key, record)
-            for key, record in records.items():
-                # Evaluations without a tool and with all ops find the ops: each process runs them itself.
-                if architectures[key] and ALL.name not in architectures[key]:
+            for key, record in file_records.items():
+                is_without_tool, is_of_all_ops = not architectures[key], ALL.name in architectures[key]
+                # These evaluations find the ops: each process runs them itself.
+                if not (is_without_tool or is_of_all_ops):
                     self._records.setdefault(key, record)
             self._file = file
             try:

@@ -164,14 +164,13 @@ class Sweep(Generic[Level]):
         allocation = Allocation(
             program.sites, list(program.levels.values()), points, program.dense, self._cost_model
         )
-        architectures = [allocation.choose(budget) for budget in budgets]
+        architectures = [allocation.choose(budget) for budget in budgets]  # a level for each op
         with self._open_records(jobs, resume), Progress(self._progress) as progress:
             # Several budgets may choose the same levels, which are evaluated once.
             choices = {record_key(architecture): architecture for architecture in architectures}
             self._measure(list(choices.values()), progress, retries, jobs, len(choices))
-        trials = [
-            Trial(dict.fromkeys(program.sites, KEEP), program.dense, {name: self._cost_model.total}, 0.0)
-        ]
+        unchanged = dict.fromkeys(program.sites, KEEP)
+        trials = [Trial(unchanged, program.dense, {name: self._cost_model.total}, 0.0)]
         for architecture in architectures:
             record = self._records.get(architecture)
             assert record is not None
@@ -399,9 +398,14 @@ class BitsSweep(Sweep[int]):
         levels = _sorted_levels("bits", bits)[::-1]
         if cost == "flops":
             raise SweepError("cost is 'flops', of which fewer bits save none; give 'size' or a function")
+
+        def remaining_share(level: int, weight: Any) -> float:
+            """Return the share of a weight's bytes that its integers have."""
+            return level * weight.numbers / 8 / weight.size if weights else 1.0
+
         super().__init__(
-            evaluate, make, levels, prepare, "bits", metric, progress, compiled, cost,
-            lambda level, weight: level * weight.numbers / 8 / weight.size if weights else 1.0,
+            evaluate, make, levels, prepare, level="bits", metric=metric, progress=progress,
+            compiled=compiled, cost=cost, left=remaining_share,
         )  # fmt: skip
         self._tool_options = {
             "weights": weights, "activations": activations, "calibrate": calibrate, **options,

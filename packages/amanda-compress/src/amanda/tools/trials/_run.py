@@ -167,33 +167,39 @@ class _Engine(NamedTuple):
 
     def run(self, worker: _PickledFunction, trials: Mapping[int, T]) -> Generator[_Answer, None, None]:
         """Yield what came of each trial, as trials end."""
-        import joblib
-
         client = self._dask_client()
         if client is not None:
             yield from _run_on_dask(client, worker, trials)
         elif type(self.backend).__name__ == "RayBackend":
             yield from _run_on_ray(self.workers, worker, trials)
         else:
-            payload = np.frombuffer(worker.payload, np.uint8) if self.maps_arrays else worker.payload
-            tasks = [
-                joblib.delayed(_PickledFunction.run)(payload, worker.digest, worker.threads, number, trial)
-                for number, trial in trials.items()
-            ]
-            if self.maps_arrays:
-                answers = joblib.Parallel(self.jobs, return_as="generator_unordered", batch_size=1)(tasks)
-                try:
-                    # Not `yield from`, which would close the generator outside of the filter below.
-                    for answer in answers:  # noqa: UP028
-                        yield answer
-                finally:
-                    with warnings.catch_warnings():
-                        warnings.simplefilter("ignore", UserWarning)  # that trials were stopped
-                        answers.close()
-                return
-            # An engine of others may return lists alone.  In rounds, an interrupt loses little.
-            for i in range(0, len(tasks), 4 * self.workers):
-                yield from joblib.Parallel(self.jobs, batch_size=1)(tasks[i : i + 4 * self.workers])
+            yield from self._run_on_joblib(worker, trials)
+
+    def _run_on_joblib(
+        self, worker: _PickledFunction, trials: Mapping[int, T]
+    ) -> Generator[_Answer, None, None]:
+        """Yield what came of each trial from joblib's own processes, or from an engine of others."""
+        import joblib
+
+        payload = np.frombuffer(worker.payload, np.uint8) if self.maps_arrays else worker.payload
+        tasks = [
+            joblib.delayed(_PickledFunction.run)(payload, worker.digest, worker.threads, number, trial)
+            for number, trial in trials.items()
+        ]
+        if self.maps_arrays:
+            answers = joblib.Parallel(self.jobs, return_as="generator_unordered", batch_size=1)(tasks)
+            try:
+                # Not `yield from`, which would close the generator outside of the filter below.
+                for answer in answers:  # noqa: UP028
+                    yield answer
+            finally:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", UserWarning)  # that trials were stopped
+                    answers.close()
+            return
+        # An engine of others may return lists alone.  In rounds, an interrupt loses little.
+        for i in range(0, len(tasks), 4 * self.workers):
+            yield from joblib.Parallel(self.jobs, batch_size=1)(tasks[i : i + 4 * self.workers])
 
     def _dask_client(self) -> Any:
         """Return the client of Dask; None for another engine."""

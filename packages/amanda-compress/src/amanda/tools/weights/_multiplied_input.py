@@ -81,8 +81,9 @@ def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput 
             return None
         return MultipliedInput(position, layout.index("C") - len(layout), layout, attributes)
     if "dimension_numbers" in attributes:  # JAX sums over any axis
-        axis = attributes["dimension_numbers"][0][position][0] - rank
-        return MultipliedInput(position, axis, None, attributes)
+        contracted_axes, _ = attributes["dimension_numbers"]  # of both factors, and batch axes
+        axis, *_ = contracted_axes[position]
+        return MultipliedInput(position, axis - rank, None, attributes)
     if any(are_transposed(attributes)):
         return None
     # With the weight in front (weight @ x) the channels of the input are its rows; a vector has one axis

@@ -72,7 +72,10 @@ class TorchParameters(StridedStore):
     def transfer(
         self, pieces: Sequence[tuple[Tensor, Part]], part: Part, whole: StridedLayout, fill: Any
     ) -> Tensor:
-        """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
+        """Return the values of a part, from values of other parts, `fill` where no piece has an element.
+
+        pieces: values, each with the part that they are of.  whole: layout of the parameter.
+        """
         import torch
 
         parts = (part, *(piece_part for _, piece_part in pieces))
@@ -82,7 +85,7 @@ class TorchParameters(StridedStore):
         part_layout, *piece_layouts = [layout._replace(offset=layout.offset - start) for layout in layouts]
         # State that is created in inference mode could not be used in training afterwards.
         with torch.inference_mode(False):
-            like = pieces[0][0]
+            like, _ = pieces[0]
             end = max(layout.end for layout in layouts)
             memory = torch.full((end - start,), fill, dtype=like.dtype, device=like.device)
             for layout, (values, _) in zip(piece_layouts, pieces, strict=True):

@@ -186,8 +186,9 @@ class Weight(WeightView):
         self.source, self.layout, self.number = context.get_source(), layout, number
         self.shape = tuple(context["shape"](value))
         self.dtype: str = context["dtype"](value)
-        self.holder: Any = None if location is None else location[0]
-        self.part: Any = None if location is None else location[1]
+        self.holder: Any
+        self.part: Any
+        self.holder, self.part = (None, None) if location is None else location
         self.readers: set[int] = set()
         self.is_skipped = False
         self.change_count = 0

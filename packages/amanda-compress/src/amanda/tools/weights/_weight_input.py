@@ -142,8 +142,9 @@ class WeightReads(amanda.Tool):
             return None
         layout: str | None = context["weight_layout"]
         if context["weight_index"] is None and context["type"] in MATRIX_PRODUCTS:
+            first, *_ = MATRIX_PRODUCTS[context["type"]].factors
             # As the first factor, weight @ x, a weight has its outputs first; as the second its inputs.
-            layout = ("OI", "IO")[MATRIX_PRODUCTS[context["type"]].factors.index(index)]
+            layout = "OI" if index == first else "IO"
         holder = context.get_variable(index)
         # A view of a parameter has the parameter as its variable; a copy or a selection has none, and needs
         # the record.
@@ -152,7 +153,7 @@ class WeightReads(amanda.Tool):
         # The file of a model has one execution as it were, in which nothing varies.
         varies = is_moved and not context.is_static() and self._is_selected_by_data(context, index)
         return WeightInput(
-            index, layout, holder, is_followed,
+            index=index, layout=layout, holder=holder, is_followed=is_followed,
             is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"), varies=varies,
             is_part=not varies and (is_followed or _is_part_in_graph(context, index)),
             is_handed_in=isinstance(holder, ParameterSlot),
@@ -450,19 +451,21 @@ def _compose_layouts(part: StridedLayout, copy: StridedLayout, view: StridedLayo
 
     if not prod((*part.extents, *view.extents)):
         return None
-    # Numbered elements show where the view lies; strides of views cannot be multiplied in general.
+    # Each element is the number of its place in the parameter, which shows where the view lies; strides of
+    # views cannot be multiplied in general.
     part_positions = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
     positions = _view_elements(_identity, copy, view, part_positions)
-    first = positions[(0,) * positions.dim()]
+    origin = (0,) * positions.dim()
+    first = int(positions[origin])
     # The first two elements along each axis determine its stride, if any strides describe the view.
-    strides = [
-        int(positions.select(axis, 1)[(0,) * (positions.dim() - 1)] - first) if size > 1 else 1
-        for axis, size in enumerate(positions.shape)
-    ]
+    strides = []
+    for axis, size in enumerate(positions.shape):
+        second = (*origin[:axis], 1, *origin[axis + 1 :])
+        strides.append(int(positions[second]) - first if size > 1 else 1)
     # as_strided takes no negative strides, as after a flip.
     if min(strides, default=0) < 0:
         return None
-    composed = StridedLayout(tuple(positions.shape), tuple(strides), int(first))
+    composed = StridedLayout(tuple(positions.shape), tuple(strides), first)
     strided = torch.arange(composed.offset, composed.end).as_strided(composed.extents, composed.strides)
     return composed if torch.equal(strided, positions) else None
 

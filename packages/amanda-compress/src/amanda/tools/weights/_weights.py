@@ -161,7 +161,7 @@ class Weights(Generic[W]):
             self.skip(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
             self.reasons[describe_op(context)] = ADAPTER
-        reason, parameters = LOOKED_UP, []
+        reason, parameters = LOOKED_UP, []  # parameters that the op reads and that stay unchanged
         if context["type"] in LOOKUPS and context.get_variable(0) is not None:
             parameters = [context.get_variable(0)]
         elif context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
@@ -192,14 +192,14 @@ class Weights(Generic[W]):
                 self.skip(context, SELECTED)
             return None, None
         slices = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
-        if slices:
+        if slices:  # of a stack, such as the layers of a scan, of which each execution reads one
             views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
             return None, partial(_view_of_current_slice, views, read.holder)
+        find_wrapped = partial(self._view_of_wrapped, context, read.layout, read.holder)
         if read.is_handed_in:
-            find = partial(self._view_of_wrapped, context, read.layout, read.holder)
-            return find(value, None), find
-        if not read.is_followed:
-            return self._view_of_wrapped(context, read.layout, read.holder, value, None), None
+            return find_wrapped(value, None), find_wrapped
+        if not read.is_followed:  # the same weight each time
+            return find_wrapped(value, None), None
         find = partial(self._view_of_slice, context, read.layout)
         return find(value, ParameterSlice.of_input(context, read.index)), find
 
@@ -236,7 +236,7 @@ class Weights(Generic[W]):
             # One mask for all samples, where the model had one weight in this place before: it may have been
             # adapted in each sample since, as MAML does.
             was_one_weight = location in self._by_key or location in self._views or location in self._skipped
-            if not samples.sizes or was_one_weight:
+            if not samples.sizes or was_one_weight:  # no sizes: all samples have the same weight
                 return self._view_of(context, samples.first, holder, layout)
             if location is None or self._tool.leaves_samples:
                 if self._tool.selection(context):
@@ -299,9 +299,10 @@ class Weights(Generic[W]):
         location = None if holder is None else store.locate(holder, value)
         # A computed weight has no identity that lasts: the place of its op stands for it.
         key: Hashable = self._tool.place(context) if location is None else location
-        if location is not None and location[0] in self._skip_reasons:
+        identity = None if location is None else location[0]
+        if identity is not None and identity in self._skip_reasons:
             if self._tool.selection(context):
-                self.skip(context, self._skip_reasons[location[0]])
+                self.skip(context, self._skip_reasons[identity])
         # Skipped keys are remembered, so that each execution in a loop pays one look-up and no second
         # analysis.
         elif key not in self._by_key and key not in self._views and key not in self._skipped:
@@ -370,8 +371,9 @@ class Weights(Generic[W]):
         siblings = self._by_parameter.setdefault(key[0], [])
         for row in holder.detach().unbind():
             read = _WeightRead(row, holder, store.locate(holder, row), layout)
-            if any(store.overlaps(read.location[1], weight.part, whole) for weight in siblings):
-                continue
+            _, part = read.location
+            if any(store.overlaps(part, weight.part, whole) for weight in siblings):
+                continue  # the weights of this parameter that were met before stay
             if not self._add_weight(context, store, read.location, read, whole):
                 return
         for weight in siblings:
@@ -409,16 +411,17 @@ class Weights(Generic[W]):
         # As the driver of JAX names the slices of a stack.
         number = "".join(f"[{number}]" for number in read.numbers)
         suffix += number
-
         copy = tensors_of(read.value).copy
 
         def keep(name: str, make: Callable[[], Any]) -> Any:
             return self._tool.keep(reader, name + suffix, make, copy, variable)
 
+        if not path:
+            path = "" if variable is None else store.name(variable)
         return self._tool.weight_type(
-            context, read.value, read.layout, store, read.location, whole, len(self._by_key), keep,
-            self._tool.error, (path or ("" if variable is None else store.name(variable))) + number,
-            _weak_reference(variable),
+            context, value=read.value, layout=read.layout, store=store, location=read.location, whole=whole,
+            number=len(self._by_key), keep=keep, error=self._tool.error, path=path + number,
+            holder=_weak_reference(variable),
         )  # fmt: skip
 
     def skip(self, context: amanda.OpContext, reason: str) -> None:

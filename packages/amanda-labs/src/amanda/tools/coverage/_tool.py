@@ -222,7 +222,7 @@ class CoverageTool(amanda.Tool):
         # The backward ops of this execution find the call of their forward op in `run`.
         run["call"] = call
         if call.leaf:
-            call.forward.add(place)
+            call.forward.append(place)
 
     @amanda.observer
     def _count_in_module_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
@@ -231,28 +231,30 @@ class CoverageTool(amanda.Tool):
         call: ModuleCall | None = run.get("call")
         # After `clear` the forward half of the call is gone, and half a call would count wrongly.
         if call is not None and call.leaf and call.number == self._clears:
-            call.backward.add(place)
+            call.backward.append(place)
 
 
-def _count_seen_in_graphs(places: Iterable[OpCoverage]) -> None:
+def _count_seen_in_graphs(ops: Iterable[OpCoverage]) -> None:
     """Set the counts of ops in graphs from the number of ops in each name scope."""
     ops_by_scope: dict[tuple[str, str], list[OpCoverage]] = {}
-    for place in places:
-        place.whole = place.entered = place.left = 0
-        if place.calls and place.module and place.type != "accumulate_grad":
-            ops_by_scope.setdefault((place.phase, place.module), []).append(place)
+    for op in ops:
+        op.whole = op.entered = op.left = 0
+        if op.calls and op.module and op.type != "accumulate_grad":
+            ops_by_scope.setdefault((op.phase, op.module), []).append(op)
     # A scope with scopes in it is not a leaf, whichever of its ops lie in it directly.
     scopes = {scope for _, scope in ops_by_scope}
     parents = {scope[:i] for scope in scopes for i, letter in enumerate(scope) if letter in "/."}
     for (_, scope), members in ops_by_scope.items():
         if scope in parents:
             continue
+        # As if the scope were one call, whose ops run in this order.
         span = OpSpan()
-        for place in members:
-            span.add(place)
-        for place in members:
-            place.whole, place.entered, place.left = (
-                min(count, 1) * place.calls for count in (place.whole, place.entered, place.left)
+        for op in members:
+            span.append(op)
+        # The span has counted one call; the scope was entered as often as its ops ran.
+        for op in members:
+            op.whole, op.entered, op.left = (
+                min(count, 1) * op.calls for count in (op.whole, op.entered, op.left)
             )
 
 
@@ -272,19 +274,23 @@ class OpSpan:
         self._first: OpCoverage
         self._last: OpCoverage
 
-    def add(self, place: OpCoverage) -> None:
-        """Count an op, which is the last of the call so far."""
+    def append(self, op: OpCoverage) -> None:
+        """Append an op to the call, and change the counters of the ops.
+
+        The first op is `entered`, the last `left`, an only one `whole`; the counts by which the op before was
+        the last, or the only one, are taken back.
+        """
         if self._count == 0:
-            self._first = place
-            place.entered += 1
-            place.whole += 1
+            self._first = op
+            op.entered += 1
+            op.whole += 1
         else:
             # The first op was alone so far; now its outputs stay within the call.
             if self._count == 1:
                 self._first.whole -= 1
             self._last.left -= 1
-        place.left += 1
-        self._last = place
+        op.left += 1
+        self._last = op
         self._count += 1
 
 

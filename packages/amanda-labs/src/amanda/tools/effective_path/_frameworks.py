@@ -77,11 +77,14 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
         return a[tuple(map(slice, parameters["start_indices"], parameters["limit_indices"], steps))]
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
-        pairs = [(low, high) for low, high, _ in parameters["padding_config"]]
-        # Padding between elements, and cropping, move elements in a way that np.pad has no form for.
-        if any(inner for *_, inner in parameters["padding_config"]) or min(map(min, pairs), default=0) < 0:
-            raise NotImplementedError(f"a pad by {parameters['padding_config']}")
-        return np.pad(a, pairs, constant_values=-1)
+        config = parameters["padding_config"]  # of each axis: before, behind and between the elements
+        pairs = [(low, high) for low, high, _ in config]
+        has_interior = any(interior for *_, interior in config)
+        crops = any(width < 0 for pair in pairs for width in pair)
+        # np.pad has no form for padding between elements, nor for cropping.
+        if has_interior or crops:
+            raise NotImplementedError(f"a pad by {config}")
+        return np.pad(a, pairs, constant_values=-1)  # -1: no element of the input
 
     return {
         "permute": lambda a: a.transpose(parameters["permutation"]), "expand": broadcast,
@@ -188,23 +191,26 @@ def _attention_arguments(op: OpValues) -> dict[str, Any]:
 
 def _window_tables(op: OpValues) -> list[Indices]:
     """Return for each spatial axis the (outputs, window) coordinates of inputs."""
-    layout = op.layout or ""
+    layout, weight_layout = op.layout or "", op.weight_layout
     axes = spatial_axes(layout)
-    sizes, counts = ([values[0].shape[i] for i in axes] for values in (op.inputs, op.outputs))
+    input_sizes = [op.inputs[0].shape[i] for i in axes]
+    output_sizes = [op.outputs[0].shape[i] for i in axes]
     if op.type.startswith("adaptive"):
-        positions = list(map(_adaptive_windows, sizes, counts))
+        tables = list(map(_adaptive_windows, input_sizes, output_sizes))
     else:
-        weight = op.weight_layout
-        # A pooling has no weight: its window is among the attributes.
-        kernel = [op.inputs[1].shape[weight.index(layout[i])] for i in axes] if weight else []
-        windows = windows_of(op.attributes, layout, kernel)
-        positions = [
-            window.positions(*extents) for window, *extents in zip(windows, sizes, counts, strict=True)
+        kernel: list[int] = []
+        if weight_layout:  # a pooling has no weight: its window is among the attributes
+            kernel = [op.inputs[1].shape[weight_layout.index(layout[i])] for i in axes]
+        tables = [
+            window.positions(input_size, output_size)
+            for window, input_size, output_size in zip(
+                windows_of(op.attributes, layout, kernel), input_sizes, output_sizes, strict=True
+            )
         ]
     return [
         # Padding is not an element: its coordinate makes the flat index negative.
         np.where((table >= 0) & (table < size), table, OUTSIDE)
-        for table, size in zip(positions, sizes, strict=True)
+        for table, size in zip(tables, input_sizes, strict=True)
     ]
 
 
@@ -296,7 +302,8 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
 
     def transpose(a: NDArray[Any]) -> NDArray[Any]:
         # The last two axes by default: `mT` has no arguments.
-        first, second = (int(op.attribute_or_input(f"dim{i}", f"axis{i}", default=i - 2)) for i in range(2))
+        first = int(op.attribute_or_input("dim0", "axis0", default=-2))
+        second = int(op.attribute_or_input("dim1", "axis1", default=-1))
         # `T` of a vector is the vector.
         return a.swapaxes(first, second) if a.ndim > 1 else a
 

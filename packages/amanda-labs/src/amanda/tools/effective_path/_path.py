@@ -361,21 +361,7 @@ class OpOnPath:
 def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
     """Return for each sample the layer with the part of an op that is on the sample's path."""
     step = op_on_path.step
-    # Several inputs, as of an addition, are numbered one after another.
-    neurons: list[list[Indices]] = [[] for _ in range(samples)]
-    neuron_count: int = 0
-    shape: tuple[int, ...] = ()
-    for input_index, keys in op_on_path.element_keys.items():
-        if input_index == op_on_path.weight:
-            continue
-        tensor = step.tensor(input_index)
-        indices_by_sample, count = _split_by_sample(keys, tensor.size, samples)
-        for sample_neurons, indices in zip(neurons, indices_by_sample, strict=True):
-            sample_neurons.append(indices + neuron_count)
-        neuron_count += count
-        shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
-    if prod(shape) != neuron_count:  # the neurons are of several inputs, or of all samples
-        shape = (neuron_count,)
+    neurons, neuron_count, shape = _neurons_by_sample(op_on_path, samples)
     weight = np.zeros(0) if op_on_path.weight is None else step.tensor(op_on_path.weight)
     weight_keys = [] if op_on_path.weight is None else op_on_path.element_keys[op_on_path.weight]
     # All samples share the weight, whose first axis is not a batch.
@@ -386,12 +372,33 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
     synapse_count = op_on_path.synapses * terms_of_sample // terms
     return [
         Layer(
-            step.type, step.op.module, step.op.source, np.concatenate(neurons[i]), synapses[i], weights[i],
-            (neuron_count, synapse_count, weight_count), shape, weight.shape,
-            step.layout, step.weight_layout, op_on_path.fan_in,
+            type=step.type, module=step.op.module, source=step.op.source,
+            neurons=neurons[i], synapses=synapses[i], weights=weights[i],
+            sizes=(neuron_count, synapse_count, weight_count), shape=shape, weight_shape=weight.shape,
+            layout=step.layout, weight_layout=step.weight_layout, fan_in=op_on_path.fan_in,
         )
         for i in range(samples)
     ]  # fmt: skip
+
+
+def _neurons_by_sample(op_on_path: OpOnPath, samples: int) -> tuple[list[Indices], int, tuple[int, ...]]:
+    """Return the neurons on each sample's path, the number of all neurons of a sample, and their shape."""
+    # Several inputs, as of an addition, are numbered one after another.
+    neurons: list[list[Indices]] = [[] for _ in range(samples)]
+    neuron_count: int = 0
+    shape: tuple[int, ...] = ()
+    for input_index, keys in op_on_path.element_keys.items():
+        if input_index == op_on_path.weight:
+            continue
+        tensor = op_on_path.step.tensor(input_index)
+        indices_by_sample, count = _split_by_sample(keys, tensor.size, samples)
+        for sample_neurons, indices in zip(neurons, indices_by_sample, strict=True):
+            sample_neurons.append(indices + neuron_count)
+        neuron_count += count
+        shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
+    if prod(shape) != neuron_count:  # the neurons are of several inputs, or of all samples
+        shape = (neuron_count,)
+    return [np.concatenate(sample_neurons) for sample_neurons in neurons], neuron_count, shape
 
 
 def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) -> tuple[list[Indices], int]:

@@ -102,21 +102,28 @@ def leading(
     # A partition saves nothing on a few terms.
     if contributions.shape[1] <= 4 * _PRESORTED:
         return _leading_sorted(contributions, target)
-    # Most sums are reached by a few of many terms, which need not all be sorted.
-    order = np.argpartition(-contributions, _PRESORTED, axis=1)[:, : _PRESORTED + 1]
-    order.sort(axis=1)
-    is_leading_here = _leading_sorted(np.take_along_axis(contributions, order, 1), target)
-    is_leading = np.zeros_like(positive)
-    np.put_along_axis(is_leading, order, is_leading_here, 1)
-    # Undecided if even the smallest of the largest was needed: more of them may be.
-    smallest = np.take_along_axis(contributions, order, 1).min(1)
-    # Also equal to the smallest: of equal contributions the first ones count, and a partition keeps any.
-    is_undecided = np.where(is_leading, contributions, np.inf).min(1) <= smallest
-    is_leading[is_undecided] = _leading_sorted(contributions[is_undecided], target[is_undecided])
-    return is_leading
+    return _leading_partitioned(contributions, target)
 
 
 _PRESORTED = 32
+
+
+def _leading_partitioned(contributions: Numbers, target: Numbers) -> NDArray[np.bool_]:
+    """Return the same as `_leading_sorted`, which it calls on the largest terms of each neuron first.
+
+    Most sums are reached by a few of many terms, which need not all be sorted.
+    """
+    largest = np.argpartition(-contributions, _PRESORTED, axis=1)[:, : _PRESORTED + 1]
+    largest.sort(axis=1)  # of equal contributions the first comes first
+    largest_contributions = np.take_along_axis(contributions, largest, 1)
+    is_leading = np.zeros(contributions.shape, bool)
+    np.put_along_axis(is_leading, largest, _leading_sorted(largest_contributions, target), 1)
+    # Undecided if even the smallest of the largest was needed: more of them may be.
+    # Also equal to the smallest: of equal contributions the first ones count, and a partition keeps any.
+    smallest_needed = np.where(is_leading, contributions, np.inf).min(1)
+    is_undecided = smallest_needed <= largest_contributions.min(1)
+    is_leading[is_undecided] = _leading_sorted(contributions[is_undecided], target[is_undecided])
+    return is_leading
 
 
 def _leading_sorted(contributions: Numbers, target: Numbers) -> NDArray[np.bool_]:
@@ -299,15 +306,16 @@ def convolution(step: Step, rows: Indices, output: int) -> Terms:
         coordinates["C"], coordinates["M"] = np.divmod(coordinates["C"], extents["M"])
         coordinates["I"] = coordinates["C"]
     else:
-        coordinates["O"], groups = coordinates["C"], data.shape[layout.index("C")] // extents["I"]
+        # The channels of the output become those of the input that its group reads.
+        coordinates["O"] = coordinates["C"]
+        groups = data.shape[layout.index("C")] // extents["I"]
         group_of_output = coordinates["O"] // (extents["O"] // groups)
         coordinates["C"] = group_of_output * extents["I"] + coordinates["I"]
     # Everything outside is -1, however far: negative flat indices would wrap around.
     data_indices = np.maximum(mesh.indices(layout, data.shape), -1)
     # Places in the window are "h" and "w" in the mesh, where "H" and "W" are coordinates of the input.
-    weight_indices = mesh.indices(
-        [axis.lower() if axis in layout else axis for axis in weight_layout], weight.shape
-    )
+    weight_axes = [axis.lower() if axis in layout else axis for axis in weight_layout]
+    weight_indices = mesh.indices(weight_axes, weight.shape)
     is_outside = data_indices < 0
     values = data.reshape(-1)[data_indices].astype(np.float64) * weight.reshape(-1)[weight_indices]
     sources = {(0, 0): data_indices, (step.weight, 0): np.where(is_outside, -1, weight_indices)}
@@ -391,17 +399,18 @@ def concatenation(step: Step, rows: Indices, output: int) -> Terms:
     join = np.stack if step.type == "stack" else np.concatenate
     position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
     tensors = step.inputs[position]
+    # Numbers all elements of all tensors, joins the numbers as the op does, and looks them up.
     ends = np.cumsum([tensor.size for tensor in tensors])
     starts = ends - [tensor.size for tensor in tensors]
     spans = list(zip(starts, ends, strict=True))
-    # Numbers all elements of all tensors, joins the numbers as the op does, and looks them up.
-    parts = [
+    numbers = [
         np.arange(start, end).reshape(tensor.shape)
         for tensor, (start, end) in zip(tensors, spans, strict=True)
     ]
-    origins = join(parts, axis=step.arguments.get("axis", 0)).reshape(-1)[rows][:, None]
+    joined_numbers = join(numbers, axis=step.arguments.get("axis", 0)).reshape(-1)
+    numbers_read = joined_numbers[rows][:, None]
     return Terms({
-        (position, j): np.where((origins >= start) & (origins < end), origins - start, -1)
+        (position, j): np.where((numbers_read >= start) & (numbers_read < end), numbers_read - start, -1)
         for j, (start, end) in enumerate(spans)
     })  # fmt: skip
 

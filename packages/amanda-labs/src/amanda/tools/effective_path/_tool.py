@@ -162,15 +162,16 @@ class EffectivePathTool(amanda.Tool):
         steps = self._executed_steps(graph)
         start = self._scores_step(steps)
         scores = start.outputs[0]
+        samples, classes = scores.shape
         label_indices = _as_integers(scores.argmax(1) if labels is None else labels)
         if (
             label_indices is None
-            or len(label_indices) != len(scores)
-            or not all(-1 < i < scores.shape[1] for i in label_indices)
+            or len(label_indices) != samples
+            or not all(0 <= i < classes for i in label_indices)
         ):
             raise PathError(
                 f"labels is {labels!r}; {start.type} in {start.op.module!r} at {start.op.source} gives "
-                f"{len(scores)} samples of {scores.shape[1]} classes"
+                f"{samples} samples of {classes} classes"
             )
         extraction = Extraction(graph, steps, self._rules, self.theta, self._mode)
         paths = extraction.paths(start, label_indices)
@@ -286,17 +287,21 @@ class Extraction:
         for op in reversed(self._graph.ops[: start.op.index + 1]):
             for output, tensor in enumerate(op.outputs):
                 keys = self._active.pop(tensor, None) if isinstance(tensor, int) else None
-                if keys is not None and (step := self._step_on_path(op.index)) is not None:
-                    op_on_path = OpOnPath(step, output)
-                    is_head = not ops_on_path  # backwards, the op that makes the scores is the first
-                    try:
-                        with np.errstate(invalid="ignore"):  # infinities sum to NaN, which `leading` expects
-                            self._follow_to_inputs(op_on_path, np.unique(np.concatenate(keys)), is_head)
-                    except NotImplementedError as error:
-                        self.missing[f"{step.type}, {error}"] = op.source
-                    ops_on_path += [op_on_path] if op_on_path.synapses else []
-        names = layer_names([op_on_path.step for op_on_path in reversed(ops_on_path)])
-        layers = [layers_by_sample(op_on_path, samples) for op_on_path in reversed(ops_on_path)]
+                step = None if keys is None else self._step_on_path(op.index)
+                if keys is None or step is None:
+                    continue
+                op_on_path = OpOnPath(step, output)
+                is_head = not ops_on_path  # backwards, the op that makes the scores is the first
+                try:
+                    with np.errstate(invalid="ignore"):  # infinities sum to NaN, which `leading` expects
+                        self._follow_to_inputs(op_on_path, np.unique(np.concatenate(keys)), is_head)
+                except NotImplementedError as error:
+                    self.missing[f"{step.type}, {error}"] = op.source
+                if op_on_path.synapses:
+                    ops_on_path.append(op_on_path)
+        ops_on_path.reverse()
+        names = layer_names([op_on_path.step for op_on_path in ops_on_path])
+        layers = [layers_by_sample(op_on_path, samples) for op_on_path in ops_on_path]
         return [
             EffectivePath(
                 {name: by_sample[i] for name, by_sample in zip(names, layers, strict=True)}, int(label)
@@ -337,9 +342,10 @@ class Extraction:
             terms = rule(step, chunk % size, output)
             is_on_path = self._terms_on_path(step, chunk % size, output, terms, is_head)
             _record_terms(op_on_path, chunk, is_on_path, terms)
+        # The producers of the inputs extend the paths in their turn; they end at the weight.
         for (i, j), keys_of_input in op_on_path.element_keys.items():
-            position = step.op.inputs[i]
-            tensor = position[j] if isinstance(position, tuple) else position
+            tensors = step.op.inputs[i]  # a tuple if the op reads a list there, or one tensor
+            tensor = tensors[j] if isinstance(tensors, tuple) else tensors
             if tensor is not None and (i, j) != op_on_path.weight:
                 self._active.setdefault(tensor, []).extend(keys_of_input)
 
@@ -375,7 +381,8 @@ class Extraction:
         bias, scale or batch norm of a convolution.
         """
         values = step.outputs[output].reshape(-1)[rows].astype(np.float64)
-        scale, size, tensor = np.ones(len(rows)), step.outputs[output].size, step.op.outputs[output]
+        scale = np.ones(len(rows))
+        size, tensor = step.outputs[output].size, step.op.outputs[output]
         while isinstance(tensor, int):
             readers = [index for index in self._graph.tensors[tensor].consumers if index in self._steps]
             reader = self._steps[readers[0]] if len(readers) == 1 else None
@@ -383,9 +390,10 @@ class Extraction:
             if reader is None or len(reader.varying) != 1 or reader.outputs[0].size != size:
                 break
             if reader.type not in _SHAPE_ONLY_TYPES:
-                scales, position = reader.arguments.get("scales", ()), reader.data[0]
+                scales = reader.arguments.get("scales", ())  # by the position of the input that they scale
+                position, _ = reader.data
                 if position >= len(scales):
-                    break
+                    break  # the op does not scale what it reads
                 factor = np.asarray(scales[position], np.float64)
                 if factor.ndim:
                     # Scales of a norm have one number for each channel.

@@ -196,20 +196,24 @@ class Fault(NamedTuple):
         """
         if self.kind not in BIT_FAULTS:
             return to_bytes(self._faulty_numbers(raw, dtype, random), dtype, like), None
-        choices, units = self._bit_choices(dtype), int(unit.max()) + 1
-        if self.kind == "multi_bit":
-            drawn = choices[random.integers(len(choices), size=units)]
-        else:
-            # Sorting random keys draws bits without replacement for all elements at once.
-            order = random.random((units, choices.shape[1])).argsort(axis=1, kind="stable")
-            drawn = choices[0][np.sort(order[:, : self.flips], axis=1)]
-        bits, masks = drawn[unit], np.zeros_like(raw)
+        bits = self._draw_bits(dtype, int(unit.max()) + 1, random)[unit]
+        masks = np.zeros_like(raw)
         for column in bits.T:
             # One bit of each element at a time: two bits of an element may lie in one byte.
             masks[np.arange(len(raw)), column // 8] |= (1 << (column % 8)).astype(np.uint8)
         if self.kind in ("bit_flip", "multi_bit"):
             return raw ^ masks, bits
         return raw & ~masks if self.kind == "stuck_at_0" else raw | masks, bits
+
+    def _draw_bits(self, dtype: str, count: int, random: np.random.Generator) -> NDArray[np.int64]:
+        """Return random bits to change: (count, flips)."""
+        choices = self._bit_choices(dtype)
+        if self.kind == "multi_bit":  # each choice is a run of adjacent bits
+            return choices[random.integers(len(choices), size=count)]
+        (single_bits,) = choices
+        # Sorting random keys draws bits without replacement for all elements at once.
+        order = random.random((count, len(single_bits))).argsort(axis=1, kind="stable")
+        return np.asarray(single_bits[np.sort(order[:, : self.flips], axis=1)])
 
     def _faulty_numbers(self, raw: ElementBytes, dtype: str, random: np.random.Generator) -> NDArray[Any]:
         """Return the numbers that replace elements: a constant, or elements with noise."""

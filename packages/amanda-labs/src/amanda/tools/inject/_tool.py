@@ -118,8 +118,10 @@ class InjectTool(amanda.Tool):
         exclude: Globs = None,
     ) -> None:
         super().__init__()
-        flips = 1 + (fault == "multi_bit") if flips is None else flips
-        axis = -2 if axis is None and fault == "wrong_row" else axis
+        if flips is None:
+            flips = 2 if fault == "multi_bit" else 1
+        if axis is None and fault == "wrong_row":
+            axis = -2
         self._fault = Fault(fault, bits, field, flips, value, scale, axis)
         self._fault.check()
         if count is not None and probability is not None:
@@ -301,21 +303,18 @@ class InjectTool(amanda.Tool):
         execution = execution_number(place, run, recomputed)
         if execution not in self._executions:
             return None
-        # `Site` begins with op and execution.
-        if self._only is not None and (place.op, execution) != self._only[:2]:
+        if self._only is not None and (place.op, execution) != (self._only.op, self._only.execution):
             return None
-        tensors = [
-            tensor
-            for position, (index, value) in enumerate(
-                zip(positions or range(len(values)), values, strict=True)
-            )
-            if self._index in (None, index) and fits(index, value)
-            for tensor in tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
-        ]
+        tensors: list[TargetTensor] = []
+        indices = positions or range(len(values))  # of the values among the op's inputs, outputs or gradients
+        for position, (index, value) in enumerate(zip(indices, values, strict=True)):
+            if self._index in (None, index) and fits(index, value):
+                tensors += tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
         if not self._calibrates:
             return self._with_faults(values, tensors, place, execution, recomputed)
+        size = sum(tensor.size for tensor in tensors)
         # A checkpoint runs an op again: that is the same execution, and no further site.
-        if not recomputed and (size := sum(tensor.size for tensor in tensors)):
+        if size and not recomputed:
             self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.labels)))
         return None
 
@@ -325,22 +324,24 @@ class InjectTool(amanda.Tool):
     ) -> tuple[Any, ...] | None:  # fmt: skip
         """Return the values with faults in random elements or slices; None without faults."""
         # All tensors of the execution are one range of units, so that each unit is equally likely.
-        units = (tensor.units(self._fault.axis) for tensor in tensors)
-        starts = list(itertools.accumulate(units, initial=0))
-        size, random = starts.pop(), self._random(place.op, 0 if self._permanent else execution)
+        unit_counts = [tensor.units(self._fault.axis) for tensor in tensors]
+        *starts, total = itertools.accumulate(unit_counts, initial=0)
+        # A permanent fault hits the same units in every execution.
+        random = self._random(place.op, 0 if self._permanent else execution)
         if self._probability is None:
-            count = min(self._count or 1, size)
+            count = min(self._count or 1, total)
         else:
-            count = int(random.binomial(size, self._probability))
+            count = int(random.binomial(total, self._probability))
         if not count:
             return None
-        # Sorted, so that the hits of each tensor are one slice.
-        picked = np.sort(random.choice(size, count, replace=False, shuffle=False))
-        results, hits = list(values), np.split(picked, np.searchsorted(picked, starts[1:]))
-        for tensor, start, hit in zip(tensors, starts, hits, strict=True):
-            if not len(hit):
+        # Sorted, so that the units of each tensor are one slice.
+        units = np.sort(random.choice(total, count, replace=False, shuffle=False))
+        units_by_tensor = np.split(units, np.searchsorted(units, starts[1:]))
+        results = list(values)
+        for tensor, start, tensor_units in zip(tensors, starts, units_by_tensor, strict=True):
+            if not len(tensor_units):
                 continue
-            faulty = self._with_fault(tensor, hit - start, place, execution, random, recomputed)
+            faulty = self._with_fault(tensor, tensor_units - start, place, execution, random, recomputed)
             if tensor.item is None:
                 results[tensor.position] = faulty
             else:
@@ -361,11 +362,15 @@ class InjectTool(amanda.Tool):
         self, tensor: TargetTensor, units: Any, place: SelectedOp, execution: int,
         random: np.random.Generator, recomputed: bool,
     ) -> Any:  # fmt: skip
-        """Return a tensor with the fault in elements or slices, and record the injections."""
+        """Return a tensor with the fault in elements or slices, and record the injections.
+
+        The recomputation of a checkpoint has the same fault, and no further record.
+        """
         xp, dtype, axis = tensors_of(tensor.value), tensor.dtype, self._fault.axis
         positions_of_units = tensor.positions(units, axis)
         positions = positions_of_units.ravel()
-        old_bytes, bits = xp.bytes_at(tensor.value, positions), None
+        old_bytes = xp.bytes_at(tensor.value, positions)
+        bits = None
         if self._fault.kind == "wrong_row":
             extent = tensor.units(axis)
             # From 1 on: the row itself would be no fault.
@@ -375,22 +380,29 @@ class InjectTool(amanda.Tool):
             # All elements of a slice change the same bits, as a stuck line of memory does.
             unit = np.broadcast_to(np.arange(len(units))[:, None], positions_of_units.shape).ravel()
             new_bytes, bits = self._fault.apply(old_bytes, dtype, tensor.value, random, unit)
-        # The injection was recorded at the first run; the recomputation has to be the same.
-        if recomputed:
-            return xp.with_bytes(tensor.value, positions, new_bytes)
+        if not recomputed:
+            self._record_injections(tensor, positions, bits, old_bytes, new_bytes, place, execution)
+        return xp.with_bytes(tensor.value, positions, new_bytes)
+
+    def _record_injections(
+        self, tensor: TargetTensor, positions: Any, bits: Any, old_bytes: Any, new_bytes: Any,
+        place: SelectedOp, execution: int,
+    ) -> None:  # fmt: skip
+        """Count the changed elements at flat positions of a tensor, and list them up to `limit`.
+
+        bits: (elements, flips) the changed bits; None for a fault of whole numbers.
+        """
         self._total += len(positions)
-        # All elements change, `limit` bounds what is listed.
         room = max(0, self._limit - len(self._injections))
-        labels = (
-            *place.labels, self.op_names.get(place.op, place.op), execution, tensor.name, dtype
-        )  # fmt: skip
-        old_numbers, new_numbers = (from_bytes(raw[:room], dtype).tolist() for raw in (old_bytes, new_bytes))
+        old_numbers = from_bytes(old_bytes[:room], tensor.dtype).tolist()
+        new_numbers = from_bytes(new_bytes[:room], tensor.dtype).tolist()
+        op_id = self.op_names.get(place.op, place.op)
+        labels = (*place.labels, op_id, execution, tensor.name, tensor.dtype)
         for i, position in enumerate(positions[:room]):
             element = tuple(map(int, np.unravel_index(position, tensor.value.shape)))
             changed_bits = () if bits is None else tuple(map(int, bits[i]))
             injection = Injection(*labels, element, changed_bits, old_numbers[i], new_numbers[i])
             self._injections.append(((execution, place.number), injection))
-        return xp.with_bytes(tensor.value, positions, new_bytes)
 
 
 def _run_argument(context: amanda.OpContext) -> dict[str, None]:

@@ -84,12 +84,14 @@ class LiveTool(amanda.Tool):
         self._scope = amanda.apply(tool, compiled=compiled)
         # Executions are counted until an optimizer or a call of `step` ends a step.
         self._steps = Steps()
+        # While executions are counted the tool runs in this scope, unless it runs throughout.
         counted = [self._steps] if self._runs_throughout else [self._steps, tool]
         self._counting = amanda.apply(*counted, compiled=compiled)
         if not self._runs_throughout:
-            tool.wrap_routines(self._gate)
+            tool.wrap_routines(self._gate)  # so that they run in logged executions alone
         self._thread, self._is_open = 0, False
         self._handle: Any = None
+        # Executions are numbered from 0, so that number `every` - 1 is that of step `every`.
         self._start = every - 1
         self._window = Window(self._steps, start=self._start, frequency=every)
         self._reset()
@@ -276,7 +278,8 @@ class LiveTool(amanda.Tool):
             self._log(self._number)
         if self._save is not None:
             self.result.save(self._save)
-        if callable(close := getattr(self._writer, "close", None)):
+        close = getattr(self._writer, "close", None)
+        if callable(close):
             close()
 
     def _optimizer_stepped(self) -> None:
@@ -365,8 +368,8 @@ def _checked_result(tool: amanda.Tool, columns: Sequence[str] | None, save: str 
         check_file_to_write(Path(save))
         # A result with a `save` of its own may have other forms.
         has_forms = isinstance(result, Result) and type(result).save is Result.save
-        if has_forms and not str(save).endswith(suffixes := tuple(result._suffixes)):
-            raise LiveError(f"save: {save} ends in none of {', '.join(suffixes)}")
+        if has_forms and not str(save).endswith(tuple(result._suffixes)):
+            raise LiveError(f"save: {save} ends in none of {', '.join(result._suffixes)}")
     return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,23 +84,28 @@ def cut_in_order(work: StepWork, request: CutRequest) -> Stages:
         _OrderedOps(work.reordered(order), request, np.array(order)) for order in _topological_orders(work)
     ]
     # First the least load alone, then the fewest bytes among all cuts within the tolerance of it.
-    slowest = [order.slowest() for order in orders]
-    least = min(slowest)
-    # The order of execution is preferred: its stages are ranges of the program.
-    if slowest[0] <= least * (1 + request.tolerance):
-        least, orders = slowest[0], orders[:1]
-    if np.isinf(least):
-        # Nothing fits: the error names the memory that would do.
-        least_memory = min(order.memory() for order in orders)
-        raise PartitionError(
-            f"no {request.stages} stages fit into memory={request.memory:,} bytes each; with "
-            f"microbatches={request.microbatches} and schedule={request.schedule!r} the least that does is "
-            f"{int(np.ceil(least_memory)):,}: give more memory, stages or micro-batches, or copies= below "
-            f"{request.parameter_copies(work)}"
-        )
-    cuts = (order.fewest_bytes(least * (1 + request.tolerance)) for order in orders)
+    loads = [order.slowest() for order in orders]
+    least_load = min(loads)
+    # The order of execution, the first, is preferred: its stages are ranges of the program.
+    if loads[0] <= least_load * (1 + request.tolerance):
+        least_load = loads[0]
+        orders = orders[:1]
+    if np.isinf(least_load):
+        raise _memory_error(work, request, min(order.memory() for order in orders))
+    max_load = least_load * (1 + request.tolerance)
+    cuts = [order.fewest_bytes(max_load) for order in orders]
     _, stages = min(cuts, key=lambda bytes_and_stages: bytes_and_stages[0])
     return stages
+
+
+def _memory_error(work: StepWork, request: CutRequest, least_memory: float) -> PartitionError:
+    """Return the error for stages that do not fit.  least_memory: of a device, with which they would."""
+    return PartitionError(
+        f"no {request.stages} stages fit into memory={request.memory:,} bytes each; with "
+        f"microbatches={request.microbatches} and schedule={request.schedule!r} the least that does is "
+        f"{int(np.ceil(least_memory)):,}: give more memory, stages or micro-batches, or copies= below "
+        f"{request.parameter_copies(work)}"
+    )
 
 
 def _topological_orders(work: StepWork) -> list[list[int]]:
@@ -220,8 +226,8 @@ def min_cut(work: StepWork, request: CutRequest) -> Stages:
         ordered = work.reordered(order)
         first_side = _balanced_side(ordered, request.tolerance)
         if first_side is not None:
-            crossing = sum(span.tensor.bytes or 0 for span in ordered.spans if _is_cut(span, first_side))
-            candidates.append((crossing, [order[i] for i in first_side]))
+            cut_bytes = sum(span.tensor.bytes or 0 for span in ordered.spans if _is_cut(span, first_side))
+            candidates.append((cut_bytes, [order[i] for i in first_side]))
     if not candidates:
         # Work that was not measured has no cost at all.
         share = float(work.total.max()) / max(float(work.total.sum()), _TINY)
@@ -249,24 +255,25 @@ def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
     count, load_ends = len(work.ops), np.cumsum(work.total)
     total_load = load_ends[-1]
     max_load = 0.5 * (1 + tolerance) * float(total_load)
-    # The first op, and those that come so early that all behind them are too much for the second side;
-    # and the reverse.
-    forced_first = int(np.searchsorted(load_ends, total_load - max_load, "right"))
-    last_optional = int(np.searchsorted(load_ends, max_load))
-    first_side = {0, *range(forced_first)}
-    second_side = {count - 1, *range(last_optional + 1, count)}
+    # Ops are fixed to the first side as long as those behind them weigh more than the second side may have,
+    # and to the second side once they and those before them weigh more than the first side may have.
+    first_count = int(np.searchsorted(load_ends, total_load - max_load, "right"))
+    second_begin = int(np.searchsorted(load_ends, max_load)) + 1
+    # No side is empty: the first and the last op are fixed in any case.
+    first_side = {0, *range(first_count)}
+    second_side = {count - 1, *range(second_begin, count)}
     flow = _flow_network(work)
     while not first_side & second_side:
         side = _minimum_cut_side(flow, first_side, second_side)
         load = float(work.total[list(side)].sum())
         if load <= max_load and total_load - load <= max_load:
             return side
-        remaining_ops = set(range(count)) - side
-        # Yang and Wong: collapse the heavy side, give one op more to the other, and cut again.
+        other_side = set(range(count)) - side
+        # Yang and Wong: fix the light side and one op of the heavy side to it, and cut again.
         if load > max_load:
-            second_side = remaining_ops | {max(side)}
+            second_side = other_side | {max(side)}
         else:
-            first_side = side | {min(remaining_ops)}
+            first_side = side | {min(other_side)}
     return None
 
 
@@ -331,29 +338,29 @@ def schedule_slots(
     forward, backward: time of each stage for a whole batch, of which micro-batches take equal parts.
     Sending a tensor to another stage takes no time.
     """
-    count, end_times, slots = len(forward), dict[tuple[int, int, bool], float](), list[Slot]()
-    has_backward = any(backward)
-    pending = []  # the tasks of each stage, the next one last
+    count, has_backward = len(forward), any(backward)
+    slots: list[Slot] = []
+    end_times: dict[tuple[int, int, bool], float] = {}  # by stage, micro-batch and is_backward
+    free_at = [0.0] * count  # the time from which each stage can compute its next micro-batch
+    pending: list[deque[tuple[int, bool]]] = []  # for each stage the tasks that have no time yet
     for stage in range(count):
-        tasks = microbatch_order(schedule, stage, count, microbatches)
-        # Reversed, since a list gives up its last element fastest.
-        pending.append([task for task in reversed(tasks) if has_backward or not task[1]])
-    clocks = [0.0] * count
+        order = microbatch_order(schedule, stage, count, microbatches)
+        pending.append(deque(task for task in order if has_backward or not task[1]))
     while any(pending):  # each round runs every stage as far as the tasks of its neighbours have ended
         for stage, tasks in enumerate(pending):
             while tasks:
-                microbatch, is_backward = tasks[-1]
+                microbatch, is_backward = tasks[0]
                 sender = stage + 1 if is_backward else stage - 1
                 # The first stage of a direction waits for nobody.
-                ready = end_times.get((sender, microbatch, is_backward)) if 0 <= sender < count else 0.0
-                if ready is None:
+                received_at = end_times.get((sender, microbatch, is_backward)) if 0 <= sender < count else 0.0
+                if received_at is None:
                     break
                 # A stage computes one micro-batch at a time.
-                begin = max(clocks[stage], ready)
-                duration = (backward if is_backward else forward)[stage] / microbatches
-                clocks[stage] = end_times[stage, microbatch, is_backward] = begin + duration
-                slots.append(Slot(stage, microbatch, is_backward, begin, begin + duration))
-                tasks.pop()
+                begin = max(free_at[stage], received_at)
+                end = begin + (backward if is_backward else forward)[stage] / microbatches
+                slots.append(Slot(stage, microbatch, is_backward, begin, end))
+                end_times[stage, microbatch, is_backward] = free_at[stage] = end
+                tasks.popleft()
     return slots
 
 

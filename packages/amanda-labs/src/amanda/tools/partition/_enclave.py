@@ -78,20 +78,23 @@ def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: P
 def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTensors]:
     """Return a message.  Raises ProtectError for one whose length is not what it declares."""
     message = connection.recv_bytes()
-    end = 4 + int.from_bytes(message[:4], "little")
-    header = json.loads(message[4:end])
+    # Four bytes with the length of the header, the header, the bytes of the tensors.
+    header_end = 4 + int.from_bytes(message[:4], "little")
+    header = json.loads(message[4:header_end])
     tensor_headers = [
         TensorHeader(fields[0], tuple(fields[1]), tuple(fields[2]), fields[3])
         for fields in header.pop("tensors")
     ]
-    declared = end + sum(tensor_header.size for tensor_header in tensor_headers)
+    declared = header_end + sum(tensor_header.size for tensor_header in tensor_headers)
     # Short messages are padded.
     if max(declared, _MIN_MESSAGE_BYTES) != len(message):
         raise ProtectError(f"a message declares {declared:,} bytes and has {len(message):,}")
-    tensors, content = [], np.frombuffer(message, np.uint8)
+    tensors, begin = [], header_end
+    content = np.frombuffer(message, np.uint8)
     for tensor_header in tensor_headers:
-        tensors.append((tensor_header, content[end : end + tensor_header.size]))
-        end += tensor_header.size
+        end = begin + tensor_header.size
+        tensors.append((tensor_header, content[begin:end]))
+        begin = end
     return header, tensors
 
 
@@ -301,11 +304,7 @@ class Enclave:
         dropped, failed: executions and backward passes to forget.
         """
         torch = self._torch
-        # What the program can no longer differentiate is freed with the next message.
-        for execution in dropped:
-            self._executions.pop(execution, None)
-        for failed_pass in failed:
-            self._pass_gradients.pop(failed_pass, None)
+        self._forget(dropped, failed)
         arguments = [unpack_tensor(*packed_tensor) for packed_tensor in tensors]
         if random:  # `ProtectedExecution.forward` sends the generator's state after the arguments
             torch.set_rng_state(arguments.pop())
@@ -317,26 +316,30 @@ class Enclave:
             if in_place and "tensor" in inputs[0]:  # autograd forbids a write to a leaf that needs a gradient
                 values[0] = values[0].clone()
             result = _call_by_schema(torch, op, values)
-        # Named tuples, as of `max` with an axis, count as sequences.
-        outputs = list(result) if isinstance(result, (tuple, list)) else [result]
-        non_tensors = [type(output).__name__ for output in outputs if not isinstance(output, torch.Tensor)]
+        is_sequence = isinstance(result, (tuple, list))  # a named tuple too, as of `max` with an axis
+        outputs = list(result) if is_sequence else [result]
+        non_tensors = [output for output in outputs if not isinstance(output, torch.Tensor)]
         if non_tensors:
-            return {"non_tensor": non_tensors[0]}, ()
+            return {"non_tensor": type(non_tensors[0]).__name__}, ()
         if records:
-            paths = [
-                encoded["parameter"]
-                for encoded in inputs
-                if isinstance(encoded, dict) and "parameter" in encoded
-            ]
-            self._executions[number] = _Execution(arguments, outputs, list(dict.fromkeys(paths)))
-        generator_state = [pack_tensor(torch.get_rng_state())] if random else []
-        is_sequence = isinstance(result, (tuple, list))
+            self._executions[number] = _Execution(arguments, outputs, _parameter_paths(inputs))
         # An op in place on a parameter gives it back: its values must not leave the process.
         returns_parameter = any(result is parameter for parameter in self._parameters.values())
-        packed_outputs = [] if returns_parameter else [pack_tensor(output) for output in outputs]
-        trained = [output.requires_grad for output in outputs]
-        answer = {"is_sequence": is_sequence, "returns_parameter": returns_parameter, "trained": trained}
-        return answer, [*packed_outputs, *generator_state]
+        answer = {
+            "is_sequence": is_sequence, "returns_parameter": returns_parameter,
+            "trained": [output.requires_grad for output in outputs],
+        }  # fmt: skip
+        sent_tensors = [] if returns_parameter else outputs
+        if random:
+            sent_tensors = [*sent_tensors, torch.get_rng_state()]
+        return answer, [pack_tensor(tensor) for tensor in sent_tensors]
+
+    def _forget(self, executions: Sequence[int], failed_passes: Sequence[int]) -> None:
+        """Free executions that the program can no longer differentiate, and gradients of failed passes."""
+        for number in executions:
+            self._executions.pop(number, None)
+        for backward_pass in failed_passes:
+            self._pass_gradients.pop(backward_pass, None)
 
     def _decode_input(self, encoded: Any, arguments: Sequence[Any]) -> Any:
         """Return the value that `MessageInputs._encode` has encoded."""
@@ -369,15 +372,15 @@ class Enclave:
             [unpack_tensor(*packed_tensor) for packed_tensor in tensors],
             retain_graph=True, allow_unused=True,  # the program may differentiate again; `dropped` ends it
         )  # fmt: skip
-        for path, gradient in zip(trained_paths, gradients[len(trained_arguments) :], strict=True):
+        argument_gradients = gradients[: len(trained_arguments)]
+        parameter_gradients = gradients[len(trained_arguments) :]
+        for path, gradient in zip(trained_paths, parameter_gradients, strict=True):
             if gradient is not None:
                 earlier_gradient = pass_gradients.get(path)
                 # Not in place: autograd may share the tensor between two inputs.
                 pass_gradients[path] = gradient if earlier_gradient is None else earlier_gradient + gradient
-        has_gradient = [gradient is not None for gradient in gradients[: len(trained_arguments)]]
-        packed_gradients = [
-            pack_tensor(gradient) for gradient in gradients[: len(trained_arguments)] if gradient is not None
-        ]
+        has_gradient = [gradient is not None for gradient in argument_gradients]
+        packed_gradients = [pack_tensor(gradient) for gradient in argument_gradients if gradient is not None]
         return {"has_gradient": has_gradient, "parameters": list(pass_gradients)}, packed_gradients
 
     def accumulate(
@@ -401,31 +404,37 @@ class Enclave:
         self, tensors: PackedTensors, optimizer: int, name: str, groups: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
         """Step the optimizer of this number, which the first step constructs, on the same parameters."""
-        options = [
-            {key: _list_to_tuple(value) for key, value in group["options"].items()} for group in groups
-        ]
-        # At the first step, with state of its own, as in the program.
         if optimizer not in self._optimizers:
-            parameters = [[self._parameters[path] for path in group["paths"]] for group in groups]
-            pairs = zip(parameters, options, strict=True)
-            optimizer_class = getattr(self._torch.optim, name)
-            self._optimizers[optimizer] = optimizer_class(
-                [{"params": group_parameters, **group_options} for group_parameters, group_options in pairs]
-            )
+            new_groups = [
+                {"params": [self._parameters[path] for path in group["paths"]], **_group_options(group)}
+                for group in groups
+            ]
+            self._optimizers[optimizer] = getattr(self._torch.optim, name)(new_groups)
         protected_optimizer = self._optimizers[optimizer]
-        for group, message, group_options in zip(
-            protected_optimizer.param_groups, groups, options, strict=True
-        ):
-            if len(group["params"]) != len(message["paths"]):
+        for present_group, group in zip(protected_optimizer.param_groups, groups, strict=True):
+            if len(present_group["params"]) != len(group["paths"]):
                 raise ProtectError("an optimizer was given more protected parameters after its first step")
             # A schedule may have changed the learning rate since the last step.
-            group.update(group_options)
-            for path, has_gradient in zip(message["paths"], message["gradients"], strict=True):
+            present_group.update(_group_options(group))
+            for path, has_gradient in zip(group["paths"], group["gradients"], strict=True):
                 if not has_gradient:
                     # The optimizer passes over a parameter without a gradient.
                     self._parameters[path].grad = None
         protected_optimizer.step()
         return {}, ()
+
+
+def _parameter_paths(inputs: Sequence[Any]) -> list[str]:
+    """Return the paths of the parameters among the encoded inputs of an op, each once."""
+    paths = [
+        encoded["parameter"] for encoded in inputs if isinstance(encoded, dict) and "parameter" in encoded
+    ]
+    return list(dict.fromkeys(paths))
+
+
+def _group_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimizer's group, with tuples again for the lists of JSON."""
+    return {key: _list_to_tuple(value) for key, value in group["options"].items()}
 
 
 def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
@@ -434,23 +443,27 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
     Inputs after the positional ones are passed by keyword, where all overloads that have so many arguments
     take fewer positional ones.
     """
-    owner, _, name = op.rpartition(".")
-    function = getattr(torch if owner == "torch" else attrgetter(owner.removeprefix("torch."))(torch), name)
+    path = op.removeprefix("torch.")
+    function = attrgetter(path)(torch)
     # Functions such as `sum` take some arguments by keyword alone, which schemas tell.
-    packet = getattr(torch.ops.aten, name.strip("_"), None)
+    packet = getattr(torch.ops.aten, path.rpartition(".")[2].strip("_"), None)
     overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    schemas = [
-        overload._schema.arguments
-        for overload in overloads
-        if not any(argument.is_out for argument in overload._schema.arguments)
+    argument_lists = [overload._schema.arguments for overload in overloads]
+    fitting_lists = [
+        arguments
+        for arguments in argument_lists
+        if len(arguments) >= len(inputs) and not any(argument.is_out for argument in arguments)
     ]
-    long_enough = [arguments for arguments in schemas if len(arguments) >= len(inputs)]
-    positional_counts = [sum(not argument.kwarg_only for argument in arguments) for arguments in long_enough]
-    if not long_enough or max(positional_counts) >= len(inputs):
+    positional_counts = [
+        sum(not argument.kwarg_only for argument in arguments) for arguments in fitting_lists
+    ]
+    if not fitting_lists or max(positional_counts) >= len(inputs):
         return function(*inputs)
-    num_positional = positional_counts[0]
-    keyword_pairs = zip(long_enough[0][num_positional:], inputs[num_positional:], strict=False)
-    return function(*inputs[:num_positional], **{argument.name: value for argument, value in keyword_pairs})
+    # The first overload names the keywords.
+    arguments, count = fitting_lists[0], positional_counts[0]
+    names = [argument.name for argument in arguments[count:]]
+    keywords = dict(zip(names, inputs[count:], strict=False))
+    return function(*inputs[:count], **keywords)
 
 
 def _list_to_tuple(value: Any) -> Any:

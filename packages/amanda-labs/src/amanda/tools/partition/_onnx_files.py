@@ -95,12 +95,7 @@ def assign_parts(
     if not any(is_selected):
         why = "; ".join(selection.unmatched()) or "the ops that it fits compute with constants alone"
         raise PartitionError(f"protect={text!r} selects no op of the file: {why}")
-    part_of_op: list[int] = []  # even numbers for public parts, odd ones for protected parts
-    for op, is_protected in zip(graph.ops, is_selected, strict=True):
-        producers = [graph.producer_of[name] for name in op.reads if name in graph.producer_of]
-        min_part = max((part_of_op[i] for i in producers), default=0)
-        # The part of the producers if it is of the op's kind, otherwise the next one.
-        part_of_op.append(min_part + (min_part % 2 != is_protected))
+    part_of_op = _alternating_parts(graph, is_selected)
     # Part 0 has no op if the first op is protected.
     used_parts = sorted(set(part_of_op))
     kinds = ["protected" if part % 2 else "public" for part in used_parts]
@@ -111,6 +106,19 @@ def assign_parts(
     if shared:
         remarks.append(f"In public and protected parts, as extents or one number: {', '.join(shared)}.")
     return stages, kinds, remarks
+
+
+def _alternating_parts(graph: FileGraph, is_selected: list[bool]) -> list[int]:
+    """Return the part of each op: even numbers for public parts, odd ones for protected parts."""
+    part_of_op: list[int] = []
+    for op, is_protected in zip(graph.ops, is_selected, strict=True):
+        producers = [graph.producer_of[name] for name in op.reads if name in graph.producer_of]
+        part = max((part_of_op[i] for i in producers), default=0)
+        # The part of the last producer if it is of the op's kind, otherwise the next one.
+        if (part % 2 == 1) != is_protected:
+            part += 1
+        part_of_op.append(part)
+    return part_of_op
 
 
 def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[str]:
@@ -125,7 +133,8 @@ def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[st
     for op in graph.constants.values():
         # A constant may be selected itself, as a fake-quantised weight is.  Ops are keyed by first outputs.
         op_facts = tool.ops.get(op.outputs[0])
-        names_read += op.outputs if op_facts is not None and op_facts.selected else ()
+        if op_facts is not None and op_facts.selected:
+            names_read += op.outputs
     # Values that ops compute from inputs of the model are no constants.
     return {
         name for name in graph.with_constants(names_read)
@@ -142,31 +151,37 @@ def _shared_constants(
     constant with the same values as a protected one.
     """
     graph = tool.graph
-    public_reader_of: dict[str, str] = {}
-    for op, is_protected in zip(graph.ops, is_selected, strict=True):
-        if not is_protected:
-            public_reader_of |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
-    # Outputs that no op makes: constants, or inputs handed on.
-    passed_through = [name for name in graph.outputs if name not in graph.producer_of]
-    public_reader_of |= dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
     # Exporters store the same values under several names; a public twin would give a protected one away.
     secrets = (name for name in protected_names if not _may_be_public(graph, name, folder))
     secret_with_bytes = {_constant_bytes(graph, name, folder): name for name in secrets}
     # b"" stands for a computed value, which has no bytes in the file, and for one number repeated, no secret.
     secret_with_bytes.pop(b"", None)
-    for name, reader in public_reader_of.items():
-        if name in protected_names and _may_be_public(graph, name, folder):
+    for name, reader in _public_readers(graph, is_selected).items():
+        if name in protected_names:
+            if not _may_be_public(graph, name, folder):
+                raise ProtectError(
+                    f"{reader} reads {name}, which protected ops read: select this op too, or leave out the "
+                    "ops that read it"
+                )
             yield name
-        elif name in protected_names:
-            raise ProtectError(
-                f"{reader} reads {name}, which protected ops read: select this op too, or leave out the ops "
-                "that read it"
-            )
-        elif (protected_twin := secret_with_bytes.get(_constant_bytes(graph, name, folder))) is not None:
+            continue
+        protected_twin = secret_with_bytes.get(_constant_bytes(graph, name, folder))
+        if protected_twin is not None:
             raise ProtectError(
                 f"{reader} reads {name}, which has the same values as {protected_twin}, which is protected: "
                 "select this op too, or leave out the ops that read it"
             )
+
+
+def _public_readers(graph: FileGraph, is_selected: list[bool]) -> dict[str, str]:
+    """Return for each value that is read in public, directly or by constant nodes, a reader, for errors."""
+    reader_of: dict[str, str] = {}
+    for op, is_protected in zip(graph.ops, is_selected, strict=True):
+        if not is_protected:
+            reader_of |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
+    # Outputs that no op makes: constants, or inputs handed on.
+    passed_through = [name for name in graph.outputs if name not in graph.producer_of]
+    return reader_of | dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
 
 
 def _may_be_public(graph: FileGraph, name: str, folder: Path) -> bool:
@@ -224,8 +239,7 @@ def _build_part(
     reads: values that the ops read, and those from which constants among them are computed.
     produced: values that the ops make.  outputs: of the model.
     """
-    graph, members = tool.graph, set(positions)
-    model = ModelProto()
+    graph, model = tool.graph, ModelProto()
     # Opsets, functions and metadata of the whole model hold for each part.
     for field, value in graph.proto.ListFields():
         if field.name not in ("graph", "training_info"):
@@ -233,17 +247,19 @@ def _build_part(
     part, whole = model.graph, graph.proto.graph
     part.name, part.doc_string = whole.name, whole.doc_string
     part.metadata_props.extend(whole.metadata_props)
+    # Each part has copies of the constant nodes that it reads.
     constants = [graph.constants[name] for name in reads if name in graph.constants]
-    ops = [*(graph.ops[i] for i in positions), *constants]
+    node_numbers = {op.number for op in (*(graph.ops[i] for i in positions), *constants)}
     # In the order of the file, which ONNX wants to be topological.
-    part.node.extend(whole.node[number] for number in sorted({op.number for op in ops}))
+    part.node.extend(whole.node[number] for number in sorted(node_numbers))
     part.initializer.extend(tensor for tensor in whole.initializer if tensor.name in reads)
     part.sparse_initializer.extend(
         tensor for tensor in whole.sparse_initializer if tensor.values.name in reads
     )
     part.input.extend(value for value in whole.input if value.name in reads)
+    # Values that ops of other parts make become inputs.
     crossing = [
-        name for name in reads if name in graph.producer_of and graph.producer_of[name] not in members
+        name for name in reads if name in graph.producer_of and graph.producer_of[name] not in set(positions)
     ]
     part.input.extend(_value_info(tool, name) for name in crossing)
     part.output.extend(graph.outputs.get(name) or _value_info(tool, name) for name in outputs)

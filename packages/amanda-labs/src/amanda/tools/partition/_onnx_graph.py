@@ -68,25 +68,32 @@ class FileGraph:
         self.initializers = {tensor.name: tensor for tensor in graph.initializer}
         self.sparse = {tensor.values.name: tensor for tensor in graph.sparse_initializer}
         initializer_names = {*self.initializers, *self.sparse}
-        input_names = {value.name for value in graph.input}
-        self.inputs = {
-            value.name: value for value in graph.input
-            if self.proto.ir_version >= _IR_WITH_SEPARATE_INPUTS or value.name not in initializer_names
-        }  # fmt: skip
-        self.declared = {value.name: value for value in graph.input if value.name not in self.inputs}
+        # Old files list all initializers among the inputs, where newer ones list those that may be fed.
+        lists_initializers = self.proto.ir_version < _IR_WITH_SEPARATE_INPUTS
+        self.inputs: dict[str, ValueInfoProto] = {}
+        self.declared: dict[str, ValueInfoProto] = {}
+        for value in graph.input:
+            if lists_initializers and value.name in initializer_names:
+                self.declared[value.name] = value
+            else:
+                self.inputs[value.name] = value
         self.outputs: dict[str, ValueInfoProto] = {value.name: value for value in graph.output}
         self.constants: dict[str, FileOp] = {}
         self.ops: list[FileOp] = []
         # An initializer that is an input too is a default, which a caller may replace.
-        fixed = initializer_names - (input_names & self.inputs.keys())
-        for number, node in enumerate(graph.node):
+        self._sort_nodes(initializer_names - self.inputs.keys())
+
+    def _sort_nodes(self, constant_names: set[str]) -> None:
+        """Add each node to the ops or to the constants.  constant_names: initializers that nobody feeds."""
+        for number, node in enumerate(self.proto.graph.node):
             # Bodies of control flow read values of this graph too.
             op = FileOp(number, node, tuple(dict.fromkeys(reads_of(node))))
             # A random op gives other numbers at each run, and a body may hold one: neither is a constant.
-            is_simple = node.op_type not in _RANDOM_OPS and next(bodies_of(node), None) is None
-            if is_simple and fixed.issuperset(op.reads):
+            has_body = next(bodies_of(node), None) is not None
+            may_be_constant = node.op_type not in _RANDOM_OPS and not has_body
+            if may_be_constant and constant_names.issuperset(op.reads):
                 self.constants |= dict.fromkeys(op.outputs, op)
-                fixed.update(op.outputs)
+                constant_names.update(op.outputs)
             else:
                 self.ops.append(op)
 
@@ -216,8 +223,8 @@ class FileFactsTool(amanda.Tool):
     def _record_op(self, context: amanda.OpContext) -> None:
         """Record the facts of an op, or add its FLOPs to those of the op whose body it is in."""
         first_output = first_output_of(context.get_op().node)
-        if first_output in self.graph.producer_of or first_output in self.graph.constants:
-            # Ops in bodies come after the op around them.
+        is_outermost = first_output in self.graph.producer_of or first_output in self.graph.constants
+        if is_outermost:  # ops in bodies come after the op around them, and add to its facts
             self._current_op = self.ops[first_output] = FileOpFacts(
                 context.get_op_id(), context["type"], context.get_scope(), context.get_source()
             )
@@ -307,23 +314,25 @@ class FileFactsTool(amanda.Tool):
         graph = self.graph
         constant_nodes = (name for name in graph.constants if graph.constant_tensor(name))
         constants = {*graph.initializers, *graph.sparse, *constant_nodes}
-        sources = [name for name in graph.readers_of if name in graph.inputs or name in constants]
         # Values from outside come first, as they are there before any op runs.
-        index = {name: i for i, name in enumerate((*sources, *graph.producer_of))}
+        outside_names = [name for name in graph.readers_of if name in graph.inputs or name in constants]
+        index = {name: i for i, name in enumerate((*outside_names, *graph.producer_of))}
         ops = []
         for i, op in enumerate(graph.ops):
-            facts, reads = self.facts(i), graph.with_constants(op.reads)
+            facts = self.facts(i)
+            inputs = tuple(index[name] for name in graph.with_constants(op.reads) if name in index)
+            outputs = tuple(index[name] for name in op.outputs)
             ops.append(
-                Op(i, facts.id, "forward", facts.type, op.node.name or op.node.op_type, 0, facts.module,
-                   facts.source, tuple(index[name] for name in reads if name in index),
-                   tuple(index[name] for name in op.outputs), calls=1)
+                Op(index=i, id=facts.id, phase="forward", type=facts.type,
+                   name=op.node.name or op.node.op_type, framework=0, module=facts.module,
+                   source=facts.source, inputs=inputs, outputs=outputs, calls=1)
             )  # fmt: skip
         tensors = []
         for name, i in index.items():
             shape, dtype, size = self.describe_value(name)
             kind = "parameter" if name in constants else "input" if name in graph.inputs else "activation"
-            readers = tuple(graph.readers_of.get(name, ()))
             tensors.append(
-                Tensor(i, shape, dtype, None, size, kind, name, graph.producer_of.get(name), readers)
-            )
+                Tensor(index=i, shape=shape, dtype=dtype, device=None, bytes=size, kind=kind, name=name,
+                       producer=graph.producer_of.get(name), consumers=tuple(graph.readers_of.get(name, ())))
+            )  # fmt: skip
         return Graph(tuple(ops), tuple(tensors), ("onnx",))

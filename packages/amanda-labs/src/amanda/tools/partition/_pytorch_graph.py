@@ -44,31 +44,37 @@ class CutGraph:
             if not node.users:
                 self._graph.erase_node(node)
         name_as_in_stages(self._graph)
-        (output,) = self._graph.find_nodes(op="output")
-        self._output = output
-        nodes = [node for node in self._graph.nodes if node.op == "call_function"]
-        orders = {node: i for i, node in enumerate(self._graph.nodes)}
-        stacks = (node.meta.get("nn_module_stack") for node in nodes)
-        self._root_frame = dict(list(next(filter(None, stacks), {}).items())[:1])
-        stages = _stages_of_nodes(self._plan, nodes)
-        self._position = {node: (stages.get(node, 0), i) for node, i in orders.items()}
-        # The end of the last stage, behind whatever is added to it.
-        self._position[output] = self._plan.stages - 1, inf
+        (self._output,) = self._graph.find_nodes(op="output")
+        calls = [node for node in self._graph.nodes if node.op == "call_function"]
+        self._place_nodes(calls)
         self._check_writes()
-        for node in nodes:
+        for node in calls:
             self._clone_written_inputs(node)
         # A copy of the list: nodes are added meanwhile.
         for node in list(self._position):
             if node.op != "get_attr":
                 self._send_to_later_stages(node)
         # PyTorch takes the model's outputs from ops of the last stage.
-        for node in output.all_input_nodes:
-            if self._stage_of(node) != self._stage_of(output) or node.op != "call_function":
-                output.replace_input_with(node, self._add_node("alias", node, self._stage_of(output)))
+        last_stage = self._plan.stages - 1
+        for node in self._output.all_input_nodes:
+            if self._stage_of(node) != last_stage or node.op != "call_function":
+                self._output.replace_input_with(node, self._add_node("alias", node, last_stage))
         self._order_by_stages()
         self._graph.lint()
         module.recompile()
         return module
+
+    def _place_nodes(self, calls: Sequence[Any]) -> None:
+        """Set the position of each node, and the module frame of nodes that are added at a stage's end."""
+        stages = _stages_of_nodes(self._plan, calls)
+        # Inputs, parameters and buffers have no stage in the plan: they count as of the first.
+        self._position = {node: (stages.get(node, 0), i) for i, node in enumerate(self._graph.nodes)}
+        # The end of the last stage, behind whatever is added to it.
+        self._position[self._output] = self._plan.stages - 1, inf
+        stacks = (node.meta.get("nn_module_stack") for node in calls)
+        first_stack: dict[Any, Any] = next(filter(None, stacks), {})
+        # A stack begins with the frame of the whole model.
+        self._root_frame = dict(list(first_stack.items())[:1])
 
     def _order_by_stages(self) -> None:
         """Move the nodes into the order of their stages, with a split mark between two stages."""
@@ -126,15 +132,16 @@ class CutGraph:
         sent = node
         if node in self._in_buffers:  # the next micro-batch may write to the buffer before this value is read
             sent = self._add_node("clone", node, first)
-        # A model's input has no op: the pipeline sends results of ops alone.
-        elif not value.is_contiguous() or node.op == "placeholder":
-            sent = self._add_node("alias" if value.is_contiguous() else "contiguous", node, first)
+        elif not value.is_contiguous():
+            sent = self._add_node("contiguous", node, first)
+        elif node.op == "placeholder":  # a model's input: the pipeline sends results of ops alone
+            sent = self._add_node("alias", node, first)
         last = max(map(self._stage_of, readers))
         for stage in range(first + 1, last + 1):
             for reader in readers:
                 if self._stage_of(reader) == stage:
                     reader.replace_input_with(node, sent)
-            if any(self._stage_of(reader) > stage for reader in readers):
+            if stage < last:  # passed on by an op of this stage
                 sent = self._add_node("alias", sent, stage)
 
     def _clone_written_inputs(self, node: Any) -> None:
@@ -153,30 +160,31 @@ class CutGraph:
         """Raise PartitionError for a write whose effect on another stage differs from the model's.
 
         A write in one stage is not visible in another one: earlier readers there must not see the write, and
-        later readers would have to.
+        later readers would have to.  Notes in `_in_buffers` the nodes in the memory of written buffers.
         """
         aliases_of = defaultdict[Any, list[Any]](list)
         root_of = memory_roots(self._position)
         for node, root in root_of.items():
             aliases_of[root].append(node)
-        written_roots = {root_of[value] for node in self._position for value in written_inputs(node)}
+        writes = [(node, value) for node in self._position for value in written_inputs(node)]
+        written_roots = {root_of[value] for _, value in writes}
         self._in_buffers = {
             node for node, root in root_of.items() if root in written_roots and root.op == "get_attr"
         }
-        for node, (stage, order) in self._position.items():
-            for value in written_inputs(node):
-                root = root_of[value]
-                earlier_aliases = [alias for alias in aliases_of[root] if self._position[alias][1] < order]
-                reads = [(alias, user) for alias in earlier_aliases for user in alias.users]
-                for alias, user in reads:
-                    if user is not node and self._reads_other_value(node, value, alias, user):
-                        name = root.target if root.op == "get_attr" else value.name
-                        raise PartitionError(
-                            f"{node.name} in module {module_of(node)!r} of stage {stage} writes to "
-                            f"{name}, which {user.name} in module {module_of(user)!r} of stage "
-                            f"{self._stage_of(user)} reads; a write reaches no other stage: cut elsewhere, "
-                            "with other `stages` or `tolerance`, or write to a copy in the model"
-                        )
+        for writer, value in writes:
+            root = root_of[value]
+            stage, order = self._position[writer]
+            earlier_aliases = [alias for alias in aliases_of[root] if self._position[alias][1] < order]
+            reads = [(alias, user) for alias in earlier_aliases for user in alias.users]
+            for alias, user in reads:
+                if user is not writer and self._reads_other_value(writer, value, alias, user):
+                    name = root.target if root.op == "get_attr" else value.name
+                    raise PartitionError(
+                        f"{writer.name} in module {module_of(writer)!r} of stage {stage} writes to "
+                        f"{name}, which {user.name} in module {module_of(user)!r} of stage "
+                        f"{self._stage_of(user)} reads; a write reaches no other stage: cut elsewhere, "
+                        "with other `stages` or `tolerance`, or write to a copy in the model"
+                    )
 
     def _reads_other_value(self, node: Any, value: Any, alias_read: Any, user: Any) -> bool:
         """Return True if a user of memory that a node writes to would read another value than in the model.
@@ -201,20 +209,11 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     values that it reads.  The assignment of a buffer, at the end of an exported graph, is in the last stage
     that reads the buffer.  Raises PartitionError for a stage without nodes.
     """
-    planned = [(op.type, op.module) for op in plan.ops]
-    exported = [(trace_type(node), module_of(node)) for node in nodes]
-    # The exporter adds and removes ops, so positions differ from the trace; the longest common runs agree.
-    # Without autojunk, which would drop ops that occur often.
-    matcher = SequenceMatcher(None, planned, exported, autojunk=False)
-    planned_stages = {
-        block.b + i: plan.ops[block.a + i].stage
-        for block in matcher.get_matching_blocks()
-        for i in range(block.size)
-    }
+    planned_stages = _planned_stages(plan, nodes)
     stage, stage_of = 0, dict[Any, int]()
-    for i, node in enumerate(nodes):
+    for node in nodes:
         # What the exporter has added belongs to the op before it.
-        stage = planned_stages.get(i, stage)
+        stage = planned_stages.get(node, stage)
         producer_stages = [stage_of[value] for value in node.all_input_nodes if value in stage_of]
         if is_assignment(node):
             buffer, value = node.args
@@ -233,6 +232,20 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
             "loss alone"
         )
     return stage_of
+
+
+def _planned_stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
+    """Return the stage of each node that matches an op of the plan, by their types and modules, in order."""
+    planned = [(op.type, op.module) for op in plan.ops]
+    exported = [(trace_type(node), module_of(node)) for node in nodes]
+    # The exporter adds and removes ops, so positions differ from the trace; the longest common runs agree.
+    # Without autojunk, which would drop ops that occur often.
+    matcher = SequenceMatcher(None, planned, exported, autojunk=False)
+    return {
+        nodes[block.b + i]: plan.ops[block.a + i].stage
+        for block in matcher.get_matching_blocks()
+        for i in range(block.size)
+    }
 
 
 _CONTEXT_MANAGERS = {

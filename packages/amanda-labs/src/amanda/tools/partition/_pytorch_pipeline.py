@@ -89,17 +89,17 @@ class Pipeline:
 
     def _check_parameters(self) -> None:
         """Raise PartitionError for a stage whose parameters differ from the plan's."""
-        tensors_by_path = dict(_tensors_by_name(self._model))
-        # Compared by parameter, as a tied one has several paths; buffers are not compared.
+        # Compared by the first name of a parameter, as a tied one has several paths.
         name_of_id = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        names = {path: name_of_id.get(id(tensor)) for path, tensor in tensors_by_path.items()}
+        name_of_path = {path: name_of_id.get(id(tensor)) for path, tensor in _tensors_by_name(self._model)}
         for stage, tensors in enumerate(self._stage_tensors):
+            planned_paths = [path for path, stages in self.plan.parameters.items() if stage in stages]
             # A path that the model lacks stays, and shows the difference.
-            planned_names = (
-                names.get(path, path) for path, stages in self.plan.parameters.items() if stage in stages
-            )
+            planned_names = [name_of_path.get(path, path) for path in planned_paths]
+            exported_names = [name_of_path.get(path) for path in tensors]
+            # Buffers, which have no name here, are not compared.
             planned = {name for name in planned_names if name is not None}
-            exported = {name for path in tensors if (name := names.get(path)) is not None}
+            exported = {name for name in exported_names if name is not None}
             if planned != exported:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "

@@ -105,7 +105,7 @@ class Protection:
         if target is not None:
             inputs = (target, *inputs[1:])
         message = MessageInputs(inputs, self.stand_ins, f"{record.type} at {record.source}")
-        # Without a backward pass the process forgets the execution at once.
+        # Only for a backward pass does the process keep the execution.
         records = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*message.tensors, *message.parameters)
         )
@@ -120,7 +120,7 @@ class Protection:
         outputs = _autograd_function().apply(
             execution, header, len(message.tensors), *message.tensors, *message.parameters
         )
-        if execution.returns_parameter:
+        if execution.returns_parameter:  # an op in place on a stand-in, whose values stay in the process
             return inputs[0]
         return outputs if execution.is_sequence else outputs[0]
 

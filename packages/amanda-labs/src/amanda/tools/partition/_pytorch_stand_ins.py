@@ -111,7 +111,9 @@ class ParameterStandIns:
                     f"{op_text} is given a tensor on {value.device} with layout {value.layout}; protect runs "
                     "ops on dense tensors of the CPU"
                 )
-            path = None if self.find(value) else parameter_path(value)
+            if self.find(value) is not None:
+                continue  # moved before
+            path = parameter_path(value)
             if path is None or not value.numel():
                 continue
             # An id alone may be that of a tensor that is gone.
@@ -201,17 +203,27 @@ class ProtectedOptimizers:
                 f"{name} steps protected parameters; the protected process knows the optimizers of "
                 "torch.optim, without a closure"
             )
-        # Momentum in the program would be lost, so such an optimizer is refused rather than started anew.
         if optimizer not in self._stepped:
-            stand_ins = [stand_in for group in groups for stand_in in group]
-            stepped_paths = [s.path for s in stand_ins if optimizer.state.get(s.tensor)]
-            if stepped_paths:
-                raise ProtectError(
-                    f"{name} has stepped {stepped_paths[0]} before it was protected; apply the tool earlier"
-                )
+            _check_not_stepped(optimizer, [stand_in for group in groups for stand_in in group])
             self._stepped[optimizer] = next(self._numbers)
-        group_messages = [_describe_group(*pair) for pair in zip(optimizer.param_groups, groups, strict=True)]
+        group_messages = [
+            _describe_group(group, stand_ins)
+            for group, stand_ins in zip(optimizer.param_groups, groups, strict=True)
+        ]
         return {"kind": "step", "optimizer": self._stepped[optimizer], "name": name, "groups": group_messages}
+
+
+def _check_not_stepped(optimizer: Any, stand_ins: Sequence[ParameterStandIn]) -> None:
+    """Raise ProtectError for an optimizer with state of a parameter, such as momentum, from the program.
+
+    The state would be lost: the process starts with an optimizer of its own.
+    """
+    stepped_paths = [stand_in.path for stand_in in stand_ins if optimizer.state.get(stand_in.tensor)]
+    if stepped_paths:
+        raise ProtectError(
+            f"{type(optimizer).__name__} has stepped {stepped_paths[0]} before it was protected; apply the "
+            "tool earlier"
+        )
 
 
 def _describe_group(group: Mapping[str, Any], stand_ins: Sequence[ParameterStandIn]) -> Mapping[str, Any]:

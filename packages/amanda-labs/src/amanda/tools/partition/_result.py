@@ -106,25 +106,31 @@ class PartitionResult(PlottedResult):
 
     def _describe_stage(self, number: int, stage_of: Stages) -> Stage:
         """Return the costs, the bytes and the ops of a stage."""
-        work = self.work
+        work, request = self.work, self.request
         in_stage = stage_of == number
         ops = [op for op, stage in zip(work.ops, stage_of, strict=True) if stage == number]
-        parameter_indices = [
-            index
+        # A parameter that several ops of the stage read is held once.
+        parameter_bytes = sum(
+            work.parameter_bytes[index]
             for index, reader_positions in work.parameters.items()
             if in_stage[list(reader_positions)].any()
-        ]
-        # A parameter that several ops of the stage read is held once.
-        parameters = sum(work.parameter_bytes[index] for index in parameter_indices)
-        activations = int(work.activations[in_stage].sum())
-        memory = (
-            self.request.parameter_copies(work) * parameters + self.request.in_flight(number) * activations
         )
-        sent = sum(crossing.tensor.bytes or 0 for crossing in self.crossings if crossing.source == number)
+        activation_bytes = int(work.activations[in_stage].sum())
+        memory = (
+            request.parameter_copies(work) * parameter_bytes + request.in_flight(number) * activation_bytes
+        )
         return Stage(
-            number, len(ops), _op_label(ops[0]), _op_label(ops[-1]), float(work.forward[in_stage].sum()),
-            float(work.backward[in_stage].sum()), parameters, activations, int(memory), sent,
-        )  # fmt: skip
+            number=number,
+            ops=len(ops),
+            first=_op_label(ops[0]),
+            last=_op_label(ops[-1]),
+            forward=float(work.forward[in_stage].sum()),
+            backward=float(work.backward[in_stage].sum()),
+            parameters=parameter_bytes,
+            activations=activation_bytes,
+            memory=int(memory),
+            sent=sum(crossing.tensor.bytes or 0 for crossing in self.crossings if crossing.source == number),
+        )
 
     @cached_property
     def crossings(self) -> Sequence[Crossing]:
@@ -419,19 +425,18 @@ class StageChain:
             raise ArtefactError(
                 f"there is no output {unknown_names[0]!r}; there are {', '.join(self.outputs)}"
             )
-        values = dict(feeds)
-        reads = [{value.name for value in session.get_inputs()} for session in self.sessions]
-        reads_default = [
-            {value.name for value in session.get_overridable_initializers()} for session in self.sessions
+        # Inputs with a default, which ONNX Runtime lists apart, may be fed as well.
+        input_names = [
+            {value.name for value in (*session.get_inputs(), *session.get_overridable_initializers())}
+            for session in self.sessions
         ]
+        values = dict(feeds)
         for number, session in enumerate(self.sessions):
-            # An input with a default may be fed as well.
-            names_read = reads[number] | reads_default[number]
             names = [value.name for value in session.get_outputs()]
-            outputs = session.run(names, {name: values[name] for name in names_read & values.keys()})
+            outputs = session.run(names, {name: values[name] for name in input_names[number] & values.keys()})
             values |= zip(names, outputs, strict=True)
-            names_needed = set(requested).union(*reads[number + 1 :], *reads_default[number + 1 :])
             # Activations of earlier parts are freed as early as in one session.
+            names_needed = set(requested).union(*input_names[number + 1 :])
             values = {name: value for name, value in values.items() if name in names_needed}
         return [values[name] for name in requested]
 

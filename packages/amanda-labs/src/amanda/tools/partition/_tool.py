@@ -389,23 +389,28 @@ class ProtectTool(amanda.Tool):
         """
         if context["phase"] != "forward":
             return
-        if self._protection is None and "protection" in context:
+        is_pytorch_eager = "protection" in context  # by the rule of this tool
+        if self._protection is None and is_pytorch_eager:
             # Made at the first op, once torch is there.
             self._protection = context["protection"]()
         protection = self._protection
         if not self._selection(context):
-            if protection is not None and "protection" in context:
+            if protection is not None and is_pytorch_eager:
                 # An op outside the selection would compute with NaN.
                 protection.stand_ins.record_open_reads(context)
             return
         op_text = f"{context['type']} at {context.get_source() or context.get_op_type()}"
-        if protection is None or "protection" not in context:
+        if protection is None or not is_pytorch_eager:
             raise ToolError(
                 f"protect runs ops of PyTorch's eager mode in another process; {op_text} is of "
                 f"{context.namespace}"
             )
         if _pytorch_stand_ins.shares_memory(context) and not protection.stand_ins.are_read_by(context):
             return  # a view of a tensor of the program is made in the program, where writes reach the tensor
+        self._run_in_process(context, protection, op_text)
+
+    def _run_in_process(self, context: amanda.OpContext, protection: Protection, op_text: str) -> None:
+        """Move an op's parameters to the process, and replace the op by its execution there."""
         op = _pytorch_stand_ins.callable_of(context)
         # Before the op runs: its parameters are not read in the program once more.
         protection.adopt(context)

@@ -199,20 +199,23 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
     from torch.nn.modules import module as modules
 
     view_op, copy_op = _pytorch_ops()
-    number = SIDES.index(points.side)
-    compiling, wrappers = torch.compiler.is_compiling, tuple(_wrapper_classes(torch.nn.Module))
+    side_number = SIDES.index(points.side)
+    is_compiling, wrappers = torch.compiler.is_compiling, tuple(_wrapper_classes(torch.nn.Module))
+
+    # The functions below return None, as hooks do, to leave a value as it is.
 
     def point(tensor: Any, index: int) -> Any:
-        return copy_op(tensor, index, number) if points.copies else view_op(tensor, index, number)
+        return copy_op(tensor, index, side_number) if points.copies else view_op(tensor, index, side_number)
 
     def pass_tensors(module: Any, value: Any) -> Any:
-        # None leaves the value as it is.
+        """Return the value passed through points; None for a module that only wraps another."""
         return None if isinstance(module, wrappers) else _pass_through(value, torch.Tensor, point, [0])
 
     def pass_in_python(module: Any, value: Any) -> Any:
-        """Return the value passed through points; None, which leaves it, for a module without points."""
+        """Return the value passed through points; None for a module without points."""
         if not points.has_points(module):
             return None
+        # A hook sees no keyword arguments: the inputs of such a call have no points.
         if points.side == "input" and not any(isinstance(leaf, torch.Tensor) for leaf in leaves(value)):
             points.by_keyword.update(_paths(module))
         return pass_tensors(module, value)
@@ -220,10 +223,10 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
     python_hook = pass_in_python
 
     def pre_hook(module: Any, args: Any) -> Any:
-        return pass_tensors(module, args) if compiling() else python_hook(module, args)
+        return pass_tensors(module, args) if is_compiling() else python_hook(module, args)
 
     def forward_hook(module: Any, args: Any, result: Any) -> Any:
-        return pass_tensors(module, result) if compiling() else python_hook(module, result)
+        return pass_tensors(module, result) if is_compiling() else python_hook(module, result)
 
     if "torch._dynamo" in sys.modules:  # it takes seconds to import
         _REQUIRED.check()
@@ -236,8 +239,11 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
     stack.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
     # Hooks of all modules, not of one: modules that are made later have points as well.
-    register = modules.register_module_forward_hook if number else modules.register_module_forward_pre_hook
-    stack.callback(register(forward_hook if number else pre_hook).remove)
+    if points.side == "input":
+        handle = modules.register_module_forward_pre_hook(pre_hook)
+    else:
+        handle = modules.register_module_forward_hook(forward_hook)
+    stack.callback(handle.remove)
 
 
 @cache

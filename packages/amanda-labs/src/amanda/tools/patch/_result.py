@@ -85,15 +85,14 @@ class Region(NamedTuple):
             mask = mask & _axis_mask(self.axis, size, existing, len(shape))
         if self.heads is not None:
             assert self.num_heads is not None
+            # The last axis has the elements of the first head, then those of the second, and so on.
             width, remainder = divmod(shape[-1] if shape else 0, self.num_heads)
             if remainder or not width:
                 raise PatchError(f"{name} has shape {tuple(shape)}; {self.num_heads} heads do not divide it")
-            columns = [
-                # Negative heads count from the end.
-                (head % self.num_heads) * width + column
-                for head in self.heads
-                for column in range(width)
-            ]
+            columns: list[int] = []
+            for head in self.heads:
+                begin = head % self.num_heads * width  # negative heads count from the end
+                columns += range(begin, begin + width)
             mask = mask & _axis_mask(-1, shape[-1], columns, len(shape))
         return mask
 

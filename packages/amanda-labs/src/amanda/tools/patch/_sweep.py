@@ -70,12 +70,13 @@ def patch_sweep(
         "options": settings,
     }  # fmt: skip
     file = nullcontext() if resume is None else TrialFile(resume, "patch_sweep", header)
-    metrics: dict[str, tuple[float | None, str]] = {}
+    keys = [_key(place) for place in places]
+    metrics: dict[str, tuple[float | None, str]] = {}  # the metric, and the error if it has none
     with file as trial_file, Progress(progress) as bar:
         records = {} if trial_file is None else trial_file.records
         # The file may be of a run with other positions or heads.
-        metrics.update((_key(place), records[_key(place)]) for place in places if _key(place) in records)
-        remaining = [place for place in places if _key(place) not in metrics]
+        metrics.update((key, records[key]) for key in keys if key in records)
+        remaining = [place for place, key in zip(places, keys, strict=True) if key not in metrics]
         with closing(run_trials(sweep, remaining, jobs)) as outcomes:
             for outcome in outcomes:
                 key = _key(outcome.trial)
@@ -84,8 +85,12 @@ def patch_sweep(
                     trial_file.add(key, metrics[key])
                 text = outcome.error or f"metric {outcome.value:g}"
                 bar.advance(len(metrics), len(places), key, text)
-    rows = [(*place, metrics[_key(place)][0]) for place in places]
-    errors = {_key(place): metrics[_key(place)][1] for place in places if metrics[_key(place)][1]}
+    rows, errors = [], {}
+    for place, key in zip(places, keys, strict=True):
+        value, error = metrics[key]
+        rows.append((*place, value))
+        if error:
+            errors[key] = error
     return PatchSweep(rows, along, baseline, errors)
 
 

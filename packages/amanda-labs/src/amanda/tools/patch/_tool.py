@@ -97,14 +97,7 @@ class PatchTool(amanda.Tool):
         super().__init__()
         if points is None and module is None and type is None:
             raise PatchError("no points and no type; give a module such as 'model.layers.1', a type, or both")
-        edits = {"set": set, "add": add, "scale": scale}
-        edit_values = {name: value for name, value in edits.items() if value is not None}
-        if len(edit_values) > 1:
-            raise PatchError(
-                f"{' and '.join(edit_values)} are given; an intervention has one of set, add and scale"
-            )
-        self._edit: str = next(iter(edit_values), "save")
-        self._value: Any = edit_values.get(self._edit)
+        self._edit, self._value = _check_edit(set, add, scale)
         self.region = Region.of(positions, heads, num_heads, axis)
         if self._edit == "save" and not self.region.is_all:
             raise PatchError("positions and heads are for set, add and scale; values are saved whole")
@@ -112,7 +105,7 @@ class PatchTool(amanda.Tool):
         """Names of the points to change; None for all.  Read at each execution."""
         self._side, self._index = side, index
         self._steps = None if steps is None else frozenset([steps] if isinstance(steps, int) else steps)
-        self._is_point = type is None
+        self._is_point = type is None  # modules are selected, and not ops
         self._points = (ModulePaths if self._is_point else Paths)("points", points)
         self._selection = Selection(type, module, exclude=exclude)
         # Modules test the ends alone: `*` when points are not given.
@@ -123,6 +116,7 @@ class PatchTool(amanda.Tool):
         self._records: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = ValuesByPoint()
+        # Tensors of the value may be trained, such as a vector that is added.
         value = self._value.saved if isinstance(self._value, PatchTool) else self._value
         self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
         if self._is_trained and not differentiable:
@@ -214,23 +208,31 @@ class PatchTool(amanda.Tool):
         self._is_placed = self._is_placed or is_selected
         if not is_selected:
             return
-        if self._is_point:
+        if self._is_point:  # modules are selected: their points are identity ops, with one tensor each
             side, index = context["point"] or ("", 0)
             if side == self._side and self._index in (None, index):
                 self._insert_routine(context, context.get_scope(), index, 0)
-        elif context["point"] is None:
-            values = context.get_inputs() if self._side == "input" else [None] * ((self._index or 0) + 1)
-            positions = range(len(values)) if self._index is None else [self._index]
-            for position in positions:
-                if self._side == "output" or context["dtype"](values[position]) is not None:
+        elif context["point"] is not None:
+            return  # ops of the program are selected, and a point is none
+        elif self._side == "output":
+            position = self._index or 0
+            self._insert_routine(context, self.place(context), position, position)
+        else:
+            inputs = context.get_inputs()
+            for position in range(len(inputs)) if self._index is None else [self._index]:
+                if context["dtype"](inputs[position]) is not None:  # a tensor
                     self._insert_routine(context, self.place(context), position, position)
 
     def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
-        """Insert the routine that saves or changes a tensor, with the record of its point."""
+        """Insert the routine that saves or changes a tensor, with the record of its point.
+
+        place: of the module or op.  index: of the tensor there.  position: of the tensor among the op's.
+        """
         name = f"{place}[{index}]" if index else place
         key = context.get_op_id(), index
         if key not in self._records:
-            kind, source = (context["type"], context.get_source()) if not self._is_point else ("module", "")
+            kind = "module" if self._is_point else context["type"]
+            source = "" if self._is_point else context.get_source()
             self._records[key] = Patched(context["phase"], kind, context.get_scope(), source, name)
         if self._differentiable and self._is_trained and not context["reaches_values"]:
             self._warn(
@@ -263,9 +265,9 @@ class PatchTool(amanda.Tool):
     def _change_value(self, value: Any, record: Patched, run: dict[Any, Any] | None, recomputed: bool) -> Any:
         """Return the changed value; None for an execution or a region that is not selected."""
         step = execution_number(record, run, recomputed)
-        if (self._steps is not None and step not in self._steps) or (
-            self.only is not None and record.point not in self.only
-        ):
+        if self._steps is not None and step not in self._steps:
+            return None
+        if self.only is not None and record.point not in self.only:
             return None
         tensors = tensors_of(value)
         shape = tensors.extents(value)
@@ -290,15 +292,17 @@ class PatchTool(amanda.Tool):
 
         Saved values may have one row for all rows of a batch, but a prompt of one token is not all tokens.
         """
+        shape = tuple(shape)
         extents = (
             tuple(tensors_of(operand).extents(operand)) if hasattr(operand, "shape") else np.shape(operand)
         )
         try:
-            fits = np.broadcast_shapes(extents, tuple(shape)) == tuple(shape)
+            broadcasts = np.broadcast_shapes(extents, shape) == shape
         except ValueError:
-            fits = False
+            broadcasts = False
         is_saved = isinstance(self._value, PatchTool) and len(extents) == len(shape)
-        if fits and not (is_saved and extents[1:] != tuple(shape)[1:]):
+        has_same_rows = extents[1:] == shape[1:]
+        if broadcasts and (has_same_rows or not is_saved):
             return
         op = f"the {record.type} {record.module}" if record.module else f"{record.type} of the model"
         saved = (
@@ -310,7 +314,7 @@ class PatchTool(amanda.Tool):
             if is_saved else "give a tensor that broadcasts to this shape, or a number"
         )  # fmt: skip
         raise PatchError(
-            f"{saved} has shape {extents} and does not fit {record.point}, whose shape is {tuple(shape)}, "
+            f"{saved} has shape {extents} and does not fit {record.point}, whose shape is {shape}, "
             f"at {op}; {advice}"
         )
 
@@ -349,6 +353,16 @@ class PatchTool(amanda.Tool):
         if sentence not in self._remarks:
             self._remarks[sentence] = None
             logger.warning("PatchTool: %s", text)
+
+
+def _check_edit(set_value: Any, add_value: Any, scale_value: Any) -> tuple[str, Any]:
+    """Return the edit with its value, "save" and None without one; raise PatchError for several."""
+    edits = {"set": set_value, "add": add_value, "scale": scale_value}
+    edit_values = [(name, value) for name, value in edits.items() if value is not None]
+    if len(edit_values) > 1:
+        names = " and ".join(name for name, _ in edit_values)
+        raise PatchError(f"{names} are given; an intervention has one of set, add and scale")
+    return edit_values[0] if edit_values else ("save", None)
 
 
 def _prefix_ends(path: str) -> list[int]:

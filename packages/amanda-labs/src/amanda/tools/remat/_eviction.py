@@ -81,8 +81,8 @@ class Eviction:
     def _next_victim(self, refused: set[Storage]) -> Storage | None:
         """Return the storage with the lowest score; None if nothing more can be evicted.
 
-        Scores grow while an order is in use, so the score of the first storage is computed anew: the storage
-        is evicted, or put back if its score has risen.
+        A heap of scores serves several evictions.  Scores grow meanwhile, so the score of the first storage
+        is computed again: the storage is evicted, or put back if its score has risen.
         """
         if self._victims_left <= 0 or not self._order:
             self._order_candidates(refused)
@@ -97,7 +97,7 @@ class Eviction:
                 heappop(self._order)
                 self._victims_left -= 1
                 return storage
-            # An order that has served an eviction lacks the storages that came since: look once more.
+            # A heap that has served an eviction lacks the storages that came since: look once more.
             has_served = self._victims_left < self._victims_per_order
             if not self._order and has_served:
                 self._order_candidates(refused)
@@ -147,7 +147,7 @@ class Eviction:
     def _evict(self, storage: Storage) -> bool:
         """Drop the tensors by which this tool holds a storage; return True if its memory was freed."""
         maker = storage.maker
-        # First of all, since the inputs of the op must be held before memory goes away.
+        # Ahead of the drop: the inputs of the op must be held before memory goes away.
         if maker is None or not self.commit(maker):
             return False
         filled_handles = [handle for handle in storage.handles.alive() if handle.tensor is not None]
@@ -177,6 +177,7 @@ class Eviction:
         Return False for an op that depends on memory that is gone and cannot be made again.
         """
         recomputable: set[ReplayableOp] = set()
+        # Ancestors first, so that it is known of each input whether its maker can run again.
         for operation in self._uncommitted_ancestors(target):
             if all(self._is_recoverable(ref.storage, recomputable) for ref in operation.refs):
                 recomputable.add(operation)
@@ -190,6 +191,7 @@ class Eviction:
         for operation in recomputable:
             operation.committed = self._generation
             for ref in operation.refs:
+                # An input that no op makes again, such as a parameter or the batch.
                 if ref.storage.maker is None and ref.storage.copy is None:
                     self._keep_alive(ref)
         return True
@@ -266,9 +268,9 @@ class StorageRecomputation:
                     raise RematError(
                         "a tensor that is needed to compute evicted ones again was written unseen"
                     )
-                missing = _lock_inputs(maker, locked)
-                if missing is not None:
-                    pending.append((missing, set()))
+                missing_input = _lock_inputs(maker, locked)
+                if missing_input is not None:  # comes first, then this storage once more
+                    pending.append((missing_input, set()))
                     continue
                 if bounded:
                     self._eviction.make_room(maker.size, maker.counts)

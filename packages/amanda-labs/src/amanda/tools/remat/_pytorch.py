@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 from amanda import interceptor
@@ -215,26 +215,32 @@ class TorchRuntime:
         """Run an op again; return its results, and the tensors that autograd saves, in order."""
         torch = self.torch
         current = self.settings(self.tensors(inputs))
-        # The repeated run may happen under another autocast than the first one: both have to be switched.
+        with undisturbed(), self._restored_settings(settings, current):
+            # As at the first run: only with gradients does autograd save what the backward pass reads.
+            with torch.enable_grad():
+                results, saved = self._run_observed(compute, inputs)
+            # The graph of the repeated run is not needed: the first one is still in place.
+            detached_results = [
+                result.detach() if isinstance(result, torch.Tensor) else result for result in results
+            ]
+            return detached_results, saved
+
+    @contextmanager
+    def _restored_settings(self, settings: Settings, current: Settings) -> Iterator[None]:
+        """Return a context with the autocast and the switches of an op's first run."""
+        # Off, if the first run had no autocast and the present code has one.
         disabled = [(device, False, dtype) for device, _, dtype in current.autocast or ()]
-        with undisturbed(), ExitStack() as stack:
+        with ExitStack() as stack:
             for device, enabled, dtype in settings.autocast or disabled:
                 # Without autocast's cache, whose casts would hold on to weights.
-                stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
-            # As at the first run: only with gradients does autograd save what the backward pass reads.
-            stack.enter_context(torch.enable_grad())
+                stack.enter_context(self.torch.autocast(device, dtype, enabled, cache_enabled=False))
             for (_, set_switch), current_value, recorded_value in zip(
                 self._switches, current.switches, settings.switches, strict=True
             ):
                 if current_value != recorded_value:
                     set_switch(recorded_value)
                     stack.callback(set_switch, current_value)
-            results, saved = self._run_observed(compute, inputs)
-            return [
-                # The graph of the repeated run is not needed: the first one is still in place.
-                result.detach() if isinstance(result, torch.Tensor) else result
-                for result in results
-            ], saved
+            yield
 
     def _run_observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run an op; return its results, and the tensors that autograd saves, in order."""

@@ -125,7 +125,7 @@ class RematStore:
             return Handle(tensor.detach(), version, None, None)
         memory = tensor.untyped_storage()
         entry = self.ledger.find(memory)
-        if entry is None:
+        if entry is None:  # new memory, which the op has made for its backward pass alone
             storage = self._add_product(operation, memory, ProductSlot(index, is_saved=True))
         else:
             storage = entry.storage or self.storage_of(tensor)

@@ -147,19 +147,15 @@ class RematTool(amanda.Tool):
             return NotImplemented
         if self._store is None:
             self._store = RematStore(self._totals, self._budget, self._heuristic, self._strict)
-        store, key = self._store, None
+        store = self._store
         tensors = store.torch.tensors(inputs)
         if not store.torch.will_record(tensors):
             return NotImplemented
+        key = None if self._budget is None else (counts.type, _input_signature(inputs))
         with store.lock:
             operation = store.record_op(counts, compute, inputs, tensors, rerun_facts.scratch)
-            if self._budget is not None:
-                key = (counts.type, _input_signature(inputs))
-                need = self._sizes.get(key)
-                is_exact = need is not None
-                if need is None:  # the first run with such inputs: an estimate, which is not an upper bound
-                    need = store.torch.expected_bytes(compute, inputs) or 0
-                store.eviction.make_room(need, counts, is_exact)
+            if key is not None:
+                self._make_room(store, key, inputs, counts, compute)
         # An op that writes its inputs, or draws random numbers unexpectedly, cannot be run again.
         state_before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
         begin = perf_counter()
@@ -183,6 +179,17 @@ class RematTool(amanda.Tool):
             # What the op really made is known now, which may be more than was estimated.
             store.eviction.make_room(0, counts)
         return result
+
+    def _make_room(
+        self, store: RematStore, key: Hashable, inputs: Sequence[Any], counts: OpCounts,
+        compute: _pytorch.Compute,
+    ) -> None:  # fmt: skip
+        """Evict until the results of an op fit into the budget: as large as at the last run with its key."""
+        need = self._sizes.get(key)
+        is_exact = need is not None
+        if need is None:  # the first run with such inputs: an estimate, which is not an upper bound
+            need = store.torch.expected_bytes(compute, inputs) or 0
+        store.eviction.make_room(need, counts, is_exact)
 
 
 def _input_signature(value: Any) -> Hashable:

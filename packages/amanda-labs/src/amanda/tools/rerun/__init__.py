@@ -46,12 +46,12 @@ def _rerun_facts(context: amanda.OpContext) -> Rerun:
     import torch
 
     inputs, name = context.get_inputs(), context.get_op_type()
-    # `_fused_adam_` and its like write several lists.
     if context["in_place"]:
-        return Rerun(None if name.startswith("_fused") else (0,))
-    written = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
-    if written:
-        return Rerun(written)
+        # `_fused_adam_` and its like write several lists.
+        return Rerun(written=None if name.startswith("_fused") else (0,))
+    out_positions = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
+    if out_positions:
+        return Rerun(written=out_positions)
     is_native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
     packet = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
     if packet is None or not is_native:
@@ -61,15 +61,15 @@ def _rerun_facts(context: amanda.OpContext) -> Rerun:
     mutating = [schema for schema in schemas if schema.is_mutable]
     # An overload that writes anything but `out` may write any input.
     if any(not any(argument.is_out for argument in schema.arguments) for schema in mutating):
-        return Rerun(None)
+        return Rerun(written=None)
     # PyTorch tags the overloads that draw random numbers.
-    random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    is_random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
+    has_generator = any(isinstance(value, torch.Generator) for value in inputs)
     # Input 5 is the flag of training: with it a normalization writes running averages that its outputs do
     # not depend on.
     is_training = context["type"] in ("batch_norm", "instance_norm") and len(inputs) > 5 and bool(inputs[5])
     scratch = tuple(i for i in _STATISTICS if inputs[i] is not None) if is_training else ()
-    random = random or any(isinstance(value, torch.Generator) for value in inputs)
-    return Rerun(scratch, True, random, scratch)
+    return Rerun(written=scratch, pure=True, random=is_random or has_generator, scratch=scratch)
 
 
 def _is_out_argument(context: amanda.OpContext, value: Any) -> bool:

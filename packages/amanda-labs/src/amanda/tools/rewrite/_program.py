@@ -99,9 +99,10 @@ class ProgramMatches:
         node = self.nodes.get(op_id)
         if node is None:
             node = self.nodes[op_id] = ProgramNode(
-                op_id, len(self.nodes), context["type"], context.get_op_type(), context.get_scope(),
-                context.get_source(), context.namespace[0], context["rewrites"], context.is_eager(),
-                context["in_place"], context.get_op(), {}, flow,
+                id=op_id, order=len(self.nodes), type=context["type"], name=context.get_op_type(),
+                module=context.get_scope(), source=context.get_source(), framework=context.namespace[0],
+                rewrites=context["rewrites"], is_eager=context.is_eager(), in_place=context["in_place"],
+                op=context.get_op(), attributes={}, flow=flow,
             )  # fmt: skip
         # At each analysis anew: shapes and attributes may differ from those of the first one.
         node.op, node.attributes, node.flow = context.get_op(), context.get_attrs(), flow
@@ -169,21 +170,22 @@ class ProgramMatches:
     def _match_inputs(
         self, pending: Sequence[tuple[Pattern, Edge]], binding: PatternBinding
     ) -> Iterator[PatternBinding]:
-        """Yield the bindings in which pending patterns fit their inputs.
+        """Yield the bindings in which pending patterns fit their inputs, by backtracking.
 
-        Only None fits an input that the op lacks: an Op needs a producer, and a Capture an input.
+        Only None fits an input that the op lacks: an Op needs a producer, and a Capture an input.  A name
+        that is captured twice stands for one tensor.
         """
         if not pending:
             yield binding
             return
         (pattern, edge), *remaining = pending
-        number = self._tensor_at(edge)
+        tensor = self._tensor_at(edge)  # its number; None for another value
         if isinstance(pattern, Maybe):
             # With the optional op first; without it, the pattern of its input takes its place.
             for option in (pattern.op, pattern.op.first_input):
                 yield from self._match_inputs([(option, edge), *remaining], binding)
         elif isinstance(pattern, Op):
-            producer = self._producer_node(number)
+            producer = self._producer_node(tensor)
             if producer is not None:
                 binding = binding._replace(edges={**binding.edges, edge: producer.id})
                 yield from self._match_op(pattern, producer, remaining, binding)
@@ -195,7 +197,7 @@ class ProgramMatches:
             if position < len(self.nodes[op_id].flow.inputs):
                 captures = {**binding.captures, pattern.name: edge}
                 yield from self._match_inputs(remaining, binding._replace(captures=captures))
-        elif number is not None and number == self._tensor_at(binding.captures[pattern.name]):
+        elif tensor is not None and tensor == self._tensor_at(binding.captures[pattern.name]):
             yield from self._match_inputs(remaining, binding)
 
     def _tensor_at(self, edge: Edge) -> int | None:

@@ -65,7 +65,10 @@ class TorchOpExecutions(OpExecutions):
         self.delayed: weakref.WeakSet[DelayedExecution] = weakref.WeakSet()
 
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """Return a stand-in for the output, or the output itself if its form is not known yet."""
+        """Return a stand-in for the output; compute the output if its form is not known yet.
+
+        Also computes outputs that cannot be delayed, such as views of tensors of the program.
+        """
         delay = DelayedExecution(node, inputs, compute, self.producers(inputs), on_read=self._on_read)
         # The form of an output depends on these alone; autocast changes its element type.
         key = (node.op, _input_signature(inputs), delay.modes)
@@ -290,6 +293,30 @@ class _TorchClasses(NamedTuple):
     computed_function: Any
 
 
+def _input_gradients(delay: DelayedExecution, gradients: Sequence[torch.Tensor]) -> list[Any]:
+    """Return the gradients of a delayed op's inputs, by its own backward pass; None for untrained ones.
+
+    Autograd comes here only if the match was not replaced: the replacement has no such node.
+    """
+    import torch
+
+    inputs, create_graph = torch_tensors(delay.inputs), torch.is_grad_enabled()
+    # With create_graph the caller's graph holds, and frees, the one of the value, so each call needs a value
+    # with a graph of its own.
+    value, arguments = delay.compute_again() if create_graph else delay.value_and_arguments()
+    trained_arguments = [
+        argument
+        for tensor, argument in zip(inputs, torch_tensors(arguments), strict=True)
+        if tensor.requires_grad
+    ]
+    trained_gradients = iter(torch.autograd.grad(
+        value, trained_arguments, gradients,
+        retain_graph=True,  # the program may go backward twice
+        create_graph=create_graph, allow_unused=True,
+    ))  # fmt: skip
+    return [next(trained_gradients) if tensor.requires_grad else None for tensor in inputs]
+
+
 @cache
 def _torch_classes() -> _TorchClasses:
     """Return the classes, which are created when torch is there."""
@@ -313,7 +340,8 @@ def _torch_classes() -> _TorchClasses:
 
             def read(value: Any) -> Any:
                 delay = delay_of(value)
-                return value if delay is None else delay.read(func.overloadpacket.__name__).detach()
+                reader = func.overloadpacket.__name__
+                return value if delay is None else delay.read(reader).detach()
 
             return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
@@ -328,23 +356,7 @@ def _torch_classes() -> _TorchClasses:
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
             """Return the gradients of the delayed op's inputs; None for untrained ones, delay and form."""
-            # The stand-in's node is entered only if the match was not replaced: the op's own gradient is
-            # computed.
-            inputs, create_graph = torch_tensors(ctx.delay.inputs), torch.is_grad_enabled()
-            # With create_graph the caller's graph holds, and frees, the one of the value, so each call of
-            # this function needs a value with a graph of its own.
-            value, arguments = ctx.delay.compute_again() if create_graph else ctx.delay.value_and_arguments()
-            trained_arguments = [
-                argument
-                for tensor, argument in zip(inputs, torch_tensors(arguments), strict=True)
-                if tensor.requires_grad
-            ]
-            input_gradients = iter(torch.autograd.grad(
-                value, trained_arguments, gradients,
-                retain_graph=True,  # the program may go backward twice
-                create_graph=create_graph, allow_unused=True,
-            ))  # fmt: skip
-            return None, None, *(next(input_gradients) if tensor.requires_grad else None for tensor in inputs)
+            return None, None, *_input_gradients(ctx.delay, gradients)
 
     class ComputedFunction(torch.autograd.Function):
         @staticmethod
@@ -353,7 +365,7 @@ def _torch_classes() -> _TorchClasses:
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-            return *gradients, None
+            return *gradients, None  # to the node of the stand-in
 
     for name in (*_READING_METHODS, *HOOKS):
         setattr(StandInTensor, name, _reader_method(name, getattr(torch.Tensor, name)))

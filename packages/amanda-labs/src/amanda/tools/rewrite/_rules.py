@@ -222,9 +222,9 @@ def fold_in_pytorch(match: Match) -> Any:
     import torch
 
     convolution, norm = match.ops["convolution"], match.ops["norm"]
-    x, weight, *more_inputs = convolution.inputs
-    bias, more_inputs = (more_inputs[0], more_inputs[1:]) if more_inputs else (None, [])
-    _, gamma, beta, mean, variance, _, _, epsilon, _ = norm.inputs
+    x, weight, *rest = convolution.inputs
+    bias, settings = (rest[0], rest[1:]) if rest else (None, [])  # settings: stride, padding, ...
+    _, gamma, beta, mean, variance, _training, _momentum, epsilon, _cudnn = norm.inputs
     scale = torch.rsqrt(variance + epsilon)
     if gamma is not None:
         scale = scale * gamma
@@ -234,7 +234,7 @@ def fold_in_pytorch(match: Match) -> Any:
         shift = shift + beta
     per_channel = scale.reshape(-1, *[1] * (weight.dim() - 1))
     # In the weight's element type: statistics may be float32 where weights are half.
-    return convolution(x, (weight * per_channel).to(weight.dtype), shift.to(weight.dtype), *more_inputs)
+    return convolution(x, (weight * per_channel).to(weight.dtype), shift.to(weight.dtype), *settings)
 
 
 def fold_in_tensorflow(match: Match) -> Any:

@@ -101,16 +101,16 @@ class RewriteTool(amanda.Tool):
         # Its plan is being made now, from the choice below.
         self._choose_matches(except_for=node)
         site = self._program.site_of(node.id)
-        if site is None:
+        if site is None:  # the op is in no match that is replaced
             # Delayed ops that read the memory are computed before it is written.
             if node.in_place and node.is_eager and context.get_inputs():
                 context.insert_before_op(self._compute_readers, inputs=[0], executions=executions)
-        elif not node.is_eager:
-            if node.id == site.last:
-                self._instrument_graph(context, node, site)
         elif node.id == site.last:
-            context.replace_op(self._replace_match, node=node, site=site, executions=executions)
-        else:
+            if node.is_eager:
+                context.replace_op(self._replace_match, node=node, site=site, executions=executions)
+            else:
+                self._instrument_graph(context, node, site)
+        elif node.is_eager:
             context.replace_op(self._delay_op, node=node, executions=executions)
 
     def _record_outputs(self, context: amanda.OpContext) -> None:
@@ -129,12 +129,13 @@ class RewriteTool(amanda.Tool):
 
         Counts a fallback, and replaces nothing, if the rule's condition fails or the graph cannot do it.
         """
-        nodes, edges = self._program.nodes, site.binding.edges
+        nodes = self._program.nodes
+        # Inputs of the members, an edge being the id of an op and a position, that ops outside make.
         edges_read = [
-            (index, i)
-            for index in site.members
-            for i in range(len(nodes[index].flow.inputs))
-            if (index, i) not in edges
+            (op_id, position)
+            for op_id in site.members
+            for position in range(len(nodes[op_id].flow.inputs))
+            if (op_id, position) not in site.binding.edges
         ]
         # Symbols were held weakly: the condition sees None for those that are gone.
         symbols = {(op_id, position): nodes[op_id].values[position]() for op_id, position in edges_read}
@@ -170,17 +171,20 @@ class RewriteTool(amanda.Tool):
         executions: OpExecutions,
         original: Callable[..., Any],
     ) -> Any:
-        """Return the output that the rule computes; NotImplemented to compute the original."""
-        # The executions of the match, back from this one: the same ops may have run in another order.
+        """Return the output that the rule computes; NotImplemented to compute the original.
+
+        A fallback is counted with its reason; a match of which an output was read is given up.
+        """
         by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
-        # Control flow may run the same ops in another order than when the match was found.
+        # Adds the other members, back from this one.  Control flow may run the same ops in another order than
+        # when the match was found.
         reason = _collect_executions(site, node.id, by_op)
-        # Checked now: an output may have been read between its op and this one.
-        read_execution = next((execution for execution in by_op.values() if execution.is_read()), None)
-        if read_execution is not None and not reason:
-            self._stop_replacing(site, read_execution)
-            return NotImplemented
         if not reason:
+            # Checked now: an output may have been read between its op and this one.
+            read_execution = next((execution for execution in by_op.values() if execution.is_read()), None)
+            if read_execution is not None:
+                self._stop_replacing(site, read_execution)
+                return NotImplemented
             match = Match(site, by_op)
             if site.rule.when is None or site.rule.when(match):
                 result = _call_replacement(site, match)

@@ -91,22 +91,23 @@ class SkipCandidate(OpCandidate):
     @staticmethod
     def _keeps_shape(context: amanda.OpContext, site: Site, shape: Sequence[int | None]) -> bool:
         """Return True for a product whose output has the shape of its first input."""
-        extents = site.weight_shape
+        weight_shape = site.weight_shape
         product = product_of(context)
         # The first input takes the op's place: it has to be the factor that is not a weight.
         if product is None or product.factors != (0, site.weight):
             return False
         if site.type in MATRIX_PRODUCTS:
             # A square matrix keeps the last axis, and all others stay.
-            return len(extents) == 2 and extents[0] == extents[1]
+            return len(weight_shape) == 2 and weight_shape[0] == weight_shape[1]
         layout: str | None = context["layout"]
         if layout is None or None in shape:
             return False
+        out_channels, _, *kernel = weight_shape
         # Spatial axes keep their sizes only with a fitting padding and a stride of 1.
         sizes = [shape[i] or 0 for i, axis in enumerate(layout) if axis not in "NC"]
-        windows = windows_of(context.get_attrs(), layout, extents[2:])
-        is_same = all(window.places(size) == size for window, size in zip(windows, sizes, strict=True))
-        return is_same and shape[layout.index("C")] == extents[0]
+        windows = windows_of(context.get_attrs(), layout, kernel)
+        keeps_sizes = all(window.places(size) == size for window, size in zip(windows, sizes, strict=True))
+        return keeps_sizes and shape[layout.index("C")] == out_channels
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
         """Return the first input, or the block's input for an addition."""
@@ -196,7 +197,7 @@ class ConvolutionCandidate(WeightCandidate):
         if reason or layout is None or not re.fullmatch("conv[123]d", site.type):
             return reason or f"{site.type} is no convolution"
         channels = context["shape"](context.get_inputs()[0])[layout.index("C")]
-        outputs, inputs, *window = site.weight_shape
+        outputs, channels_of_group, *window = site.weight_shape
         # Each group has as many channels as every other one.
         if channels % self.groups or outputs % self.groups:
             return f"{channels} to {outputs} channels are not {self.groups} groups"
@@ -204,12 +205,13 @@ class ConvolutionCandidate(WeightCandidate):
         # element.
         if any((size - self.kernel) % 2 for size in window):
             return f"windows of {window[0]} and {self.kernel} have no common centre"
-        kernel_growth, op_groups = [self.kernel - size for size in window], channels // inputs
+        kernel_growth = [self.kernel - size for size in window]
+        op_groups = channels // channels_of_group
         reason = site.library.weight_obstacle(context, site) or site.library.convolution_obstacle(
             context, kernel_growth, op_groups
         )
         if not reason:
-            site.keep_state(self.label, lambda: self._initial_weight(context, site, channels), True)
+            site.keep_state(self.label, lambda: self._initial_weight(context, site, channels), trained=True)
         return reason
 
     def _initial_weight(self, context: amanda.OpContext, site: Site, channels: int) -> Any:

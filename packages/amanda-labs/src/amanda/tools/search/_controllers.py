@@ -194,7 +194,7 @@ class StudyTrials:
         self._optuna, self._space, self._costs = _import_optuna("Search"), space, costs
         directions: list[Any] = ["maximize", *("minimize" for _ in costs)]
         # A sampler of the user's, or in a study of the user's, keeps its own seed.
-        self._is_seeded_anew = sampler is None and not isinstance(study, self._optuna.Study)
+        self._seeds_sampler = sampler is None and not isinstance(study, self._optuna.Study)
         if not isinstance(study, self._optuna.Study):
             study = self._open_study(study, directions, sampler)
         study_directions = [direction.name.lower() for direction in study.directions]
@@ -206,8 +206,7 @@ class StudyTrials:
             name: self._optuna.distributions.CategoricalDistribution(tuple(labels))
             for name, labels in space.items()
         }
-        # By number: a trial object stays the same over several reads, so that new ones are told apart by
-        # identity.
+        # By number.  The same objects at each read: `Search` tells new trials apart by identity.
         self._evaluated: dict[int, Trial] = {}
         self._proposals: list[Any] = []
 
@@ -259,7 +258,7 @@ class StudyTrials:
 
     def ask(self, numbers: np.random.Generator) -> Architecture:
         """Return the architecture that the study's sampler proposes."""
-        if self._is_seeded_anew:
+        if self._seeds_sampler:
             self.study.sampler = self._optuna.samplers.TPESampler(seed=int(numbers.integers(2**31)))
         self._proposals.append(self.study.ask(self._distributions))
         return {name: self._proposals[-1].params[name] for name in self._space}
@@ -280,8 +279,10 @@ class StudyTrials:
         state, values = states.FAIL, None
         if trial.metric is not None:
             state, values = states.COMPLETE, [trial.metric, *trial.costs.values()]
-        # What the study proposed itself is told to its sampler; any other trial is added as it is.
-        proposal = next((asked for asked in self._proposals if asked.params == trial.architecture), None)
+        proposal = next(
+            (proposal for proposal in self._proposals if proposal.params == trial.architecture), None
+        )
+        # The study's sampler learns from what it proposed; any other trial is added as it is.
         if proposal is not None:
             self._proposals.remove(proposal)
             if trial.error:

@@ -63,17 +63,18 @@ def settle_architecture(
     for cost, limit in limits.items():
         measure = measures[cost]
         while (present_cost := measure(settled)) > limit:
+            # Greedy, one change after the other, as all combinations are too many to try.
             changes = []
             for name, probabilities in shares.items():
                 for label, share in probabilities.items():
-                    cheaper = settled | {name: label}
-                    saving = present_cost - measure(cheaper)
-                    if saving > 0 and all(
-                        earlier_measure(cheaper) <= bound for earlier_measure, bound in earlier_limits
-                    ):
-                        # Greedy: the cheapest loss for each unit of cost, as all combinations are too many to
-                        # try.
-                        changes.append((log(probabilities[settled[name]] / share) / saving, name, label))
+                    changed = settled | {name: label}
+                    saving = present_cost - measure(changed)
+                    breaks_limit = any(
+                        earlier_measure(changed) > bound for earlier_measure, bound in earlier_limits
+                    )
+                    if saving > 0 and not breaks_limit:
+                        loss = log(probabilities[settled[name]] / share)
+                        changes.append((loss / saving, name, label))
             if not changes:
                 raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")
             _, changed_name, cheaper_label = min(changes)

@@ -79,16 +79,17 @@ def finalize_torch(model: Any, sites: Iterable[Site]) -> Any:
                 _disable_in_place_writers(site, candidate, finalized_model)
             if module is finalized_model:
                 finalized_model = replacement
-                continue
-            paths = [
-                path
-                # A module may be registered at several paths, and has to be replaced at each.
-                for path, submodule in finalized_model.named_modules(remove_duplicate=False)
-                if submodule is module
-            ]
-            for parent, _, name in (path.rpartition(".") for path in paths if replacement is not module):
-                setattr(finalized_model.get_submodule(parent), name, replacement)
+            elif replacement is not module:
+                _replace_submodule(finalized_model, module, replacement)
     return finalized_model
+
+
+def _replace_submodule(model: Any, module: Any, replacement: Any) -> None:
+    """Replace a submodule at each path at which it is registered."""
+    paths = [path for path, submodule in model.named_modules(remove_duplicate=False) if submodule is module]
+    for path in paths:
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, replacement)
 
 
 def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) -> None:
@@ -214,6 +215,7 @@ def _find_layer_changes(layers: Mapping[str, Any], sites: Iterable[Site]) -> _La
     for site, candidate in changed_sites(sites):
         # Scopes of Keras and of TensorFlow's graphs separate names by slashes.
         parts = [part for path in site.scopes for part in path.replace(".", "/").split("/")]
+        # The innermost layer: a nested model is a layer too.
         layer = next((layers[part] for part in reversed(parts) if part in layers), None)
         if layer is None:
             raise not_a_module_error(site, candidate, f"the model has no layer {site.module!r}")
@@ -221,7 +223,7 @@ def _find_layer_changes(layers: Mapping[str, Any], sites: Iterable[Site]) -> _La
         chooses_activation = is_skipped or isinstance(candidate, ActivationCandidate)
         if chooses_activation and site.type in ACTIVATIONS and _is_activation(layer):
             changes.settings[layer.name]["activation"] = "linear" if is_skipped else candidate.label
-            if "activation" not in layer.get_config():
+            if "activation" not in layer.get_config():  # a layer such as ReLU, which is the activation
                 changes.replaced.add(layer.name)
         elif is_skipped and has_kernel:
             # An op with a bias is two ops in Keras: the skipped product would leave the addition.

@@ -87,22 +87,11 @@ class Search:
             raise SearchError(
                 "Search: the tool has met no op with a choice; call tool.prepare(model, x) first"
             )
-        # Made here, so that each search has a controller of its own.
-        if isinstance(controller, str):
-            controller = _CONTROLLERS[controller]()
-        is_controller = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
-        # A class has the methods too, and is a likely slip.
-        if not is_controller or isinstance(controller, type):
-            controller_names = ", ".join(map(repr, _CONTROLLERS))
-            raise SearchError(
-                f"Search: controller is {controller!r}; give {controller_names}, or an object with ask and "
-                "tell"
-            )
-        self._tool, self._controller = tool, controller
+        self._tool, self._controller = tool, _make_controller(controller)
         # Training changes shared weights, so that the same architecture may score otherwise later.
         self._is_trained = train is not None
         names = [cost if isinstance(cost, str) else getattr(cost, "__name__", str(cost)) for cost in costs]
-        if len({metric, *names}) <= len(names):
+        if len({metric, *names}) < 1 + len(names):
             raise SearchError(
                 f"Search: the metric is called {metric!r} and the costs {names}; give each a name of its own"
             )
@@ -115,17 +104,21 @@ class Search:
         self._learned_ids: set[int] = set()
         # Evaluated, but not in the study yet: its storage may fail.
         self._unwritten: list[Trial] = []
-        self._study: StudyTrials | None = None
+        self._study = self._open_study(study, names)
+        self._sync_trials()
+
+    def _open_study(self, study: Any, cost_names: Sequence[str]) -> StudyTrials | None:
+        """Return the trials of a study, or of the study of Optuna's controller; None without a study."""
+        controller = self._controller
         if isinstance(controller, OptunaController):
             if study is not None and controller.study is not None:
                 raise SearchError(
                     f"Search: study is {shown(study)}, and the controller has another; give one of them"
                 )
             study = controller.study if study is None else study
-            self._study = controller.trials = StudyTrials(study, self._space, names, controller.sampler)
-        elif study is not None:
-            self._study = StudyTrials(study, self._space, names)
-        self._sync_trials()
+            controller.trials = StudyTrials(study, self._space, cost_names, controller.sampler)
+            return controller.trials
+        return None if study is None else StudyTrials(study, self._space, cost_names)
 
     @property
     def result(self) -> SearchResult:
@@ -164,6 +157,7 @@ class Search:
             raise SearchError("Search.run: the budget is None; give trials, seconds, or both")
         jobs = self._check_jobs(jobs)
         begun, self._stopped = perf_counter(), ""
+        # Trials of another process, and those that an earlier run could not write.
         self._sync_trials()
         if self._tool.mixture:
             raise SearchError(
@@ -206,23 +200,27 @@ class Search:
     ) -> None:  # fmt: skip
         """Evaluate the architectures of a batch, and add their trials in the order of the proposals."""
         texts = [" ".join(architecture.values()) for architecture in architectures]
-        begin, pending, finished = len(self._trials), list(range(len(architectures))), dict[int, Trial]()
-        ordered_count, total = 0, total or begin + len(architectures)
+        begin = len(self._trials)
+        end = begin + len(architectures)
+        pending = list(range(len(architectures)))  # numbers of the architectures without a trial
+        finished: dict[int, Trial] = {}  # trials that ended ahead of earlier proposals, by number
+        next_number = 0  # of the next trial to add
+        total = total or end
         progress.begin(total, texts[0], begin)
         try:
             for outcome in run_trials(self._program.load, architectures, jobs):
                 # The first, as with `train` a batch may have an architecture twice.
                 number = next(i for i in pending if architectures[i] == outcome.trial)
                 trial = finished[number] = self._make_trial(outcome, texts[number])
-                progress.begin(total, texts[number], begin + len(architectures) - len(pending))
+                progress.begin(total, texts[number], end - len(pending))
                 progress.done(trial.error or f"{self._metric} {trial.metric:g}")
                 pending.remove(number)
                 if pending:
                     # In this process the next; of several the one that began first.
-                    progress.begin(total, texts[pending[0]], begin + len(architectures) - len(pending))
-                while ordered_count in finished:
-                    self._unwritten.append(finished.pop(ordered_count))
-                    ordered_count += 1
+                    progress.begin(total, texts[pending[0]], end - len(pending))
+                while next_number in finished:
+                    self._unwritten.append(finished.pop(next_number))
+                    next_number += 1
                 self._sync_trials()
         finally:
             # After an interrupt, those that ended ahead of others.
@@ -310,6 +308,20 @@ class Search:
         if not is_valid or any(label not in self._space[name] for name, label in architecture.items()):
             call_text = f"{type(controller).__name__}.ask gave {architecture!r}"
             raise SearchError(f"Search: {call_text}; give a dict from each name of {self._space} to a label")
+
+
+def _make_controller(controller: str | Controller) -> Controller:
+    """Return a new controller of a name, or the one given; raise SearchError for another object."""
+    if isinstance(controller, str):
+        return _CONTROLLERS[controller]()
+    is_controller = all(callable(getattr(controller, name, None)) for name in ("ask", "tell"))
+    # A class has the methods too, and is a likely slip.
+    if not is_controller or isinstance(controller, type):
+        controller_names = ", ".join(map(repr, _CONTROLLERS))
+        raise SearchError(
+            f"Search: controller is {controller!r}; give {controller_names}, or an object with ask and tell"
+        )
+    return controller
 
 
 class Measurements(NamedTuple):

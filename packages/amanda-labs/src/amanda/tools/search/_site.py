@@ -55,14 +55,7 @@ class Site:
         self._like = context.get_inputs()[0]
         self._xp = tensors_of(self._like)
         self._states: dict[str, Any] = {}
-        self.weight: int | None = context["weight_index"]
-        self.layout: str | None = context["weight_layout"]
-        value = None if self.weight is None else context.get_inputs()[self.weight]
-        extents = () if value is None else tuple(context["shape"](value))
-        self.weight_shape = canonical_extents(extents, self.layout)
-        self.channels: int = (context["layout"] or "C").index("C")
-        self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
-        self.bias = self._find_bias(context)
+        self._set_weight(context)
         self.op_ids: set[int] = set()
         # Of interest when the op is skipped: they would write into its input.
         self.writers: dict[int, InPlaceWriter] = {}
@@ -78,6 +71,17 @@ class Site:
             candidate.label: candidate for candidate in candidates if candidate.label not in self.rejected
         }
         self.decision: Decision
+
+    def _set_weight(self, context: amanda.OpContext) -> None:
+        """Set the facts of the op's weight and bias; an op without a weight has the shape ()."""
+        self.weight: int | None = context["weight_index"]
+        self.layout: str | None = context["weight_layout"]
+        value = None if self.weight is None else context.get_inputs()[self.weight]
+        extents = () if value is None else tuple(context["shape"](value))
+        self.weight_shape = canonical_extents(extents, self.layout)
+        self.channels: int = (context["layout"] or "C").index("C")
+        self.itemsize = 4 if value is None else itemsize(context["dtype"](value)) or 4
+        self.bias = self._find_bias(context)
 
     def _find_bias(self, context: amanda.OpContext) -> int | None:
         """Return the position of the op's bias among its inputs; None without one."""

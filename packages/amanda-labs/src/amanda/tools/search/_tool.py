@@ -379,7 +379,8 @@ class SearchTool(amanda.Tool):
         decision_name = choice.name if choice.shared else name
         decision = self._decisions.get(decision_name) or Decision(decision_name, choice.shared)
         if decision.admit(site):
-            self._sites[name], self._decisions[decision_name], site.decision = site, decision, decision
+            self._sites[name] = site
+            self._decisions[decision_name] = site.decision = decision
             self._unfit[decision_name] = decision.rejected
             if self._has_alphas:
                 decision.start_mixture(self._seed)
@@ -388,8 +389,8 @@ class SearchTool(amanda.Tool):
                 decision.label = self._requested[decision_name]
         else:
             self._refused.add(name)
-            shares = f"only {', '.join(site.candidates) or 'none'} of the candidates fit"
-            self._unfit[name] = site.rejected or {decision_name: shares}
+            too_few = f"only {', '.join(site.candidates) or 'none'} of the candidates fit"
+            self._unfit[name] = site.rejected or {decision_name: too_few}
         site.close()
 
     def _record_write(self, context: amanda.OpContext, node: DataflowNode) -> None:

@@ -96,7 +96,7 @@ def compare_reruns(first: Sequence[Any], rerun: Callable[[], list[Any]]) -> tupl
     second = rerun()
     if have_equal_bits(first, second):
         return "same", ""
-    groups: list[list[Sequence[Any]]] = [[first], [second]]
+    groups: list[list[Sequence[Any]]] = [[first], [second]]  # runs with equal bits
     for _ in range(_RUNS - 1):
         outputs = rerun()
         for group in groups:
@@ -105,12 +105,11 @@ def compare_reruns(first: Sequence[Any], rerun: Callable[[], list[Any]]) -> tupl
                 break
         else:
             groups.append([outputs])
-    largest = max(map(len, groups))
-    if largest < _RUNS:
+    groups.sort(key=len)
+    # `_RUNS` + 1 runs: one differs from all others, which agree, or the op varies.
+    if len(groups[-1]) < _RUNS:
         return "varies", ""
-    # One run differs from all others, which agree.
-    corrupt_run = next(group[0] for group in groups if len(group) == 1)
-    majority = next(group[0] for group in groups if len(group) == largest)
+    (corrupt_run,), (majority, *_) = groups
     prefix = "" if corrupt_run is first else "the second run of the op is the odd one: "
     return "corruption", prefix + difference(corrupt_run, majority)
 
@@ -127,18 +126,20 @@ def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable
     if node is None or not callable(node):
         return None
 
-    def again() -> list[Any]:
+    def rerun_node() -> list[Any]:
         """Run the node again; return its gradients, in the shapes and types of the outgoing ones."""
         with undisturbed():
             outputs = torch_tensors([node(*gradients)])
         # Another number of gradients is a difference by itself.
         if len(outputs) != len(outgoing):
             return outputs
-        pairs = zip(outputs, outgoing, strict=True)
         # Autograd does the same to what a node returns, after the node.
-        return [output.sum_to_size(reference.shape).to(reference.dtype) for output, reference in pairs]
+        return [
+            output.sum_to_size(reference.shape).to(reference.dtype)
+            for output, reference in zip(outputs, outgoing, strict=True)
+        ]
 
-    return again
+    return rerun_node
 
 
 _BLOCK = 1 << 22
@@ -222,14 +223,16 @@ def difference(outputs: Sequence[Any], rerun_outputs: Sequence[Any]) -> str:
             return f"output {i} is {tuple(a.shape)} {a.dtype}, and {tuple(b.shape)} {b.dtype} when run again"
         wrong = (bits(a) != bits(b)).nonzero()[:, 0]
         if len(wrong):
-            at = int(wrong[0]) // (2 if a.is_complex() else 1)
+            # A complex number counts as two, its real and its imaginary part.
+            first = int(wrong[0]) // (2 if a.is_complex() else 1)
             wide = torch.complex128 if a.is_complex() else torch.float64
-            x, y = (output.detach().reshape(-1) for output in (a, b))
+            x, y = a.detach().reshape(-1), b.detach().reshape(-1)
             share = float((x.to(wide) - y.to(wide)).abs().max() / y.to(wide).abs().max())
             size = f", by at most {share:.1e} of the largest" if math.isfinite(share) else ""
             return (
                 f"{len(wrong):,} of {a.numel():,} elements of output {i} differ from those of a run with the "
-                f"same inputs{size}, the first at {at:,}: {x[at].item()!r} instead of {y[at].item()!r}"
+                f"same inputs{size}, the first at {first:,}: {x[first].item()!r} instead of "
+                f"{y[first].item()!r}"
             )
     return f"{len(outputs)} outputs, and {len(rerun_outputs)} when run again"
 

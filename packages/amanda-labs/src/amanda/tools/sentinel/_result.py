@@ -180,18 +180,7 @@ class SentinelResult(Result):
         counts = self.counts
         if not (self.ops or counts.steps):
             return [NOTHING]
-        recomputed = sum(op.recomputed for op in self.ops)
-        watched = f"{counts.watched:,} of {counts.steps:,} steps were watched"
-        if self.alarms:
-            num_further = len(self.alarms) - 1 + self._dropped
-            further = f" There are {num_further:,} further alarms." if num_further else ""
-            notes = [
-                f"Alarm: {self.alarms[0]}.{further}",
-                *(f"{alarm}." for alarm in self.alarms[1:10]),
-                f"{watched}.",
-            ]
-        else:
-            notes = [f"No alarm: {watched}, and {recomputed:,} executions that ran again gave the same bits."]
+        notes = self._alarm_notes()
         if counts.followed:
             notes.append(f"{counts.followed:,} more norms were NaN or spikes, after the first in their step.")
         if counts.comparisons:
@@ -212,6 +201,17 @@ class SentinelResult(Result):
             notes.append(f"Watching took {self.spent / self.passed:.2%} of {self.passed:,.1f} s, {budget}.")
         return notes
 
+    def _alarm_notes(self) -> list[str]:
+        """Return the first ten alarms, or that there is none, and the number of watched steps."""
+        watched = f"{self.counts.watched:,} of {self.counts.steps:,} steps were watched"
+        if not self.alarms:
+            recomputed = sum(op.recomputed for op in self.ops)
+            return [f"No alarm: {watched}, and {recomputed:,} executions that ran again gave the same bits."]
+        num_further = len(self.alarms) - 1 + self._dropped
+        further = f" There are {num_further:,} further alarms." if num_further else ""
+        further_alarms = (f"{alarm}." for alarm in self.alarms[1:10])
+        return [f"Alarm: {self.alarms[0]}.{further}", *further_alarms, f"{watched}."]
+
 
 def _finite(value: float | None) -> float | None:
     """Return a number; None for NaN, an infinity or None, which JSON cannot hold."""
@@ -230,24 +230,29 @@ class WatchedNorm(NamedTuple):
     value: Any
 
 
-def raise_alarms(
+def norm_alarms(
     step: int, norms: Sequence[WatchedNorm], values: Sequence[float], threshold: float, window: int
 ) -> tuple[list[Alarm], int]:
-    """Return alarms for the first NaN and the first spike of a step, and the number of further ones."""
+    """Return alarms for the first NaN and the first spike of a step, and the number of further ones.
+
+    Adds each value to the history of its tensor.  No spike counts after the first NaN.
+    """
     alarms: dict[str, Alarm] = {}
     followed = 0
     for norm, value in zip(norms, values, strict=True):
         op = norm.op
-        kind: Kind
-        distance = op.norms.setdefault(norm.tensor_name, NormHistory(window)).distance(value)
-        op.last = value if not norm.is_input else op.last
-        if value != value:
-            kind, detail = "nan", f"{norm.tensor_name} is the first to hold NaN"
+        kind: Kind = "nan"
+        history = op.norms.setdefault(norm.tensor_name, NormHistory(window))
+        distance = history.distance(value)
+        if not norm.is_input:
+            op.last = value
+        if math.isnan(value):
+            detail = f"{norm.tensor_name} is the first to hold NaN"
         elif distance > threshold:
             kind = "spike"
-            median = op.norms[norm.tensor_name].median
             detail = (
-                f"the norm of {norm.tensor_name} is {value:.4g}, {distance:.0f} deviations above {median:.4g}"
+                f"the norm of {norm.tensor_name} is {value:.4g}, {distance:.0f} deviations above "
+                f"{history.median:.4g}"
             )
         else:
             continue
@@ -259,9 +264,6 @@ def raise_alarms(
         else:
             alarms[kind] = Alarm(kind, step, op.phase, op.type, op.module, op.source, detail)
     return list(alarms.values()), followed
-
-
-_KINDS = ("gradient", "parameter")
 
 
 class Ranks:
@@ -301,28 +303,28 @@ class Ranks:
         # The group takes one exchange at a time, and hashes of two steps must not mix.
         alarms = self.received_alarms(wait=True)
         plain = [parameter for parameter in parameters if _reruns.is_plain(parameter)]
-        if skipped := len(parameters) - len(plain):
-            self.remarks[
-                f"{skipped} parameters are sharded, or no plain tensors: ranks do not compare them."
-            ] = None
+        skipped = len(parameters) - len(plain)
+        if skipped:
+            remark = f"{skipped} parameters are sharded, or no plain tensors: ranks do not compare them."
+            self.remarks[remark] = None
         # A group of its own: collectives of the program and of the tool cannot get in each other's order.
         if self._group is None and not self._begin_group(len(plain)):
             self._next = 1 << 62  # never again
             return alarms
-        values, names = [], []
+        hashes, names = [], []
         for parameter in plain:
-            for kind, value in zip(_KINDS, (parameter.grad, parameter), strict=True):
+            for kind, value in (("gradient", parameter.grad), ("parameter", parameter)):
                 # A rank that lacks a gradient sends a zero: hashes are compared by place.
-                is_there = value is not None and _reruns.is_plain(value)
-                values.append(_reruns.digest(value) if is_there else torch.zeros((), dtype=torch.int64))
+                has_hash = value is not None and _reruns.is_plain(value)
+                hashes.append(_reruns.digest(value) if has_hash else torch.zeros((), dtype=torch.int64))
                 names.append(f"{kind} {self._name_of(parameter)}")
         device = self._group_device()
         # All ranks must compare at the same step, so each sends its wish and all take the largest.
         wanted_interval = torch.tensor([interval()], device=device)
-        hashes = torch.cat([wanted_interval, torch.stack([value.to(device) for value in values])])
-        received = [torch.empty_like(hashes) for _ in range(distributed.get_world_size())]
+        message = torch.cat([wanted_interval, torch.stack([value.to(device) for value in hashes])])
+        received = [torch.empty_like(message) for _ in range(distributed.get_world_size())]
         # Asynchronous: the training goes on while the hashes travel.
-        work = distributed.all_gather(received, hashes, group=self._group, async_op=True)
+        work = distributed.all_gather(received, message, group=self._group, async_op=True)
         self._pending = work, received, names, step
         self._next = step + self._between
         return alarms
@@ -374,25 +376,28 @@ def compare_hashes(step: int, hashes: Sequence[Sequence[int]], names: Sequence[s
 
     hashes: a row for each rank.
     """
-    differing_names: dict[int | None, list[str]] = {}
-    for column, name in zip(zip(*hashes, strict=True), names, strict=True):
-        (common, votes), *rarer = Counter(column).most_common()
-        if not rarer:
+    differing_names: dict[int | None, list[str]] = {}  # by rank; None for all ranks
+    for hashes_of_name, name in zip(zip(*hashes, strict=True), names, strict=True):
+        (common_hash, votes), *other_hashes = Counter(hashes_of_name).most_common()
+        if not other_hashes:
             continue
-        differing_ranks: Sequence[int | None] = [
-            rank for rank, rank_hash in enumerate(column) if rank_hash != common
-        ]
         # With two ranks, or a tie, nobody can tell which rank is wrong.
-        if votes <= len(column) - votes:  # no majority
-            differing_ranks = [None]
+        has_majority = votes > len(hashes_of_name) / 2
+        differing_ranks: list[int | None] = [None]
+        if has_majority:
+            differing_ranks = [
+                rank for rank, rank_hash in enumerate(hashes_of_name) if rank_hash != common_hash
+            ]
         for rank in differing_ranks:
             differing_names.setdefault(rank, []).append(name)
     alarms = []
     for rank, differing in differing_names.items():
         verdict = f"rank {rank} differs from the other ranks" if rank is not None else "the ranks differ"
-        module = differing[0].split(" ", 1)[1]
+        _, module = differing[0].split(" ", 1)  # a name is "gradient PATH" or "parameter PATH"
         detail = (
             f"{verdict} in {len(differing)} of {len(names)} gradients and parameters, first {differing[0]}"
         )
-        alarms.append(Alarm("ranks", step, "optimizer", "", module, "", detail))
+        alarms.append(
+            Alarm("ranks", step, phase="optimizer", type="", module=module, source="", detail=detail)
+        )
     return alarms

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from statistics import median
 from threading import get_ident
 from time import perf_counter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 from weakref import ref
 
 import amanda
@@ -24,7 +24,7 @@ from amanda.tools.sentinel._result import (
     SentinelError,
     SentinelResult,
     StepCounts,
-    raise_alarms,
+    norm_alarms,
 )
 from amanda.tools.sentinel._watch import StepWatcher
 
@@ -42,6 +42,20 @@ _REQUIRED = RequiredNames(
 
 Compiled = Literal["eager", "instrument"]
 logger = logging.getLogger("amanda")
+
+
+class _Options(NamedTuple):
+    """The options of a SentinelTool."""
+
+    budget: float | None
+    threshold: float
+    window: int
+    ranks: bool
+    stop: bool
+    limit: int
+    share: float
+    seed: int
+    compiled: Compiled
 
 
 class SentinelTool(amanda.Tool):
@@ -87,8 +101,7 @@ class SentinelTool(amanda.Tool):
         limit: PositiveInt = 1_000,
     ) -> None:
         super().__init__()
-        self._options = budget, threshold, window, ranks, stop, limit
-        self._watching = share, seed, compiled
+        self._options = _Options(budget, threshold, window, ranks, stop, limit, share, seed, compiled)
         self._handles: list[Any] = []
         self._admissions: list[Callable[[amanda.OpContext], bool]] = []
         self._scope: amanda.Scope | None = None
@@ -97,12 +110,12 @@ class SentinelTool(amanda.Tool):
 
     def clear(self) -> None:
         """Drop alarms, norms and times; steps are counted from 0."""
-        share, seed, compiled = self._watching
-        self._watch = StepWatcher(share, seed, self._alarm, self._close)
+        options = self._options
+        self._watch = StepWatcher(options.share, options.seed, self._alarm, self._close)
         for admits in self._admissions:
             self._watch.restrict(admits)
-        self._step_scope = amanda.apply(self._watch, compiled=compiled)
-        self._budget, self._counts = Budget(self._options[0]), StepCounts()
+        self._step_scope = amanda.apply(self._watch, compiled=options.compiled)
+        self._budget, self._counts = Budget(options.budget), StepCounts()
         self._ranks = Ranks(self._name_of)
         self._alarms: list[Alarm] = []
         self._logged_places: set[tuple[str, ...]] = set()
@@ -179,30 +192,34 @@ class SentinelTool(amanda.Tool):
     def _alarm_for_parameters(self) -> list[Alarm]:
         """Return an alarm if a parameter is not finite although no watched step had an alarm for NaN."""
         optimizers = [optimizer for weak in self._optimizers if (optimizer := weak()) is not None]
-        parameters = [
-            x for optimizer in optimizers for group in optimizer.param_groups for x in group["params"]
-        ]
+        groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         floating = [
-            x for x in parameters if _reruns.is_plain(x) and (x.is_floating_point() or x.is_complex())
+            parameter
+            for group in groups
+            for parameter in group["params"]
+            if _reruns.is_plain(parameter) and (parameter.is_floating_point() or parameter.is_complex())
         ]
         # The tool's own arithmetic is not an op of the program.
         with amanda.disabled():
-            norms = _reruns.to_host([_reruns.norm_of(x) for x in floating])
-        non_finite = [x for x, norm in zip(floating, norms, strict=True) if not math.isfinite(norm)]
+            norms = _reruns.to_host([_reruns.norm_of(parameter) for parameter in floating])
+        non_finite = [
+            parameter for parameter, norm in zip(floating, norms, strict=True) if not math.isfinite(norm)
+        ]
         if not non_finite:
             return []
         detail = (
             f"{len(non_finite)} of {len(floating)} parameters hold NaN or infinity as the scope closes, the "
             f"first is {self._name_of(non_finite[0])}; it began in a step that was not watched"
         )
-        return [Alarm("nan", self._counts.steps, "", "", "", "", detail)]
+        # No watched op made the values, so the alarm names no op.
+        return [Alarm("nan", self._counts.steps, phase="", type="", module="", source="", detail=detail)]
 
     def _begin_step(self) -> None:
         """Begin a step, and open the scope of the watcher if the budget allows."""
         self._begun, self._inside = perf_counter(), 0.0
         self._watch.step = self._counts.steps
         if self._watches_all_next or self._budget.allows():
-            self._watch.share = 1.0 if self._watches_all_next else self._watching[0]
+            self._watch.share = 1.0 if self._watches_all_next else self._options.share
             self._watch.allowance = math.inf if self._watches_all_next else self._budget.allowance
             self._watches_all_next = False if self._watches_all_next else self._watches_all_next
             self._scope = self._step_scope
@@ -219,7 +236,7 @@ class SentinelTool(amanda.Tool):
         Alarms are of comparisons that earlier steps began.
         """
         self._optimizers.add(ref(optimizer))
-        if not self._options[3] or get_ident() != self._thread:
+        if not self._options.ranks or get_ident() != self._thread:
             return
         start, step = perf_counter(), self._counts.steps
         with amanda.disabled():
@@ -243,7 +260,9 @@ class SentinelTool(amanda.Tool):
             )
             return
         start = perf_counter()
-        watched, exhausted = self._scope is not None, self._scope is not None and self._scope.closed
+        watched = self._scope is not None
+        # The watcher closes the scope within a step once its allowance is spent.
+        exhausted = self._scope is not None and self._scope.closed
         alarms = self._judge_step()
         now = perf_counter()
         self._inside += now - start + self._watch.seconds
@@ -252,7 +271,7 @@ class SentinelTool(amanda.Tool):
         self._counts.steps += 1
         self._counts.watched += watched
         self._begin_step()
-        if alarms and self._options[4]:
+        if alarms and self._options.stop:
             raise SentinelError(alarms[0])
 
     def _judge_step(self) -> list[Alarm]:
@@ -264,7 +283,6 @@ class SentinelTool(amanda.Tool):
             return []
         self._close()
         self._scope = None
-        _, threshold, window, *_ = self._options
         overflowed, self._watch.overflowed = self._watch.overflowed, False
         norms = self._watch.end_step()
         if overflowed:
@@ -272,10 +290,13 @@ class SentinelTool(amanda.Tool):
         elif norms:
             with amanda.disabled():
                 values = _reruns.to_host([norm.value for norm in norms])
-            alarms, followed = raise_alarms(self._counts.steps, norms, values, threshold, window)
+            alarms, followed = norm_alarms(
+                self._counts.steps, norms, values, self._options.threshold, self._options.window
+            )
             self._counts.followed += followed
             has_nan = any(alarm.kind == "nan" for alarm in alarms)
-            if self._watches_all_next is None and self._watch.share < 1 and has_nan:
+            # The first NaN: the next step looks at all ops, if this one looked at some.
+            if has_nan and self._watches_all_next is None and self._watch.share < 1:
                 self._watches_all_next = True
             self._raise_or_keep(alarms, stop=False)
         return [alarm for alarm in self._alarms if alarm.step == self._counts.steps]
@@ -284,7 +305,7 @@ class SentinelTool(amanda.Tool):
         """Log and keep alarms; raise SentinelError for the first if `stop` and the tool's option say so."""
         for alarm in alarms:
             self._alarm(alarm)
-        if alarms and stop and self._options[4]:
+        if alarms and stop and self._options.stop:
             raise SentinelError(alarms[0])
 
     def _alarm(self, alarm: Alarm) -> None:
@@ -294,7 +315,7 @@ class SentinelTool(amanda.Tool):
         if key not in self._logged_places:
             logger.warning("sentinel: %s", alarm)
             self._logged_places.add(key)
-        if len(self._alarms) < self._options[5]:
+        if len(self._alarms) < self._options.limit:
             self._alarms.append(alarm)
         else:
             self._dropped += 1

@@ -54,6 +54,7 @@ class StepWatcher(amanda.Tool):
         self._norms: list[WatchedNorm] = []
         self._open_inputs: dict[tuple[int, int], tuple[Sequence[Any], Sequence[Any]]] = {}
         self.overflowed = False
+        """True if a GradScaler has found gradients that are not finite in the step."""
         self._drawn = self._random.random()
         self.seconds = 0.0
         """Time in the analysis of ops and in looking at them since the step began."""

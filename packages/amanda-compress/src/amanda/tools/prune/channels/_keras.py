@@ -235,7 +235,7 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     keep_masks: dict[str, dict[int, Any]] = {}
     for name, axis, keep_mask in plan.axes():
         keep_masks.setdefault(name, {})[axis] = keep_mask
-    shapes = {
+    reshaped_extents = {
         op.module: plan.tracing.kept_extents(op.outputs[0], plan.alive)
         for op in plan.tracing.traced_ops if op.type == "reshape"
     }  # fmt: skip
@@ -248,11 +248,12 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
             return keras.models.clone_model(layer, clone_function=rebuild_inner)
         config = layer.get_config()
         _update_sizes(config, layer, keep_masks, plan.tracing.notes.whole_groups)
-        if isinstance(layer, keras.layers.Reshape) and path in shapes:
+        if isinstance(layer, keras.layers.Reshape) and path in reshaped_extents:
+            _, *new_sizes = reshaped_extents[path]  # without the batch
             config["target_shape"] = [
                 # -1 follows the elements by itself.
                 new_size if old_size != -1 else old_size
-                for old_size, new_size in zip(config["target_shape"], shapes[path][1:], strict=True)
+                for old_size, new_size in zip(config["target_shape"], new_sizes, strict=True)
             ]
         return type(layer).from_config(config)
 
@@ -276,20 +277,20 @@ def _update_sizes(
     """Write the kept numbers of channels and groups into the config of a layer; nothing for a whole layer."""
     import keras
 
-    size = _channel_count_entry(layer)
-    if size is not None:
-        key, name, axis = size
+    entry = _channel_count_entry(layer)
+    if entry is not None:
+        key, name, axis = entry
         keep_mask = keep_masks.get(name, {}).get(axis)
         if keep_mask is not None:
-            old_size, config[key] = config[key], int(keep_mask.sum())
+            old_size, new_size = config[key], int(keep_mask.sum())
+            config[key] = new_size
             # Whole groups went, so that their number shrinks in the same share.
             if name in whole_groups:
-                config["groups"] = config["groups"] * config[key] // old_size
-    elif isinstance(layer, keras.layers.GroupNormalization):
-        for weight in layer.weights[:1]:
-            keep_mask = keep_masks.get(weight.path, {}).get(0)
-            if keep_mask is not None:
-                config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
+                config["groups"] = config["groups"] * new_size // old_size
+    elif isinstance(layer, keras.layers.GroupNormalization) and layer.weights:
+        keep_mask = keep_masks.get(layer.weights[0].path, {}).get(0)
+        if keep_mask is not None:
+            config["groups"] = config["groups"] * int(keep_mask.sum()) // len(keep_mask)
 
 
 def _copy_kept_weights(whole: Any, smaller: Any, keep_masks: Mapping[str, Mapping[int, Any]]) -> None:

@@ -71,13 +71,14 @@ def channels_first(rule: Rule) -> Rule:
         channels_second = 0, rank - 1, *range(1, rank - 1)
         outputs_first = rank - 1, rank - 2, *range(rank - 2)
         value, weight, *other_inputs = call.inputs
-        inner = replace(
+        transposed_call = replace(
             call, inputs=[value.transposed(channels_second), weight.transposed(outputs_first), *other_inputs],
             outputs=[call.outputs[0].transposed(channels_second)],
         )  # fmt: skip
+        channels_last = np.argsort(channels_second)  # the inverse order
         return [
-            tuple(family.transpose(np.argsort(channels_second)) for family in families)
-            for families in rule(inner)
+            tuple(family.transpose(channels_last) for family in families)
+            for families in rule(transposed_call)
         ]
 
     return follow
@@ -160,7 +161,7 @@ def rule_of(
 
     type: TensorFlow's.  values: a KerasValue for each tensor, a list of these where several are one input.
     """
-    rule, named, renamed = _TABLE.get(type, (unknown, "", {}))
+    rule, input_names, name_of_attribute = _TABLE.get(type, (unknown, "", {}))
     inputs = list(values)
     # Rules expect the tensor whose channels pass on first; TensorFlow has sizes or an axis before it in some
     # ops.
@@ -170,17 +171,18 @@ def rule_of(
     elif type == "BiasAdd":
         rule = elementwise if _text(attributes["data_format"]) == "NHWC" else unknown
     elif type in ("GatherV2", "ResourceGather") and inputs[0].name is not None:
-        rule, named = embedding, "weight index"
-    names = named.split()
-    names += ["" for _ in inputs[len(names) :]]
+        rule, input_names = embedding, "weight index"
+    names = input_names.split()
+    names += ["" for _ in inputs[len(names) :]]  # inputs behind those that rules read
     for i, name in enumerate(names):
         if name == "dim":
             # Axes are tensors in TensorFlow.
             inputs[i] = inputs[i].tensor.numpy().tolist()
-    for attribute, name in renamed.items():
+    for attribute, name in name_of_attribute.items():
         names.append(name)
         inputs.append(_text(attributes[attribute]))
     if type in ("Conv2D", "Conv3D"):
+        # The second axis from behind of a kernel has the inputs of one group.
         names.append("groups")
         inputs.append(inputs[0].shape[-1] // inputs[1].shape[-2])
     return rule, names, inputs
@@ -258,6 +260,7 @@ class KerasTracing(Tracing):
         input_values = leaves(values)
         rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
         move = partial(_move_labels, type, attributes, values)
+        # `word` is the op's name for rules.
         if rule is reduced:
             # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key,
             # and ops of a compiled function have no keys of eager ones.
@@ -265,13 +268,15 @@ class KerasTracing(Tracing):
         elif type == "BiasAdd":
             word = "add"  # as Keras adds the bias once one channel remains, see below
         call = FollowedOp(
-            word, f"{word} of {module or 'the model'}", op_id, inputs, names, results, _families, move,
-            self.notes, _name,
+            type=word, place=f"{word} of {module or 'the model'}", key=op_id, inputs=inputs, names=names,
+            outputs=results, find_families=_families, move=move, notes=self.notes, name_of=_name,
         )  # fmt: skip
         if not any(value.families for value in input_values):
             output_families = fresh(call)
-        else:
-            output_families = rule(call) if results else unknown(call)
+        elif results:
+            output_families = rule(call)
+        else:  # the op gives no tensor, so that nothing shows what becomes of the channels
+            output_families = unknown(call)
         # Mixed precision casts each weight before it is used.
         passes_weight = type in ("Cast", "Identity") and input_values[0].name is not None
         for output, families in zip(output_tensors, output_families, strict=True):
@@ -282,14 +287,8 @@ class KerasTracing(Tracing):
         # The smaller model has to trace the same ops: Keras adds a bias by Squeeze and BiasAdd, and a bias of
         # one channel by an addition alone.
         if type != "Squeeze":
-            self.note_op(
-                call,
-                rule,
-                module,
-                module,
-                [(value.families, value.shape) for value in input_values],
-                output_families,
-            )
+            input_parts = [(value.families, value.shape) for value in input_values]
+            self.note_op(call, rule, module, module, input_parts, output_families)
 
     def _follow_read_weight(self, handle: Any, tensor: Any) -> None:
         """Give a tensor the name and families of the weight that was read; nothing for another variable."""

@@ -177,21 +177,23 @@ class ChannelSets:
 
         Of a family whose axes are inner ones of another, such as the features of heads, the axes are pinned.
         """
-        i = 0
+        i = 0  # position of the next member to compare with
         while family is not None and i < len(merged):
             axes, merged_axes = varying(family), varying(merged[i])
-            if not axes & merged_axes:
+            if not axes & merged_axes:  # along other axes: both stay
                 i += 1
             elif _is_inner(axes, merged_axes):
                 # For example a weight of each feature of all heads: heads stay separate.
                 self.pin_axes((family,), axes, reason)
                 return
             elif _is_inner(merged_axes, axes):
+                # The other way round: the new family keeps its outer axes.
                 inner = merged.pop(i)
                 self.pin_axes((inner,), merged_axes, reason)
                 pinned = self.pin_axes((family,), merged_axes, reason)
                 family = pinned[0] if pinned else None
             else:
+                # The same axes, or some in common: both become one family.
                 merged_family = merged.pop(i)
                 self.unite(family, merged_family)
                 united = np.broadcast_arrays(family, merged_family)[0]

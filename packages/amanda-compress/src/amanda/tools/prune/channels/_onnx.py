@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike, fspath
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, numpy_helper
@@ -28,6 +28,14 @@ from amanda.tools.prune.channels._prunable_model import (
     compute_array_over_kept,
     selected_of_array,
 )
+
+
+class _CachedSession(NamedTuple):
+    """A session of a model as it was, with or without ONNX Runtime's optimisations."""
+
+    proto: ModelProto
+    optimized: bool
+    session: Any
 
 
 class OnnxModel(PrunableModel):
@@ -57,7 +65,7 @@ class OnnxModel(PrunableModel):
             )
         self.nodes = {onnx_graph.first_output_of(node): node for node in graph.node}
         self.read_in_bodies = dict(_read_in_bodies(graph))
-        self._session: tuple[int, bool, Any] | None = None
+        self._session: _CachedSession | None = None
 
     def __call__(self, *example: Any, **named: Any) -> Any:
         """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
@@ -84,12 +92,13 @@ class OnnxModel(PrunableModel):
             # Fused nodes have no rules, and round otherwise than the nodes that they replace.
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         # A session takes seconds to build, and a latency budget calls one many times.
-        if self._session is None or self._session[:2] != (id(self.proto), optimized):
+        cached = self._session
+        if cached is None or cached.proto is not self.proto or cached.optimized != optimized:
             session = onnxruntime.InferenceSession(
                 self.proto.SerializeToString(), options, ["CPUExecutionProvider"]
             )
-            self._session = id(self.proto), optimized, session
-        return self._session[2].run(None, {name: np.asarray(array) for name, array in feed.items()})
+            cached = self._session = _CachedSession(self.proto, optimized, session)
+        return cached.session.run(None, {name: np.asarray(array) for name, array in feed.items()})
 
     @contextmanager
     def without_failing_nodes(self, *example: Any, **named: Any) -> Iterator[None]:
@@ -282,12 +291,10 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
         array = np.ascontiguousarray(numpy_helper.to_array(initializers[name]).compress(keep_mask, axis))
         initializers[name].CopyFrom(numpy_helper.from_array(array, name))
     for graph_input in graph.input:
-        if graph_input.name in initializers:
-            graph_input.type.CopyFrom(
-                onnx.helper.make_tensor_type_proto(
-                    initializers[graph_input.name].data_type, initializers[graph_input.name].dims
-                )
-            )
+        initializer = initializers.get(graph_input.name)
+        if initializer is not None:  # listed among the inputs too, with its extents
+            tensor_type = onnx.helper.make_tensor_type_proto(initializer.data_type, initializer.dims)
+            graph_input.type.CopyFrom(tensor_type)
     # Initializers that were unread before stay: they are the user's.
     unread_before = {item.name for item in graph.initializer} - onnx_graph.read_in(graph)
     sizes = _SizeCorrection(smaller, plan)
@@ -327,10 +334,12 @@ class _SizeCorrection:
             return ()
         if node.op_type == "Conv" and onnx_graph.attribute_of(node, "group", 1) != 1:
             # The second extent of a kernel is the number of channels of one group.
-            (_, channels, *_), (_, depth, *_) = (self._extents(part) for part in op.inputs[:2])
-            onnx_graph.set_attribute(node, "group", channels // depth)
+            value, weight, *_ = op.inputs
+            channels, channels_of_group = self._extents(value)[1], self._extents(weight)[1]
+            onnx_graph.set_attribute(node, "group", channels // channels_of_group)
         elif node.op_type == "GroupNormalization" and node.input[1] in self._whole_groups:
-            old_groups, old_channels = onnx_graph.attribute_of(node, "num_groups", 1), op.inputs[0][1][1]
+            old_groups = onnx_graph.attribute_of(node, "num_groups", 1)
+            _, (_, old_channels, *_) = op.inputs[0]
             new_channels = self._extents(op.inputs[0])[1]
             onnx_graph.set_attribute(node, "num_groups", old_groups * new_channels // old_channels)
         elif node.op_type in _NUMBERS_AT:
@@ -350,15 +359,18 @@ class _SizeCorrection:
         Other shapes stay unchanged.  Returns the node's own copy of a Concat that other nodes read too.
         """
         numbers = self._tracing.numbers.get((op.key, index))
-        old_extents, new_extents = op.outputs[0][1], self._extents(op.outputs[0])
+        _, old_extents = op.outputs[0]
+        new_extents = self._extents(op.outputs[0])
         if numbers is None or old_extents == new_extents:
             return ()
         # The shape of an Expand may lack leading axes.
         offset = len(old_extents) - len(numbers)
+        extent_pairs = zip(old_extents[offset:], new_extents[offset:], strict=True)
         new_numbers = {
-            i: new_extents[i + offset] for i, number in enumerate(numbers.tolist())
-            if old_extents[i + offset] != new_extents[i + offset] and number == old_extents[i + offset]
-        }  # fmt: skip
+            i: new
+            for i, (number, (old, new)) in enumerate(zip(numbers.tolist(), extent_pairs, strict=True))
+            if number == old and new != old  # a number such as -1 or 0 follows the extents by itself
+        }
         if not new_numbers:
             return ()
         if node.input[index] in self._constants:
@@ -409,16 +421,17 @@ class _SizeCorrection:
             keep_mask = self._tracing.keep_mask_along(families, axis, self._alive)
             has_unit_stride = strides is None or strides[i] == 1
             if keep_mask is not None and not keep_mask.all() and has_unit_stride:
+                # A bound becomes the number of kept channels before it.
                 # Bounds from the end, or beyond, become those from the start.
                 start, end, _ = slice(int(starts[i]), int(ends[i])).indices(len(keep_mask))
                 starts[i], ends[i] = keep_mask[:start].sum(), keep_mask[:end].sum()
                 is_changed = True
         if is_changed:
-            for i, (name, value) in enumerate((("starts", starts), ("ends", ends))):
+            for index, name, value in ((1, "starts", starts), (2, "ends", ends)):
                 if self._opset < 10:
                     onnx_graph.set_attribute(node, name, value.tolist())
                 else:
-                    self._set_initializer(node, i + 1, value)
+                    self._set_initializer(node, index, value)
 
     def _update_split(self, node: NodeProto, op: TracedOp) -> None:
         """Write the number of kept channels of each part of a Split, if any changes."""

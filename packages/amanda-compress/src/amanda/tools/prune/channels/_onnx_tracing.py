@@ -165,8 +165,8 @@ def rule_of(
 
     type: ONNX' one, with a domain where that is not ONNX' own.  opset: version of ONNX' own domain.
     """
-    rule, named, renamed = _TABLE.get(type, (unknown, "", {}))
-    names, inputs = named.split(), list[Any](values)
+    rule, input_names, name_of_attribute = _TABLE.get(type, (unknown, "", {}))
+    names, inputs = input_names.split(), list[Any](values)
     shape = values[0].shape if values and values[0] is not None else ()
     if type == "Concat":
         inputs = [inputs]
@@ -190,7 +190,7 @@ def rule_of(
     for i, (name, value) in enumerate(zip(names, inputs, strict=True)):
         if name == "dim" and value is not None:
             inputs[i] = value.array.tolist()
-    for attribute, name in renamed.items():
+    for attribute, name in name_of_attribute.items():
         if attribute in attributes:
             names.append(name)
             inputs.append(attributes[attribute])
@@ -256,8 +256,9 @@ class OnnxTracing(Tracing):
             if name in self._families_of or name in self._weights:
                 families = self._families(OnnxValue(name, self._weights.get(name)))
                 labels.leave_whole(families, f"channels are not followed into the bodies of {reader}")
-                for family in families if name in self._weights else ():
-                    labels.mark_outputs(family)
+                if name in self._weights:  # listed among the layers that are left whole
+                    for family in families:
+                        labels.mark_outputs(family)
         labels.settle_blocks()
         return self.result
 
@@ -323,8 +324,9 @@ class OnnxTracing(Tracing):
         op_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
         move = partial(_move_labels, compute, values)
         call = FollowedOp(
-            word, f"{type} {node}", key, inputs, names, results, self._families, move, self.notes, self._name
-        )
+            type=word, place=f"{type} {node}", key=key, inputs=inputs, names=names, outputs=results,
+            find_families=self._families, move=move, notes=self.notes, name_of=self._name,
+        )  # fmt: skip
         rule = op_rule if any(channels) else fresh
         output_families = rule(call) if results else unknown(call)
         self._families_of.update(

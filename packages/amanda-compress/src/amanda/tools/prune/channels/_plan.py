@@ -74,12 +74,12 @@ def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     # Channels with as many places along the same axes are a group.
     roots_by_axes: dict[Any, list[int]] = defaultdict(list)
     for root, places_by_axis in places_by_root.items():
-        axes_with_counts = tuple((*axis, len(places)) for axis, places in places_by_axis.items())
-        roots_by_axes[axes_with_counts].append(root)
+        key = tuple((*axis, len(places)) for axis, places in places_by_axis.items())
+        roots_by_axes[key].append(root)
     groups = []
-    for axes_with_counts, roots in roots_by_axes.items():
+    for key, roots in roots_by_axes.items():
         members = []
-        for name, axis, is_output, _ in axes_with_counts:
+        for name, axis, is_output, _place_count in key:
             indices = np.array([places_by_root[root][name, axis, is_output] for root in roots])
             members.append(Member(name, axis, indices, is_output))
         # `ChannelGroup` names itself after the first member, which has to be a layer's outputs.
@@ -342,7 +342,8 @@ def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
     chosen_paths = {path for path in outputs_by_layer if is_chosen(path)}
     excluded_paths = {path for path in outputs_by_layer if is_excluded(path)}
     noun = "layer with channels"
-    if texts := [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]:
+    texts = [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]
+    if texts:
         raise PruneError("; ".join(texts))
     for path, outputs in outputs_by_layer.items():
         if path in excluded_paths:
@@ -493,6 +494,7 @@ def _leave_op_whole(tracing: Tracing, unfit_op: TracedOp, error: str) -> bool:
             return True
         if len(ops) == len(tracing.traced_ops):
             return False
+        # No channel of these ops was left to leave: next come all ops of the module, then of the one around.
         prefix = f"{path}." if path else ""
         ops = [op for op in tracing.traced_ops if f"{op.module}.".startswith(prefix)]
         path = path.rpartition(".")[0]

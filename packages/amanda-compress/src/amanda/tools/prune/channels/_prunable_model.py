@@ -251,7 +251,8 @@ def first_unfit_op(expected: Tracing, alive: Any, trial_ops: Sequence[TracedOp])
         if len(op.outputs) != len(trial_op.outputs):
             return op
         for part, (_, trial_shape) in zip(op.outputs, trial_op.outputs, strict=True):
-            has_elements = prod(trial_shape) + prod(part[1]) > 0
+            _, shape = part
+            has_elements = prod(trial_shape) > 0 or prod(shape) > 0
             if has_elements and expected.kept_extents(part, alive) != trial_shape:
                 return op
         # Extents alone miss an op that moves channels elsewhere.

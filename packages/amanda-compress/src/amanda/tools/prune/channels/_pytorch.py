@@ -259,6 +259,7 @@ class ModuleTracing(Tracing):
         self._note_unregistered(inputs, module)
         output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
+        # With its strides, on which it depends whether the op can make a view.
         value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
         move = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
         call = FollowedOp(

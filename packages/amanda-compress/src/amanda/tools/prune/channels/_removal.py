@@ -140,7 +140,8 @@ class ModuleRemoval:
         import torch
 
         weight = getattr(module, "weight", None)
-        weight = getattr(module, "running_mean", None) if weight is None else weight
+        if weight is None:  # a batch norm without weights has averages
+            weight = getattr(module, "running_mean", None)
         if weight is None:
             return
         # Read before they are set anew below.
@@ -210,7 +211,8 @@ def new_size_attributes(model: Any, tracing: Tracing, alive: Any) -> dict[str, d
     sizes: dict[str, dict[str, Any]] = {}
     for path, new_extents in changes.items():
         for name, value in vars(modules[path]).items():
-            if name in _EXTENTS or not _SIZE_NAMES.search(name) or _RATIO_NAMES.search(name):
+            speaks_of_size = _SIZE_NAMES.search(name) and not _RATIO_NAMES.search(name)
+            if not speaks_of_size or name in _EXTENTS:  # those are set with the layer's weight
                 continue
             unchanged = set() if _HEAD_COUNT_NAMES.search(name) else unchanged_sizes.get(path, set())
             # Where one extent becomes two different ones, no attribute says which it means.
@@ -241,11 +243,12 @@ def _changes_of_extents(
         for families, shape in (*op.inputs, *op.outputs):
             new_shape = tracing.kept_extents((families, shape), alive)
             for family in families:
-                for axis, extent in enumerate(family.shape):
+                for axis, extent in enumerate(family.shape):  # 1 where the family does not vary
                     if extent > 1 and new_shape[axis] != extent:
-                        changes.setdefault(path, {}).setdefault(extent, set()).add(new_shape[axis])
+                        new_extents = changes.setdefault(path, {}).setdefault(extent, set())
+                        new_extents.add(new_shape[axis])
             if op.type in ("reshape", "expand"):
                 # An extent that also stays, such as a number of classes that equals a width, is left.
-                stays = {old for old, new in zip(shape, new_shape, strict=True) if old == new}
-                unchanged_sizes.setdefault(path, set()).update(stays)
+                unchanged = {old for old, new in zip(shape, new_shape, strict=True) if old == new}
+                unchanged_sizes.setdefault(path, set()).update(unchanged)
     return changes, unchanged_sizes

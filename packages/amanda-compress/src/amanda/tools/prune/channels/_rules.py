@@ -44,13 +44,15 @@ def _match_groups(
     """Match the channels of a grouped convolution; return those of the weight's inputs, None if all stay.
 
     Input or output channels without the other are left whole.
+    input_channels: of the data.  outputs, inputs: of the weight, which has the inputs of one group.
     """
     depth = weight.shape[1]
     if input_channels is None or outputs is None:
         call.match(input_channels, None)
         call.match(outputs, None)
         return None
-    input_groups, output_groups = input_channels.reshape(groups, depth), outputs.reshape(groups, -1)
+    input_groups = input_channels.reshape(groups, depth)  # a row for each group
+    output_groups = outputs.reshape(groups, -1)
     # Many small groups (depthwise among them) go as wholes; few large ones lose the same places in each.
     if groups >= depth:
         call.labels.unite(input_groups, input_groups[:, :1])
@@ -143,23 +145,23 @@ def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = No
     Channels of vectors are left whole.
     weight: the second tensor, whose columns are outputs of a layer if it is a parameter.
     """
-    (rows, first_shape), (columns, second_shape) = first, second
+    (first_families, first_shape), (second_families, second_shape) = first, second
     if min(len(first_shape), len(second_shape)) < 2:
         call.leave_inputs_whole(f"channels are not followed through {call.place} of a vector")
         return ()
-    row_channels, rows = call.split_axis(rows, -1)
-    column_channels, columns = call.split_axis(columns, -2)
+    summed_in_first, row_families = call.split_axis(first_families, -1)
+    summed_in_second, column_families = call.split_axis(second_families, -2)
     # The sum is over both: a channel goes from both factors or from none.
-    call.match(row_channels, column_channels)
+    call.match(summed_in_first, summed_in_second)
     if weight is not None and call.name_of(weight) is not None:
-        outputs, _ = call.split_axis(columns, -1)
+        outputs, _ = call.split_axis(column_families, -1)
         call.labels.mark_outputs(outputs)
         multiplications = prod(first_shape[:-1]) * second_shape[0] * second_shape[1]
-        call.notes.work.append(Work(multiplications, outputs, column_channels))
-    return call.labels.unite_elementwise(
-        [(rows, (*first_shape[:-1], 1)), (columns, (*second_shape[:-2], 1, second_shape[-1]))],
-        call.lacking_reason,
-    )
+        call.notes.work.append(Work(multiplications, outputs, summed_in_second))
+    # Rows (..., rows, 1) and columns (..., 1, columns) meet in the product as in an elementwise op.
+    rows = row_families, (*first_shape[:-1], 1)
+    columns = column_families, (*second_shape[:-2], 1, second_shape[-1])
+    return call.labels.unite_elementwise([rows, columns], call.lacking_reason)
 
 
 def batch_norm(call: FollowedOp) -> Sequence[Families]:
@@ -232,10 +234,12 @@ def attention(call: FollowedOp) -> Sequence[Families]:
     reason = f"{call.place} is scaled by how many there are"
     # The scale is 1 / sqrt(features), which the op computes from the features that it receives.
     query, key = ((call.labels.pin_axes(families, [-1], reason), shape) for families, shape in (query, key))
-    query_shape = query[1]
-    if call.value("enable_gqa"):
+    _, query_shape = query
+    if call.value("enable_gqa"):  # as many heads of keys and values as of queries
         head_count = query_shape[-3]
-        key, value = (_repeat_heads(part, head_count // part[1][-3]) for part in (key, value))
+        key, value = (
+            _repeat_heads((families, shape), head_count // shape[-3]) for families, shape in (key, value)
+        )
     # The scores are the product of queries and transposed keys: (..., tokens of queries, tokens of keys).
     key_families, (*batch, tokens, features) = key
     transposed_keys = tuple(np.swapaxes(family, -1, -2) for family in key_families)
@@ -335,6 +339,7 @@ def concatenated(call: FollowedOp) -> Sequence[Families]:
         axis_families = tuple(family for family in families if family.shape[axis] > 1)
         parts.append((other_families, (*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])))
         labels_of_tensors.append(call.labels_along(axis_families, axis))
+    # Along the other axes all tensors have the same channels.
     merged = call.labels.unite_elementwise(parts, call.lacking_reason)
     if all(labels is None for labels in labels_of_tensors):
         return [merged]

@@ -63,15 +63,19 @@ class ChannelPruneResult(Result):
             weights = len({member.name for member in group.members if member.is_output})
             path = plan.tracing.layer(group.name)
             self._rows.append((path, weights, group.width, count, kept_count, 1 - kept_count / count))
-        shares: dict[str, float] = {}
-        for name, _, keep_mask in plan.axes():
-            shares[name] = shares.get(name, 1.0) * float(keep_mask.mean())
         # Parameters that the example did not reach, such as those of a head for training: they stay whole and
         # may no longer fit.
         self.unread = [name for name in plan.subject.parameters() if name not in plan.tracing.weight_families]
+        self._count_parameters(plan)
+
+    def _count_parameters(self, plan: RemovalPlan) -> None:
+        """Count the elements of all parameters, and those that stay."""
+        kept_shares: dict[str, float] = {}  # of a parameter's elements: the product over its axes
+        for name, _, keep_mask in plan.axes():
+            kept_shares[name] = kept_shares.get(name, 1.0) * float(keep_mask.mean())
         for name, parameter in plan.subject.parameters().items():
             self.parameters += prod(parameter.shape)
-            self.kept_parameters += round(prod(parameter.shape) * shares.get(name, 1.0))
+            self.kept_parameters += round(prod(parameter.shape) * kept_shares.get(name, 1.0))
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each group: its first layer, and how many layers' outputs share the channels."""
@@ -93,21 +97,17 @@ class ChannelPruneResult(Result):
         """Return totals, and what was left whole."""
         if not self.parameters:
             return [NOTHING]
-        return [
+        notes = [
             f"{self.kept_parameters:,} of {self.parameters:,} parameters and {self.flops:.1%} of the "
-            "multiplications by weights are kept.",
-            *(
-                []
-                if self.latency is None
-                else [f"A call takes {self.latency:.1%} of the time that it took with all channels."]
-            ),
-            *(
-                [f"Not read in the call of prepare, and left: {', '.join(self.unread)}."]
-                if self.unread
-                else []
-            ),
-            *(f"The output channels of {name} are left whole: {why}." for name, why in self.left.items()),
+            "multiplications by weights are kept."
         ]
+        if self.latency is not None:
+            notes.append(f"A call takes {self.latency:.1%} of the time that it took with all channels.")
+        if self.unread:
+            notes.append(f"Not read in the call of prepare, and left: {', '.join(self.unread)}.")
+        for name, why in self.left.items():
+            notes.append(f"The output channels of {name} are left whole: {why}.")
+        return notes
 
 
 class ChannelPruneTool(amanda.Tool):

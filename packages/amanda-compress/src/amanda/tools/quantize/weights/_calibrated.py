@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import amanda
@@ -181,7 +182,9 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
         input_sums = weight.input_sums
         self.finished.add(weight)
-        weight.is_skipped = input_sums is None or weight.skip_reason != NOT_RUN
+        # Any other reason than the one at the beginning is of an op whose inputs cannot be collected.
+        is_supported = weight.skip_reason == NOT_RUN
+        weight.is_skipped = input_sums is None or not is_supported
         place = f"{weight.type} of {weight.module or weight.source}"
         if input_sums is None or weight.is_skipped:
             self.weights.reasons[place] = weight.skip_reason
@@ -208,13 +211,13 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
             return
-        # An op that reads the same weight each time finds it as ops in loops find theirs.
-        find_weight = find_weight or (lambda value, source: view)
+        if find_weight is None:  # the op reads the same weight each time
+            find_weight = partial(_fixed_weight, view)
         inputs = [multiplied.position, read.index]
-        rows_of, layout = multiplied.rows, read.layout
         context.insert_before_op(
-            self._add_inputs, inputs=inputs, find_weight=find_weight, rows_of=rows_of, layout=layout
-        )
+            self._add_inputs, inputs=inputs, find_weight=find_weight, rows_of=multiplied.rows,
+            layout=read.layout,
+        )  # fmt: skip
         self.on_product(context, inputs, multiplied.axis, find_weight)
 
     def on_product(
@@ -245,6 +248,11 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         if weight.input_sums is None:
             weight.input_sums = InputSums(value, rows, self.wants_gram)
         weight.input_sums.add(rows)
+
+
+def _fixed_weight(weight: Any, value: Any, source: Any) -> Any:
+    """Return a weight, whichever value an op reads, and of whichever slice of a parameter."""
+    return weight
 
 
 def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:

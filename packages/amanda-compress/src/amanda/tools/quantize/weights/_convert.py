@@ -83,7 +83,7 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
     owners_by_parameter = _owners_by_parameter(model, tool)
     layers, skipped, quantised_count = {}, dict(tool.left), 0
     for weight in tool.weights:
-        owners = owners_by_parameter.get(weight.holder, [])
+        owners = owners_by_parameter.get(weight.holder, [])  # paths and modules that hold it
         is_computed = weight.holder is None
         is_of_other_model = not (owners or is_computed)
         if not weight.is_ready or is_of_other_model:
@@ -94,7 +94,8 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             place = f"{weight.type} of {weight.module or weight.source}"
             skipped[place] = COMPUTED if is_computed else ELSEWHERE
         elif weight.holder in tool.other_readers:
-            skipped[f"{weight.type} of {owners[0][0]}"] = tool.other_readers[weight.holder]
+            first_path, _ = owners[0]
+            skipped[f"{weight.type} of {first_path}"] = tool.other_readers[weight.holder]
         else:
             layers.update({name: (module, weight) for name, module in owners})
     if not quantised_count:
@@ -213,12 +214,11 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         if id(weight) in reasons:
             skipped[f"{weight.type} of {name}"] = reasons[id(weight)]
             continue
-        bytes_before, parameter = weight_bytes(layer.weight), parameters[id(weight)]
+        parameter = parameters[id(weight)]
         converted[id(layer)] = layer, parameter
-        kind = type(parameter.data).__name__
-        rows.append(
-            (name, kind, tool.grid.bits, tool.group_size_of(weight), bytes_before, weight_bytes(parameter))
-        )
+        kind, group_size = type(parameter.data).__name__, tool.group_size_of(weight)
+        bytes_before, bytes_after = weight_bytes(layer.weight), weight_bytes(parameter)
+        rows.append((name, kind, tool.grid.bits, group_size, bytes_before, bytes_after))
     # Last step that may raise; layers are replaced when nothing can fail any more.
     tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
     for layer, parameter in converted.values():
@@ -345,17 +345,9 @@ def convert_checkpoint(
         del state[f"{prefix}weight"]
         tensors = _packed_weight(layer, weight, tool)
         state.update({prefix + part: value for part, value in tensors.items()})
-        bytes_after = sum(map(weight_bytes, tensors.values()))
-        rows.append(
-            (
-                name,
-                _FORMAT,
-                tool.grid.bits,
-                tool.group_size_of(weight),
-                weight_bytes(layer.weight),
-                bytes_after,
-            )
-        )
+        bytes_before, bytes_after = weight_bytes(layer.weight), sum(map(weight_bytes, tensors.values()))
+        group_size = tool.group_size_of(weight)
+        rows.append((name, _FORMAT, tool.grid.bits, group_size, bytes_before, bytes_after))
     model_config: Any = getattr(getattr(model, "config", None), "to_dict", dict)
     config = {**model_config(), "quantization_config": _quantization_config(model, tool, set(layers))}
     state, text = _without_shared_memory(state), to_json(config, indent=2) + "\n"

@@ -224,9 +224,10 @@ def gptq(
                 columns = remaining[:, column : column + group_size].to(matrix.dtype)
                 scale[:, group], zero_point[:, group] = group_qparams(columns, grid, group_size)
             qparams_of_group = scale[:, group], zero_point[:, group]
-            code = nearest_codes(corrected[:, i : i + 1], *qparams_of_group, grid)
+            column_weights = corrected[:, i : i + 1]
+            code = nearest_codes(column_weights, *qparams_of_group, grid)
             codes[:, inputs[column]] = code[:, 0]
-            error = (corrected[:, i : i + 1] - dequantized(code, *qparams_of_group)) / factor[column, column]
+            error = (column_weights - dequantized(code, *qparams_of_group)) / factor[column, column]
             # Within the block alone: columns behind it are corrected at its end.
             corrected[:, i:] -= error * factor[column, column:end]
             errors[:, i : i + 1] = error

@@ -128,7 +128,7 @@ class FoldingTool(CalibratedTool):
             expected = list(subject.float_arrays(result))
         with subject.evaluating():
             tracing.follow(example, named)
-        identities = {
+        identities = {  # of parameters, by each of their names
             f"{path}.{name}" if path else name: self.identity_of(parameter, module)
             for path, module in model.named_modules(remove_duplicate=False)
             for name, parameter in module.named_parameters(recurse=False)
@@ -186,8 +186,9 @@ class FoldingTool(CalibratedTool):
         # All factors of a parameter first: it is written once, and rounded once.
         scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for fold in written_folds:
-            factors = weights[fold.readers[0][0]]["smoothing"]
-            for identity, axis, scale in fold.scales(factors):
+            # All readers of a fold have the same factors.
+            first_reader, _ = fold.readers[0]
+            for identity, axis, scale in fold.scales(weights[first_reader]["smoothing"]):
                 scales[identity].append((axis, scale))
         for identity, parameter_scales in scales.items():
             parameters[identity].change(partial(_scale_axes, scales=parameter_scales), undo=undo)
@@ -195,10 +196,9 @@ class FoldingTool(CalibratedTool):
         for identity, parameter_scales in scales.items():
             if identity in weights:
                 # State and parameters are undone together.
-                undo.append(_state_restorer(weights[identity]))
-                self.on_folded(
-                    weights[identity], parameters[identity].read(), parameter_scales, identity in readers
-                )
+                weight = weights[identity]
+                undo.append(_state_restorer(weight))
+                self.on_folded(weight, parameters[identity].read(), parameter_scales, identity in readers)
         return FoldResult(model, written_folds, skipped)
 
     def _select_folds(
@@ -213,6 +213,7 @@ class FoldingTool(CalibratedTool):
         selected: list[Fold] = []
         skipped: dict[str, str] = {}
         for weight in self.weights:
+            # A part of a parameter has no fold.
             fold = None if weight.part is not None else folds.get(weight.holder)
             if fold in selected:  # by another weight of the same input
                 continue
@@ -220,9 +221,9 @@ class FoldingTool(CalibratedTool):
                 why: str | None = self._unfolded.get(weight.holder, no_fold)
             else:
                 why = self._why_not_writable(fold, weights, parameters)
-            if fold is not None and why is None:
-                selected.append(fold)
-            elif why is not None and weight.is_ready:
+                if why is None:
+                    selected.append(fold)
+            if why is not None and weight.is_ready:
                 skipped[weight.name] = why
         return selected, skipped
 
@@ -246,14 +247,14 @@ class FoldingTool(CalibratedTool):
             return
         # The first weight of a fold computes for all; `_factors_by_fold` lasts for one calibration.
         if fold not in self._factors_by_fold:
-            calibrated = [
-                (sibling, sibling.matrix(sibling.input_sums.weight), sibling.input_sums)
-                for sibling in self.weights
-                if self._fold_of(sibling) is fold and sibling.input_sums is not None
-                and sibling.skip_reason == NOT_RUN
-            ]  # fmt: skip
-            for sibling, _, sibling_sums in calibrated:
-                sibling.check(sibling_sums)
+            calibrated = []
+            for sibling in self.weights:
+                sums = sibling.input_sums
+                # Any other reason than NOT_RUN is of an op whose inputs cannot be collected.
+                if self._fold_of(sibling) is fold and sums is not None and sibling.skip_reason == NOT_RUN:
+                    calibrated.append((sibling, sibling.matrix(sums.weight), sums))
+            for sibling, _, sums in calibrated:
+                sibling.check(sums)
             self._factors_by_fold[fold] = self.compute_factors(calibrated, fold.slots)
         weight["smoothing"] = self._factors_by_fold[fold]
 

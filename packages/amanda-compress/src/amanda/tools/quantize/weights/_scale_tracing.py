@@ -103,10 +103,7 @@ def product(call: FollowedOp) -> Sequence[Families]:
     summands = [] if roles.bias is None else [call.inputs[roles.bias]]
     output = call.outputs[0]
     if call.name_of(weight) is not None and weight.ndim == 2:
-        inputs, outputs = (
-            next((family.reshape(-1) for family in call.families_of(weight) if family.shape[axis] > 1), None)
-            for axis in (0, 1)
-        )
+        inputs, outputs = _labels_along(call, weight, 0), _labels_along(call, weight, 1)
         _match_input(call, value, -1, inputs)
         call.labels.mark_outputs(outputs)
         call.match_vector(outputs, *summands)
@@ -115,6 +112,12 @@ def product(call: FollowedOp) -> Sequence[Families]:
     if summands or min(value.ndim, weight.ndim) < 2:
         return stop_factors(call)
     return _pass_columns(call, call.families_of(weight), [value])
+
+
+def _labels_along(call: FollowedOp, weight: Any, axis: int) -> Family | None:
+    """Return the labels of a matrix along an axis, as a vector; None without any."""
+    families = (family for family in call.families_of(weight) if family.shape[axis] > 1)
+    return next((family.reshape(-1) for family in families), None)
 
 
 def attention(call: FollowedOp) -> Sequence[Families]:
@@ -225,16 +228,19 @@ def rearrangement(call: FollowedOp) -> Sequence[Families]:
     output_families: list[list[Family]] = [[] for _ in call.outputs]
     for family in call.families_of(call.inputs[0]):
         # A single label, of a tensor without factors, is not moved: it only gets the rank of each output.
-        moved_families = call.move(family) if family.size > 1 else [family] * len(output_families)
+        is_single = family.size <= 1
+        moved_families = [family] * len(output_families) if is_single else call.move(family)
         for families, moved_family, output in zip(output_families, moved_families, call.outputs, strict=True):
-            if family.size > 1:
+            if not is_single:
                 # Axes along which factors do not change are dropped.
                 moved_family = call.labels.without_constant_axes(
                     moved_family, f"{call.place} reads its input too"
                 )
-            if moved_family is not None:
-                is_single = moved_family.size <= 1
-                families.append(moved_family.reshape((1,) * output.ndim) if is_single else moved_family)
+            if moved_family is None:
+                continue
+            if moved_family.size <= 1:
+                moved_family = moved_family.reshape((1,) * output.ndim)
+            families.append(moved_family)
     return [tuple(families) for families in output_families]
 
 
@@ -335,6 +341,7 @@ class Fold:
 
 def find_folds(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
     """Return the folds of a traced call, and reasons for weights without a fold, by identity."""
+    # A tied parameter has the first of its names: backwards, the first is the last to be set.
     names = {identity: name for name, identity in reversed(list(identities.items()))}
     multiplied_labels = {
         label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
