@@ -142,6 +142,16 @@ def test_memory_of_a_device_moves_the_cut() -> None:
     assert run(model, torch.rand(8, 64), stages=2, memory=least).rows()
 
 
+def test_least_memory_of_an_error_is_that_of_the_best_order() -> None:
+    model, x = Branches(0), torch.rand(8, 16)
+    # 12,712 bytes in the order of execution, 10,960 where the branches are interleaved.
+    with pytest.raises(PartitionError, match="least that does is 10,960:"):
+        run(model, x, stages=3, copies=1, memory=1).rows()
+    assert run(model, x, stages=3, copies=1, memory=10_960).rows()
+    with pytest.raises(PartitionError):
+        run(model, x, stages=3, copies=1, memory=10_959).rows()
+
+
 def test_slow_link_moves_the_cut_to_where_few_bytes_cross() -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 64), nn.Linear(64, 4), nn.Linear(4, 64))
     result = run(model, torch.rand(8, 16), stages=2, tolerance=0.0, byte_cost=1000.0)

@@ -86,12 +86,12 @@ def cut_in_order(work: StepWork, request: CutRequest) -> Stages:
     # First the least load alone, then the fewest bytes among all cuts within the tolerance of it.
     loads = [order.slowest() for order in orders]
     least_load = min(loads)
+    if np.isinf(least_load):
+        raise _memory_error(work, request, min(order.memory() for order in orders))
     # The order of execution, the first, is preferred: its stages are ranges of the program.
     if loads[0] <= least_load * (1 + request.tolerance):
         least_load = loads[0]
         orders = orders[:1]
-    if np.isinf(least_load):
-        raise _memory_error(work, request, min(order.memory() for order in orders))
     max_load = least_load * (1 + request.tolerance)
     cuts = [order.fewest_bytes(max_load) for order in orders]
     _, stages = min(cuts, key=lambda bytes_and_stages: bytes_and_stages[0])
