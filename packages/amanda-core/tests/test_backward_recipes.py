@@ -88,7 +88,7 @@ class CustomGradientCall(FakeCall):
 
     def invoke(self, inputs: list[Any]) -> Any:
         execution = getattr(Execution.current, "execution", None)
-        if execution is None or self.mutable or self.op.__name__ in ("item", "cat"):
+        if execution is None or self.written_positions or self.op.__name__ in ("item", "cat"):
             return super().invoke(inputs)
         leaves: list[Any] = [_leaf(value) for value in inputs]
         results: list[Tensor] = []
@@ -180,7 +180,7 @@ class CutCall(FakeCall):
 
     def invoke(self, inputs: list[Any]) -> Any:
         execution = getattr(Execution.current, "execution", None)
-        if execution is None or self.mutable or self.op.__name__ in ("item", "cat"):
+        if execution is None or self.written_positions or self.op.__name__ in ("item", "cat"):
             return super().invoke(inputs)
         cut = Cut(self.op, inputs, execution)
         outputs = super().invoke(cut.leaves)

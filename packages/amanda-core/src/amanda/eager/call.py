@@ -26,48 +26,49 @@ class Call(ABC):
     inputs: the arguments in the order of the operator's schema, without trailing defaults; a list of tensors
     is one input.
     names: names of the inputs in the schema, as many as there are inputs.
-    mutable: positions of the inputs that the op writes into.
-    targets: positions of the inputs that the op writes and returns: `self` of an in-place op, `out=`.
+    written_positions: positions of the inputs that the op writes into.
+    target_positions: positions of the inputs that the op writes and returns: `self` of an in-place op,
+    `out=`.
     """
 
-    __slots__ = ("inputs", "mutable", "names", "op", "targets")
+    __slots__ = ("inputs", "names", "op", "target_positions", "written_positions")
 
     op: Any
     inputs: list[Any]
     names: Sequence[str]
-    mutable: Sequence[int]
-    targets: Sequence[int]
+    written_positions: Sequence[int]
+    target_positions: Sequence[int]
 
     @abstractmethod
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op itself on these inputs."""
 
-    def fitted(self, inputs: list[Any]) -> list[Any]:
+    def fit_to_memory(self, inputs: list[Any]) -> list[Any]:
         """Return changed inputs in memory that the op accepts; some ops read beyond a tensor's elements.
 
         The base returns the inputs as they are.
         """
         return inputs
 
-    def computation(self) -> Callable[[Sequence[Any]], Any] | None:
+    def as_function(self) -> Callable[[Sequence[Any]], Any] | None:
         """Return a function that runs the op on inputs like this call's; None where there is none.
 
         The function holds none of this call's inputs."""
         return None
 
-    def compute(self, inputs: Sequence[Any]) -> Any:
+    def invoke_for_replacement(self, inputs: Sequence[Any]) -> Any:
         """Run the op for a replacement; return a single output as itself."""
         return self.invoke(list(inputs))
 
-    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def target_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the user's tensors that the op has written and returned."""
-        return spread(inputs[i] for i in self.targets) if self.targets else []
+        return spread(inputs[i] for i in self.target_positions) if self.target_positions else []
 
-    def unreturned(self, outputs: Any) -> Sequence[int]:
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
         """Return the positions of inputs that the op has written and did not return.  outputs: its result."""
         return ()
 
-    def with_written(
+    def append_unreturned(
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return the op's flat result with the inputs that the op wrote without returning them at its end.
@@ -76,22 +77,22 @@ class Call(ABC):
         returned ignores the added inputs.
         """
         # A batch normalization writes running statistics that it does not return.
-        written = [inputs[i] for i in self.unreturned(outputs)]
+        written = [inputs[i] for i in self.unreturned_positions(outputs)]
         if not written:
             return values, rebuild
         result_count = len(values)
         return [*values, *written], lambda changed: rebuild(list(changed[:result_count]))
 
-    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def written_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the user's tensors that the op has written, for `Views.copy_writes`."""
-        return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
+        return [*spread(inputs[i] for i in self.written_positions), *self.target_tensors(inputs, outputs)]
 
     # True here: an op that is not known to be harmless is checked for writes at its first execution.
-    def may_write(self) -> bool:
+    def may_write_inputs(self) -> bool:
         """Return True if the op may write into its inputs, also an op without a schema that declares it."""
         return True
 
-    def may_write_unseen(self) -> bool:
+    def may_write_undeclared(self) -> bool:
         """Return True if the op may write other tensors, or inputs that no schema declares, as scripts do."""
         return False
 
@@ -99,21 +100,21 @@ class Call(ABC):
         """Return False for an op of which autodiff never records anything, such as `ones_like`."""
         return True
 
-    def takes_equals(self) -> bool:
+    def accepts_equal_inputs(self) -> bool:
         """Return True if native code may replace an input by a tensor of equal dtype and shape.
 
         True only for ops that do not write inputs and do not read memory outside of an input's elements.
         """
         return False
 
-    def formed(self, result: Any) -> Any:
+    def in_form_of_result(self, result: Any) -> Any:
         """Return a replacement's result in the form of the op's result, such as a named tuple.
 
         The base returns it as it is.
         """
         return result
 
-    def sources(self) -> tuple[int | tuple[int, int], ...] | None:
+    def argument_indices(self) -> tuple[int | tuple[int, int], ...] | None:
         """Return the index of each input among the call's arguments, keywords after positions; -1: a default.
 
         A pair stands for an input that is a tuple of arguments: index of the first and behind the last.
@@ -125,7 +126,7 @@ class Call(ABC):
         """Return the non-tensor arguments by name."""
         return {}
 
-    def parameters(self) -> Sequence[int]:
+    def variable_positions(self) -> Sequence[int]:
         """Return the positions of inputs that were read from a variable, where the inputs do not show it."""
         return ()
 
@@ -198,7 +199,7 @@ class EagerOps(TensorOps):
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return the result of `flatten` for a call, with inputs that the op wrote and did not return."""
-        return call.with_written(outputs, inputs, *self.flatten(outputs))
+        return call.append_unreturned(outputs, inputs, *self.flatten(outputs))
 
     @abstractmethod
     def gradients(self, inputs: Sequence[Any]) -> Hashable:
@@ -253,7 +254,7 @@ class EagerOps(TensorOps):
         """
         return OpFacts(
             call.op, 0, self.namespace, call.names, self.unwrapped(call.inputs), attributes=call.attributes(),
-            op_type=call.op_type(), parameters=call.parameters(), compute=call.computation(),
+            op_type=call.op_type(), variable_positions=call.variable_positions(), compute=call.as_function(),
             device_of=self.device_of,
         )  # fmt: skip
 

@@ -115,7 +115,7 @@ class EagerDriver(EagerOps, Driver):
         result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:
             analysis.store_plans()
-            if call.mutable or call.may_write_unseen():
+            if call.written_positions or call.may_write_undeclared():
                 # Recorded before any view is linked: from the first link on these ops have to run in Python.
                 stack.writing_ops.add(op_id)
             self._store_call_cache(stack, op_id, analysis.plan)
@@ -159,10 +159,18 @@ class EagerDriver(EagerOps, Driver):
             if i >= last_called:
                 result = returned if i == last_called else NOT_CALLED
                 inputs = run_routine(
-                    self, action, inputs, facts, run, state.autodiff, call.mutable, result, shapes=shapes
+                    self,
+                    action,
+                    inputs,
+                    facts,
+                    run,
+                    state.autodiff,
+                    call.written_positions,
+                    result,
+                    shapes=shapes,
                 )
         if inputs is not call.inputs:
-            inputs = call.fitted(inputs)
+            inputs = call.fit_to_memory(inputs)
 
         # Of the inputs that the op gets, which routines may have changed.
         needs_grad = self.gradients(inputs) if plan.has_backward_routines else None
@@ -170,11 +178,11 @@ class EagerDriver(EagerOps, Driver):
         trace = Trace(op_id, needs_grad, plan, run, not state.cache) if wants_backward else None
         # Tensors that backward ops save: copied before a routine's output is written into a target.
         saved = None
-        if call.targets and _may_change_outputs(plan, analysis):
-            saved = self.written_later([inputs[i] for i in call.targets])
+        if call.target_positions and _may_change_outputs(plan, analysis):
+            saved = self.written_later([inputs[i] for i in call.target_positions])
         # Without a schema that says what the op writes, versions tell: a write into a routine's value has to
         # reach the tensor that it stands for.
-        versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
+        versions = self.versions(inputs) if inputs is not call.inputs and call.may_write_inputs() else None
         if trace is None or tracing is None:
             outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
         else:
@@ -197,9 +205,9 @@ class EagerDriver(EagerOps, Driver):
         if trace is not None:
             trace.shapes = shapes
             trace.keep(self, facts, inputs, values)
-            self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.mutable)])
+            self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.written_positions)])
 
-        written = call.written(inputs, values)
+        written = call.target_tensors(inputs, values)
         if written and saved is None and plan.has_output_routines:
             saved = self.saved_of(written, values)
         # Asked for once more: the analyses after the op may have completed the plan.
@@ -274,9 +282,9 @@ class EagerDriver(EagerOps, Driver):
         if final_values is not values:
             final_values = views.tie_outputs(inputs, values, final_values, (facts.name, facts.source))
         # `views` is true while there are ties.
-        if views and call.mutable:
-            views.copy_writes(call.writes(inputs, values))
-        if views and call.may_write_unseen():
+        if views and call.written_positions:
+            views.copy_writes(call.written_tensors(inputs, values))
+        if views and call.may_write_undeclared():
             views.copy_unseen_writes()
         return final_values
 
@@ -360,14 +368,14 @@ class EagerDriver(EagerOps, Driver):
         facts = plan.chain[0].context._facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
-            outputs = call.formed(outputs)
+            outputs = call.in_form_of_result(outputs)
         values, rebuild = self.results(call, outputs, inputs)
         actions = plan.actions(state.recall is not None)
         # Steps count the routines before the op, then those after it.
         start = step - len(actions.before)  # the routine after the op at which native code stopped
         if start < 0:  # native code stopped at the op's own result
             start, returned = 0, NOT_CALLED
-        written = call.written(inputs, values)
+        written = call.target_tensors(inputs, values)
         saved = self.saved_of(written, values) if written else None
         shapes = (self.shapes(call.inputs), self.shapes(values))
         first_uncalled = start if returned is NOT_CALLED else start + 1
@@ -395,9 +403,11 @@ class EagerDriver(EagerOps, Driver):
     ) -> Any:
         """Run the replacement; run the op itself where there is none, or where it returned NotImplemented."""
         if replace is not None:
-            result = run_replacement(self, replace, inputs, facts, run, call.targets, call.compute)
+            result = run_replacement(
+                self, replace, inputs, facts, run, call.target_positions, call.invoke_for_replacement
+            )
             if result is not NotImplemented:
-                return call.formed(result)
+                return call.in_form_of_result(result)
         if saved is not None:
             return saved.run_op(call, inputs)
         return call.invoke(inputs)
@@ -456,7 +466,7 @@ def _may_need_shapes(plan: Plan, call: Call, analysis: OpAnalysis | None) -> boo
         return True
     # Analyses after the op may yet record a routine that takes shapes; by then the op, or a routine before
     # it, may have written into the inputs.
-    return analysis is not None and (bool(plan.before) or call.may_write())
+    return analysis is not None and (bool(plan.before) or call.may_write_inputs())
 
 
 def _may_change_outputs(plan: Plan, analysis: OpAnalysis | None) -> bool:

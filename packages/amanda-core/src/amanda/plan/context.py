@@ -259,7 +259,7 @@ class OpContext(dict[str, Any]):
 
         TensorFlow's eager mode gives an op the tensor that a variable held; PyTorch gives the parameter.
         """
-        return tuple(self._facts.parameters)
+        return tuple(self._facts.variable_positions)
 
     def get_computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on other inputs, as many as `get_inputs` gives, in their order.

@@ -41,7 +41,8 @@ class OpFacts:
     scope: path of the module that calls the op, within the outermost module, as a user writes it.
     source: "file:line" of the user's call, which the core sets for eager ops.
     op_type: the framework's own name for what the op computes; "" for the name of `op`.
-    parameters: positions of the inputs that were read from a variable, where the values do not show it.
+    variable_positions: positions of the inputs that were read from a variable, where the values do not
+    show it.
     read_value: returns the present value of an input, where the input is a symbol.
     graph: an object that the ops of one graph share; None where there is no graph.
     read_variables: returns names of the variables that an op of a graph reads, the same names in each graph.
@@ -74,7 +75,7 @@ class OpFacts:
     dropped: bool = False
     read_value: Callable[[Any], Any] = field(default=lambda value: value)
     op_type: str = ""
-    parameters: Sequence[int] = ()
+    variable_positions: Sequence[int] = ()
     graph: Hashable = None
     read_variables: Callable[[], Hashable] = field(default=lambda: None)
     original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None

@@ -124,13 +124,13 @@ class FakeCall(Call):
         self.inputs = list(bound.arguments.values())
         self.names = list(bound.arguments)
         written = ("out", _WRITTEN.get(site.key))
-        self.mutable = [i for i, name in enumerate(self.names) if name in written]
+        self.written_positions = [i for i, name in enumerate(self.names) if name in written]
         # The running mean of a batch normalization is written, and not returned.
-        self.targets = [] if site.key == "batch_norm" else self.mutable
+        self.target_positions = [] if site.key == "batch_norm" else self.written_positions
 
-    def unreturned(self, outputs: Any) -> Sequence[int]:
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
         """Return the positions of what the operator has written and not returned."""
-        return [i for i in self.mutable if i not in self.targets]
+        return [i for i in self.written_positions if i not in self.target_positions]
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the operator."""

@@ -106,7 +106,7 @@ class FakeRewriter(Rewriter[GraphNode]):
         variables = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
         return OpFacts(
             node.op, digest(self.identity, node.name), self.rewriting.namespace, _NAMES, inputs.values,
-            op_type=node.op.__name__, scope=node.scope, source=node.source, parameters=variables,
+            op_type=node.op.__name__, scope=node.scope, source=node.source, variable_positions=variables,
             graph=self.identity, read_value=_read,
             variable_of=_parameter, read_variables=lambda: tuple(id(inputs.values[i]) for i in variables),
             original=lambda: lambda values: node.op(*values),

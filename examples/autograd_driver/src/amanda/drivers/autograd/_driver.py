@@ -55,11 +55,11 @@ class PrimitiveCall(Call):
         # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
         self.names = list(arguments)[:: -1 if site.op.__name__ == "concatenate_args" else 1]
         self.inputs = [arguments[name] for name in self.names]
-        self.targets = [self.names.index("out")] if arguments.get("out") is not None else []
-        self.mutable = [0] if site.op.__name__ in _WRITTEN else self.targets
+        self.target_positions = [self.names.index("out")] if arguments.get("out") is not None else []
+        self.written_positions = [0] if site.op.__name__ in _WRITTEN else self.target_positions
 
-    def unreturned(self, outputs: Any) -> Sequence[int]:
-        return [i for i in self.mutable if i not in self.targets]
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
+        return [i for i in self.written_positions if i not in self.target_positions]
 
     def invoke(self, inputs: list[Any]) -> Any:
         if inputs is self.inputs:

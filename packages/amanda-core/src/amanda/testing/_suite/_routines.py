@@ -18,7 +18,8 @@ class BeforeTests(
     Rung,
     title="before an op",
     implement=(
-        "is_tensor", "isolated", "call_isolated", "version", "straight_through", "Call.mutable", "write",
+        "is_tensor", "isolated", "call_isolated", "version", "straight_through",
+        "Call.written_positions", "write",
     ),
 ):  # fmt: skip
     """Routines before an op see its inputs, and change them."""
@@ -184,7 +185,7 @@ class AfterTests(
     Rung,
     title="after an op",
     implement=(
-        "flatten", "Call.targets", "Call.unreturned", "write",
+        "flatten", "Call.target_positions", "Call.unreturned_positions", "write",
     ),
 ):  # fmt: skip
     """Routines after an op see its outputs, and change them."""
@@ -278,7 +279,11 @@ class AfterTests(
         assert all("require_outputs=False" in str(error) for error in errors)
 
 
-class ReplacementTests(Rung, title="instead of an op", implement=("Call.compute", "Call.formed", "copied")):
+class ReplacementTests(
+    Rung,
+    title="instead of an op",
+    implement=("Call.invoke_for_replacement", "Call.in_form_of_result", "copied"),
+):
     """Routines compute instead of an op."""
 
     def test_a_replacement_computes_instead_of_the_op(self, sample: Sample) -> None:

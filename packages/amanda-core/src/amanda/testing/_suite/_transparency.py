@@ -215,7 +215,7 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
         for looking in (no_op_tool(), inserter("insert_before_op", name, fresh)):
             with amanda.apply(looking):
                 assert normalized() == plain, (
-                    "results, statistics and gradient differ: `Call.mutable` has the positions of "
+                    "results, statistics and gradient differ: `Call.written_positions` has the positions of "
                     "the inputs that an op updates"
                 )
 

@@ -42,7 +42,7 @@ class SavingHooks(Saved):
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op under the hooks."""
-        self._dataless_call = DatalessCall(call.computation(), inputs)
+        self._dataless_call = DatalessCall(call.as_function(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
             _push(self._pack, self._unpack)

@@ -165,7 +165,7 @@ class RunBeside(Saved):
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op in place on a copy of its tensor; on the tensor if the op changes more than data."""
         target = inputs[0]
-        if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
+        if tuple(call.target_positions) != (0,) or not isinstance(target, torch.Tensor):
             return call.invoke(inputs)
         if target.is_leaf and target.requires_grad:
             return call.invoke(inputs)  # which torch refuses, in its words

@@ -230,11 +230,11 @@ class FxRewriting:
         return OpFacts(
             eager_call.op, digest(place, self._occurrences[place]), self.namespace, eager_call.names,
             list(eager_call.inputs), attributes=eager_call.attributes(), scope=scope, source=source,
-            op_type=eager_call.op_type(), parameters=eager_call.parameters(),
+            op_type=eager_call.op_type(), variable_positions=eager_call.variable_positions(),
             graph=("graph", self.program.number),
             read_variables=lambda: read_parameters, read_value=self.symbols.read_value,
             variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
-            device_of=_device_of, compute=eager_call.computation(),
+            device_of=_device_of, compute=eager_call.as_function(),
             samples=call.samples,
         )  # fmt: skip
 

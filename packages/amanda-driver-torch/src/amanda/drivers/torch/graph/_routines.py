@@ -93,22 +93,22 @@ class NodeRoutines:
         """
         if self.is_inlined(action):
             result = run_replacement(
-                tensor_ops(), action, inputs, facts, {}, call.targets, call.computation()
+                tensor_ops(), action, inputs, facts, {}, call.target_positions, call.as_function()
             )
-            return result if result is NotImplemented else call.formed(result)
+            return result if result is NotImplemented else call.in_form_of_result(result)
         # Autograd saves the clones, so that the writes into the targets below leave saved tensors alone.
-        values = PlaceValues(with_clones(inputs, call.targets))
-        compute, targets = call.computation(), call.targets
+        values = PlaceValues(with_clones(inputs, call.target_positions))
+        compute, targets = call.as_function(), call.target_positions
         slot = self._slot_of_call(
             action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
         )
         results = self._call_in_autograd(slot, values, [])
-        if call.targets:
-            for target, result in zip(call.targets, results, strict=True):
+        if call.target_positions:
+            for target, result in zip(call.target_positions, results, strict=True):
                 inputs[target].copy_(result)
-            written = [inputs[target] for target in call.targets]
+            written = [inputs[target] for target in call.target_positions]
             return written[0] if len(written) == 1 else tuple(written)
-        return call.formed(tuple(results)) if len(results) != 1 else results[0]
+        return call.in_form_of_result(tuple(results)) if len(results) != 1 else results[0]
 
     def hook_node(self, node: Any, facts: OpFacts, plan: Actions) -> None:
         """Put routines around a backward op of autograd's graph."""
