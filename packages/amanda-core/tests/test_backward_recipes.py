@@ -211,11 +211,11 @@ class CutDriver(RecipeDriver):
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return CutCall(site, args, kwargs)
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         # What the program was given is a leaf: a trace that held it would keep its cut alive.
         if isinstance(value, Tensor) and not isinstance(value, fake.Parameter):
             return value.detach()
-        return super().storable(value)
+        return super().detach_value(value)
 
     def followed(self, run_backward: Callable[..., None]) -> Callable[..., None]:
         def run(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

@@ -20,8 +20,10 @@ from amanda.files import replacing_all
 class Numbers(TensorOps):
     """Tensors that are integers."""
 
-    is_tensor = signature = shapes = version = storable = copied = staticmethod(lambda value: None)
-    isolated = staticmethod(nullcontext)
+    is_tensor = signature = shapes = version = detach_value = differentiable_copy = staticmethod(
+        lambda value: None
+    )
+    without_autodiff = staticmethod(nullcontext)
     write = staticmethod(lambda target, value, isolated: None)
     straight_through = staticmethod(lambda original, value: value)
 

@@ -13,9 +13,9 @@ import amanda
 from amanda.backend import (
     Attributes,
     EagerDriver,
+    ImmutableTensorOps,
     Operation,
     TensorMap,
-    UnwrittenTensors,
     check_private_names,
     complex_error,
     digest,
@@ -174,7 +174,7 @@ def test_a_map_of_tensors_keeps_none_of_them() -> None:
 
 
 def test_a_tensor_that_nothing_writes_into_refuses_a_value() -> None:
-    class Ops(UnwrittenTensors):
+    class Ops(ImmutableTensorOps):
         """Numbers."""
 
         def is_tensor(self, value: Any) -> bool:
@@ -190,6 +190,10 @@ def test_a_tensor_that_nothing_writes_into_refuses_a_value() -> None:
             return value
 
     ops, value = Ops(), 1.0
-    with ops.isolated(), pytest.raises(RoutineError, match="a float cannot be written into"):
+    with ops.without_autodiff(), pytest.raises(RoutineError, match="a float cannot be written into"):
         ops.write(value, 2.0, True)
-    assert (ops.version(value), ops.storable(value), ops.copied(value)) == (None, value, value)
+    assert (ops.version(value), ops.detach_value(value), ops.differentiable_copy(value)) == (
+        None,
+        value,
+        value,
+    )

@@ -27,9 +27,9 @@ from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import failed, matched, picked_by
 from amanda.plan.tensors import (
+    ImmutableTensorOps,
     TensorMap,
     TensorOps,
-    UnwrittenTensors,
     complex_error,
     dtype_error,
     shape_error,
@@ -54,6 +54,7 @@ __all__ = [
     "Exercise",
     "GraphAnalysis",
     "GraphDriver",
+    "ImmutableTensorOps",
     "Inlining",
     "Insertion",
     "Namespace",
@@ -71,7 +72,6 @@ __all__ = [
     "TensorMap",
     "TensorOps",
     "Trace",
-    "UnwrittenTensors",
     "Value",
     "check_private_names",
     "complex_error",

@@ -99,7 +99,7 @@ class _PythonContinuation:
         """Run the routines from the resumption's step on; return the gradients, or None if none changed."""
         step, returned = resumption.step, resumption.returned
         initial_grads = current_grads = list(grads)
-        with interceptor.Suspension(), self._ops.reading():
+        with interceptor.Suspension(), self._ops.without_overrides():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED

@@ -354,8 +354,8 @@ class Trace:
         else:
             # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
             # that is never freed.
-            facts.inputs = [ops.storable(value) for value in inputs]
-            facts.outputs = [ops.storable(value) for value in outputs]
+            facts.inputs = [ops.detach_value(value) for value in inputs]
+            facts.outputs = [ops.detach_value(value) for value in outputs]
             facts.dropped = False
         self.facts = facts
 

@@ -40,8 +40,8 @@ def run_routine(
     shapes: shapes of the execution, for a routine that takes shapes.
     copy_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
     """
-    if ops.has_symbols and returned is NOT_CALLED:
-        future_values = ops.run_later(action, values, facts, run, autodiff, shapes)
+    if ops.has_symbolic_tensors and returned is NOT_CALLED:
+        future_values = ops.trace_routine(action, values, facts, run, autodiff, shapes)
         if future_values is not None:
             return future_values
     select = action.select
@@ -132,7 +132,7 @@ def run_replacement(
     targets: positions of the user's tensors that the op would have written and returned.
     original: computes the op.  reads: values that the routine reads of other ops.
     """
-    if ops.has_symbols:
+    if ops.has_symbolic_tensors:
         ops.note_replacement(action, facts)
     # Copies: what the replacement returns is written into the user's tensors below, and must not be mixed
     # with what it wrote into them itself.
@@ -205,7 +205,7 @@ def _call_replacement(
 ) -> Any:
     """Call a replacement; raise an error that lists the op's values if its signature does not fit."""
     try:
-        return ops.call(action.func, arguments, kwargs)
+        return ops.call_in_autodiff(action.func, arguments, kwargs)
     except TypeError as error:
         signature_failure = signature_error(action, values, names, arguments, kwargs)
         if signature_failure is None:
@@ -242,7 +242,7 @@ def _routine_arguments(
     is_written: for each value, whether the op writes it; empty where the op writes none.
     """
     if isolated:
-        return [ops.storable(value) for value in selection] if action.takes_run else selection
+        return [ops.detach_value(value) for value in selection] if action.takes_run else selection
     if any(is_written):
         return [
             _copy_tensors(ops, value) if written else value
@@ -271,9 +271,9 @@ def _call_routine(
     with action.tool._amanda.lock:
         versions = ops.versions(arguments) if isolated or arguments is not selection else []
         if not isolated:
-            result = ops.call(action.func, arguments, kwargs)
+            result = ops.call_in_autodiff(action.func, arguments, kwargs)
         else:
-            call = ops.call_observer if action.observer else ops.call_isolated
+            call = ops.call_observer if action.observer else ops.call_without_autodiff
             result = call(action.func, arguments, kwargs)
             # A changed version is the only trace of a write: tensors may be written through any of their
             # views.
@@ -322,8 +322,8 @@ def mutation_error(action: Action, index: int) -> MutationError:
 
 def _copy_tensors(ops: TensorOps, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [ops.copied(tensor) for tensor in value]
-    return ops.copied(value)
+        return [ops.differentiable_copy(tensor) for tensor in value]
+    return ops.differentiable_copy(value)
 
 
 def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:

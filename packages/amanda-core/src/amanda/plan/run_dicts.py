@@ -196,7 +196,7 @@ def _with_run_dict(
     def routine(*values: Any, **kwargs: Any) -> Any:
         """Call the action's routine; return its result, with detached arguments turned back into values."""
         run = current_dict()
-        arguments = [ops.storable(value) for value in values] if isolated else values
+        arguments = [ops.detach_value(value) for value in values] if isolated else values
         result = func(*arguments, run=run, **kwargs)
         if end is not None:
             end()

@@ -38,7 +38,7 @@ class FakeTensors(TensorOps):
         """Return True if a value is a tensor."""
         return isinstance(value, Tensor)
 
-    def isolated(self) -> AbstractContextManager[Any]:
+    def without_autodiff(self) -> AbstractContextManager[Any]:
         """Context in which the tape takes nothing."""
         context: AbstractContextManager[Any] = fake.no_grad()
         return context
@@ -61,14 +61,14 @@ class FakeTensors(TensorOps):
         if not isolated and value.requires_grad:
             _autograd.record("CopyBackward", [value], [target], lambda grads: grads)
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """A tensor off the tape, or a leaf as it is."""
         if isinstance(value, Tensor):
             # A leaf has no graph behind it, and tools tell parameters by identity.
             return value if value.is_leaf else value.detach()
-        return [self.storable(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
+        return [self.detach_value(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """A copy that the tape knows."""
         if not isinstance(value, Tensor):
             return value

@@ -261,11 +261,11 @@ class AutogradDriver(EagerDriver):
     def unwrapped(self, values: list[Any]) -> list[Any]:
         return [plain(value) for value in values]
 
-    def isolated(self) -> AbstractContextManager[Any]:
+    def without_autodiff(self) -> AbstractContextManager[Any]:
         # Autodiff records what is in boxes, and isolated routines get arrays.
         return nullcontext()
 
-    def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Any) -> Any:
+    def call_without_autodiff(self, func: Any, values: Sequence[Any], kwargs: Any) -> Any:
         """Call a routine with arrays; return the values themselves for arrays that it hands back."""
         arrays = [plain(value) for value in values]
         boxes = {id(array): value for array, value in zip(arrays, values, strict=True)}
@@ -292,10 +292,10 @@ class AutogradDriver(EagerDriver):
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         np.copyto(target, self.straight_through(target, plain(value)))
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         return plain(value)
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         return self.straight_through(value, plain(value)) if self.is_tensor(value) else value
 
     def gradients(self, inputs: Sequence[Any]) -> Hashable:

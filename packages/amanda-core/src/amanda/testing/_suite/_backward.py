@@ -18,7 +18,7 @@ class BackwardTests(
     Rung,
     title="backward ops",
     implement=(
-        "gradients", "tracing", "begin", "attach_trace", "storable", "finish", "BackwardStep.has_work",
+        "gradients", "tracing", "begin", "attach_trace", "detach_value", "finish", "BackwardStep.has_work",
         "BackwardStep.before", "BackwardStep.after",
     ),
 ):  # fmt: skip
@@ -247,7 +247,7 @@ class GradientTests(
     Rung,
     title="gradients",
     implement=(
-        "straight_through", "copied", "write", "known_to_autodiff", "call",
+        "straight_through", "differentiable_copy", "write", "known_to_autodiff", "call_in_autodiff",
     ),
 ):  # fmt: skip
     """Values that routines give have gradients, which reach the originals."""

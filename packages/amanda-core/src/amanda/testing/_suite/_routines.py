@@ -18,7 +18,7 @@ class BeforeTests(
     Rung,
     title="before an op",
     implement=(
-        "is_tensor", "isolated", "call_isolated", "version", "straight_through",
+        "is_tensor", "without_autodiff", "call_without_autodiff", "version", "straight_through",
         "Call.written_positions", "write",
     ),
 ):  # fmt: skip
@@ -282,7 +282,7 @@ class AfterTests(
 class ReplacementTests(
     Rung,
     title="instead of an op",
-    implement=("Call.invoke_for_replacement", "Call.in_form_of_result", "copied"),
+    implement=("Call.invoke_for_replacement", "Call.in_form_of_result", "differentiable_copy"),
 ):
     """Routines compute instead of an op."""
 

@@ -158,7 +158,9 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
         assert str(scope.report) == "everything that ran was instrumented"
 
 
-class TransparencyTests(Rung, title="transparency", implement=("attach", "detach", "exercise", "same")):
+class TransparencyTests(
+    Rung, title="transparency", implement=("attach", "detach", "exercise", "have_equal_bits")
+):
     """A scope changes no bit and leaves nothing behind."""
 
     def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
@@ -255,7 +257,7 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
         assert verdict.failure == "", "Driver.exercise does not do what it says, or ops are not seen"
 
 
-class MemoryTests(Rung, title="memory", implement=("storable", "describe", "attach_trace")):
+class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "attach_trace")):
     """Plans, contexts and values live no longer than they are needed."""
 
     @needs("backward", "weak_references")

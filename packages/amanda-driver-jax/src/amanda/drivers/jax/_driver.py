@@ -84,7 +84,7 @@ class JaxDriver(Arrays, EagerDriver):
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES
-    has_symbols = True
+    has_symbolic_tensors = True
 
     def __init__(self) -> None:
         # By name, too: functions of JAX with rules, such as `jax.nn.relu`, share a primitive, and are ops of
@@ -214,7 +214,7 @@ class JaxDriver(Arrays, EagerDriver):
         """Return the call of a primitive."""
         return PrimitiveCall(site, self._primitives[site], args, kwargs)
 
-    def run_later(
+    def trace_routine(
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip

@@ -126,11 +126,13 @@ class LiftedArrays(Arrays):
         self._variant = variant
         self.held_arrays: list[Any] = []
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Trace a routine, and insert its computation into the program."""
-        return super().call_isolated(partial(self._trace_routine, partial(func, **kwargs)), values, {})
+        return super().call_without_autodiff(
+            partial(self._trace_routine, partial(func, **kwargs)), values, {}
+        )
 
     def _trace_routine(self, func: Callable[..., Any], *values: Any) -> Any:
         """Trace a routine alone, then evaluate it in the program with its arrays as inputs."""

@@ -22,11 +22,11 @@ class EagerTensorOps:
         """Return True if a value is a tensor or a variable."""
         return isinstance(value, (tf.Tensor, tf.Variable))
 
-    def isolated(self) -> Unrecorded:
+    def without_autodiff(self) -> Unrecorded:
         """Return a context in which no tape records."""
         return Unrecorded()
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine while no tape records; a hot path."""
@@ -63,11 +63,11 @@ class EagerTensorOps:
             "assigned instead"
         )
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """Return the value: a tensor does not hold the tape that it is on."""
         return value
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return a differentiable copy of a tensor, or the same handle of a variable."""
         return tf.identity(value) if isinstance(value, tf.Tensor) and value.dtype != tf.resource else value
 

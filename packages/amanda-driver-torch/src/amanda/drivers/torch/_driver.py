@@ -227,7 +227,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Return this driver for the routines of a backward pass that starts now."""
         return DriverInTransform(self, WITH_SUBCLASSES) if in_transform() else self.outside_overrides
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine outside of the program's autograd and modes."""
@@ -372,7 +372,9 @@ class DriverOutsideModes(TorchDriver):
         with self._modes.enter():
             return site.invoke(args, kwargs)
 
-    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_in_autodiff(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Call a routine that computes for the program, under its modes."""
         with self._modes.enter():
             return func(*values, **kwargs)
@@ -386,7 +388,7 @@ class DriverOutsideModes(TorchDriver):
 class DriverForUnfinishedResult(DriverOutsideModes):
     """The driver at `as_subclass`, whose result a class may complete later, in its own `__new__`."""
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine without the overrides of the class, which may need attributes that are absent."""

@@ -43,10 +43,10 @@ class TransformedTensors(TorchTensors):
     runs_natively = False
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def without_overrides(self) -> Iterator[None]:
         """Return a context outside of all transforms, in which analysis routines read weights as ever."""
         # A weight that a routine reads here must not become a wrapper, which has no numbers.
-        with super().reading(), without_transforms():
+        with super().without_overrides(), without_transforms():
             yield
 
     def version(self, value: Any) -> Any:
@@ -59,7 +59,7 @@ class TransformedTensors(TorchTensors):
         """Return the version of each value."""
         return [self.version(value) for value in values]
 
-    def same(self, value: Any, other: Any) -> bool:
+    def have_equal_bits(self, value: Any, other: Any) -> bool:
         """Return True if two tensors are of one kind and hold the same bits in all samples of a batch."""
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             return False
@@ -120,21 +120,21 @@ class TransformedTensors(TorchTensors):
         target.copy_(self.straight_through(target.clone(), value))
 
     def _cast_to_fit(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        cast_value: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
+        cast_value: torch.Tensor = self.call_without_autodiff(cast_to_fit, (original, value), {})
         return cast_value
 
     def _batched_like(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return a value with the batches of an original: the program may write into each sample."""
         if not (batch_axes(original).keys() - batch_axes(value).keys()):
             return value
-        return self.call_isolated(_copy_in_batches_of, (original, value), {})  # type: ignore[no-any-return]
+        return self.call_without_autodiff(_copy_in_batches_of, (original, value), {})  # type: ignore[no-any-return]
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine outside of autograd and modes; explain what it cannot do under a transform."""
         with running_routine(values):
-            return super().call_isolated(func, values, kwargs)
+            return super().call_without_autodiff(func, values, kwargs)
 
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -150,10 +150,12 @@ class TransformedTensors(TorchTensors):
         with running_routine(arguments):
             return super().call_observer(func, arguments, kwargs)
 
-    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_in_autodiff(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Call a routine that computes for the program; explain what it cannot do under a transform."""
         with running_routine(values):
-            return super().call(func, values, kwargs)
+            return super().call_in_autodiff(func, values, kwargs)
 
 
 class RunBeside(Saved):

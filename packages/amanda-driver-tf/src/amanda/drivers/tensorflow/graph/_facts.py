@@ -226,7 +226,7 @@ class GraphTensorOps(EagerTensorOps, TensorOps):
         """Raise RoutineError: no operation of TensorFlow writes into tensors."""
         raise RoutineError("a TensorFlow tensor cannot be written")
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return the value itself, since tensors are immutable."""
         return value
 

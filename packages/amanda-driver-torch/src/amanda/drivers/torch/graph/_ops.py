@@ -26,7 +26,7 @@ from ._routine_inputs import TorchReads
 class ExportedTensors(TorchTensors):
     """`TensorOps` while a graph is exported: exported graphs have no backward pass."""
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine."""
