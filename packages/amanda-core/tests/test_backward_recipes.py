@@ -23,7 +23,7 @@ run_backward = _autograd.run_backward  # the framework's own, whatever stands in
 
 
 class Execution:
-    """What `tracing` returns: the execution that the calls of `Call.invoke` within it belong to."""
+    """Result of `capture_backward_ops`: the execution of the calls of `Call.invoke` within it."""
 
     current = threading.local()
 
@@ -65,7 +65,7 @@ class RecipeDriver(FakeDriver):
 
         return run
 
-    def tracing(self) -> Any:
+    def capture_backward_ops(self) -> Any:
         return Execution()
 
     def attach_trace(self, trace: Trace, nodes: Any, values: list[Any]) -> None:

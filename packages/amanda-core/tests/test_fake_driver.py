@@ -136,11 +136,11 @@ class TestFakeDriver(DriverTests):
 
 
 class Hearing(FakeDriver):
-    """Keeps what `begin` tells."""
+    """Keeps the inputs that `note_op_inputs` records."""
 
     heard: ClassVar[list[list[float]]] = []
 
-    def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
+    def note_op_inputs(self, capture: Any, inputs: Sequence[Any]) -> None:
         self.heard.append([value.numbers[0] for value in inputs])
 
 

@@ -35,7 +35,7 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     if ops.reader is None or trace.facts is None:
         return None
     # Before every backward op is analysed, a pass has to come through Python to analyse the rest.
-    if not trace.plan.is_backward_complete(trace.gradients):
+    if not trace.plan.is_backward_complete(trace.needs_grad):
         return None
     backward_id = trace.facts.backward_id(op.__name__, place)
     if any(backward_id not in plan.backward.actions for plan in trace.plan.plans_with_backward):
@@ -147,7 +147,7 @@ class BackwardStep:
         open_tools = self._open_tools_of(plan.stack)
         self._open_tools += open_tools
         unanalysed = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
-        if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
+        if actions is None and unanalysed and trace.needs_grad in plan.backward.analysed_for:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
             self._note_new_backward_op(plan)
         elif facts.dropped:
@@ -185,7 +185,7 @@ class BackwardStep:
 
         The next passes analyse it.  The op's native programs are dropped, so that these passes store values.
         """
-        plan.backward.analysed_for.discard(self._trace.gradients)
+        plan.backward.analysed_for.discard(self._trace.needs_grad)
         self._trace.pending.add(self.id)
         self._trace.stack.forget_programs(self._trace.op_id)
         self._state.report(

@@ -143,7 +143,7 @@ def _no_value(values: list[Any]) -> None:
     return None
 
 
-class Saved:
+class SavedTensors:
     """Tensors that the backward ops of an op save, which may share memory with tensors written later."""
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
@@ -161,7 +161,7 @@ class EagerOps(TensorOps):
     slot_of: returns the name of the slot in which an object holds a parameter; None where the object does not
     hold the parameter. Another tensor in the same slot, as after offloading, is the same parameter to tools.
     reader: access of native code to tensors; None where native code does not read them.
-    runs_natively: whether native code may run routines at such calls; if not, it may still run calls that
+    may_run_natively: whether native code may run routines at such calls; if not, it may still run calls that
     have no work.
     views: links between values and the views that they replaced; None where tensors never share memory.
     """
@@ -169,7 +169,7 @@ class EagerOps(TensorOps):
     identity_types: tuple[type, ...] = ()
     slot_of: SlotOf | None = None
     reader: interceptor.Reader | None = None
-    runs_natively: bool = True
+    may_run_natively: bool = True
     views: Views | None = None
 
     namespace: Any
@@ -195,35 +195,35 @@ class EagerOps(TensorOps):
         """Make a call as the program does."""
         return site.invoke(args, kwargs)
 
-    def results(
+    def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return the result of `flatten` for a call, with inputs that the op wrote and did not return."""
         return call.append_unreturned(outputs, inputs, *self.flatten(outputs))
 
     @abstractmethod
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which of the inputs need a gradient; None where autodiff records nothing."""
 
-    def written_later(self, values: Sequence[Any]) -> Saved | None:
-        """Return a `Saved` that runs an op on values which a routine may write into afterwards.
+    def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
+        """Return a `SavedTensors` that runs an op on values which a routine may write into afterwards.
 
-        None where `saved_of` finds all saved tensors after the op has run.
+        None where `find_saved_tensors` finds all saved tensors after the op has run.
         """
         return None
 
-    def saves_out_of_reach(self, value: Any) -> bool:
-        """Return True if an op that writes this value may save it where `saved_of` does not find it."""
+    def may_hide_saved_tensors(self, value: Any) -> bool:
+        """Return True if an op that writes this value may hide what it saves from `find_saved_tensors`."""
         return True
 
-    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
+    def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
         """Return the tensors that backward ops have saved of the values that their op has just written.
 
         outputs: the op's outputs, from which its backward ops are found as well.
         """
-        return Saved()
+        return SavedTensors()
 
-    def known_to_autodiff(
+    def restore_autodiff_roles(
         self,
         original_inputs: Sequence[Any],
         inputs: Sequence[Any],
@@ -237,11 +237,11 @@ class EagerOps(TensorOps):
         """
         return results
 
-    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+    def is_program_tensor(self, value: Any, inputs: Sequence[Any]) -> bool:
         """Return True for an output that is a tensor of the program, such as an input, not a new tensor."""
         return self.is_tensor(value) and any(value is tensor for tensor in spread(inputs))
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         """Return the values for analysis routines; overridden where a framework wraps values for autodiff."""
         return values
 
@@ -253,47 +253,47 @@ class EagerOps(TensorOps):
         subjects: objects of the enclosing calls, such as modules, the outermost first.
         """
         return OpFacts(
-            call.op, 0, self.namespace, call.names, self.unwrapped(call.inputs), attributes=call.attributes(),
-            op_type=call.op_type(), variable_positions=call.variable_positions(), compute=call.as_function(),
-            device_of=self.device_of,
+            call.op, 0, self.namespace, call.names, self.unwrap_for_analysis(call.inputs),
+            attributes=call.attributes(), op_type=call.op_type(),
+            variable_positions=call.variable_positions(), compute=call.as_function(), device_of=self.device_of,
         )  # fmt: skip
 
-    def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: interceptor.Site) -> tuple[str, str] | None:
         """Return a description and a reason if a call cannot be instrumented at this moment, else None."""
         return None
 
     @abstractmethod
-    def tracing(self) -> AbstractContextManager[Any]:
+    def capture_backward_ops(self) -> AbstractContextManager[Any]:
         """Return a context around the op that finds its backward ops; created before the routines run.
 
         `attach_trace` receives what the context returns as it is entered.
         """
 
-    def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
-        """Record the inputs of the op, or of its replacement, before the context `nodes` is entered.
+    def note_op_inputs(self, capture: Any, inputs: Sequence[Any]) -> None:
+        """Record the inputs of the op, or of its replacement, before the context `capture` is entered.
 
         The inputs may be results of routines; backward ops of these results do not belong to the op.
         """
 
     @abstractmethod
     def attach_trace(self, trace: Trace, nodes: Any, values: list[Any]) -> None:
-        """Attach the trace to the backward ops that the context `nodes` has found.
+        """Attach the trace to the backward ops that `capture_backward_ops` has found.
 
-        nodes: what the context `tracing` has returned as it was entered.
+        nodes: what the context returned as it was entered.
         values: the op's outputs, and the inputs that it wrote.
         """
 
-    def made_between(self, begin: int, start: int, end: int) -> Any:
-        """Return the result of a context `tracing`, from readings of the clock of the driver's `reader`.
+    def backward_ops_between(self, before_routines: int, op_start: int, op_end: int) -> Any:
+        """Return what `capture_backward_ops` gives, from readings of the clock of the driver's `reader`.
 
-        begin: reading before the routines.  start, end: readings before and after the op.
+        before_routines: reading before the routines.  op_start, op_end: readings before and after the op.
         """
         raise NotImplementedError
 
-    def backward_marker(self, trace: Trace, writes: bool) -> Any:
+    def native_trace_marker(self, trace: Trace, writes_input: bool) -> Any:
         """Return an argument of a `Program` with which native code attaches this trace to each execution.
 
-        writes: whether the op writes into an input tensor.
+        writes_input: whether the op writes into an input tensor.
         """
         raise NotImplementedError
 
@@ -304,7 +304,7 @@ class Trace:
 
     op_id: id of the op.  stack: the tools of the scope of the execution.
     run: the dict that routines of this execution share.
-    gradients: which inputs needed a gradient.
+    needs_grad: which inputs needed a gradient.
     plan: the op's plan in the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
     uncached: whether backward ops are analysed in each pass, as without the cache.
@@ -313,15 +313,15 @@ class Trace:
     """
 
     __slots__ = (
-        "__weakref__", "facts", "gradients", "op_id", "pending", "plan", "run", "shapes", "uncached"
+        "__weakref__", "facts", "needs_grad", "op_id", "pending", "plan", "run", "shapes", "uncached"
     )  # fmt: skip
 
     def __init__(
-        self, op_id: int, gradients: Hashable, plan: Plan, run: dict[str, Any], uncached: bool = False
+        self, op_id: int, needs_grad: Hashable, plan: Plan, run: dict[str, Any], uncached: bool = False
     ) -> None:
         self.op_id = op_id
         self.uncached = uncached
-        self.gradients = gradients
+        self.needs_grad = needs_grad
         self.plan = plan
         self.run = run
         self.shapes: tuple[Any, ...] | None = None
@@ -349,7 +349,7 @@ class Trace:
         # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
         # when the call ends.
         facts = forward_facts.at_backward(None, 0, True)
-        if self.plan.is_backward_complete(self.gradients):
+        if self.plan.is_backward_complete(self.needs_grad):
             facts.drop_values()
         else:
             # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
@@ -367,8 +367,8 @@ class Trace:
         """
         if may_run_again and self.uncached:
             return
-        if not self.plan.is_backward_complete(self.gradients):
+        if not self.plan.is_backward_complete(self.needs_grad):
             for plan in self.plan.plans_with_backward:
-                plan.backward.analysed_for.add(self.gradients)
+                plan.backward.analysed_for.add(self.needs_grad)
         if self.facts is not None:
             self.facts.drop_values()

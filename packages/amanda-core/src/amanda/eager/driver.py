@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.eager.call import Call, EagerOps, Saved, Trace
+from amanda.eager.call import Call, EagerOps, SavedTensors, Trace
 from amanda.eager.program import cache_program
 from amanda.interceptor.opid import digest
 from amanda.plan.action import InstrumentationPoint
@@ -66,7 +66,8 @@ class EagerDriver(EagerOps, Driver):
     ) -> Any:
         """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
 
-        Tools see nothing of a call for which the op's only plan has no work, or that meets an `obstacle`.
+        Tools see nothing of a call for which the op's only plan has no work, or that has an
+        `uninstrumented_reason`.
         call_cache: native programs and plans of the op; None before its first execution.
         key: key of the call's form, under which a program may be stored; 0 where none may.
         resumption: where to go on with an execution that native code has begun; None where the call starts.
@@ -81,10 +82,10 @@ class EagerDriver(EagerOps, Driver):
             (plan,) = call_cache.plans.values()
             # The only plan has no actions: store that for native code before the arguments are bound, which
             # takes time.
-            if not plan and not plan.wants_backward(self.gradients(args)):
+            if not plan and not plan.wants_backward(self.needs_grad(args)):
                 call_cache.learn(key, None)
                 return self.invoke(site, args, kwargs)
-        obstacle = self.obstacle(site)
+        obstacle = self.uninstrumented_reason(site)
         if obstacle is not None:
             state.report(*obstacle)
             return self.invoke(site, args, kwargs)
@@ -120,7 +121,7 @@ class EagerDriver(EagerOps, Driver):
                 stack.writing_ops.add(op_id)
             self._store_call_cache(stack, op_id, analysis.plan)
             # The outermost module holds the others, so its death is that of the place.
-            bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
+            bind_to_subjects(op_id, [*subjects[:1], *self.identity_values(call)])
         facts.drop_values()
         return result
 
@@ -147,7 +148,7 @@ class EagerDriver(EagerOps, Driver):
         facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         # Created before the routines run: nodes that these create must be told from the op's.
-        tracing = self.tracing() if plan.has_backward_routines else None
+        tracing = self.capture_backward_ops() if plan.has_backward_routines else None
         is_recomputation = state.recall is not None
         actions = plan.actions(is_recomputation)
         run = plan.run_dicts(self, state.is_recorded).dict_for_python(actions.before[: last_called + 1])
@@ -173,31 +174,34 @@ class EagerDriver(EagerOps, Driver):
             inputs = call.fit_to_memory(inputs)
 
         # Of the inputs that the op gets, which routines may have changed.
-        needs_grad = self.gradients(inputs) if plan.has_backward_routines else None
+        needs_grad = self.needs_grad(inputs) if plan.has_backward_routines else None
         wants_backward = plan.wants_backward(needs_grad)
         trace = Trace(op_id, needs_grad, plan, run, not state.cache) if wants_backward else None
         # Tensors that backward ops save: copied before a routine's output is written into a target.
         saved = None
         if call.target_positions and _may_change_outputs(plan, analysis):
-            saved = self.written_later([inputs[i] for i in call.target_positions])
+            saved = self.saved_tensors_recorder([inputs[i] for i in call.target_positions])
         # Without a schema that says what the op writes, versions tell: a write into a routine's value has to
         # reach the tensor that it stands for.
         versions = self.versions(inputs) if inputs is not call.inputs and call.may_write_inputs() else None
         if trace is None or tracing is None:
             outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
         else:
-            self.begin(tracing, inputs)
+            self.note_op_inputs(tracing, inputs)
             with tracing as nodes:
                 outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
 
-        values, rebuild = self.results(call, outputs, inputs)
+        values, rebuild = self.flatten_with_unreturned(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._copy_writes_to_originals(call, inputs, versions, values)
             outputs = rebuild(values)
         if shapes is not None:
             shapes = (*shapes, self.shapes(values))
         if analysis is not None:
-            facts.inputs, facts.outputs = list(self.unwrapped(inputs)), list(self.unwrapped(values))
+            facts.inputs, facts.outputs = (
+                list(self.unwrap_for_analysis(inputs)),
+                list(self.unwrap_for_analysis(values)),
+            )
             # Analyses after the op may have recorded routines, which run in this first execution already.
             plan = analysis.analyse_after_op()
             if shapes is None and plan.takes_shapes:
@@ -209,7 +213,7 @@ class EagerDriver(EagerOps, Driver):
 
         written = call.target_tensors(inputs, values)
         if written and saved is None and plan.has_output_routines:
-            saved = self.saved_of(written, values)
+            saved = self.find_saved_tensors(written, values)
         # Asked for once more: the analyses after the op may have completed the plan.
         after = plan.actions(is_recomputation).after
         final_values = self._run_routines_after_op(
@@ -268,7 +272,7 @@ class EagerDriver(EagerOps, Driver):
                 # No tool sees the second run of the op, which the program did not ask for.
                 unobserved = interceptor.Activation(None, State.current(), False, False)
                 with self.without_autodiff(), in_force(unobserved):
-                    return self.results(call, call.invoke(call.inputs), call.inputs)[0]
+                    return self.flatten_with_unreturned(call, call.invoke(call.inputs), call.inputs)[0]
 
             if isolated:
                 original_of = self._find_returned_inputs(call.inputs, inputs, final_values, rerun)
@@ -276,7 +280,7 @@ class EagerDriver(EagerOps, Driver):
                     values = [original_of.get(id(value), value) for value in values]
                     final_values = [original_of.get(id(value), value) for value in final_values]
         if inputs is not call.inputs or final_values is not values:
-            final_values = self.known_to_autodiff(call.inputs, inputs, values, final_values)
+            final_values = self.restore_autodiff_roles(call.inputs, inputs, values, final_values)
         if inputs is not call.inputs:
             views.tie_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
         if final_values is not values:
@@ -321,7 +325,7 @@ class EagerDriver(EagerOps, Driver):
         shapes: Hashable,
         inputs: Sequence[Any],
         returned: Any = NOT_CALLED,
-        saved: Saved | None = None,
+        saved: SavedTensors | None = None,
     ) -> list[Any]:
         """Run the routines on the outputs and return the outputs to use.
 
@@ -350,7 +354,7 @@ class EagerDriver(EagerOps, Driver):
         """
         outputs = [
             old
-            if new is not old and self.is_handed_back(old, inputs) and self.have_equal_bits(old, new)
+            if new is not old and self.is_program_tensor(old, inputs) and self.have_equal_bits(old, new)
             else new
             for old, new in zip(values, new_values, strict=True)
         ]
@@ -371,14 +375,14 @@ class EagerDriver(EagerOps, Driver):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
             outputs = call.in_form_of_result(outputs)
-        values, rebuild = self.results(call, outputs, inputs)
+        values, rebuild = self.flatten_with_unreturned(call, outputs, inputs)
         actions = plan.actions(state.recall is not None)
         # Steps count the routines before the op, then those after it.
         start = step - len(actions.before)  # the routine after the op at which native code stopped
         if start < 0:  # native code stopped at the op's own result
             start, returned = 0, NOT_CALLED
         written = call.target_tensors(inputs, values)
-        saved = self.saved_of(written, values) if written else None
+        saved = self.find_saved_tensors(written, values) if written else None
         shapes = (self.shapes(call.inputs), self.shapes(values))
         first_uncalled = start if returned is NOT_CALLED else start + 1
         run: dict[str, Any] = {}
@@ -401,7 +405,7 @@ class EagerDriver(EagerOps, Driver):
         inputs: list[Any],
         facts: OpFacts,
         run: dict[str, Any],
-        saved: Saved | None,
+        saved: SavedTensors | None,
     ) -> Any:
         """Run the replacement; run the op itself where there is none, or where it returned NotImplemented."""
         if replace is not None:
@@ -414,7 +418,7 @@ class EagerDriver(EagerOps, Driver):
             return saved.run_op(call, inputs)
         return call.invoke(inputs)
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         """Return the values that distinguish the call's op; its plan is dropped when any of these dies.
 
         They are those of `identity_types` among the inputs, unless a driver overrides it.

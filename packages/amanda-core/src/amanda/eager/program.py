@@ -34,14 +34,14 @@ def cache_program(
     Stores None where calls of this form have no work.
     key: the call_cache's key of the form.  state: state of a thread; part of the key.
     """
-    needs_grad = ops.gradients(call.inputs)
+    needs_grad = ops.needs_grad(call.inputs)
     wants_backward = plan.has_backward_routines and plan.wants_backward(needs_grad)
     actions = plan.actions(state.recall is not None)
     if not actions and not (wants_backward and call.has_derivative()):
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
         return
-    if not ops.runs_natively:
+    if not ops.may_run_natively:
         return
     # Plans of the chain are of one op: any has its facts.
     facts = plan.chain[0].context._facts
@@ -58,7 +58,7 @@ def cache_program(
             return
         # The op's own backward may have saved the tensor that a routine then writes into; where the driver
         # cannot replace the saved tensor by a copy, Python runs the call.
-        refuses_argument = ops.saves_out_of_reach
+        refuses_argument = ops.may_hide_saved_tensors
     program = _build_program(ops, plan, actions, run_dicts, call, facts, leave_trace, refuses_argument)
     if program is not None:
         call_cache.learn(key, program)
@@ -88,7 +88,7 @@ def _trace_recorder(
     if plan.is_backward_complete(needs_grad) and not plan.takes_run:
         shared_trace = Trace(facts.op_id, needs_grad, plan, {})
         shared_trace.keep(ops, facts, [], [])
-        leave_shared_trace: Callable[..., None] = ops.backward_marker(
+        leave_shared_trace: Callable[..., None] = ops.native_trace_marker(
             shared_trace, bool(call.target_positions)
         )
         return leave_shared_trace
@@ -98,7 +98,7 @@ def _trace_recorder(
     unreturned_positions = tuple(call.unreturned_positions(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
-        """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.made_between`.
+        """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.backward_ops_between`.
 
         Drops the op's programs where executions may share one trace from now on.
         """
@@ -110,7 +110,7 @@ def _trace_recorder(
         if plan.is_backward_complete(needs_grad) and not plan.takes_run:
             # The program that called this function was built for incomplete analyses; build a faster one.
             call_cache.forget()
-        nodes = ops.made_between(begin, start, end)
+        nodes = ops.backward_ops_between(begin, start, end)
         ops.attach_trace(trace, nodes, [*values, *(inputs[i] for i in written_positions)])
 
     return leave_trace

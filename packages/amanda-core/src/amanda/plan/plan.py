@@ -105,7 +105,7 @@ class Actions:
 class BackwardRecord:
     """The analysed backward ops of a plan's op.
 
-    An op's backward ops depend on which of its inputs need a gradient (`needs_grad`, as `EagerOps.gradients`
+    An op's backward ops depend on which of its inputs need a gradient (`needs_grad`, as `EagerOps.needs_grad`
     returns it), so records of all its backward ops are kept for each such answer.
 
     actions: actions of the plan's scope, by the id of the backward op.

@@ -76,7 +76,7 @@ class FakeTensors(TensorOps):
         _autograd.record("CopyBackward", [value], [copy], lambda grads: grads)
         return copy
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors require a gradient."""
         needs = tuple(_read_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
         return needs if fake.is_grad_enabled() and "True" in str(needs) else None
@@ -295,7 +295,7 @@ class FakeDriver(FakeTensors, EagerDriver):
         """The call with its inputs in the order of the operator's signature."""
         return FakeCall(site, args, kwargs)
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return what keeps a call from being instrumented, and why."""
         # Said in the report and not passed over: a user must know what tools did not see.
         return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
@@ -307,7 +307,7 @@ class FakeDriver(FakeTensors, EagerDriver):
         facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
         return facts
 
-    def tracing(self) -> NodeRange:
+    def capture_backward_ops(self) -> NodeRange:
         """Context that brackets the nodes made by an operator."""
         return NodeRange()
 

@@ -235,7 +235,7 @@ class AutogradDriver(EagerDriver):
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return PrimitiveCall(site, args, kwargs)
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         return list(call.slots) if isinstance(call, PrimitiveCall) else []
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -258,7 +258,7 @@ class AutogradDriver(EagerDriver):
     def is_tensor(self, value: Any) -> bool:
         return _boxes.is_tensor(value)
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         return [plain(value) for value in values]
 
     def without_autodiff(self) -> AbstractContextManager[Any]:
@@ -298,15 +298,15 @@ class AutogradDriver(EagerDriver):
     def differentiable_copy(self, value: Any) -> Any:
         return self.straight_through(value, plain(value)) if self.is_tensor(value) else value
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         needs = tuple(len(list(_boxes.nodes(value))) for value in inputs)
         return needs if any(needs) else None
 
-    def tracing(self) -> Region:
+    def capture_backward_ops(self) -> Region:
         return Region()
 
-    def begin(self, nodes: Region, inputs: Sequence[Any]) -> None:
-        nodes.begin(inputs)
+    def note_op_inputs(self, capture: Region, inputs: Sequence[Any]) -> None:
+        capture.begin(inputs)
 
     def attach_trace(self, trace: Trace, nodes: Region, values: list[Any]) -> None:
         nodes.mark(self, trace, values)

@@ -18,7 +18,8 @@ class BackwardTests(
     Rung,
     title="backward ops",
     implement=(
-        "gradients", "tracing", "begin", "attach_trace", "detach_value", "finish", "BackwardStep.has_work",
+        "needs_grad", "capture_backward_ops", "note_op_inputs", "attach_trace", "detach_value", "finish",
+        "BackwardStep.has_work",
         "BackwardStep.before", "BackwardStep.after",
     ),
 ):  # fmt: skip
@@ -247,7 +248,7 @@ class GradientTests(
     Rung,
     title="gradients",
     implement=(
-        "straight_through", "differentiable_copy", "write", "known_to_autodiff", "call_in_autodiff",
+        "straight_through", "differentiable_copy", "write", "restore_autodiff_roles", "call_in_autodiff",
     ),
 ):  # fmt: skip
     """Values that routines give have gradients, which reach the originals."""

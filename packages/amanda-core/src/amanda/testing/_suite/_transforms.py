@@ -15,7 +15,9 @@ from amanda.testing._tools import Executed, Seen, Unchanged, inserter, notes, to
 NUMBERS = [1.0, -2.0, 3.0]
 
 
-class TransformTests(Rung, title="function transforms", implement=("unwrapped", "shapes", "tracing")):
+class TransformTests(
+    Rung, title="function transforms", implement=("unwrap_for_analysis", "shapes", "capture_backward_ops")
+):
     """Under function transforms an op is one op."""
 
     @needs("vmap")

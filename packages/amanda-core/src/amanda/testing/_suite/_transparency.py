@@ -37,7 +37,9 @@ from amanda.testing._tools import (
 )
 
 
-class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "describe", "OpFacts.scope")):
+class FailureTests(
+    Rung, title="failure", implement=("uninstrumented_reason", "detach", "describe", "OpFacts.scope")
+):
     """Exceptions reach the user as themselves, and reports name what is not seen."""
 
     def test_an_exception_of_the_op_itself_passes_as_it_is(self, sample: Sample) -> None:

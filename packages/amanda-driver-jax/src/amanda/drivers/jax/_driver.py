@@ -247,7 +247,7 @@ class JaxDriver(Arrays, EagerDriver):
         add_note(INSERTION)
         guard_reads(action, facts)
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         """Return the values without the tracers of derivatives: arrays, or symbols of the program."""
         original_of = ORIGINALS.of
         return [
@@ -255,11 +255,11 @@ class JaxDriver(Arrays, EagerDriver):
             for value in values
         ]
 
-    def tracing(self) -> TappedExecution:
+    def capture_backward_ops(self) -> TappedExecution:
         """Return a context in which the op is tapped."""
         return TappedExecution(self)
 
-    def begin(self, execution: TappedExecution, inputs: Sequence[Any]) -> None:
+    def note_op_inputs(self, execution: TappedExecution, inputs: Sequence[Any]) -> None:
         """Tap the op's inputs."""
         assert isinstance(inputs, list)
         execution.tap_inputs(inputs)

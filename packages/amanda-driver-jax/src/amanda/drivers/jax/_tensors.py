@@ -67,7 +67,7 @@ class Arrays(ImmutableTensorOps):
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
         return [self.detach_value(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which inputs are differentiated; None where none is."""
         needs = tuple(_map_tensors(value, needs_gradient) for value in inputs)
         # The flags nest as lists of inputs do; their text shows if any of them is set.

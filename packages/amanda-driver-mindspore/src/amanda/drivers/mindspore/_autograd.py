@@ -66,11 +66,11 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._results_by_function: dict[int, list[weakref.ref[Any]]] = {}
 
-    def tracing(self) -> InputNodes:
+    def capture_backward_ops(self) -> InputNodes:
         """Return a context of an op's execution."""
         return InputNodes()
 
-    def begin(self, input_nodes: InputNodes, inputs: Sequence[Any]) -> None:
+    def note_op_inputs(self, input_nodes: InputNodes, inputs: Sequence[Any]) -> None:
         """Record the autograd nodes of an op's inputs, and the leaves among the inputs."""
         for tensor in tensors_of(inputs):
             node = node_of(tensor)

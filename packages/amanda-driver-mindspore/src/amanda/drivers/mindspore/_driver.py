@@ -141,7 +141,7 @@ class MindSporeDriver(MindSporeAutograd):
         target = self._sites.get(site)
         return (NamedPrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         """Record the memory of parameters among the values of an analysed execution; return the values."""
         for value in values:
             if isinstance(value, Parameter):

@@ -118,7 +118,7 @@ class MindSporeTensorOps:
         """Return the shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient, as bits; None if no node is created.
 
         The bits of a call's arguments equal those of its inputs, which a kernel gets as a list.

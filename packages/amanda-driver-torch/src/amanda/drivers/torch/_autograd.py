@@ -71,14 +71,14 @@ class Autograd(EagerDriver):
     def driver_of_pass(self) -> "Autograd":
         """Return this driver for the routines of a backward pass that starts now."""
 
-    def tracing(self) -> NodeBracket:
+    def capture_backward_ops(self) -> NodeBracket:
         """Return a context that brackets the nodes made by an op."""
         return NodeBracket()
 
-    def made_between(self, begin: int, start: int, end: int) -> NodeBracket:
+    def backward_ops_between(self, before_routines: int, op_start: int, op_end: int) -> NodeBracket:
         """Return the bracket of these sequence numbers, which native code has read."""
         bracket = NodeBracket.__new__(NodeBracket)
-        bracket.begin, bracket.start, bracket.end = begin, start, end
+        bracket.begin, bracket.start, bracket.end = before_routines, op_start, op_end
         return bracket
 
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
@@ -86,12 +86,12 @@ class Autograd(EagerDriver):
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
-    def backward_marker(self, trace: Trace, writes: bool) -> Any:
+    def native_trace_marker(self, trace: Trace, writes_input: bool) -> Any:
         """Return a marker of the nodes of executions; writes: whether views are written.
 
         The base of a written view has a new node, which is marked too.
         """
-        return _marked_graphs.marker(trace, writes)
+        return _marked_graphs.marker(trace, writes_input)
 
     def patch_backward_passes(self, attributes: Attributes) -> None:
         """Make every backward pass bring its nodes to the tools."""

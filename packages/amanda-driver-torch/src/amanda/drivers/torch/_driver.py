@@ -256,16 +256,16 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             invoke_site=self.invoke,
         )  # fmt: skip
 
-    def results(
+    def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's outputs as a list, after waiting for those of a functional collective."""
-        values, rebuild = super().results(call, outputs, inputs)
+        values, rebuild = super().flatten_with_unreturned(call, outputs, inputs)
         if is_functional_collective(call.op):
             wait_for_results(values)
         return values, rebuild
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace", RECORDED_AS_IS
@@ -273,7 +273,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return "a graph by make_fx", RECORDED_AS_IS
         return None
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         """Return the parameters that enter the op's id; none for an op that moves parameters."""
         if getattr(call.op, "__name__", "") in _TRANSFERS:
             return []
@@ -379,10 +379,10 @@ class DriverOutsideModes(TorchDriver):
         with self._modes.enter():
             return func(*values, **kwargs)
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         with self._modes.enter():
-            return super().obstacle(site)
+            return super().uninstrumented_reason(site)
 
 
 class DriverForUnfinishedResult(DriverOutsideModes):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from amanda.backend import complex_error, dtype_error, shape_error
-from amanda.eager import Saved
+from amanda.eager import SavedTensors
 from amanda.errors import RoutineError
 from amanda.plan import spread
 
@@ -128,25 +128,25 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> Saved | None:
+    def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
         """Return hooks to run an op under, by which what it saves is copied before a routine writes.
 
-        None where autograd records nothing or forbids hooks, or `saved_of` finds all that the op saves.
+        None where autograd records nothing or forbids hooks, or `find_saved_tensors` finds all saved tensors.
         """
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if not (torch.is_grad_enabled() and allowed()):
             return None
         tensors = [value for value in spread(values) if isinstance(value, torch.Tensor)]
-        return SavingHooks(tensors) if any(map(self.saves_out_of_reach, tensors)) else None
+        return SavingHooks(tensors) if any(map(self.may_hide_saved_tensors, tensors)) else None
 
-    def saves_out_of_reach(self, value: torch.Tensor) -> bool:
+    def may_hide_saved_tensors(self, value: torch.Tensor) -> bool:
         """Return True for a view, whose node lies within its base's, and while the user has saving hooks."""
         return value._is_view() or has_hooks()
 
-    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
+    def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
         """Return the written tensors that the nodes of inputs and outputs have saved."""
         if not torch.is_grad_enabled():
-            return Saved()
+            return SavedTensors()
         tensors = [value for value in written if isinstance(value, torch.Tensor)]
         results = [value for value in outputs if isinstance(value, torch.Tensor)]
         return SavedAtNodes(tensors, [*tensors, *results])
@@ -183,7 +183,7 @@ class TorchTensors:
             ]
         )  # fmt: skip
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient, as bits; None where no node can be made.
 
         The same for a call's arguments as for its inputs, which may have sizes gathered in a tuple.
@@ -204,7 +204,7 @@ class TorchTensors:
         """Return the shape of each tensor, also in lists."""
         return tuple([shape_of(value) for value in inputs])
 
-    def known_to_autodiff(
+    def restore_autodiff_roles(
         self, call_inputs: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], values: list[Any]
     ) -> list[Any]:
         """Return the values of routines as autograd would see the outputs that they replace.
@@ -232,7 +232,7 @@ class TorchTensors:
                         new_values[i] = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
         return values if all(map(operator.is_, new_values, values)) else new_values
 
-    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+    def is_program_tensor(self, value: Any, inputs: Sequence[Any]) -> bool:
         """Return True for an input, and for a leaf that needs a gradient, which an object may hold."""
         if not isinstance(value, torch.Tensor):
             return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from amanda.action import marks
 from amanda.backend import Call, Trace
-from amanda.eager import Saved
+from amanda.eager import SavedTensors
 from amanda.plan import BatchedShape, spread
 
 from ._autograd import NodeBracket
@@ -40,7 +40,7 @@ _NODES_OF_AN_OP = 32
 class TransformedTensors(TorchTensors):
     """`TensorOps` of tensors that function transforms have wrapped; mixed into a driver before its class."""
 
-    runs_natively = False
+    may_run_natively = False
 
     @contextmanager
     def without_overrides(self) -> Iterator[None]:
@@ -68,7 +68,7 @@ class TransformedTensors(TorchTensors):
             (levels, data), (other_levels, other_data) = map(with_batches_first, (value, other))
             return levels == other_levels and same_bits(data, other_data)
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient at which levels; None where no node can be made."""
         needs = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
         return needs if any(needs) else None
@@ -81,14 +81,14 @@ class TransformedTensors(TorchTensors):
         """Attach the trace to the nodes of the op's results at all levels."""
         super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
 
-    def written_later(self, values: Sequence[Any]) -> Saved | None:
+    def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
         """Return a context that runs an op in place beside tensors that a routine may write later."""
         # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
         if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
             return RunBeside()
-        return super().written_later(values)
+        return super().saved_tensors_recorder(values)
 
-    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
+    def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
         """Return the written tensors that the nodes of inputs and outputs have saved, at all levels."""
         tensors = all_layers(written)
         return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)], _NODES_OF_AN_OP)
@@ -158,7 +158,7 @@ class TransformedTensors(TorchTensors):
             return super().call_in_autodiff(func, values, kwargs)
 
 
-class RunBeside(Saved):
+class RunBeside(SavedTensors):
     """Runs an op in place on a copy, which the nodes of all levels save, and writes the result once more.
 
     What the nodes of the levels below save cannot be found: those of a tangent are not at the tensor.

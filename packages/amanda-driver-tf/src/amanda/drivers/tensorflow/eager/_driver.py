@@ -75,7 +75,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         kind = SlowCall if site.target.func is call_execute else FastCall
         return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the part of a call that cannot be instrumented, and the reason; None if there is none."""
         if site.op.has_functions and "Dataset" in site.op.type:
             return REPORTED
@@ -90,18 +90,18 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         facts.aliases, facts.variable_of = layer_name_paths(subjects), _handle_of
         return facts
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         """Return the variables among a call's arguments."""
         return list(call.identities) if isinstance(call, EagerCall) else []
 
-    def results(
+    def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a call's outputs by the op's schema, where a list of tensors is one; see `flatten`."""
         assert isinstance(call, EagerCall)
         return call.outputs(outputs)
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors a tape watches, as bits; None where none does."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty():
             return None
@@ -114,7 +114,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
             bits = bits << 1 | pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop([tensor])
         return bits
 
-    def tracing(self) -> Marking:
+    def capture_backward_ops(self) -> Marking:
         """Return a context in which the ops that a tape records are marked."""
         return Marking()
 
