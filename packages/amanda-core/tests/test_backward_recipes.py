@@ -52,8 +52,8 @@ class RecipeDriver(FakeDriver):
         run_backward, checkpoint = _autograd.run_backward, _operators.checkpoint
         stand_ins = {site.target: Detour(site) for site in self._sites}
         functions = {run_backward: self.followed(run_backward), checkpoint: _replaying(checkpoint)}
-        self.attributes.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
-        self.attributes.enclose(fake.Module)
+        self.patches.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
+        self.patches.track_module_calls(fake.Module)
 
     def followed(self, run_backward: Callable[..., None]) -> Callable[..., None]:
         """Return a function that runs a backward pass, after which ids at the top level count anew."""
@@ -202,9 +202,9 @@ class CutDriver(RecipeDriver):
     cuts: ClassVar[WeakValueDictionary[int, Cut]] = WeakValueDictionary()
     numbers: ClassVar[Any] = count()
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Follow backward passes for good: a graph that outlives its scope is cut, too."""
-        super().introduce()
+        super().register_framework()
         for holder in (fake, _autograd):
             holder.run_backward = self.followed(run_backward)  # type: ignore[attr-defined]
 

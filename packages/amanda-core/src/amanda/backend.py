@@ -18,8 +18,8 @@ from amanda.graph.execution import Execution, Insertion
 from amanda.graph.reads import Reads
 from amanda.graph.rewriter import NotTraceable, Rewriter, Value
 from amanda.graph.rewriting import GraphAnalysis, Rewriting, Side
-from amanda.interceptor.attributes import Attributes, path_of_call, place_by_path, type_as_path
-from amanda.interceptor.imports import lacking, late_names, when_imported
+from amanda.interceptor.attributes import Patches, path_of_call, place_by_path, type_as_path
+from amanda.interceptor.imports import lazy_getattr, missing_names, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
 from amanda.plan.facts import Operation, OpFacts
@@ -34,7 +34,7 @@ from amanda.plan.tensors import (
     dtype_error,
     shape_error,
 )
-from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
+from amanda.scope.driver import DRIVER_API, Driver, SelfTestProgram, check_private_names
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.report import hide_ops, report_unseen
 from amanda.scope.state import State
@@ -43,7 +43,6 @@ __all__ = [
     "DRIVER_API",
     "Action",
     "Artefact",
-    "Attributes",
     "BackwardStep",
     "Call",
     "CannotInstrument",
@@ -51,7 +50,6 @@ __all__ = [
     "EagerDriver",
     "Execution",
     "Executions",
-    "Exercise",
     "GraphAnalysis",
     "GraphDriver",
     "ImmutableTensorOps",
@@ -63,10 +61,12 @@ __all__ = [
     "OpFacts",
     "Operation",
     "ParameterSlot",
+    "Patches",
     "Reads",
     "Recomputation",
     "Rewriter",
     "Rewriting",
+    "SelfTestProgram",
     "Side",
     "State",
     "TensorMap",
@@ -79,9 +79,9 @@ __all__ = [
     "dtype_error",
     "failed",
     "hide_ops",
-    "lacking",
-    "late_names",
+    "lazy_getattr",
     "matched",
+    "missing_names",
     "path_of_call",
     "picked_by",
     "place_by_path",

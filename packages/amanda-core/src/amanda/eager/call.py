@@ -255,7 +255,8 @@ class EagerOps(TensorOps):
         return OpFacts(
             call.op, 0, self.namespace, call.names, self.unwrap_for_analysis(call.inputs),
             attributes=call.attributes(), op_type=call.op_type(),
-            variable_positions=call.variable_positions(), compute=call.as_function(), device_of=self.device_of,
+            variable_positions=call.variable_positions(), compute=call.as_function(),
+            device_of=self.device_of,
         )  # fmt: skip
 
     def uninstrumented_reason(self, site: interceptor.Site) -> tuple[str, str] | None:

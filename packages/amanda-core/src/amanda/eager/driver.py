@@ -34,9 +34,9 @@ class EagerDriver(EagerOps, Driver):
     It analyses an op at its first execution, and runs the plan of the op at every execution.
     """
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Mark the framework's code, and register the types of values that distinguish ops."""
-        super().introduce()
+        super().register_framework()
         # Parameters enter the ids of ops; other tensors come anew at each step, and would make each an op.
         for kind in self.identity_types:
             interceptor.add_identity_type(kind)
@@ -452,7 +452,7 @@ class EagerDriver(EagerOps, Driver):
         """
         trace.finish(may_run_again)
 
-    def closing(self, report: Report) -> None:
+    def before_detach(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced; report the others."""
         for name, source in () if self.views is None else self.views.untie_all():
             report.add(

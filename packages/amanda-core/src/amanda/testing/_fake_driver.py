@@ -17,8 +17,8 @@ from amanda.backend import (
     BackwardStep,
     Call,
     EagerDriver,
-    Exercise,
     OpFacts,
+    SelfTestProgram,
     State,
     TensorOps,
     Trace,
@@ -273,23 +273,23 @@ class FakeDriver(FakeTensors, EagerDriver):
     def __init__(self) -> None:
         self._sites = [self.site(operator, operator, operator.__name__) for operator in fake.OPERATORS]
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Mark the code that is not the user's: what a checkpoint calls belongs to where it ran first."""
-        super().introduce()
+        super().register_framework()
         checkpoint = _operators.checkpoint
-        self.skip(checkpoint.__code__, _code_of(checkpoint, "backward"))
+        self.skip_code(checkpoint.__code__, _code_of(checkpoint, "backward"))
 
     def attach(self) -> None:
         """Replace every operator, enclose module calls, follow backward passes and checkpoints."""
         run_backward, checkpoint = _autograd.run_backward, _operators.checkpoint
         stand_ins = {site.target: Detour(site) for site in self._sites}
         functions = {run_backward: followed(self, run_backward), checkpoint: _replaying(checkpoint)}
-        self.attributes.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
-        self.attributes.enclose(fake.Module)
+        self.patches.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
+        self.patches.track_module_calls(fake.Module)
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of one op and its backward op."""
-        return Exercise(_run_relu, "relu", "relu")
+        return SelfTestProgram(_run_relu, "relu", "relu")
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in the order of the operator's signature."""

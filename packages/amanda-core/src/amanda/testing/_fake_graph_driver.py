@@ -219,7 +219,7 @@ class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
             return copy.run(execution, values)
 
         # Set by `attributes`, which `detach` restores.
-        self.attributes.set(OpGraph, "run", run_copy)
+        self.patches.set(OpGraph, "run", run_copy)
 
     def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> FakeRewriting:
         """Rewrite a graph."""

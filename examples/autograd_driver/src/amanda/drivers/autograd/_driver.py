@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import autograd.numpy as anp
-from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, Trace, recomputed
+from amanda.backend import Call, EagerDriver, OpFacts, SelfTestProgram, State, Trace, recomputed
 from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import Region, followed
 from amanda.drivers.autograd._boxes import each, plain
@@ -166,13 +166,13 @@ class AutogradDriver(EagerDriver):
         if _PRIMITIVE is None or _PRIMITIVE.co_freevars != _STUB.co_freevars:
             raise DriverError("this version of autograd has primitives whose code the driver does not know")
         self._rerouted: list[tuple[Any, CodeType]] = []
-        self.attributes.on_restore(self._restore)
+        self.patches.on_restore(self._restore)
         for primitive in {*tracer.trace_primitives_map.values(), *core.primitive_vjps}:
             self._intercept(primitive)
         self._reroute(tracer.primitive, _DECORATOR_STUB, self._followed)
         passes = {core.backward_pass: followed(self, core.backward_pass), core.trace: _noted(core.trace)}
-        self.attributes.replace(passes, [core])
-        self.attributes.enclose(Module)
+        self.patches.replace(passes, [core])
+        self.patches.track_module_calls(Module)
 
     def _followed(self, decorator: Callable[..., Any]) -> Callable[..., Any]:
         return lambda function: (
@@ -311,8 +311,8 @@ class AutogradDriver(EagerDriver):
     def attach_trace(self, trace: Trace, nodes: Region, values: list[Any]) -> None:
         nodes.mark(self, trace, values)
 
-    def exercise(self) -> Exercise:
-        return Exercise(_run_tanh, "tanh", "tanh")
+    def self_test_program(self) -> SelfTestProgram:
+        return SelfTestProgram(_run_tanh, "tanh", "tanh")
 
 
 def _run_tanh() -> list[float]:

@@ -161,7 +161,7 @@ class FailureTests(
 
 
 class TransparencyTests(
-    Rung, title="transparency", implement=("attach", "detach", "exercise", "have_equal_bits")
+    Rung, title="transparency", implement=("attach", "detach", "self_test_program", "have_equal_bits")
 ):
     """A scope changes no bit and leaves nothing behind."""
 
@@ -256,7 +256,7 @@ class TransparencyTests(
         with amanda.apply(amanda.Tool()):
             (driver,) = (driver for driver in attachment.attached if type(driver) is sample.driver)
             verdict = self_test(driver)
-        assert verdict.failure == "", "Driver.exercise does not do what it says, or ops are not seen"
+        assert verdict.failure == "", "Driver.self_test_program does not do what it says, or ops are not seen"
 
 
 class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "attach_trace")):

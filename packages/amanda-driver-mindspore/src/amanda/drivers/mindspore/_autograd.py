@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, Operation, State, Trace
+from amanda.backend import BackwardStep, EagerDriver, Operation, Patches, State, Trace
 from amanda.interceptor import Suspension
 from mindspore import Parameter, Tensor
 from mindspore.graph import api
@@ -109,11 +109,11 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
             self._leaves[node._unique_id()] = original
         return super().straight_through(original, value)
 
-    def patch_backward(self, attributes: Attributes) -> None:
-        """Patch the functions that run backward passes, until `attributes` are restored."""
-        attributes.set(api._PyNativeExecutor, "end_graph", self._stand_in_for_end_graph())
-        attributes.set(api._PyNativeExecutor, "grad", self._stand_in_for_grad())
-        attributes.set(native, "run_backward", self._stand_in_for_run_backward())
+    def patch_backward(self, patches: Patches) -> None:
+        """Patch the functions that run backward passes, until `patches` are restored."""
+        patches.set(api._PyNativeExecutor, "end_graph", self._stand_in_for_end_graph())
+        patches.set(api._PyNativeExecutor, "grad", self._stand_in_for_grad())
+        patches.set(native, "run_backward", self._stand_in_for_run_backward())
 
     def _stand_in_for_end_graph(self) -> Callable[..., Any]:
         """Stand-in for `end_graph`: remembers the results from which `grad` starts."""

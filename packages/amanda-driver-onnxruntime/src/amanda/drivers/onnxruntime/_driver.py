@@ -17,12 +17,12 @@ from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_te
 import onnxruntime
 from amanda import interceptor
 from amanda.backend import (
-    Attributes,
     CannotInstrument,
     Execution,
-    Exercise,
     GraphAnalysis,
     GraphDriver,
+    Patches,
+    SelfTestProgram,
     State,
     digest,
     report_unseen,
@@ -67,11 +67,11 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
-        self._boundary.attach(self.attributes)
+        self._boundary.attach(self.patches)
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of a session with one op."""
-        return Exercise(run_tanh, "Tanh")
+        return SelfTestProgram(run_tanh, "Tanh")
 
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
         """Rewrite the model of a session."""
@@ -111,8 +111,8 @@ class Boundary:
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
 
-    def attach(self, attributes: Attributes) -> None:
-        """Patch the methods through which sessions run, until `attributes` are restored."""
+    def attach(self, patches: Patches) -> None:
+        """Patch the methods through which sessions run, until `patches` are restored."""
         for name, stand_in in (
             ("run", self._stand_in_for_run),
             ("run_with_ort_values", self._stand_in_for_run_with_ort_values),
@@ -123,7 +123,7 @@ class Boundary:
         ):
             # Versions of ONNX Runtime differ in these methods.
             if name in vars(Session):
-                attributes.set(Session, name, _method_with_original(stand_in, vars(Session)[name]))
+                patches.set(Session, name, _method_with_original(stand_in, vars(Session)[name]))
 
     def _stand_in_for_run(
         self, run: Any, session: Any, output_names: Any, input_feed: Any, run_options: Any = None

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Attributes, complex_error, dtype_error, shape_error
+from amanda.backend import Patches, complex_error, dtype_error, shape_error
 from amanda.errors import RoutineError
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop
@@ -162,7 +162,7 @@ class Unrecorded:
             self.__exit__()
 
 
-def allow_tapes_in_routines(attributes: Attributes) -> None:
+def allow_tapes_in_routines(patches: Patches) -> None:
     """Make a tape that a routine opens record while it is open.
 
     TensorFlow stops and restarts recording for all tapes of a thread at once. So the program's tapes record
@@ -190,5 +190,5 @@ def allow_tapes_in_routines(attributes: Attributes) -> None:
             tape._amanda_restarted = False
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
-    attributes.set(backprop.GradientTape, "_push_tape", _push_tape)
-    attributes.set(backprop.GradientTape, "_pop_tape", _pop_tape)
+    patches.set(backprop.GradientTape, "_push_tape", _push_tape)
+    patches.set(backprop.GradientTape, "_pop_tape", _pop_tape)

@@ -15,9 +15,9 @@ import torch
 import torch.autograd.graph
 from amanda import interceptor
 from amanda.backend import (
-    Attributes,
     BackwardStep,
     EagerDriver,
+    Patches,
     State,
     Trace,
 )
@@ -93,12 +93,12 @@ class Autograd(EagerDriver):
         """
         return _marked_graphs.marker(trace, writes_input)
 
-    def patch_backward_passes(self, attributes: Attributes) -> None:
+    def patch_backward_passes(self, patches: Patches) -> None:
         """Make every backward pass bring its nodes to the tools."""
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
-            attributes.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
-        register_hooks_without_handles(attributes)
+            patches.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
+        register_hooks_without_handles(patches)
 
     def _run_with_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, digest
+from amanda.backend import Call, EagerDriver, OpFacts, SelfTestProgram, State, digest
 from amanda.interceptor import (
     IMPLEMENTATION,
     ONE_PLACE,
@@ -67,7 +67,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     framework = "torch"
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
-    tag = "pytorch"
+    namespace_tag = "pytorch"
     private_names = tuple(f"torch:{path}" for path in ESSENTIAL)
     identity_types = (torch.nn.Parameter,)
     slot_of = staticmethod(slot_of)
@@ -78,10 +78,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self._detours: dict[type, Detour] = {}
         self.views = TorchViews()
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
-        super().introduce()
-        self.skip(torch.utils.checkpoint.__file__, COMPOSABLE_FILE)
+        super().register_framework()
+        self.skip_code(torch.utils.checkpoint.__file__, COMPOSABLE_FILE)
         for callable_type in _CALLABLE_TYPES:
             interceptor.add_identity_type(callable_type)
         interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
@@ -90,14 +90,14 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Intercept native operators, enclose module calls, and patch torch where it leaves the thread."""
         warn_of_absent_names()
         if interceptor.NATIVE:
-            self.attributes.place(self._targets_by_site)
+            self.patches.place_stubs(self._targets_by_site)
         else:
-            set_detours(self.attributes, self._targets_by_site)
+            set_detours(self.patches, self._targets_by_site)
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
         self._detour_call_methods()
-        enclose_modules(self.attributes)
-        self.patch_backward_passes(self.attributes)
-        self._patches.install(self.attributes)
+        enclose_modules(self.patches)
+        self.patch_backward_passes(self.patches)
+        self._patches.install(self.patches)
 
     def detach(self) -> None:
         """Undo all changes of torch."""
@@ -116,15 +116,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def _reader_and_missing_parts(self) -> tuple[Reader | None, str]:
         return make_reader(plain_straight_through) if interceptor.NATIVE else (None, "")
 
-    def slowdown(self) -> str:
+    def missing_native_support(self) -> str:
         """Return the parts that native code lacks to read the tensors of this torch; "" if it lacks none."""
         return self._reader_and_missing_parts[1]
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of one op and its backward op."""
-        return Exercise(_run_tanh, "tanh", "tanh")
+        return SelfTestProgram(_run_tanh, "tanh", "tanh")
 
-    def looked_up(self) -> int:
+    def private_name_count(self) -> int:
         """Return the number of undocumented names of torch that are there."""
         return count_private_names()
 
@@ -161,7 +161,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
                 site = Site(call, call, key, digest(key), self.handle, flags)
                 self._detours[holder] = Detour(site)
-            self.attributes.set(holder, "__call__", self._detours[holder])
+            self.patches.set(holder, "__call__", self._detours[holder])
 
     def handle(
         self,

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, recomputed
+from amanda.backend import BackwardStep, EagerDriver, Patches, State, recomputed
 from amanda.interceptor import Suspension
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, forwardprop, imperative_grad, record
@@ -30,20 +30,20 @@ class Tape:
         self._driver = driver
         self._earlier_tapes = EarlierTapes()
 
-    def patch(self, attributes: Attributes) -> None:
-        """Patch the functions of tapes until `attributes` are restored; call `register` then."""
+    def patch(self, patches: Patches) -> None:
+        """Patch the functions of tapes until `patches` are restored; call `register` then."""
         # An interrupt of an earlier scope may have left its op, gradient function or pass here.
         local.backward_pass = local.gradient_call = local.marking = None
-        self._earlier_tapes.patch(attributes)
-        attributes.set(backprop, "_gradient_function", self._stand_in_for_gradient_function())
+        self._earlier_tapes.patch(patches)
+        patches.set(backprop, "_gradient_function", self._stand_in_for_gradient_function())
         # Forward accumulators get the attributes of a record, too, and use them as a cache key.
-        attributes.set(forwardprop, "_jvp_dispatch", _stand_in_for_jvp_dispatch())
+        patches.set(forwardprop, "_jvp_dispatch", _stand_in_for_jvp_dispatch())
         self.register()
-        attributes.set(imperative_grad, "imperative_grad", self._stand_in_for_imperative_grad())
-        attributes.set(record, "record_operation", self._stand_in_for_record_operation())
+        patches.set(imperative_grad, "imperative_grad", self._stand_in_for_imperative_grad())
+        patches.set(record, "record_operation", self._stand_in_for_record_operation())
         # `tf.recompute_grad` is a second reference to the function.
         for holder in (custom_gradient, tf):
-            attributes.set(holder, "recompute_grad", _stand_in_for_recompute_grad(holder.recompute_grad))
+            patches.set(holder, "recompute_grad", _stand_in_for_recompute_grad(holder.recompute_grad))
 
     @staticmethod
     def register() -> None:

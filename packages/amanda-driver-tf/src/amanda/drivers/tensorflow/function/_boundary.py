@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, Execution, OpFacts, State
+from amanda.backend import Execution, OpFacts, Patches, State
 from amanda.errors import RoutineError
 from amanda.graph import RewrittenCopy
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
@@ -218,13 +218,13 @@ class FunctionBoundary:
         self._find_copy = find_copy
         self._thread = _ThreadCalls()
 
-    def patch(self, attributes: Attributes) -> None:
-        """Patch the calls until `attributes` are restored."""
-        self._patch_call_flat(attributes)
-        self._patch_call_function(attributes)
-        self._patch_backward_wrapper(attributes)
+    def patch(self, patches: Patches) -> None:
+        """Patch the calls until `patches` are restored."""
+        self._patch_call_flat(patches)
+        self._patch_call_function(patches)
+        self._patch_backward_wrapper(patches)
 
-    def _patch_call_flat(self, attributes: Attributes) -> None:
+    def _patch_call_flat(self, patches: Patches) -> None:
         """Patch `AtomicFunction.call_flat`, which calls a function eagerly."""
         call = atomic_function.AtomicFunction.call_flat
 
@@ -237,7 +237,7 @@ class FunctionBoundary:
                 return call(atomic, *args)
             return self._call_instrumented(activation.state, call, atomic, args)
 
-        attributes.set(atomic_function.AtomicFunction, "call_flat", call_flat)
+        patches.set(atomic_function.AtomicFunction, "call_flat", call_flat)
 
     def _call_instrumented(
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
@@ -268,7 +268,7 @@ class FunctionBoundary:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
         return outputs
 
-    def _patch_call_function(self, attributes: Attributes) -> None:
+    def _patch_call_function(self, patches: Patches) -> None:
         """Patch `Context.call_function`, which gives the runtime a function's name: it gets the copy's."""
         call = context.Context.call_function
 
@@ -284,9 +284,9 @@ class FunctionBoundary:
             _, copy, execution = pending
             return _call_copy(functools.partial(call, current), copy, execution, tensor_inputs, num_outputs)
 
-        attributes.set(context.Context, "call_function", call_function)
+        patches.set(context.Context, "call_function", call_function)
 
-    def _patch_backward_wrapper(self, attributes: Attributes) -> None:
+    def _patch_backward_wrapper(self, patches: Patches) -> None:
         """Patch `_wrap_backward_function`, which makes the backward function that a tape records."""
         holder = concrete_function._TapeGradientFunctions
         wrap = holder._wrap_backward_function
@@ -295,7 +295,7 @@ class FunctionBoundary:
         def wrap_backward_function(functions: Any, graph: Any, backward: Any, outputs: Any) -> Any:
             return wrap(functions, graph, self._with_last_record(functions, backward), outputs)
 
-        attributes.set(holder, "_wrap_backward_function", wrap_backward_function)
+        patches.set(holder, "_wrap_backward_function", wrap_backward_function)
 
     def _with_last_record(self, functions: Any, backward: Any) -> Any:
         """Return a backward function with the record of the last forward call, which is used up.

@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from amanda import interceptor
-from amanda.backend import CannotInstrument, Exercise, GraphAnalysis, GraphDriver, State, digest
+from amanda.backend import CannotInstrument, GraphAnalysis, GraphDriver, SelfTestProgram, State, digest
 from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 
 from .._layers import handles_of, layer_classes
-from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, function_exercise
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, function_self_test
 from .._tensors import allow_tapes_in_routines
 from ..graph import (
     DEFAULT_BUDGET,
@@ -61,18 +61,18 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
 
     def attach(self) -> None:
         """Patch the calls of functions, and the creation of gradients."""
-        self._boundary.patch(self.attributes)
-        record_gradients(self.attributes)
-        allow_tapes_in_routines(self.attributes)
+        self._boundary.patch(self.patches)
+        record_gradients(self.patches)
+        allow_tapes_in_routines(self.patches)
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
         super().detach()
         forget_gradient_function()
 
-    def exercise(self) -> Exercise | None:
+    def self_test_program(self) -> SelfTestProgram | None:
         """Return a program of a function with one op, and its gradient; None where eager mode is off."""
-        return function_exercise()
+        return function_self_test()
 
     @contextmanager
     def rewriting(self) -> Iterator[None]:
