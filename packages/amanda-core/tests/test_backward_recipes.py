@@ -126,10 +126,10 @@ class CustomGradientDriver(RecipeDriver):
             return gradients(outputs, leaves, grad_outputs)
         step = BackwardStep(self, trace, BackwardType(op), 0, State.current())
         with Suspension():
-            entering = step.before(list(grad_outputs))
-            leaving = step.after(gradients(outputs, leaves, entering), entering)
-        if not trace.pending:
-            self.finish(trace)
+            entering = step.run_before(list(grad_outputs))
+            leaving = step.run_after(gradients(outputs, leaves, entering), entering)
+        if not trace.unanalysed_ids:
+            self.mark_backward_analysed(trace)
         return leaving
 
 
@@ -238,10 +238,10 @@ class CutDriver(RecipeDriver):
         else:
             step = BackwardStep(self, trace, BackwardType(cut.op), 0, state)
             with Suspension():
-                entering = step.before(grad_outputs)
-                grad_inputs = step.after(gradients(cut.results, cut.leaves, entering), entering)
-            if not trace.pending:
-                self.finish(trace)
+                entering = step.run_before(grad_outputs)
+                grad_inputs = step.run_after(gradients(cut.results, cut.leaves, entering), entering)
+            if not trace.unanalysed_ids:
+                self.mark_backward_analysed(trace)
         for value, grad in zip(cut.inputs, grad_inputs, strict=True):
             if isinstance(value, Tensor) and value.requires_grad and grad is not None:
                 run_backward([value], [grad])

@@ -310,11 +310,19 @@ class Trace:
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
     uncached: whether backward ops are analysed in each pass, as without the cache.
     facts: facts for contexts of backward ops; None until `keep`, which comes before `attach_trace`.
-    pending: ids of backward ops whose analysis is incomplete.
+    unanalysed_ids: ids of backward ops whose analysis is incomplete.
     """
 
     __slots__ = (
-        "__weakref__", "facts", "needs_grad", "op_id", "pending", "plan", "run", "shapes", "uncached"
+        "__weakref__",
+        "facts",
+        "needs_grad",
+        "op_id",
+        "plan",
+        "run",
+        "shapes",
+        "unanalysed_ids",
+        "uncached"
     )  # fmt: skip
 
     def __init__(
@@ -327,14 +335,14 @@ class Trace:
         self.run = run
         self.shapes: tuple[Any, ...] | None = None
         self.facts: OpFacts | None = None
-        self.pending: set[int] = set()
+        self.unanalysed_ids: set[int] = set()
 
     @property
     def stack(self) -> ToolStack:
         """Return the tools of the scope of the execution."""
         return self.plan.stack
 
-    def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
+    def copy_for_double_backward(self, shapes: tuple[Any, ...] | None = None) -> Trace:
         """Return a copy of the trace for backward ops of this execution's backward ops.
 
         shapes: those of the execution's mark; None for those of the trace.
@@ -342,10 +350,12 @@ class Trace:
         # The copy shares plan, facts and `run`, but each pass has its own ids of incomplete backward ops.
         trace = copy(self)
         trace.shapes = shapes or self.shapes
-        trace.pending = set()
+        trace.unanalysed_ids = set()
         return trace
 
-    def keep(self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
+    def store_facts(
+        self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]
+    ) -> None:
         """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
         # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
         # when the call ends.
@@ -360,7 +370,7 @@ class Trace:
             facts.dropped = False
         self.facts = facts
 
-    def finish(self, may_run_again: bool = True) -> None:
+    def mark_backward_analysed(self, may_run_again: bool = True) -> None:
         """Record that every backward op of the execution has been analysed; drop the values.
 
         Does nothing without the cache if another pass may run these ops: it analyses them once more, and

@@ -149,9 +149,9 @@ class EagerDriver(EagerOps, Driver):
         inputs = call.inputs if changed_inputs is None else changed_inputs
         # Created before the routines run: nodes that these create must be told from the op's.
         tracing = self.capture_backward_ops() if plan.has_backward_routines else None
-        is_recomputation = state.recall is not None
+        is_recomputation = state.recomputed_executions is not None
         actions = plan.actions(is_recomputation)
-        run = plan.run_dicts(self, state.is_recorded).dict_for_python(actions.before[: last_called + 1])
+        run = plan.run_dicts(self, state.may_recompute).dict_for_python(actions.before[: last_called + 1])
         shapes: tuple[Any, ...] | None = None
         if _may_need_shapes(plan, call, analysis):
             shapes = (self.shapes(call.inputs),)  # those of the outputs follow once the op has run
@@ -208,7 +208,7 @@ class EagerDriver(EagerOps, Driver):
                 shapes = (self.shapes(call.inputs), self.shapes(values))
         if trace is not None:
             trace.shapes = shapes
-            trace.keep(self, facts, inputs, values)
+            trace.store_facts(self, facts, inputs, values)
             self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.written_positions)])
 
         written = call.target_tensors(inputs, values)
@@ -376,7 +376,7 @@ class EagerDriver(EagerOps, Driver):
         if plan.replace is not None:
             outputs = call.in_form_of_result(outputs)
         values, rebuild = self.flatten_with_unreturned(call, outputs, inputs)
-        actions = plan.actions(state.recall is not None)
+        actions = plan.actions(state.recomputed_executions is not None)
         # Steps count the routines before the op, then those after it.
         start = step - len(actions.before)  # the routine after the op at which native code stopped
         if start < 0:  # native code stopped at the op's own result
@@ -388,7 +388,9 @@ class EagerDriver(EagerOps, Driver):
         run: dict[str, Any] = {}
         if any(action.takes_run for action in actions.after[first_uncalled:]):
             called = (*actions.before, *actions.after[:first_uncalled])
-            run = plan.run_dicts(self, state.is_recorded).dict_for_python(called, plan.has_backward_routines)
+            run = plan.run_dicts(self, state.may_recompute).dict_for_python(
+                called, plan.has_backward_routines
+            )
         final_values = self._run_routines_after_op(
             actions.after[start:], values, written, facts, run, state, shapes, inputs, returned, saved
         )
@@ -445,12 +447,12 @@ class EagerDriver(EagerOps, Driver):
         """Return True if views have to follow the writes of an op."""
         return self.views is not None and self.views.watches_writes and op_id in stack.writing_ops
 
-    def finish(self, trace: Trace, may_run_again: bool = True) -> None:
+    def mark_backward_analysed(self, trace: Trace, may_run_again: bool = True) -> None:
         """Mark the backward ops of an execution as analysed.
 
         may_run_again: whether another backward pass may run these ops.
         """
-        trace.finish(may_run_again)
+        trace.mark_backward_analysed(may_run_again)
 
     def before_detach(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced; report the others."""

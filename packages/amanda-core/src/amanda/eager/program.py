@@ -36,7 +36,7 @@ def cache_program(
     """
     needs_grad = ops.needs_grad(call.inputs)
     wants_backward = plan.has_backward_routines and plan.wants_backward(needs_grad)
-    actions = plan.actions(state.recall is not None)
+    actions = plan.actions(state.recomputed_executions is not None)
     if not actions and not (wants_backward and call.has_derivative()):
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
@@ -45,7 +45,7 @@ def cache_program(
         return
     # Plans of the chain are of one op: any has its facts.
     facts = plan.chain[0].context._facts
-    run_dicts = plan.run_dicts(ops, state.is_recorded)
+    run_dicts = plan.run_dicts(ops, state.may_recompute)
     leave_trace = None
     if wants_backward:
         leave_trace = _trace_recorder(ops, call_cache, plan, actions, run_dicts, call, needs_grad, facts)
@@ -87,7 +87,7 @@ def _trace_recorder(
         return None
     if plan.is_backward_complete(needs_grad) and not plan.takes_run:
         shared_trace = Trace(facts.op_id, needs_grad, plan, {})
-        shared_trace.keep(ops, facts, [], [])
+        shared_trace.store_facts(ops, facts, [], [])
         leave_shared_trace: Callable[..., None] = ops.native_trace_marker(
             shared_trace, bool(call.target_positions)
         )
@@ -106,7 +106,7 @@ def _trace_recorder(
         trace = Trace(facts.op_id, needs_grad, plan, run)
         values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned_positions]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
-        trace.keep(ops, facts, inputs, values)
+        trace.store_facts(ops, facts, inputs, values)
         if plan.is_backward_complete(needs_grad) and not plan.takes_run:
             # The program that called this function was built for incomplete analyses; build a faster one.
             call_cache.forget()

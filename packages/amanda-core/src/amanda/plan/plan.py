@@ -112,10 +112,10 @@ class BackwardRecord:
     partial_records: actions by analysis routine, for backward ops that only some of the tools have analysed.
     analysed_for: each `needs_grad` for which every backward op has been analysed.
     inactive_for: each `needs_grad` for which no tool acts at any backward op.
-    native_steps: actions of all scopes in native form, by the type and the place of a backward op.
+    native_hooks: actions of all scopes in native form, by the type and the place of a backward op.
     """
 
-    __slots__ = ("actions", "analysed_for", "inactive_for", "native_steps", "partial_records")
+    __slots__ = ("actions", "analysed_for", "inactive_for", "native_hooks", "partial_records")
 
     def __init__(self) -> None:
         self.actions: dict[int, Actions] = {}
@@ -130,7 +130,7 @@ class BackwardRecord:
         self.analysed_for: set[Hashable] = set()
         # None stands for an execution of which autodiff records nothing, so no backward op will come.
         self.inactive_for: set[Hashable] = {None}
-        self.native_steps: dict[Hashable, Any] = {}
+        self.native_hooks: dict[Hashable, Any] = {}
 
 
 # Most tools have no routines for backward ops, and a program has thousands of plans.

@@ -117,11 +117,12 @@ class RecordedRunDicts(RunDicts):
         """
         # Read at each execution: one plan serves executions inside and outside of checkpoints.
         state = interceptor.ACTIVATION.get().state
-        run: dict[str, Any] = {} if state.recall is None else state.recall.next_dict(self._op_id)
-        if state.records:
+        executions = state.recomputed_executions
+        run: dict[str, Any] = {} if executions is None else executions.next_dict(self._op_id)
+        if state.checkpoint_records:
             execution = _RecordedExecution(self._ops, run)
             # Checkpoints may be nested, and each of them may be computed again by itself.
-            for record in state.records:
+            for record in state.checkpoint_records:
                 record.add(self._op_id, execution)
         return run
 
@@ -159,12 +160,12 @@ class RunRecord:
             for execution in executions:
                 execution.drop_tensors()
 
-    def recall(self) -> Recall:
+    def recomputed_executions(self) -> RecomputedExecutions:
         """Return the executions in the order in which a recomputation repeats them."""
-        return Recall(self._executions)
+        return RecomputedExecutions(self._executions)
 
 
-class Recall:
+class RecomputedExecutions:
     """The executions of a record, as a recomputation comes to them."""
 
     __slots__ = ("_counts", "_executions")

@@ -55,7 +55,7 @@ class Recomputation:
         """Return a context for the part of the program that may run again."""
         state = State.current()
         try:
-            with activated(replace(state, records=(*state.records, self._record))):
+            with activated(replace(state, checkpoint_records=(*state.checkpoint_records, self._record))):
                 yield
         finally:
             # Also after an exception: a framework may catch it and compute the part again.
@@ -67,16 +67,17 @@ class Recomputation:
 
     def again(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the function again, as if at the place of the first run, on any thread."""
-        return self._at_place(self._run_recalled, function, *args, **kwargs)  # type: ignore[return-value]
+        return self._at_place(self._run_recomputed, function, *args, **kwargs)  # type: ignore[return-value]
 
     def _run_recorded(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with self.first():
             return function(*args, **kwargs)
 
-    def _run_recalled(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_recomputed(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function whose executions have the dicts `run` of the recorded executions."""
         # Not recorded once more: the executions are in the record already.
-        with activated(replace(State.current(), records=(), recall=self._record.recall())):
+        executions = self._record.recomputed_executions()
+        with activated(replace(State.current(), checkpoint_records=(), recomputed_executions=executions)):
             return function(*args, **kwargs)
 
 

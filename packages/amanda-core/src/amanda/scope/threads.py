@@ -198,7 +198,7 @@ def _inherited_state() -> State:
     if activation is None or type(activation.state) is not State:
         return State()
     in_routine = activation.active and interceptor.active() is None
-    return State() if in_routine else activation.state.remaining()
+    return State() if in_routine else activation.state.without_closed_scopes()
 
 
 class Caller:

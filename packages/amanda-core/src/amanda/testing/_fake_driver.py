@@ -199,8 +199,8 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
             # A new step begins after a backward pass, so ids at the top level count anew.
             interceptor.reset_root()
         for trace in {id(origin.trace): origin.trace for origin in origins.values()}.values():
-            if not trace.pending:
-                driver.finish(trace)
+            if not trace.unanalysed_ids:
+                driver.mark_backward_analysed(trace)
 
     return run_backward
 
@@ -218,11 +218,11 @@ def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Cal
 
     def before(grad_outputs: Any) -> list[Any]:
         with Suspension():
-            return step.before(grad_outputs)
+            return step.run_before(grad_outputs)
 
     def after(grad_inputs: Any, grad_outputs: Any) -> list[Any]:
         with Suspension():
-            return step.after(grad_inputs, grad_outputs)
+            return step.run_after(grad_inputs, grad_outputs)
 
     def remove() -> None:
         node.pre_hooks.remove(before)

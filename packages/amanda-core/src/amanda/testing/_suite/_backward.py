@@ -18,9 +18,8 @@ class BackwardTests(
     Rung,
     title="backward ops",
     implement=(
-        "needs_grad", "capture_backward_ops", "note_op_inputs", "attach_trace", "detach_value", "finish",
-        "BackwardStep.has_work",
-        "BackwardStep.before", "BackwardStep.after",
+        "needs_grad", "capture_backward_ops", "note_op_inputs", "attach_trace", "detach_value",
+        "mark_backward_analysed", "BackwardStep.has_work", "BackwardStep.run_before", "BackwardStep.run_after",
     ),
 ):  # fmt: skip
     """Backward ops come to the tools, each with its forward op."""
@@ -51,7 +50,7 @@ class BackwardTests(
         with amanda.apply(recorder):
             sample.backward(sample.relu(x))
         assert recorded == [([1.0, 1.0], [0.0, 1.0])], (
-            f"`BackwardStep.before` and `after` of {sample.relu_backward} saw {recorded}, as pairs of "
+            f"`BackwardStep.run_before` and `run_after` of {sample.relu_backward} saw {recorded}, pairs of "
             "the gradients that enter and leave it; relu of [-1, 2] has one, with [1, 1] and [0, 1]"
         )
 

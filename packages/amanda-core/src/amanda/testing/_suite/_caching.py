@@ -11,7 +11,9 @@ from amanda.testing._sample import Sample
 from amanda.testing._tools import add_routine, inserter, tool
 
 
-class CachingTests(Rung, title="caching", implement=("signature", "shapes", "needs_grad", "finish")):
+class CachingTests(
+    Rung, title="caching", implement=("signature", "shapes", "needs_grad", "mark_backward_analysed")
+):
     """Ops are analysed once for a set of tools, and again when what was decided by changes."""
 
     @needs("backward")

@@ -48,7 +48,7 @@ class Following(amanda.Tool):
     follows_dependents = True
 
 
-class OrderTests(Rung, title="order", implement=("BackwardStep.before", "BackwardStep.after")):
+class OrderTests(Rung, title="order", implement=("BackwardStep.run_before", "BackwardStep.run_after")):
     """Tools, nested scopes and passes with some of the tools have an order."""
 
     def test_tools_act_in_the_order_of_apply(self, sample: Sample) -> None:

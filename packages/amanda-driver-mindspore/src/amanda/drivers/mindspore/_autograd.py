@@ -244,8 +244,8 @@ class _HookedPass:
     def finish(self) -> None:
         """Finish the traces of ops whose backward ops have all been analysed."""
         for trace in self._traces.values():
-            if not trace.pending:
-                self._driver.finish(trace)
+            if not trace.unanalysed_ids:
+                self._driver.mark_backward_analysed(trace)
 
 
 class _NodeHooks:
@@ -266,14 +266,14 @@ class _NodeHooks:
         if self._failures:
             return None
         with Suspension():
-            return _changed_or_none(grad_outputs, self._step.before(grad_outputs))
+            return _changed_or_none(grad_outputs, self._step.run_before(grad_outputs))
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Call the routines after a backward op; return changed gradients, or None."""
         if self._failures:
             return None
         with Suspension():
-            return _changed_or_none(grad_inputs, self._step.after(grad_inputs, grad_outputs))
+            return _changed_or_none(grad_inputs, self._step.run_after(grad_inputs, grad_outputs))
 
     def of_leaf(self, grad: Any) -> Any:
         """Call the routines at a leaf; keep their exception for the end of the pass."""
@@ -281,9 +281,9 @@ class _NodeHooks:
             return grad
         try:
             with Suspension():
-                (changed,) = self._step.before([grad])
+                (changed,) = self._step.run_before([grad])
                 # AccumulateGrad computes no gradients, so the points after it have none.
-                self._step.after([], [changed])
+                self._step.run_after([], [changed])
         except BaseException as error:
             self._failures.append(error)
             return grad

@@ -233,7 +233,7 @@ class _BackwardPass:
         """
         self._find_marked_nodes(outputs)
         # Looked up once, since the loop runs for every node of every pass.
-        may_use_settled = self._state.settles and not (self._create_graph or self._is_transform)
+        may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
         stack, hooked_elsewhere = self._state.stack, self._hooked_elsewhere
         add_handle = self._handles.append
         leaf_counts: dict[int, int] = {}  # of leaves that are not parameters, by the op that used them first
@@ -255,13 +255,14 @@ class _BackwardPass:
             if mark.order:
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
-            if may_use_settled and plan.stack is stack:
-                settled_hooks = plan.backward.native_steps.get((node_type, place)) or BackwardStep.settled(
-                    self._driver, trace, node_type, place
+            if may_reuse_hooks and plan.stack is stack:
+                key = node_type, place
+                native_hooks = plan.backward.native_hooks.get(key) or BackwardStep.native_hooks(
+                    self._driver, trace, *key
                 )
-                if settled_hooks is not None:
+                if native_hooks is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
-                    before, after, hooks_for_shapes = settled_hooks
+                    before, after, hooks_for_shapes = native_hooks
                     # These hooks depend on the shapes of vmaps' batches.
                     if hooks_for_shapes is not None:
                         before, after, _ = hooks_for_shapes(drop_ended_batches(mark.shapes or trace.shapes))
@@ -352,8 +353,8 @@ class _BackwardPass:
         for trace in {id(trace): trace for trace in self._traces_with_steps}.values():
             # Once a stack differentiates twice, an op that no second-order pass has reached may get more too.
             may_get_more = trace.stack.double_backward and id(trace.plan) not in second_order_plans
-            if not trace.pending and not may_get_more:
-                self._driver.finish(trace, keeps_graph)
+            if not trace.unanalysed_ids and not may_get_more:
+                self._driver.mark_backward_analysed(trace, keeps_graph)
 
 
 def remove_abandoned_hooks() -> None:
@@ -393,7 +394,7 @@ class _StepHooks(QuickHooks):
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the gradients for the node after the routines before it; None if none has changed."""
         with Suspension(), reading_context():
-            grads = self._step.before(grad_outputs)
+            grads = self._step.run_before(grad_outputs)
         self._start = _sequence_number()
         return _tuple_if_changed(grad_outputs, grads)
 
@@ -405,7 +406,7 @@ class _StepHooks(QuickHooks):
         # Before the routines run, whose own ops would take sequence numbers too.
         self._mark_second_order(grad_inputs)
         with Suspension(), reading_context():
-            grads = self._step.after(grad_inputs, grad_outputs)
+            grads = self._step.run_after(grad_inputs, grad_outputs)
         self._on_done(self._mark.trace)
         return _tuple_if_changed(grad_inputs, grads)
 
@@ -414,7 +415,7 @@ class _StepHooks(QuickHooks):
         end = _sequence_number()
         if end == self._start or not torch.is_grad_enabled():
             return
-        trace = self._mark.trace.again(self._mark.shapes)
+        trace = self._mark.trace.copy_for_double_backward(self._mark.shapes)
         mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
         with WithoutTorchFunction():
             marks_bases = False

@@ -84,8 +84,8 @@ class Tape:
             # A nested pass may be differentiated, which makes more backward ops of the same executions.
             if not nested:
                 for trace in backward_pass.traces.values():
-                    if not trace.pending:
-                        self._driver.finish(trace)
+                    if not trace.unanalysed_ids:
+                        self._driver.mark_backward_analysed(trace)
             return result
 
         return run_backward_pass
@@ -216,7 +216,7 @@ class Tape:
         """Run a backward op between its routines; return its result, and the result's tensors."""
         incoming = [tensors[i] for i in positions]
         with Suspension():
-            grads = step.before(incoming)
+            grads = step.run_before(incoming)
         inputs = call.inputs
         if any(new is not old for new, old in zip(grads, incoming, strict=True)):
             for position, gradient in zip(positions, grads, strict=True):
@@ -225,7 +225,7 @@ class Tape:
         result = self._run_op(gradient_call, call, inputs)
         values = call.flatten_result(result)
         with Suspension():
-            new_values = step.after(values, grads)
+            new_values = step.run_after(values, grads)
         if all(new is old for new, old in zip(new_values, values, strict=True)):
             return result, values
         return call.restore_result(result, new_values), new_values
@@ -236,7 +236,7 @@ class Tape:
             return call.run(inputs)
         assert gradient_call.mark.trace is not None
         if gradient_call.backward_trace is None:
-            gradient_call.backward_trace = gradient_call.mark.trace.again()
+            gradient_call.backward_trace = gradient_call.mark.trace.copy_for_double_backward()
         with Marking(gradient_call.mark.order + 1) as marking:
             result = call.invoke(inputs)
         for mark in marking.marks:
