@@ -25,7 +25,7 @@ from amanda.namespace import Namespace
 from amanda.plan.facts import Operation, OpFacts
 from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
-from amanda.plan.routine import failed, matched, picked_by
+from amanda.plan.routine import annotate_failure, match_results, selected_values
 from amanda.plan.tensors import (
     ImmutableTensorOps,
     TensorMap,
@@ -35,7 +35,7 @@ from amanda.plan.tensors import (
     shape_error,
 )
 from amanda.scope.driver import DRIVER_API, Driver, SelfTestProgram, check_private_names
-from amanda.scope.replay import Recomputation, recomputed, replayed
+from amanda.scope.replay import Recomputation, bind_to_current_place, recomputable
 from amanda.scope.report import hide_ops, report_unseen
 from amanda.scope.state import State
 
@@ -73,21 +73,21 @@ __all__ = [
     "TensorOps",
     "Trace",
     "Value",
+    "annotate_failure",
+    "bind_to_current_place",
     "check_private_names",
     "complex_error",
     "digest",
     "dtype_error",
-    "failed",
     "hide_ops",
     "lazy_getattr",
-    "matched",
+    "match_results",
     "missing_names",
     "path_of_call",
-    "picked_by",
     "place_by_path",
-    "recomputed",
-    "replayed",
+    "recomputable",
     "report_unseen",
+    "selected_values",
     "shape_error",
     "type_as_path",
     "when_imported",

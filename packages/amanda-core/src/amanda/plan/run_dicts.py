@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.plan.routine import matched
+from amanda.plan.routine import match_results
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -206,6 +206,9 @@ def _with_run_dict(
         # The routine received detached values: what it hands back unchanged has to be the original, with its
         # graph.
         original_of = {id(argument): value for argument, value in zip(arguments, values, strict=True)}
-        return [original_of.get(id(argument), argument) for argument in matched(action, result, values) or ()]
+        return [
+            original_of.get(id(argument), argument)
+            for argument in match_results(action, result, values) or ()
+        ]
 
     return routine

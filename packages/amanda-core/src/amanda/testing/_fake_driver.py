@@ -23,7 +23,7 @@ from amanda.backend import (
     TensorOps,
     Trace,
     complex_error,
-    recomputed,
+    recomputable,
     shape_error,
 )
 from amanda.interceptor import Detour, Site, Suspension
@@ -331,7 +331,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Any:
-        return original(recomputed(function), input)
+        return original(recomputable(function), input)
 
     return checkpoint
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import autograd.numpy as anp
-from amanda.backend import Call, EagerDriver, OpFacts, SelfTestProgram, State, Trace, recomputed
+from amanda.backend import Call, EagerDriver, OpFacts, SelfTestProgram, State, Trace, recomputable
 from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import Region, followed
 from amanda.drivers.autograd._boxes import each, plain
@@ -116,7 +116,7 @@ def _checkpointed(function: Callable[..., Any], original: Callable[..., Any]) ->
     """Return a checkpoint whose second run of a function, for gradients, is its first run again."""
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        run = recomputed(function)
+        run = recomputable(function)
         if run is function:
             return original(*args, **kwargs)
         _recomputing.add(run)

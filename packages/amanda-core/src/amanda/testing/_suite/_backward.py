@@ -19,7 +19,8 @@ class BackwardTests(
     title="backward ops",
     implement=(
         "needs_grad", "capture_backward_ops", "note_op_inputs", "attach_trace", "detach_value",
-        "mark_backward_analysed", "BackwardStep.has_work", "BackwardStep.run_before", "BackwardStep.run_after",
+        "mark_backward_analysed", "BackwardStep.has_work", "BackwardStep.run_before",
+        "BackwardStep.run_after",
     ),
 ):  # fmt: skip
     """Backward ops come to the tools, each with its forward op."""

@@ -40,7 +40,7 @@ class IdentityTests(
     Rung,
     title="identity",
     implement=(
-        "identity_types", "identity_values", "register_framework", "skip_code", "slot_of", "recomputed",
+        "identity_types", "identity_values", "register_framework", "skip_code", "slot_of", "recomputable",
     ),
 ):  # fmt: skip
     """Ops have ids, which stay the same."""

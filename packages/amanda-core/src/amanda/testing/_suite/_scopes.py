@@ -228,7 +228,7 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
         os._exit(status)
 
 
-class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
+class ThreadTests(Rung, title="threads", implement=("attach", "bind_to_current_place")):
     """A scope reaches the threads that start in it."""
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 from amanda.backend import (
     Patches,
+    bind_to_current_place,
     hide_ops,
     path_of_call,
     place_by_path,
-    recomputed,
-    replayed,
+    recomputable,
     type_as_path,
 )
 from mindspore import nn
@@ -70,7 +70,7 @@ def _stand_in_for_recompute() -> Callable[..., Any]:
 
     @wraps(original)
     def recompute_without_reentrant(block: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(recomputed(block), *args, **kwargs)
+        return original(recomputable(block), *args, **kwargs)
 
     return recompute_without_reentrant
 
@@ -84,7 +84,7 @@ def _stand_in_for_construct() -> Callable[..., Any]:
 
     @wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-        at_this_place = replayed(_call)
+        at_this_place = bind_to_current_place(_call)
         self.__dict__.setdefault(_PLACES, []).append(at_this_place)
         return at_this_place(original, self, *args, **kwargs)
 

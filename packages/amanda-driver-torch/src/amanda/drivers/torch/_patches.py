@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Patches, Recomputation, hide_ops, recomputed, replayed, report_unseen
+from amanda.backend import (
+    Patches,
+    Recomputation,
+    bind_to_current_place,
+    hide_ops,
+    recomputable,
+    report_unseen,
+)
 from amanda.scope import in_force
 
 from ._autograd import activation_of_pass_caller
@@ -155,8 +162,8 @@ def _wrap_checkpoint_generator(generator: Callable[..., Any]) -> Callable[..., A
             return (yield from generator(fn, *args, **kwargs))
         # The generator surrounds the first run, and calls the function to recompute alone.
         recomputation = Recomputation()
-        recompute = _in_scope_of_pass(functools.partial(recomputation.again, fn))
-        with recomputation.first():
+        recompute = _in_scope_of_pass(functools.partial(recomputation.rerun, fn))
+        with recomputation.first_run():
             return (yield from generator(recompute, *args, **kwargs))
 
     return generate
@@ -189,7 +196,7 @@ def _wrap_checkpoint_forward(forward: Callable[..., Any]) -> Any:
 
     @functools.wraps(forward)
     def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, _in_scope_of_pass(recomputed(run_function)), *args)
+        return forward(ctx, _in_scope_of_pass(recomputable(run_function)), *args)
 
     return staticmethod(run_forward)
 
@@ -354,7 +361,7 @@ def _wrap_future_method(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(future: Any, callback: Callable[..., Any]) -> Any:
-        return original(future, replayed(callback))
+        return original(future, bind_to_current_place(callback))
 
     return method
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import BackwardStep, EagerDriver, Patches, State, recomputed
+from amanda.backend import BackwardStep, EagerDriver, Patches, State, recomputable
 from amanda.interceptor import Suspension
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, forwardprop, imperative_grad, record
@@ -271,7 +271,7 @@ def _stand_in_for_recompute_grad(original: Callable[..., Any]) -> Callable[..., 
             # Decided at each call: a function may be wrapped long before a scope opens.
             if interceptor.active() is None:
                 return original(f)(*args, **kwargs)
-            recompute = recomputed(f)
+            recompute = recomputable(f)
 
             def compute_forward(*values: Any, **named: Any) -> Any:
                 # Recomputed within a backward pass, the ops are forward ops all the same.

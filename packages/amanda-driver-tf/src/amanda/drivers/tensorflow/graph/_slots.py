@@ -13,7 +13,16 @@ from itertools import count
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, Execution, Executions, Insertion, Observed, failed, matched, picked_by
+from amanda.backend import (
+    Action,
+    Execution,
+    Executions,
+    Insertion,
+    Observed,
+    annotate_failure,
+    match_results,
+    selected_values,
+)
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework.ops import EagerTensor
@@ -203,7 +212,7 @@ class _PlacedObserver:
         if layout is None:
             all_indices = self.place.unflatten(self.indices)
             select = self.action.select
-            layout = all_indices if select is None else picked_by(self.action, all_indices, self.facts)
+            layout = all_indices if select is None else selected_values(self.action, all_indices, self.facts)
             self.layout, self.is_flat = layout, all(isinstance(entry, int) for entry in layout)
         if self.is_flat:
             return [flat[i] for i in layout]
@@ -221,7 +230,7 @@ class _PlacedObserver:
         flat: the tensors of the node.  values: those that the observer was called with.
         """
         all_values = self.place.unflatten([flat[i] for i in self.indices])
-        explained = failed(error, self.action, all_values, values, self.facts)
+        explained = annotate_failure(error, self.action, all_values, values, self.facts)
         if explained is not None:
             raise explained from error
 
@@ -305,7 +314,7 @@ class PackedObservers:
                 with action.tool._amanda.lock:
                     result = action.func(*values, **kwargs)
                 if result is not None:
-                    matched(action, result, values)
+                    match_results(action, result, values)
             except BaseException as error:
                 observer.explain(error, flat, values)
                 raise
