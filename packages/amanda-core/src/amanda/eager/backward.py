@@ -44,7 +44,7 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     # Hooks run around the kernel; a replacement's result has to be put in its place by Python.
     if any(actions.replace for actions in actions_by_plan):
         return None
-    facts = trace.facts.at_backward(op, backward_id, True)
+    facts = trace.facts.for_backward_op(op, backward_id, True)
     facts.drop_values()
     merged = Actions.merged(actions_by_plan)
     # The dict belongs to one execution, and these hooks are shared by all executions.
@@ -131,7 +131,7 @@ class BackwardStep:
         # A trace that executions share has no shapes; the mark of the node has those of its own execution.
         self._shapes = shapes or trace.shapes
         self.id = trace.facts.backward_id(op.__name__, place)
-        self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
+        self._facts = trace.facts.for_backward_op(op, self.id, replaceable, order)
         self._pending: list[tuple[Plan, PendingBackwardPlan]] = []
         self._actions: list[Actions] = []
         self._open_tools: list[AnyTool] = []
@@ -150,7 +150,7 @@ class BackwardStep:
         if actions is None and unanalysed and trace.needs_grad in plan.backward.analysed_for:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
             self._note_new_backward_op(plan)
-        elif facts.dropped:
+        elif facts.has_dropped_values:
             if actions is not None and unanalysed:
                 self._report_dropped_values(unanalysed)
         else:
@@ -323,7 +323,7 @@ class BackwardStep:
             f"{action} returned {len(results)} gradients; {self._facts.name} gives {len(grads)}, of "
             f"which {len(required_positions)} are wanted (positions {required_positions})"
         )
-        raise self._facts.explain(error, action)
+        raise self._facts.annotate_error(error, action)
 
 
 def _with_their_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:

@@ -248,8 +248,8 @@ class EagerOps(TensorOps):
     def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
         """Return the facts of the op of a call at its first execution, for the contexts of its tools.
 
-        A driver extends what the call itself tells by the facts `scope`, `aliases`, `variable_of`, `path_of`
-        and `part_of`. Functions among the facts are called later, and keep no module alive.
+        A driver extends what the call itself tells by the facts `scope`, `scope_aliases`, `variable_of`,
+        `path_of` and `part_of`. Functions among the facts are called later, and keep no module alive.
         subjects: objects of the enclosing calls, such as modules, the outermost first.
         """
         return OpFacts(
@@ -359,7 +359,7 @@ class Trace:
         """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
         # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
         # when the call ends.
-        facts = forward_facts.at_backward(None, 0, True)
+        facts = forward_facts.for_backward_op(None, 0, True)
         if self.plan.is_backward_complete(self.needs_grad):
             facts.drop_values()
         else:
@@ -367,7 +367,7 @@ class Trace:
             # that is never freed.
             facts.inputs = [ops.detach_value(value) for value in inputs]
             facts.outputs = [ops.detach_value(value) for value in outputs]
-            facts.dropped = False
+            facts.has_dropped_values = False
         self.facts = facts
 
     def mark_backward_analysed(self, may_run_again: bool = True) -> None:

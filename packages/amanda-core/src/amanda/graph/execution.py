@@ -137,7 +137,7 @@ class Insertion:
                 f"{action} left the op to itself, which a rewritten graph does not have any more; "
                 "let it compute what the op would have"
             )
-            raise self.facts.explain(error, action)
+            raise self.facts.annotate_error(error, action)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         output_count = len(self.output_positions)
         if output_count == 1 and len(results) != 1:
@@ -148,7 +148,7 @@ class Insertion:
         error = RoutineError(
             f"{action} returned {len(results)} {noun}; {self.facts.name} gives {output_count}"
         )
-        raise self.facts.explain(error, action)
+        raise self.facts.annotate_error(error, action)
 
 
 class RoutineTable(dict[int, Any]):

@@ -68,7 +68,10 @@ class GraphAnalysis:
         self._facts.append(facts)
 
     def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
-        """Analyse a backward op of an analysed op; return its actions.  facts: from `OpFacts.at_backward`."""
+        """Analyse a backward op of an analysed op; return its actions.
+
+        facts: from `OpFacts.for_backward_op`.
+        """
         backward_id = facts.backward_op_id
         assert backward_id is not None
         actions_by_plan: list[Actions] = []

@@ -80,7 +80,7 @@ def facts_of(
         scope=scope_of(name, metadata), source=source_of(metadata), read_value=read_value,
         op_type=operation.type, graph=graph, read_variables=lambda: roots, original=original,
         variable_positions=parameter_positions, variable_of=lambda value: _initializer_key(graph, value),
-        aliases=[name.lstrip("/")],
+        scope_aliases=[name.lstrip("/")],
     )  # fmt: skip
 
 

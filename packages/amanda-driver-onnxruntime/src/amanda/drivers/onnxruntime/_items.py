@@ -37,7 +37,7 @@ class TypedInsertion(Insertion):
             error = RoutineError(
                 f"{action} returned {len(results)} outputs; {self.facts.name} gives {len(self.dtypes)}"
             )
-            raise self.facts.explain(error, action)
+            raise self.facts.annotate_error(error, action)
         results = [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
         return [originals.get(id(value), value) for value in results]
 
@@ -50,7 +50,7 @@ class TypedInsertion(Insertion):
                     f"{action} changed value {position} of {self.facts.name}, which holds no tensor, "
                     "or of a type that is not known before the model runs"
                 )
-                raise self.facts.explain(error, action)
+                raise self.facts.annotate_error(error, action)
 
     def results(self, values: Sequence[Any]) -> list[Any]:
         """Return the flat results: the elements of a list of inputs, but a sequence as a whole."""

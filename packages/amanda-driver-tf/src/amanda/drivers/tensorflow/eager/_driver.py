@@ -87,7 +87,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         """Return the facts of a call's op: its layer, or name scope outside of layers, and its variables."""
         facts = super().describe(call, subjects)
         facts.scope = module_path(subjects) if subjects else str(ops.get_name_scope())
-        facts.aliases, facts.variable_of = layer_name_paths(subjects), _handle_of
+        facts.scope_aliases, facts.variable_of = layer_name_paths(subjects), _handle_of
         return facts
 
     def identity_values(self, call: Call) -> list[Any]:

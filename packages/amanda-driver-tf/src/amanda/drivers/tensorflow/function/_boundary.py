@@ -73,7 +73,7 @@ class ForwardFacts:
         self.locations: weakref.WeakKeyDictionary[Any, dict[int, Location]] = weakref.WeakKeyDictionary()
         for op, facts_by_id in rewriting.facts_by_id.items():
             self.locations[op] = {
-                op_id: Location(facts.scope, facts.aliases) for op_id, facts in facts_by_id.items()
+                op_id: Location(facts.scope, facts.scope_aliases) for op_id, facts in facts_by_id.items()
             }
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():

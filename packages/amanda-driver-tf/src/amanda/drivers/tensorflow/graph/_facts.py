@@ -60,7 +60,7 @@ def facts_of(
         op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),
         original=partial(eager_computation, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
-        device_of=lambda value: getattr(value, "device", None) or "", aliases=place.aliases,
+        device_of=lambda value: getattr(value, "device", None) or "", scope_aliases=place.aliases,
     )  # fmt: skip
 
 

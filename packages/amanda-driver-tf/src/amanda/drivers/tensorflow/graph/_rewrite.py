@@ -336,7 +336,9 @@ class BodyRewriter(RoutineRewriter):
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
         """Analyse a backward operation, and put the recorded actions at it."""
         backward_id = digest(forward_id, self.body.identity, op.name)
-        facts = forward.at_backward(TensorFlowOperation(op.type, op.name, op), backward_id, replaceable=True)
+        facts = forward.for_backward_op(
+            TensorFlowOperation(op.type, op.name, op), backward_id, replaceable=True
+        )
         input_positions = self.gradient_edges.gradient_inputs(op)
         outputs = outputs_of(op, node)
         output_positions = [i for i in self.gradient_edges.gradient_outputs(op) if i < len(outputs)]

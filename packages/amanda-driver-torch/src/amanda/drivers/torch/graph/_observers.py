@@ -230,5 +230,5 @@ class LateObservers:
                         if result is not None:
                             match_results(action, result, ())
                     except BaseException as error:
-                        facts.explain(error, action)
+                        facts.annotate_error(error, action)
                         raise

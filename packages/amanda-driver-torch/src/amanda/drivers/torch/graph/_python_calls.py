@@ -140,7 +140,7 @@ class PythonCall(Insertion):
                     f"{action} changed {changed}; one that a compiled graph calls as Python changes "
                     "tensors alone: mark it @amanda.traceable if it is tensor code"
                 )
-                raise self.facts.explain(error, action)
+                raise self.facts.annotate_error(error, action)
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return empty tensors like the outputs, for a call whose outputs are not like its values."""

@@ -171,7 +171,7 @@ class FxRewriting:
                     f"{plan.replace} of {facts.name} is to read inputs of other ops, which graphs of "
                     "PyTorch do not hand on: replace one op alone, or run op by op"
                 )
-                raise facts.explain(error, plan.replace)
+                raise facts.annotate_error(error, plan.replace)
             actions = plan if self._late is None else self._late.take_over(plan, facts)
             self._steps[node].append(OpStep(facts, self._refuse_python_calls(actions, facts, call)))
 
@@ -235,7 +235,7 @@ class FxRewriting:
             read_variables=lambda: read_parameters, read_value=self.symbols.read_value,
             variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
             device_of=_device_of, compute=eager_call.as_function(),
-            samples=call.samples,
+            sample_count=call.samples,
         )  # fmt: skip
 
     def _read_parameter(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
@@ -310,7 +310,7 @@ class FxRewriting:
         """
         node_type = AccumulateGrad if isinstance(node, torch.Tensor) else type(node)
         identity = forward.backward_id(node_type.__name__, place)
-        facts = forward.at_backward(node_type, identity, node_type is not AccumulateGrad)
+        facts = forward.for_backward_op(node_type, identity, node_type is not AccumulateGrad)
         facts.grad_outputs = incoming
         plan = self._analysis.backward(facts, outgoing)
         has_actions = bool(plan)
