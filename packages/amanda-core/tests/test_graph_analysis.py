@@ -43,9 +43,9 @@ def analysed(state: State) -> Plan:
     facts = OpFacts("add", 1, Namespace("toy/1/graph"), ["x"], ["x"])
     analysis = GraphAnalysis(state, Symbols())
     try:
-        return analysis.forward(facts, ["y"])
+        return analysis.analyse_forward(facts, ["y"])
     except BaseException:
-        analysis.forget()
+        analysis.drop_plans()
         raise
 
 

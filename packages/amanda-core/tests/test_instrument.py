@@ -43,7 +43,7 @@ class Sums(Artefact):
         self.lines_written = list(self.lines)
         for number, line in enumerate(self.lines):
             facts = OpFacts("add", number, Namespace("toy/1/graph/static"), ["x"], [line], op_type="add")
-            for action in analysis.forward(facts, [None]).before:
+            for action in analysis.analyse_forward(facts, [None]).before:
                 self.lines_written[number] = action.func(self.lines_written[number], **action.kwargs)
                 inlining.stored(action)
 

@@ -205,15 +205,15 @@ class _InliningAnalysis(GraphAnalysis):
         self._inlining = inlining
         self._on_plan = on_plan
 
-    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
+    def analyse_forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Return the plan of an op with only the actions that may be inlined; record these."""
-        plan = super().forward(facts, outputs)
+        plan = super().analyse_forward(facts, outputs)
         self._inlining.record_plan(plan, facts)
         if self._on_plan is not None:
             self._on_plan(plan, facts)
         return plan
 
-    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
+    def analyse_backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
         """Return no actions, without analysis: a file has no backward ops."""
         return Actions()
 

@@ -152,15 +152,15 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
             try:
                 rewriting = self.rewrite(graph, analysis)
             except CannotInstrument as error:
-                analysis.forget()
+                analysis.drop_plans()
                 # Stored as well, so that the next call does not fail to rewrite the same graph once more.
                 copy = RewrittenCopy[RunnableT](analysis.stack, None, {}, (error.args,))
                 guarded_copies.add(copy, self.reads())
                 return copy
             except BaseException:
-                analysis.forget()
+                analysis.drop_plans()
                 raise
-            analysis.finish(owner)
+            analysis.release_symbols(owner)
             rewriting.report_unfollowed()
             runnable = None
             if rewriting.changed:

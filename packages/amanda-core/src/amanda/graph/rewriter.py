@@ -133,7 +133,7 @@ class Rewriter(ABC, Generic[NodeT]):
         """Analyse a node, insert the actions that tools record around it, and rewrite graphs inside it."""
         inputs, outputs = self.sides(node)
         facts = self.facts(node, inputs)
-        plan = self.rewriting.analysis.forward(facts, outputs.values)
+        plan = self.rewriting.analysis.analyse_forward(facts, outputs.values)
         # After the analysis, which sees the graph's own values and not those of routines.
         inputs.read_replaced_values(self.current)
         replaced = self.insert_actions(node, plan, inputs, outputs, facts)
@@ -209,7 +209,7 @@ class Rewriter(ABC, Generic[NodeT]):
         # Only on demand: creating the function takes time.
         if actions[0].takes_original and facts.original is not None:
             insertion.original = facts.original()
-        insertion.reads = len(extra_inputs)
+        insertion.extra_input_count = len(extra_inputs)
         results = self._write_insertion(
             self.complete_insertion(insertion, output_symbols, input_side, output_side),
             inputs,
@@ -287,7 +287,7 @@ class Rewriter(ABC, Generic[NodeT]):
         """
         return (
             self.rewriting.state.autodiff
-            or place.replaces
+            or place.is_replacement
             or any(action.differentiable for action in place.actions)
         )
 

@@ -27,7 +27,7 @@ class GraphAnalysis:
     """The analysis of the ops of one graph, and of graphs that belong to it, by the tools of a state.
 
     plans: plans of the analysed ops, by op id.
-    closed: whether the tools' scopes are closed, so that backward ops have no plans.
+    scopes_closed: whether the tools' scopes are closed, so that backward ops have no plans.
     history: values that traceable routines have read for earlier copies of the graph; None for no copies.
     """
 
@@ -42,10 +42,10 @@ class GraphAnalysis:
         self.ops = ops
         self.history = history
         self.plans: dict[int, Plan] = {}
-        self.closed = False
+        self.scopes_closed = False
         self._facts: list[OpFacts] = []
 
-    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
+    def analyse_forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Run the analysis routines of a forward op; return its plan.  outputs: its symbolic outputs."""
         key = self.stack.plan_key(self.ops, facts.inputs or ())
         analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
@@ -57,7 +57,7 @@ class GraphAnalysis:
         self._facts.append(facts)
         return plan
 
-    def absent(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
+    def add_absent_op(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
         """Register an op that does not run itself although its backward ops do; no forward analysis runs."""
         facts.outputs = list(outputs)
         plan: Plan | None = None
@@ -67,7 +67,7 @@ class GraphAnalysis:
         self.plans[facts.op_id] = plan
         self._facts.append(facts)
 
-    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
+    def analyse_backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
         """Analyse a backward op of an analysed op; return its actions.
 
         facts: from `OpFacts.for_backward_op`.
@@ -77,7 +77,7 @@ class GraphAnalysis:
         actions_by_plan: list[Actions] = []
         pending_plans: list[PendingBackwardPlan] = []
         plan = self.plans.get(facts.op_id)
-        for scope_plan in () if plan is None or self.closed else plan.plans_with_backward:
+        for scope_plan in () if plan is None or self.scopes_closed else plan.plans_with_backward:
             actions = scope_plan.backward.actions.get(backward_id)
             if actions is None:
                 pending_plan = PendingBackwardPlan(facts, scope_plan, scope_plan.stack.backward_tools, False)
@@ -92,7 +92,7 @@ class GraphAnalysis:
         self._facts.append(facts)
         return Actions.merged(actions_by_plan)
 
-    def finish(self, graph: Any = None) -> None:
+    def release_symbols(self, graph: Any = None) -> None:
         """Drop every symbol from the contexts, and bind the plans to the life of the graph."""
         if graph is not None:
             for facts in self._facts:
@@ -103,13 +103,13 @@ class GraphAnalysis:
             facts.read_value, facts.variable_of, facts.read_variables = _identity, _return_none, _return_none
         self._facts.clear()
 
-    def forget(self) -> None:
+    def drop_plans(self) -> None:
         """Drop the plans of this analysis, which an exception has left incomplete."""
         for op_id, plan in self.plans.items():
             for scope_plan in plan.chain:
                 # Routines after the op, and those of other scopes, may be missing in it.
                 scope_plan.stack.forget_plans(op_id)
-        self.finish()
+        self.release_symbols()
 
 
 def _return_none(*_: Any) -> None:

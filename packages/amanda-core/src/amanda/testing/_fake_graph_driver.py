@@ -185,7 +185,7 @@ class RunnableCopy:
     def run(self, execution: Execution, values: Sequence[Tensor]) -> Any:
         """Return what the copy computes of the values of the graph's inputs."""
         values_by_name: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
-        with execution.under_way(), fake.no_grad():
+        with execution.running(), fake.no_grad():
             for item in self.items:
                 if isinstance(item, RoutineCallNode):
                     results = execution.call(

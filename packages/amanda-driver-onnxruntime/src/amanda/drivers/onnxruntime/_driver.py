@@ -267,7 +267,7 @@ class ModelCopy:
     ) -> list[Any]:
         """Run the copy; return the outputs of these names."""
         values = {**self._defaults, **feed}
-        with execution.under_way():
+        with execution.running():
             return self._runner.run(execution, values, [self.outputs[name] for name in names], options)
 
 

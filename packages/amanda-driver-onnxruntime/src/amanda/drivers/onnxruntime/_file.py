@@ -61,7 +61,7 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
             try:
                 rewriting.run()
             finally:
-                rewriting.analysis.finish()
+                rewriting.analysis.release_symbols()
     if rewriting.refused:
         raise _not_traceable([_refusal(*refusal) for refusal in rewriting.refused])
     return write_model(source, rewriting) if rewriting.changed else copy_model(source)
@@ -141,7 +141,7 @@ class OnnxFile(Artefact):
         try:
             rewriting.run()
         finally:
-            rewriting.analysis.finish()
+            rewriting.analysis.release_symbols()
         inlining.take_over(rewriting)
         self._instrumented = None if rewriting.refused else write_model(self._source, rewriting)
 

@@ -204,7 +204,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         """Set the dtypes of an insertion's results."""
         assert isinstance(place, TypedInsertion)
         place.dtypes = tuple(None if symbol is None else symbol.dtype for symbol in symbols)
-        place.depth = self.depth
+        place.loop_depth = self.depth
         return place
 
     def constant(self, symbol: OnnxSymbol | None) -> Any:

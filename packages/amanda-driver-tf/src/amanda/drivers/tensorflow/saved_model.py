@@ -96,7 +96,7 @@ class SavedModelFolder(Artefact):
         read_argument = _argument_lookup(captured, first)
         body = function_body(function, digest("saved_model", name), rewriting, read_argument)
         rewritten = rewrite(body, rewriting)
-        rewriting.analysis.finish()
+        rewriting.analysis.release_symbols()
         inlining.take_over(rewriting)
         if rewritten.changed:
             self._changed[name] = edited_definition(function.definition, rewritten)

@@ -179,7 +179,7 @@ class ForwardRecord:
     """A call of a forward function, recorded for the calls of its backward function.
 
     state_outside: the state in which the backward function runs once the scopes are closed.
-    copy: the instrumented copy.  runs, stores: those of the execution.
+    copy: the instrumented copy.  run_dicts, stored_values: those of the execution.
     find_atomic: returns the forward function, None if that is gone.
     """
 
@@ -187,9 +187,9 @@ class ForwardRecord:
         # Without a stack, a backward pass after the scope reads the saved values, and calls no tool.
         self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
-        self.runs = execution.runs
+        self.run_dicts = execution.run_dicts
         # The values live as long as the tape holds the backward function, which holds this record.
-        self.stores = execution.stores
+        self.stored_values = execution.stored_values
         self.find_atomic = weakref.ref(atomic)
 
 
@@ -259,7 +259,7 @@ class FunctionBoundary:
         else:
             outer, self._thread.pending = self._thread.pending, (atomic.name, copy.runnable, execution)
             try:
-                with execution.under_way():
+                with execution.running():
                     outputs = call(atomic, *args)
             finally:
                 self._thread.pending = outer
@@ -342,7 +342,7 @@ class FunctionBoundary:
             return backward._call_flat(args, [])
         execution = _execution_of(copy, state, forward_record)
         call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
-        with record.stop_recording(), execution.under_way():
+        with record.stop_recording(), execution.running():
             outputs = _call_copy(call, copy.runnable, execution, arguments, count)
         if recorded is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
@@ -372,7 +372,12 @@ def _execution_of(
     if forward_record is None:
         return FunctionExecution(state, _TENSORS, copy.table)
     return FunctionExecution(
-        state, _TENSORS, copy.table, forward_record.runs, every=False, stores=forward_record.stores
+        state,
+        _TENSORS,
+        copy.table,
+        forward_record.run_dicts,
+        runs_all_tools=False,
+        stored_values=forward_record.stored_values,
     )
 
 

@@ -97,7 +97,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         rewriting.runs_without_xla = is_compiled
         # A backward function may run after the scope; then it is rewritten for the saved values alone,
         # without plans for its ops.
-        analysis.closed = _is_closed(analysis.state, forward_record)
+        analysis.scopes_closed = _is_closed(analysis.state, forward_record)
         # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"
         rewriting.layers.add_layers_named_in(_live_variables(function.graph))
@@ -121,7 +121,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
             rewriting.library.append(numbered_copy(function.definition, rewritten, body))
             if is_compiled:
                 rewriting.report(f"jit_compile of {name}", "in a scope it runs without XLA")
-        analysis.finish(function.graph)
+        analysis.release_symbols(function.graph)
         return rewriting
 
     def runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:

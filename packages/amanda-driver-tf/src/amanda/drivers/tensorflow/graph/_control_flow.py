@@ -108,7 +108,7 @@ def _insert_by_tensor(
         shares = all(action.observer for action in actions) and insertions.can_share_node(op, [tensor])
         returned = [value] if is_plain(tensor) and not shares else []
         place = RoutineNode(actions, facts, side.count, [value], [None], returned)
-        place.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
+        place.loop_depth = rewriter.rewriting.depths.get(facts.op_id, 0)
         place.dtypes = [tensor.dtype.base_dtype for _ in returned]
         if shares:
             insertions.observe(op, place, [refs[i]], [tensor], op_side(side).ahead)

@@ -118,7 +118,7 @@ class BodyRewriter(RoutineRewriter):
             self._rewrite_backward(op, forward)
         elif not self.body.backward:
             facts, outputs = self.facts(op), grouped_outputs(op, self._node(op))
-            plan = self.rewriting.analysis.forward(facts, outputs)
+            plan = self.rewriting.analysis.analyse_forward(facts, outputs)
             if plan:  # most operations have no actions, and need no sides
                 self.insert_actions(op, plan, *self.sides(op), facts)
         self.rewrite_inner_graphs(op, replaced=False)
@@ -343,7 +343,7 @@ class BodyRewriter(RoutineRewriter):
         outputs = outputs_of(op, node)
         output_positions = [i for i in self.gradient_edges.gradient_outputs(op) if i < len(outputs)]
         facts.grad_outputs = [op.inputs[i] for i in input_positions]
-        plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in output_positions])
+        plan = self.rewriting.analysis.analyse_backward(facts, [outputs[i] for i in output_positions])
         if not plan:
             return
         before = OpSide(op, True, [self.refs.of_input(op, i) for i in input_positions], facts.grad_outputs)
@@ -363,7 +363,7 @@ class BodyRewriter(RoutineRewriter):
             op, identity, self.rewriting.namespace, self.body.read_value,
             variable_of=self.body.variable_of, place=self.body.place_of(op),
         )  # fmt: skip
-        self.rewriting.analysis.absent(facts, grouped_outputs(op, op.node_def))
+        self.rewriting.analysis.add_absent_op(facts, grouped_outputs(op, op.node_def))
         self.rewriting.facts_by_id.setdefault(op, {})[identity] = facts
         return identity, facts
 

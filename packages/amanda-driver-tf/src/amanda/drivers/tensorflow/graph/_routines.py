@@ -125,7 +125,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """
         assert isinstance(place, RoutineNode)
         facts, action = place.facts, place.actions[0]
-        place.depth = self.rewriting.depths.get(facts.op_id, 0)
+        place.loop_depth = self.rewriting.depths.get(facts.op_id, 0)
         place.dtypes = [symbol.dtype.base_dtype for symbol in symbols]
         if facts.backward_op is None and not action.observer and self.rewriting.differentiated:
             self._save_for_gradients(place, op_side(inputs_side), outputs_side)
@@ -134,19 +134,19 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def _save_for_gradients(self, place: RoutineNode, side: OpSide, outputs_side: Side) -> None:
         """Make a node with routines save its values, if gradients of its op need them."""
         facts = place.facts
-        takes_part = place.replaces or self._is_in_autodiff(place.actions[0])
+        takes_part = place.is_replacement or self._is_in_autodiff(place.actions[0])
         is_in_one_graph = not self.body.gradients_elsewhere and facts.op.name not in self.body.stacked
         # Gradients in the same graph read the changed tensors directly.
         if is_in_one_graph and not takes_part:
             return
-        side_name = "instead" if place.replaces else "before" if side.ahead else "after"
+        side_name = "instead" if place.is_replacement else "before" if side.ahead else "after"
         count = self._saved_counts[facts.op_id] = self._saved_counts.get(facts.op_id, 0) + 1
         place.saved_as, place.in_autodiff = (facts.op_id, side_name, count), takes_part
         place.readers = self.rewriting.readers[place.saved_as]
         place.readers.read_once = is_in_one_graph
         if takes_part:
             name = f"amanda/{len(self.rewriting.table)}"  # the name that the next added node gets
-            input_positions = [*side.flat(place.input_positions), *[-1] * place.reads]
+            input_positions = [*side.flat(place.input_positions), *[-1] * place.extra_input_count]
             autodiff_place = AutodiffPlace(
                 side_name, place.saved_as, (self.body.identity, name), input_positions,
                 outputs_side.flat(place.output_positions),
@@ -170,7 +170,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Return why routines are not traced, or "" for a reason that needs no report; None if traced."""
         assert isinstance(place, RoutineNode)
         facts, written = place.facts, self.rewriting.written
-        if place.replaces:
+        if place.is_replacement:
             return None if written else f"it replaces {getattr(facts.backward_op or facts.op, 'type', '')}"
         if place.saved_as is not None:
             return "it takes part in autodiff" if place.in_autodiff else _SAVED_FOR_GRADIENTS
@@ -187,7 +187,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Report traceable routines that run as Python, except differentiable ones with saved values."""
         assert isinstance(place, RoutineNode)
         for action in place.actions:
-            if place.replaces or place.saved_as is None or not action.differentiable:
+            if place.is_replacement or place.saved_as is None or not action.differentiable:
                 self._report_untraced(action, why)
 
     def _report_untraced(self, action: Action, why: str) -> None:
@@ -208,8 +208,8 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         self.rewriting.traced += [(action, routine.constants) for action in place.actions]
         op, refs = op_side(side).op, [value.ref for value in inputs]
         result_types = list(map(dtype_enum, outputs))
-        control_inputs = self._control_inputs(op) if place.replaces else ()
-        ahead = op_side(side).ahead and not place.replaces
+        control_inputs = self._control_inputs(op) if place.is_replacement else ()
+        ahead = op_side(side).ahead and not place.is_replacement
         name = self.insertions.call_function(op, routine, refs, result_types, ahead, control_inputs)
         return self._register_values(place, name, inputs, outputs, side)
 
@@ -220,14 +220,14 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         assert isinstance(place, RoutineNode)
         op, refs = op_side(side).op, [value.ref for value in inputs]
         input_symbols = [value.symbol for value in inputs]
-        ahead, instead = op_side(side).ahead, place.replaces
+        ahead, instead = op_side(side).ahead, place.is_replacement
         if place.actions[0].observer:
             self.insertions.observe(op, place, refs, input_symbols, ahead)
             return []
-        if place.facts.backward_op is not None and place.replaces:
+        if place.facts.backward_op is not None and place.is_replacement:
             ahead, instead = False, False  # the backward operation itself still runs
         result_types, types = list(map(dtype_enum, outputs)), list(map(dtype_enum, input_symbols))
-        control_inputs = self._control_inputs(op) if place.reads else None
+        control_inputs = self._control_inputs(op) if place.extra_input_count else None
         name = self.insertions.add_slot_call(
             op, place, refs, types, result_types, ahead, instead, control_inputs
         )
@@ -239,7 +239,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Return the results of a node; record these and its inputs in `saved_tensors`."""
         insertions = self.insertions
         refs = [insertions.output_of(name, k) for k in range(len(symbols))]
-        if not place.replaces:
+        if not place.is_replacement:
             for k, value in enumerate(values):
                 # An input that is the result of an earlier node is recorded as that.
                 insertions.saved_tensors.setdefault(value.ref, SavedTensor(place.saved_as, 0, k))
@@ -300,10 +300,10 @@ class TracedRoutine:
     @staticmethod
     def _outputs(place: RoutineNode, inputs: list[Any], rewriting: TensorFlowRewriting) -> list[Any]:
         """Run a node's routines on symbols; return their results in the dtypes of the graph."""
-        if place.replaces:
+        if place.is_replacement:
             flat = place.run_replacement(place.actions[0], _TENSORS, inputs, {})
         else:
-            flat = place.apply(place.actions, place.unflatten(inputs), _TENSORS, rewriting.state, {})
+            flat = place.call_routines(place.actions, place.unflatten(inputs), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(output, dtype)) for output, dtype in zip(flat, place.dtypes, strict=True)]
 
     def call(

@@ -72,7 +72,7 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
         # `_numpy_internal` makes no copy, and skips the checks of `numpy()`.
         number = args[0]._numpy_internal().tolist()
         number, *rounds = number if isinstance(number, list) else (number,)
-        execution = Execution.of(number)
+        execution = Execution.by_number(number)
         outer, running.execution = running.execution, execution
         try:
             outputs = execution.call(self.index, args[1:], rounds)
@@ -148,7 +148,7 @@ class RoutineNode(Insertion):
             # Where readers may run several times, or never, nobody can count them: the values live as long as
             # the run.
             num_reads = self.readers.count if self.readers.read_once else 0
-            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, num_reads))
+            execution.store((self.saved_as, *rounds[: self.loop_depth]), SavedValues(values, num_reads))
         return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
@@ -300,7 +300,7 @@ class PackedObservers:
         flat = resolve_handles(execution, flat, self.loaned_positions)
 
         def run_of(observer: _PlacedObserver) -> dict[Any, Any]:
-            return observer.place.run_of(execution, rounds)
+            return observer.place.run_dict(execution, rounds)
 
         for observer in self._single_observers:
             action = observer.action
@@ -362,7 +362,7 @@ def resolve_handles(execution: Execution, flat: Sequence[Any], positions: Sequen
         return flat
     tensors = list(flat)
     for i in positions:
-        (tensors[i],) = execution.stores.pop(_loan_key(int(flat[i])))
+        (tensors[i],) = execution.stored_values.pop(_loan_key(int(flat[i])))
     return tensors
 
 

@@ -143,7 +143,7 @@ class SessionBoundary:
         """
         tensorflow_error: BaseException | None = None
         try:
-            with execution.part() if is_part else execution.under_way():
+            with execution.raising_routine_error() if is_part else execution.running():
                 try:
                     yield
                 except errors_impl.OpError as error:

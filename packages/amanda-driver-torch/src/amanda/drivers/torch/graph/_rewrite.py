@@ -120,10 +120,10 @@ class FxRewriting:
                 self.report_left_out(node_runs)
                 return copy
         except BaseException:
-            self._analysis.forget()  # plans of a graph that will not run must not be cached
+            self._analysis.drop_plans()  # plans of a graph that will not run must not be cached
             raise
         finally:
-            self._analysis.finish()
+            self._analysis.release_symbols()
 
     def _wants_backward(self) -> bool:
         """Return True if a tool has routines for backward ops."""
@@ -165,7 +165,7 @@ class FxRewriting:
         for call in node_run.calls:
             facts = self._make_facts(node, call)
             facts.inputs = list(call.call.inputs)
-            plan = self._analysis.forward(facts, call.values)
+            plan = self._analysis.analyse_forward(facts, call.values)
             if plan.replace is not None and plan.replace.reads:
                 error = ActionError(
                     f"{plan.replace} of {facts.name} is to read inputs of other ops, which graphs of "
@@ -312,7 +312,7 @@ class FxRewriting:
         identity = forward.backward_id(node_type.__name__, place)
         facts = forward.for_backward_op(node_type, identity, node_type is not AccumulateGrad)
         facts.grad_outputs = incoming
-        plan = self._analysis.backward(facts, outgoing)
+        plan = self._analysis.analyse_backward(facts, outgoing)
         has_actions = bool(plan)
         if has_actions and node_type is AccumulateGrad:
             self._leaf_actions[id(node)] = plan.all
