@@ -310,12 +310,12 @@ class TestGraphs(GraphDriverTests):
     @pytest.fixture
     def sample(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphSample]:
         traced: list[Any] = []
-        runnable = FakeGraphDriver.runnable
+        runnable = FakeGraphDriver.build_runnable
 
         def counted(driver: FakeGraphDriver, *args: Any) -> Any:
             traced.append(args)
             return runnable(driver, *args)
 
-        monkeypatch.setattr(FakeGraphDriver, "runnable", counted)
+        monkeypatch.setattr(FakeGraphDriver, "build_runnable", counted)
         with attached(FakeGraphDriver):
             yield Held(traced)

@@ -119,7 +119,7 @@ class Inlining:
 
     def take_over(self, rewriting: Rewriting) -> None:
         """Record the stored, refused and uninstrumented parts of a rewrite for the file."""
-        for action in rewriting.folded:
+        for action in rewriting.folded_actions:
             self.stored(action)
         for facts, action, reason in rewriting.refused:
             self.refuse(action, facts, reason)

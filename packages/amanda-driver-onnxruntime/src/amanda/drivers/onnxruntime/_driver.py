@@ -57,7 +57,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES
     tensors = OnnxTensorOps()
-    reads = NumpyReads
+    reads_type = NumpyReads
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
         rewriting.run()
         return rewriting
 
-    def runnable(self, graph: Any, rewriting: ModelRewriting) -> ModelCopy:
+    def build_runnable(self, graph: Any, rewriting: ModelRewriting) -> ModelCopy:
         """Create the sessions of the rewritten model."""
         return ModelCopy(graph, rewriting)
 
@@ -242,7 +242,7 @@ class ModelCopy:
                 constant_names,
                 fetched,
                 symbol,
-                rewriting.free,
+                rewriting.may_change_shapes,
             )
         except Exception as error:
             raise CannotInstrument("a session", f"ONNX Runtime refuses the copy: {error}") from error

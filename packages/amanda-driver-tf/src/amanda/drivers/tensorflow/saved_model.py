@@ -88,7 +88,7 @@ class SavedModelFolder(Artefact):
         rewriting = TensorFlowRewriting(
             analysis=inlining.analysis(GraphTensorOps()),
             namespace=tags,
-            written=True,
+            is_for_file=True,
             find_function=self._library.find,
         )
         captured = self._objects.captured_inputs(name)

@@ -251,7 +251,7 @@ class FunctionBoundary:
             return call(atomic, *args)
         state.report_all(copy, copy.reports)
         # A forward function that runs as it is may still hand facts on to its backward function.
-        if copy.runnable is None and copy.handed_on is None:
+        if copy.runnable is None and copy.gradient_data is None:
             return call(atomic, *args)
         execution = _execution_of(copy, state, forward_record)
         if copy.runnable is None:
@@ -264,7 +264,7 @@ class FunctionBoundary:
             finally:
                 self._thread.pending = outer
         # TensorFlow wraps the backward function after the call has ended, so the record waits for that.
-        if copy.handed_on is not None:
+        if copy.gradient_data is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
         return outputs
 

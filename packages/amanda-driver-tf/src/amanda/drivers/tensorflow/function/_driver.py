@@ -51,7 +51,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES["function"]
     tensors = GraphTensorOps()
-    reads = TensorFlowReads
+    reads_type = TensorFlowReads
     observer_bytes: ClassVar[int] = DEFAULT_BUDGET
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         return function_self_test()
 
     @contextmanager
-    def rewriting(self) -> Iterator[None]:
+    def rewriting_context(self) -> Iterator[None]:
         """Return a context of eager mode without tapes, so that traced routines enter no graph or tape."""
         with context.eager_mode(), record.stop_recording():
             yield
@@ -101,7 +101,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"
         rewriting.layers.add_layers_named_in(_live_variables(function.graph))
-        forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
+        forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.gradient_data
         if forward is not None:
             forward.copy_into(rewriting)
             # A backward function that is called as a forward function gets gradients itself.
@@ -114,9 +114,9 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
             forward_identity=None if forward is None else forward.identity,
         )  # fmt: skip
         rewritten = rewrite(body, rewriting)
-        rewriting.changed = rewritten.changed
+        rewriting.has_insertions = rewritten.changed
         if kind == "forward":
-            rewriting.handed_on = ForwardFacts(rewriting, body.identity)
+            rewriting.gradient_data = ForwardFacts(rewriting, body.identity)
         if rewritten.changed:
             rewriting.library.append(numbered_copy(function.definition, rewritten, body))
             if is_compiled:
@@ -124,7 +124,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         analysis.release_symbols(function.graph)
         return rewriting
 
-    def runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
+    def build_runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
@@ -137,7 +137,9 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
         if forward_record is not None:
             is_closed = _is_closed(state, forward_record)
-            return self.copy((atomic, args, forward_record), state, is_closed, atomic, forward_record.copy)
+            return self.find_or_build_copy(
+                (atomic, args, forward_record), state, is_closed, atomic, forward_record.copy
+            )
         if state.stack is None:
             return None
         # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
@@ -147,7 +149,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
                 reason = "its forward pass ran before the scope, or uninstrumented"
                 state.report(f"the backward ops of {name}", reason)
             return None
-        return self.copy((atomic, args, None), state, False, atomic)
+        return self.find_or_build_copy((atomic, args, None), state, False, atomic)
 
 
 def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:

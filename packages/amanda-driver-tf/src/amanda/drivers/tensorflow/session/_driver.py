@@ -35,7 +35,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES["graph"]
     tensors = GraphTensorOps()
-    reads = TensorFlowReads
+    reads_type = TensorFlowReads
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         """Return a program of a session with one op, and its gradient."""
         return session_self_test()
 
-    def rewriting(self) -> AbstractContextManager[Any]:
+    def rewriting_context(self) -> AbstractContextManager[Any]:
         """Return a context of eager mode, so that traced routines do not enter the user's graph."""
         eager: AbstractContextManager[Any] = context.eager_mode()
         return eager
 
-    def execution(self, state: State, table: Mapping[int, Any]) -> SessionExecution:
+    def new_execution(self, state: State, table: Mapping[int, Any]) -> SessionExecution:
         """Return the execution of one run of a copy."""
         return SessionExecution(state, self.tensors, table)
 
@@ -62,7 +62,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         """Rewrite the part of a session's graph that a request runs."""
         return rewrite_run(graph, analysis, self.namespace)
 
-    def runnable(self, graph: SessionRun, rewriting: SessionRewriting) -> Route:
+    def build_runnable(self, graph: SessionRun, rewriting: SessionRewriting) -> Route:
         """Put the copy beside the user's nodes."""
         return add_copy(graph, rewriting)
 
