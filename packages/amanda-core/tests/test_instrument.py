@@ -45,7 +45,7 @@ class Sums(Artefact):
             facts = OpFacts("add", number, Namespace("toy/1/graph/static"), ["x"], [line], op_type="add")
             for action in analysis.analyse_forward(facts, [None]).before:
                 self.lines_written[number] = action.func(self.lines_written[number], **action.kwargs)
-                inlining.stored(action)
+                inlining.record_stored(action)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         path.write_text("\n".join(map(str, self.lines_written)))

@@ -314,7 +314,7 @@ class Rewriter(ABC, Generic[NodeT]):
 
     def _write_traced(self, actions: Sequence[Action], write: Callable[[], list[Value]]) -> list[Value]:
         """Write routines to the graph, and record the values that they read while they are traced."""
-        with self.rewriting.reads.tracing(actions):
+        with self.rewriting.reads.record_tracing(actions):
             results = write()
         self.rewriting.traced_actions += [(action, ()) for action in actions]
         return results

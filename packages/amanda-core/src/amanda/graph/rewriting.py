@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amanda.graph.execution import RoutineTable
-from amanda.graph.reads import History, Reads
+from amanda.graph.reads import Reads, ValueHistory
 from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import OpAnalysis, PendingBackwardPlan
 from amanda.plan.context import OpContext
@@ -32,7 +32,11 @@ class GraphAnalysis:
     """
 
     def __init__(
-        self, state: State, ops: TensorOps, stack: ToolStack | None = None, history: History | None = None
+        self,
+        state: State,
+        ops: TensorOps,
+        stack: ToolStack | None = None,
+        history: ValueHistory | None = None,
     ) -> None:
         # A graph of gradients is analysed by the stack of its forward graph, whatever scopes are open now.
         stack = stack or state.stack
@@ -141,7 +145,7 @@ class Rewriting:
     analysis: GraphAnalysis
     namespace: Namespace
     is_for_file: bool = False
-    history: History = field(default_factory=lambda: History(Reads))
+    history: ValueHistory = field(default_factory=lambda: ValueHistory(Reads))
     table: RoutineTable = field(default_factory=RoutineTable)
     reports: dict[tuple[str, str], None] = field(default_factory=dict)
     refused: list[tuple[OpFacts, Action, str]] = field(default_factory=list)
@@ -194,7 +198,7 @@ class Rewriting:
 
     def report_unfollowed(self) -> None:
         """Report values that traceable routines read or set and that the copy does not follow."""
-        for subject, reason in self.reads.unfollowed(self.traced_actions):
+        for subject, reason in self.reads.unfollowed_entries(self.traced_actions):
             self.report(subject, reason)
 
 

@@ -230,7 +230,7 @@ class JaxDriver(Arrays, EagerDriver):
         add_note(INSERTION)
         if action.traceable and not action.takes_run:
             reads = reads_of(action)
-            pure = not reads.guards and not reads.written
+            pure = not reads.guards and not reads.names_written
             if not is_within_jit() or (pure and not isinstance(action.func, MethodType)):
                 return None
             variant = variant_for(action)

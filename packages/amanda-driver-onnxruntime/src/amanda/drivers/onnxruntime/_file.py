@@ -142,7 +142,7 @@ class OnnxFile(Artefact):
             rewriting.run()
         finally:
             rewriting.analysis.release_symbols()
-        inlining.take_over(rewriting)
+        inlining.record_rewriting(rewriting)
         self._instrumented = None if rewriting.refused else write_model(self._source, rewriting)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:

@@ -87,5 +87,5 @@ class NumpyReads(Reads):
     """Reads with the plain values of NumPy."""
 
     # Scalars of NumPy are compared by value, arrays by identity.
-    plain: ClassVar[Any] = (*Reads.plain, np.dtype, np.generic)
-    opaque: ClassVar[frozenset[str]] = Reads.opaque | {"ml_dtypes", "onnx", "onnxruntime"}
+    plain_types: ClassVar[Any] = (*Reads.plain_types, np.dtype, np.generic)
+    opaque_packages: ClassVar[frozenset[str]] = Reads.opaque_packages | {"ml_dtypes", "onnx", "onnxruntime"}

@@ -241,11 +241,11 @@ def _signature(value: Any) -> Hashable:
 class TensorFlowReads(Reads):
     """Reads with the plain values of TensorFlow and NumPy, and with the layers of Keras."""
 
-    plain: ClassVar = (*Reads.plain, tf.DType, tf.TensorShape, np.dtype, np.generic)
-    opaque: ClassVar = Reads.opaque | {"tensorflow", "keras", "tf_keras"}
+    plain_types: ClassVar = (*Reads.plain_types, tf.DType, tf.TensorShape, np.dtype, np.generic)
+    opaque_packages: ClassVar = Reads.opaque_packages | {"tensorflow", "keras", "tf_keras"}
     # A layer's `__call__` is code of Keras, which is opaque; it calls the user's `call`.
-    called: ClassVar = (*Reads.called, "call")
+    implicit_methods: ClassVar = (*Reads.implicit_methods, "call")
 
-    def look_into(self, value: Any) -> bool:
+    def follows_attributes(self, value: Any) -> bool:
         """Return True if routines read a value's attributes; of a framework's objects, those of layers."""
-        return super().look_into(value) or hasattr(type(value), "call")
+        return super().follows_attributes(value) or hasattr(type(value), "call")

@@ -40,7 +40,7 @@ from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:
     from amanda.backend import Action
-    from amanda.graph import History
+    from amanda.graph import ValueHistory
     from torch.fx import GraphModule, Node
 
     from ._observers import LateObservers
@@ -73,7 +73,7 @@ class FxRewriting:
         prefix: str = "",
         instance: int = 0,
         analysis: GraphAnalysis | None = None,
-        history: History | None = None,
+        history: ValueHistory | None = None,
         path_of: ParameterPaths | None = None,
         late: LateObservers | None = None,
         inlines_only: bool = False,

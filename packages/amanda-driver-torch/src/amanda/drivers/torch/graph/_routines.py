@@ -27,7 +27,7 @@ from ._python_calls import (
 from ._routine_inputs import HeldTensors
 
 if TYPE_CHECKING:
-    from amanda.graph import History
+    from amanda.graph import ValueHistory
 
     from ._instrumented import BackwardSite, InstrumentedCall, InstrumentedNode, OpStep
     from ._node_runs import NodeRun
@@ -274,7 +274,7 @@ class RoutineTrials:
     history: of values that routines read, for earlier graphs of the same code.
     """
 
-    def __init__(self, routines: NodeRoutines, symbols: GraphSymbols, history: History | None) -> None:
+    def __init__(self, routines: NodeRoutines, symbols: GraphSymbols, history: ValueHistory | None) -> None:
         self._routines = routines
         self._symbols = symbols
         self._history = history
@@ -327,9 +327,11 @@ class RoutineTrials:
         program, used_tensors = self._routines.program, HeldTensors()
         try:
             # A real tensor that the mode lets through would be a constant of the graph without notice.
-            with program.reads.tracing([action]), used_tensors.collecting(self._make_stand_in), patch.object(
-                self._symbols.fakes, "allow_non_fake_inputs", False
-            ):  # fmt: skip
+            with (
+                program.reads.record_tracing([action]),
+                used_tensors.collecting(self._make_stand_in),
+                patch.object(self._symbols.fakes, "allow_non_fake_inputs", False),
+            ):
                 changed = self._run_without_data(action, values, facts)
         except RoutineError:  # the routine breaks a rule, as it would in Python
             raise
