@@ -287,7 +287,7 @@ def _restored() -> Iterator[None]:
 
 class CutSample(CustomGradientSample):
     driver = CutDriver
-    outlive = ("run_backward",)
+    lasting_patches = ("run_backward",)
 
 
 class TestCuts(TestCustomGradients):

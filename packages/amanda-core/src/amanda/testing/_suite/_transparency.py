@@ -59,7 +59,7 @@ class FailureTests(
             ids.append(context.get_backward_op_id() if backward else context.get_op_id())
             _raise_mistake()
 
-        name = sample.relu_backward if backward else sample.name("relu")
+        name = sample.relu_backward if backward else sample.op_name("relu")
         failing = add_routine(Faulty(), analysis, name, **POINTS[point])
         after = "after" if "require_outputs" in POINTS[point] else "before"
         at = f"{after}_{'backward' if backward else 'forward'}_op"
@@ -75,7 +75,7 @@ class FailureTests(
             ids.append(context.get_backward_op_id() if backward else context.get_op_id())
             getattr(context, insertion)(_raise_mistake)
 
-        name = sample.relu_backward if backward else sample.name("relu")
+        name = sample.relu_backward if backward else sample.op_name("relu")
         self._check(sample, add_routine(Faulty(), analysis, name, backward=backward), name, insertion, ids)
 
     @staticmethod
@@ -108,7 +108,7 @@ class FailureTests(
                 raise ZeroDivisionError
 
         x = sample.tensor([1.0])
-        with amanda.apply(inserter("insert_before_op", sample.name("relu"), routine)):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("relu"), routine)):
             with pytest.raises(ZeroDivisionError):
                 sample.relu(x)
             sample.relu(x)
@@ -130,7 +130,7 @@ class FailureTests(
         self, sample: Sample, insertion: Any
     ) -> None:
         plain = trained_bits(sample)
-        name = sample.relu_backward if "backward" in insertion else sample.name("relu")
+        name = sample.relu_backward if "backward" in insertion else sample.op_name("relu")
         before = _framework(sample)
         failing = inserter(insertion, name, _divide_by_zero)
         with pytest.raises(ZeroDivisionError), amanda.apply(failing):
@@ -146,7 +146,7 @@ class FailureTests(
     ) -> None:
         with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(tool(op_name)) as scope:
             for _ in range(3):
-                sample.beyond()
+                sample.run_uninstrumentable_op()
         assert len(scope.report) == 1
         assert scope.report[0].reason
         assert scope.report[0].what in str(scope.report)
@@ -201,7 +201,7 @@ class TransparencyTests(
     @needs("auxiliary_state")
     def test_state_that_an_op_updates_is_updated_as_without_tools(self, sample: Sample) -> None:
         def normalized() -> list[bytes]:
-            x, statistics = sample.tensor(BATCH, requires_grad=True), sample.statistics()
+            x, statistics = sample.tensor(BATCH, requires_grad=True), sample.running_statistics()
             results = [sample.batch_norm(x, *statistics) for _ in range(2)]
             sample.backward(results[1])
             tensors = [*results, *statistics]
@@ -209,13 +209,13 @@ class TransparencyTests(
                 tensors.append(sample.gradient(x))
             return [sample.bits(tensor) for tensor in tensors]
 
-        kind = type(sample.statistics()[0])
+        kind = type(sample.running_statistics()[0])
 
         def fresh(*values: Any) -> list[Any]:
             """Return equal new tensors for the statistics, and the other values as they are."""
             return [value * 1.0 if type(value) is kind else value for value in values]
 
-        plain, name = normalized(), sample.name("batch_norm")
+        plain, name = normalized(), sample.op_name("batch_norm")
         for looking in (no_op_tool(), inserter("insert_before_op", name, fresh)):
             with amanda.apply(looking):
                 assert normalized() == plain, (
@@ -266,7 +266,7 @@ class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "
     def test_forward_values_are_dropped_after_the_first_execution(self, sample: Sample) -> None:
         contexts: list[OpContext] = []
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        both = add_routine(tool(contexts.append, sample.name("relu")), contexts.append, backward=True)
+        both = add_routine(tool(contexts.append, sample.op_name("relu")), contexts.append, backward=True)
         with amanda.apply(both):
             result = sample.relu(x)
             sample.backward(result)
@@ -286,7 +286,7 @@ class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "
             run["value"] = value = Referent()
             values.append(weakref.ref(value))
 
-        recorder = tool(lambda context: context.insert_before_op(forward, [0]), sample.name("relu"))
+        recorder = tool(lambda context: context.insert_before_op(forward, [0]), sample.op_name("relu"))
         add_routine(
             recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True
         )
@@ -302,7 +302,7 @@ class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
-        recorder = tool(lambda context: _keep(context, references), sample.name("linear"))
+        recorder = tool(lambda context: _keep(context, references), sample.op_name("linear"))
         with amanda.apply(recorder):
             model(x)
         del recorder
@@ -326,7 +326,7 @@ class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
-        with amanda.apply(tool(lambda context: _keep(context, references), sample.name("linear"))):
+        with amanda.apply(tool(lambda context: _keep(context, references), sample.op_name("linear"))):
             sample.linear(x, weight)
             del weight
             free_garbage(sample)
@@ -413,7 +413,7 @@ def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
         (holder, name)
         for holder, names in before.items()
         for name, value in names.items()
-        if name not in sample.outlive
+        if name not in sample.lasting_patches
         and (
             holder not in after
             or name not in after[holder]
