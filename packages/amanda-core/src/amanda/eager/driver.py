@@ -85,9 +85,9 @@ class EagerDriver(EagerOps, Driver):
             if not plan and not plan.wants_backward(self.needs_grad(args)):
                 call_cache.learn(key, None)
                 return self.invoke(site, args, kwargs)
-        obstacle = self.uninstrumented_reason(site)
-        if obstacle is not None:
-            state.report(*obstacle)
+        reason = self.uninstrumented_reason(site)
+        if reason is not None:
+            state.report(*reason)
             return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
         plan_key = stack.plan_key(self, call.inputs, op_id)
@@ -148,7 +148,7 @@ class EagerDriver(EagerOps, Driver):
         facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         # Created before the routines run: nodes that these create must be told from the op's.
-        tracing = self.capture_backward_ops() if plan.has_backward_routines else None
+        capture = self.capture_backward_ops() if plan.has_backward_routines else None
         is_recomputation = state.recomputed_executions is not None
         actions = plan.actions(is_recomputation)
         run = plan.run_dicts(self, state.may_recompute).dict_for_python(actions.before[: last_called + 1])
@@ -184,11 +184,11 @@ class EagerDriver(EagerOps, Driver):
         # Without a schema that says what the op writes, versions tell: a write into a routine's value has to
         # reach the tensor that it stands for.
         versions = self.versions(inputs) if inputs is not call.inputs and call.may_write_inputs() else None
-        if trace is None or tracing is None:
+        if trace is None or capture is None:
             outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
         else:
-            self.note_op_inputs(tracing, inputs)
-            with tracing as nodes:
+            self.note_op_inputs(capture, inputs)
+            with capture as nodes:
                 outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
 
         values, rebuild = self.flatten_with_unreturned(call, outputs, inputs)
