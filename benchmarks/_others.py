@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode, get_overridable_functions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amanda
-from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.attributes import Patches
 
 NATIVE = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 METADATA = frozenset(
@@ -144,14 +144,14 @@ class MonkeyPatch:
                 if computes and isinstance(original, NATIVE) and name not in METADATA:
                     self.places.append((holder, name, _patched(original, before, after)))
 
-        self.attributes = Attributes()
+        self.patches = Patches()
 
     def __enter__(self) -> None:
         for holder, name, patched in self.places:
-            self.attributes.set(holder, name, patched)
+            self.patches.set(holder, name, patched)
 
     def __exit__(self, *_: object) -> None:
-        self.attributes.restore()
+        self.patches.restore()
 
 
 def _patched(original: Any, before: Callable[..., None], after: Callable[..., None]) -> Any:

@@ -15,7 +15,7 @@ from copies import copied
 from torch import nn
 
 import amanda
-from amanda.testing import Fresh
+from amanda.testing import EqualCopies
 
 PER_OP = ("a + b", "F.relu(x)", "x.mul(2).add(1).relu().neg()", "F.linear, w needs a gradient")
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256,
@@ -26,7 +26,7 @@ LARGE = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16
 TOKENS, NEW = (16, 4) if QUICK else (1024, 16)
 TOOLS: dict[str, Callable[[], amanda.Tool]] = {
     **chosen("empty tool", "empty tool, backward too", "before + after"),
-    "equal new values": lambda: Fresh(copied),
+    "equal new values": lambda: EqualCopies(copied),
     **{name: functools.partial(amanda.load_tool, name) for name in ("flops", "profile", "nan", "stats")},
 }
 

@@ -14,7 +14,7 @@ from zoo.observation import apart, computed, differences, observed
 from zoo.subject import Subject
 
 import amanda
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 EACH = 1 if QUICK else 15
 """Models of each package."""
@@ -51,7 +51,7 @@ def trained(subject: Subject) -> dict[str, Any]:
     for tool in (Silent(), Unchanged()):
         found = differences(alone, observed(model, inputs, lambda tool=tool: amanda.apply(tool), steps=steps))
         amiss += [f"{type(tool).__name__}: {name}" for name in found if name not in again]
-    fresh = Fresh(copied)
+    fresh = EqualCopies(copied)
     under = computed(model, inputs, lambda: amanda.apply(fresh))
     differs = apart(under, computed(model, inputs))
     unsteady = set(apart(computed(model, inputs), computed(model, inputs))) if differs else set()

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amanda
 from amanda.drivers.torch._requirements import missing_for_graphs
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 from amanda.tools.prune import PruneError, PruneTool
 
 Program = Callable[[], list[Tensor]]
@@ -64,7 +64,7 @@ def same(program: Program) -> dict[str, Any]:
     """Return where tensors that a program gives differ under tools that change nothing."""
     wanted, again = bare(program), program()
     amiss, undetermined = [], sum(not equal(*pair) for pair in zip(wanted, again, strict=True))
-    for tool in (Silent(), Unchanged(), Fresh(copied)):
+    for tool in (Silent(), Unchanged(), EqualCopies(copied)):
         with amanda.apply(tool) as scope:
             found = [program() for _ in range(2)][-1]
         wrong = sum(not equal(*pair) for pair in zip(found, wanted, strict=True))

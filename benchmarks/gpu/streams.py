@@ -15,11 +15,11 @@ from copies import copied
 from torch import Tensor, nn
 
 import amanda
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 Make = Callable[[], amanda.Tool]
 ASYNCHRONOUS: dict[str, Make] = {
-    "empty": Inserting, "looking": Silent, "echo": Unchanged, "fresh": lambda: Fresh(copied),
+    "empty": Inserting, "looking": Silent, "echo": Unchanged, "fresh": lambda: EqualCopies(copied),
     **{name: functools.partial(amanda.load_tool, name) for name in ("flops", "trace", "profile", "coverage")},
     "prune": functools.partial(amanda.load_tool, "prune", sparsity=0.5),
 }  # fmt: skip

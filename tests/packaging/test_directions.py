@@ -123,7 +123,7 @@ def test_every_name_that_the_core_offers_to_drivers_is_used_by_one() -> None:
 
 def test_the_pages_have_a_row_for_each_name_of_the_driver_interface() -> None:
     assert rows(EAGER) | rows(GRAPHS) == set(amanda.backend.__all__)
-    assert rows(EAGER) & rows(GRAPHS) == {"Exercise", "OpFacts"}  # each page says who makes them there
+    assert rows(EAGER) & rows(GRAPHS) == {"SelfTestProgram", "OpFacts"}  # each page says who makes them there
 
 
 def test_the_page_about_eager_drivers_has_all_that_one_needs() -> None:

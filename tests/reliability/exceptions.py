@@ -7,7 +7,7 @@ from time import monotonic
 from typing import Any
 
 from frameworks import Double, Framework, Outcome, Step, X, differs
-from raising import Patches
+from raising import InstalledPatches
 
 import amanda
 from amanda.tools.mapping import StandardMapping
@@ -56,7 +56,7 @@ BACKWARD = (
 
 def attack(framework: Framework, step: Step, seconds: float) -> Outcome:
     """Raise at each point in turn; compare what is there afterwards, and outputs with and without a tool."""
-    patches, tool = Patches(lambda: step(X[0])), Double()
+    patches, tool = InstalledPatches(lambda: step(X[0])), Double()
     points = [*FORWARD, *(BACKWARD if framework.gradients else ())]
     count, wrong, left, others, end = 0, 0, set(), set(), monotonic() + seconds
     for point in itertools.cycle(points):

@@ -6,12 +6,16 @@ from time import monotonic, perf_counter
 
 from frameworks import Double, Framework, Outcome, Step, X, differs
 from interrupts import Interrupts, opened
-from raising import Patches
+from raising import InstalledPatches
 
 
 def attack(framework: Framework, step: Step, seconds: float) -> Outcome:
     """Interrupt a step as its scope opens, while it runs, and as the scope closes."""
-    patches, tool, interrupts = Patches(lambda: step(X[0])), Double(), Interrupts(framework.raises_within)
+    patches, tool, interrupts = (
+        InstalledPatches(lambda: step(X[0])),
+        Double(),
+        Interrupts(framework.raises_within),
+    )
 
     def program() -> None:
         with framework.scope(tool):

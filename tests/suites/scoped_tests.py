@@ -25,7 +25,7 @@ import pytest
 
 import amanda
 from amanda.interceptor.imports import when_imported
-from amanda.testing import Fresh, Silent
+from amanda.testing import EqualCopies, Silent
 from amanda.tools.flops import FlopsTool
 from amanda.tools.nan import NanTool
 from amanda.tools.stats import StatsTool
@@ -98,7 +98,7 @@ def make_tools(mode: str) -> list[amanda.Tool]:
         case "look":
             return [Silent()]
         case "equal":
-            return [Fresh(copy_tensor)]
+            return [EqualCopies(copy_tensor)]
         case "tools":
             return [FlopsTool(), NanTool(), StatsTool()]
         case _:

@@ -12,7 +12,7 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.attributes import Patches
 from amanda.scope.attachment import attachment
 
 HOMES = tuple(amanda.__path__)
@@ -68,14 +68,14 @@ def raised(program: Callable[[], Any], *errors: type[BaseException]) -> bool:
     return False
 
 
-class Patches:
+class InstalledPatches:
     """The attributes that a scope sets, as they are without one."""
 
     def __init__(self, program: Callable[[], Any]) -> None:
         with amanda.apply(amanda.Tool()):
             program()
             gc.unfreeze()
-            self._attributes = [item for item in gc.get_objects() if type(item) is Attributes]
+            self._attributes = [item for item in gc.get_objects() if type(item) is Patches]
             places = [
                 (holder, name)
                 for attributes in self._attributes

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from amanda.backend import (
-    Attributes,
     BackwardStep,
     Call,
     EagerDriver,
     OpFacts,
+    Patches,
     Recomputation,
     State,
     Trace,
@@ -37,7 +37,7 @@ HANDED: dict[str, type] = {
     "An execution, for its backward ops": Trace,
     "A backward op in a backward pass": BackwardStep,
     "The state of a thread": State,
-    "Changes to the framework": Attributes,
+    "Changes to the framework": Patches,
     "A part of the program that runs again": Recomputation,
 }
 """Classes whose objects a driver gets or makes, and does not subclass."""

@@ -126,7 +126,7 @@ class AutogradSample(Sample):
     """Arrays of NumPy, which autograd records in boxes, some primitives, and a tiny model."""
 
     driver = AutogradDriver
-    names: ClassVar = {"linear": "matmul", "cat": "concatenate_args", "many": "matmul"}
+    op_names: ClassVar = {"linear": "matmul", "cat": "concatenate_args", "many": "matmul"}
     argument_names = ("x1", "x2")
     dtypes = ("float64", "float32", "int64", "complex128")
     relu_backward = "relu_vjp"
@@ -142,7 +142,7 @@ class AutogradSample(Sample):
     many = property(lambda self: anp.matmul)
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording_autodiff(self) -> Iterator[None]:
         with tracer.trace_stack.new_trace():
             yield
 
@@ -196,7 +196,7 @@ class AutogradSample(Sample):
     def jvp(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda x, tangent: autograd.make_jvp(function)(x)(tangent)[1]
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         total(self.input())
 
 

@@ -16,7 +16,7 @@ from autograd.numpy import sin as imported_sin
 import amanda
 from amanda.drivers.autograd import mark_parameters
 from amanda.errors import AmandaError
-from amanda.testing import Fresh
+from amanda.testing import EqualCopies
 from amanda.tools.prune import PruneTool
 
 X = np.array([[2.0, 1.0], [1.0, 3.0]])
@@ -96,7 +96,7 @@ def test_several_results_have_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    "tool", [Names(), Fresh(lambda value: np.copy(value) if hasattr(value, "shape") else value)]
+    "tool", [Names(), EqualCopies(lambda value: np.copy(value) if hasattr(value, "shape") else value)]
 )
 def test_derivatives_of_derivatives_are_the_same_under_tools(tool: amanda.Tool) -> None:
     def function(x: Any) -> Any:
@@ -110,7 +110,7 @@ def test_derivatives_of_derivatives_are_the_same_under_tools(tool: amanda.Tool) 
         seen = program()
     # Gradients of a value that is copied for several ops are summed in another order.
     for array, expected in zip(seen, bare, strict=True):
-        np.testing.assert_allclose(array, expected, rtol=1e-14 if isinstance(tool, Fresh) else 0)
+        np.testing.assert_allclose(array, expected, rtol=1e-14 if isinstance(tool, EqualCopies) else 0)
     assert not list(scope.report), scope.report
 
 

@@ -20,7 +20,7 @@ from amanda.tools.prune import PruneTool
 def sample() -> Iterator[AutogradSample]:
     """The sample, recording; its driver is the installed one."""
     sample = AutogradSample()
-    with sample.recording():
+    with sample.recording_autodiff():
         yield sample
 
 

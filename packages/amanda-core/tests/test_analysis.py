@@ -67,10 +67,10 @@ def test_nothing_is_noted_of_backward_ops_that_nobody_watches() -> None:
 
 def test_facts_of_a_backward_op_are_those_of_its_op_but_for_its_own() -> None:
     forward = facts()
-    forward.grad_outputs, forward.dropped = [3], True
-    backward = forward.at_backward("op", 8, False, 2)
+    forward.grad_outputs, forward.has_dropped_values = [3], True
+    backward = forward.for_backward_op("op", 8, False, 2)
     assert (backward.backward_op, backward.backward_op_id, backward.backward_order) == ("op", 8, 2)
-    assert (backward.replaceable, backward.dropped) == (False, False)
+    assert (backward.is_replaceable, backward.has_dropped_values) == (False, False)
     assert backward.grad_outputs is None
     assert (backward.op, backward.op_id, backward.scope) == (len, 7, "m.n")
     assert backward.inputs is forward.inputs

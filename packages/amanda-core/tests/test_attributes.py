@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from amanda.backend import Attributes
+from amanda.backend import Patches
 
 
 class Base:
@@ -23,4 +23,4 @@ def test_a_class_without_a_call_of_its_own_is_not_enclosed(kind: type) -> None:
     with pytest.raises(
         TypeError, match=f"{kind.__name__} cannot be enclosed: it has no __call__ of its own in Python"
     ):
-        Attributes().enclose(kind)
+        Patches().track_module_calls(kind)

@@ -23,7 +23,7 @@ run_backward = _autograd.run_backward  # the framework's own, whatever stands in
 
 
 class Execution:
-    """What `tracing` returns: the execution that the calls of `Call.invoke` within it belong to."""
+    """Result of `capture_backward_ops`: the execution of the calls of `Call.invoke` within it."""
 
     current = threading.local()
 
@@ -52,8 +52,8 @@ class RecipeDriver(FakeDriver):
         run_backward, checkpoint = _autograd.run_backward, _operators.checkpoint
         stand_ins = {site.target: Detour(site) for site in self._sites}
         functions = {run_backward: self.followed(run_backward), checkpoint: _replaying(checkpoint)}
-        self.attributes.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
-        self.attributes.enclose(fake.Module)
+        self.patches.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
+        self.patches.track_module_calls(fake.Module)
 
     def followed(self, run_backward: Callable[..., None]) -> Callable[..., None]:
         """Return a function that runs a backward pass, after which ids at the top level count anew."""
@@ -65,7 +65,7 @@ class RecipeDriver(FakeDriver):
 
         return run
 
-    def tracing(self) -> Any:
+    def capture_backward_ops(self) -> Any:
         return Execution()
 
     def attach_trace(self, trace: Trace, nodes: Any, values: list[Any]) -> None:
@@ -88,7 +88,7 @@ class CustomGradientCall(FakeCall):
 
     def invoke(self, inputs: list[Any]) -> Any:
         execution = getattr(Execution.current, "execution", None)
-        if execution is None or self.mutable or self.op.__name__ in ("item", "cat"):
+        if execution is None or self.written_positions or self.op.__name__ in ("item", "cat"):
             return super().invoke(inputs)
         leaves: list[Any] = [_leaf(value) for value in inputs]
         results: list[Tensor] = []
@@ -126,10 +126,10 @@ class CustomGradientDriver(RecipeDriver):
             return gradients(outputs, leaves, grad_outputs)
         step = BackwardStep(self, trace, BackwardType(op), 0, State.current())
         with Suspension():
-            entering = step.before(list(grad_outputs))
-            leaving = step.after(gradients(outputs, leaves, entering), entering)
-        if not trace.pending:
-            self.finish(trace)
+            entering = step.run_before(list(grad_outputs))
+            leaving = step.run_after(gradients(outputs, leaves, entering), entering)
+        if not trace.unanalysed_ids:
+            self.mark_backward_analysed(trace)
         return leaving
 
 
@@ -180,7 +180,7 @@ class CutCall(FakeCall):
 
     def invoke(self, inputs: list[Any]) -> Any:
         execution = getattr(Execution.current, "execution", None)
-        if execution is None or self.mutable or self.op.__name__ in ("item", "cat"):
+        if execution is None or self.written_positions or self.op.__name__ in ("item", "cat"):
             return super().invoke(inputs)
         cut = Cut(self.op, inputs, execution)
         outputs = super().invoke(cut.leaves)
@@ -202,20 +202,20 @@ class CutDriver(RecipeDriver):
     cuts: ClassVar[WeakValueDictionary[int, Cut]] = WeakValueDictionary()
     numbers: ClassVar[Any] = count()
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Follow backward passes for good: a graph that outlives its scope is cut, too."""
-        super().introduce()
+        super().register_framework()
         for holder in (fake, _autograd):
             holder.run_backward = self.followed(run_backward)  # type: ignore[attr-defined]
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return CutCall(site, args, kwargs)
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         # What the program was given is a leaf: a trace that held it would keep its cut alive.
         if isinstance(value, Tensor) and not isinstance(value, fake.Parameter):
             return value.detach()
-        return super().storable(value)
+        return super().detach_value(value)
 
     def followed(self, run_backward: Callable[..., None]) -> Callable[..., None]:
         def run(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
@@ -238,10 +238,10 @@ class CutDriver(RecipeDriver):
         else:
             step = BackwardStep(self, trace, BackwardType(cut.op), 0, state)
             with Suspension():
-                entering = step.before(grad_outputs)
-                grad_inputs = step.after(gradients(cut.results, cut.leaves, entering), entering)
-            if not trace.pending:
-                self.finish(trace)
+                entering = step.run_before(grad_outputs)
+                grad_inputs = step.run_after(gradients(cut.results, cut.leaves, entering), entering)
+            if not trace.unanalysed_ids:
+                self.mark_backward_analysed(trace)
         for value, grad in zip(cut.inputs, grad_inputs, strict=True):
             if isinstance(value, Tensor) and value.requires_grad and grad is not None:
                 run_backward([value], [grad])
@@ -287,7 +287,7 @@ def _restored() -> Iterator[None]:
 
 class CutSample(CustomGradientSample):
     driver = CutDriver
-    outlive = ("run_backward",)
+    lasting_patches = ("run_backward",)
 
 
 class TestCuts(TestCustomGradients):

@@ -94,7 +94,7 @@ def test_a_context_is_a_dict_that_can_be_a_key() -> None:
 def test_a_backward_context_starts_from_the_forward_one_and_does_not_write_to_it() -> None:
     forward = OpContext(facts(), lambda *_: None)
     forward["mask"] = "kept"
-    backward_facts = forward._facts.at_backward(ReluBackward, 99, True)
+    backward_facts = forward._facts.for_backward_op(ReluBackward, 99, True)
     backward = OpContext(backward_facts, lambda *_: None, forward)
     backward["own"] = True
     assert backward["mask"] == "kept"
@@ -393,7 +393,7 @@ def test_a_routine_at_several_points_gets_none_where_there_is_nothing() -> None:
 
 
 def test_the_type_of_a_backward_op_is_its_word_or_an_error() -> None:
-    backward = OpContext(facts(op_type="relu").at_backward(ReluBackward, 99, True), lambda *_: None)
+    backward = OpContext(facts(op_type="relu").for_backward_op(ReluBackward, 99, True), lambda *_: None)
     assert backward.get_forward_op_type() == "relu"
     with pytest.raises(AmandaError, match=r"get_op_type of .*, a backward op of relu: .*StandardMapping\(\)"):
         backward.get_op_type()

@@ -53,7 +53,7 @@ class FakeSample(Sample):
     """Everything by its own name."""
 
     driver = FakeDriver
-    names: ClassVar = {"linear": "matmul", "pair": "split", "many": "muladd"}
+    op_names: ClassVar = {"linear": "matmul", "pair": "split", "many": "muladd"}
     dtypes = ("float64", "float32", "int64", "complex128")
     relu_backward = "ReluBackward"
     leaf_backward = "AccumulateGrad"
@@ -68,7 +68,7 @@ class FakeSample(Sample):
     many = property(lambda self: fake.muladd)
     batch_norm = property(lambda self: fake.batch_norm)
 
-    def statistics(self) -> Sequence[Any]:
+    def running_statistics(self) -> Sequence[Any]:
         return [fake.tensor([0.0, 0.0])]
 
     def tensor(self, values: Sequence[Any], dtype: Any = None, requires_grad: bool = False) -> Any:
@@ -114,7 +114,7 @@ class FakeSample(Sample):
 
         return gradient
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         fake.opaque(self.input())
 
 
@@ -136,11 +136,11 @@ class TestFakeDriver(DriverTests):
 
 
 class Hearing(FakeDriver):
-    """Keeps what `begin` tells."""
+    """Keeps the inputs that `note_op_inputs` records."""
 
     heard: ClassVar[list[list[float]]] = []
 
-    def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
+    def note_op_inputs(self, capture: Any, inputs: Sequence[Any]) -> None:
         self.heard.append([value.numbers[0] for value in inputs])
 
 
@@ -240,7 +240,7 @@ class FakeGraphSample(FakeSample):
     def module(self, forward: Any) -> Any:
         return TracedFunction(forward)
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         OPAQUE(self.input())
 
 
@@ -289,14 +289,14 @@ class Held(GraphSample):
         self.function = TracedFunction(lambda x: RELU(x) * weight)
         self.traced = traced
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         result = self.function(fake.tensor([1.0, 2.0]))
         assert result.numbers == [3.0 * scale, 10.0 * scale]
 
     def tensor(self, number: float) -> Any:
         return fake.tensor([number, number])
 
-    def copies(self) -> int:
+    def copy_count(self) -> int:
         return len(self.traced)
 
 
@@ -310,12 +310,12 @@ class TestGraphs(GraphDriverTests):
     @pytest.fixture
     def sample(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[GraphSample]:
         traced: list[Any] = []
-        runnable = FakeGraphDriver.runnable
+        runnable = FakeGraphDriver.build_runnable
 
         def counted(driver: FakeGraphDriver, *args: Any) -> Any:
             traced.append(args)
             return runnable(driver, *args)
 
-        monkeypatch.setattr(FakeGraphDriver, "runnable", counted)
+        monkeypatch.setattr(FakeGraphDriver, "build_runnable", counted)
         with attached(FakeGraphDriver):
             yield Held(traced)

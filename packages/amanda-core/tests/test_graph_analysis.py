@@ -15,8 +15,10 @@ from amanda.plan.tool_stack import stack_for
 class Symbols(TensorOps):
     """Tensors of which nothing is known."""
 
-    is_tensor = signature = shapes = version = storable = copied = staticmethod(lambda value: None)
-    isolated = staticmethod(nullcontext)
+    is_tensor = signature = shapes = version = detach_value = differentiable_copy = staticmethod(
+        lambda value: None
+    )
+    without_autodiff = staticmethod(nullcontext)
     write = staticmethod(lambda target, value, isolated: None)
     straight_through = staticmethod(lambda original, value: value)
 
@@ -41,9 +43,9 @@ def analysed(state: State) -> Plan:
     facts = OpFacts("add", 1, Namespace("toy/1/graph"), ["x"], ["x"])
     analysis = GraphAnalysis(state, Symbols())
     try:
-        return analysis.forward(facts, ["y"])
+        return analysis.analyse_forward(facts, ["y"])
     except BaseException:
-        analysis.forget()
+        analysis.drop_plans()
         raise
 
 

@@ -20,8 +20,10 @@ from amanda.files import replacing_all
 class Numbers(TensorOps):
     """Tensors that are integers."""
 
-    is_tensor = signature = shapes = version = storable = copied = staticmethod(lambda value: None)
-    isolated = staticmethod(nullcontext)
+    is_tensor = signature = shapes = version = detach_value = differentiable_copy = staticmethod(
+        lambda value: None
+    )
+    without_autodiff = staticmethod(nullcontext)
     write = staticmethod(lambda target, value, isolated: None)
     straight_through = staticmethod(lambda original, value: value)
 
@@ -41,9 +43,9 @@ class Sums(Artefact):
         self.lines_written = list(self.lines)
         for number, line in enumerate(self.lines):
             facts = OpFacts("add", number, Namespace("toy/1/graph/static"), ["x"], [line], op_type="add")
-            for action in analysis.forward(facts, [None]).before:
+            for action in analysis.analyse_forward(facts, [None]).before:
                 self.lines_written[number] = action.func(self.lines_written[number], **action.kwargs)
-                inlining.stored(action)
+                inlining.record_stored(action)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         path.write_text("\n".join(map(str, self.lines_written)))

@@ -122,7 +122,7 @@ def action(routine: Callable[..., Any], **kwargs: Any) -> Action:
 def read(routine: Callable[..., Any]) -> Reads:
     """What a routine reads while it is called once."""
     reads = Reads()
-    with reads.tracing([action(routine)]):
+    with reads.record_tracing([action(routine)]):
         routine(1.0)
     return reads
 
@@ -131,14 +131,14 @@ def read(routine: Callable[..., Any]) -> Reads:
 def test_what_is_set_anew_no_longer_holds(way: str) -> None:
     routine, change = WAYS[way]
     reads = Reads()
-    with reads.tracing([action(routine)]):
+    with reads.record_tracing([action(routine)]):
         pass
-    assert reads.hold()
+    assert reads.are_unchanged()
     tool.offset = 3.0
-    assert reads.hold()
+    assert reads.are_unchanged()
     change(tool)
-    assert not reads.hold()
-    assert not reads.written
+    assert not reads.are_unchanged()
+    assert not reads.names_written
 
 
 def test_a_variable_of_an_enclosing_function_is_named_as_there() -> None:
@@ -150,8 +150,8 @@ def test_a_variable_of_an_enclosing_function_is_named_as_there() -> None:
 
     reads = read(routine)
     counts.append(0.0)
-    assert reads.hold()
-    assert reads.unfollowed([(action(routine), ())]) == [
+    assert reads.are_unchanged()
+    assert reads.unfollowed_entries([(action(routine), ())]) == [
         ("traceable routines of Holding", "they set counts; a graph does not")
     ]
 
@@ -159,10 +159,10 @@ def test_a_variable_of_an_enclosing_function_is_named_as_there() -> None:
 def test_what_others_set_while_routines_are_traced_is_not_theirs() -> None:
     reads = read(scaled)
     tool.factor = 2.0
-    with reads.tracing([action(lambda x: x * tool.offset)]):
+    with reads.record_tracing([action(lambda x: x * tool.offset)]):
         pass
-    assert not reads.written
-    assert not reads.hold()
+    assert not reads.names_written
+    assert not reads.are_unchanged()
 
 
 def copy_of(copies: GuardedCopies[str], routine: Callable[..., Any], created: list[str]) -> str:
@@ -172,7 +172,7 @@ def copy_of(copies: GuardedCopies[str], routine: Callable[..., Any], created: li
         reads = Reads()
         restless = copies.history.volatile_name(action(routine))
         copy = f"{restless} is read by Python" if restless else f"{tool.factor}, {tool.offset}"
-        with reads.tracing([] if restless else [action(routine)]):
+        with reads.record_tracing([] if restless else [action(routine)]):
             created.append(copy)
         copies.add(copy, reads)
     return copy

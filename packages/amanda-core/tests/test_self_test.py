@@ -10,7 +10,7 @@ from importlib import metadata
 import pytest
 
 import amanda
-from amanda.backend import Exercise
+from amanda.backend import SelfTestProgram
 from amanda.plugins.entries import ImportFailure, run_import
 from amanda.scope.attachment import attachment
 from amanda.scope.driver import framework_version
@@ -26,23 +26,23 @@ class NewerDriver(FakeDriver):
 class DeafDriver(NewerDriver):
     """A driver that sees another op than it says."""
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program without the op."""
-        return super().exercise()._replace(op_type="matmul")
+        return super().self_test_program()._replace(op_type="matmul")
 
 
 class FailingDriver(NewerDriver):
     """A driver whose program cannot run on this version."""
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program that raises."""
-        return Exercise(lambda: [1 / 0], "relu")
+        return SelfTestProgram(lambda: [1 / 0], "relu")
 
 
 class UntriedDriver(NewerDriver):
     """A driver without a program."""
 
-    def exercise(self) -> None:
+    def self_test_program(self) -> None:
         """Return None."""
 
 

@@ -11,18 +11,18 @@ import pytest
 
 import amanda
 from amanda.backend import (
-    Attributes,
     EagerDriver,
+    ImmutableTensorOps,
     Operation,
+    Patches,
     TensorMap,
-    UnwrittenTensors,
     check_private_names,
     complex_error,
     digest,
     dtype_error,
     hide_ops,
-    lacking,
-    late_names,
+    lazy_getattr,
+    missing_names,
     path_of_call,
     place_by_path,
     report_unseen,
@@ -49,7 +49,7 @@ def test_an_operation_equals_another_of_its_class_name_and_key() -> None:
 
 def test_names_that_are_not_there_are_lacking() -> None:
     absent = ["json:dumped", "json:JSONDecoder.encoded", "no_module_of_this_name:dumps"]
-    assert lacking(["json:dumps", absent[0], "json:JSONDecoder.decode", *absent[1:]]) == absent
+    assert missing_names(["json:dumps", absent[0], "json:JSONDecoder.decode", *absent[1:]]) == absent
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_error_of_a_driver_names_what_its_framework_lacks(newest_tested: str
 
 
 def test_a_name_of_a_package_is_imported_at_its_first_use() -> None:
-    import_name = late_names("json", {"JSONDecoder": "decoder"})
+    import_name = lazy_getattr("json", {"JSONDecoder": "decoder"})
     assert import_name("JSONDecoder") is __import__("json").JSONDecoder
     with pytest.raises(AttributeError, match="module 'json' has no attribute 'JSONPrinter'"):
         import_name("JSONPrinter")
@@ -135,12 +135,12 @@ def test_stubs_are_removed_with_the_attributes() -> None:
         def remove(self) -> None:
             calls.append("remove")
 
-    attributes = Attributes()
+    patches = Patches()
     sites: Any = [Stub(), Stub()]
-    attributes.place(sites)
+    patches.place_stubs(sites)
     assert calls == ["place", "place"]
-    attributes.restore()
-    attributes.restore()
+    patches.restore()
+    patches.restore()
     assert calls == ["place", "place", "remove", "remove"]
 
 
@@ -152,10 +152,10 @@ def test_subclasses_that_a_program_makes_are_followed_until_the_end(has_hook: bo
     hooked: list[str] = []
     if has_hook:
         Base.__init_subclass__ = classmethod(lambda kind: hooked.append(kind.__name__))  # type: ignore
-    attributes, changed = Attributes(), []
-    attributes.follow_subclasses(Base, lambda kind: changed.append(kind.__name__))
+    patches, changed = Patches(), []
+    patches.on_new_subclass(Base, lambda kind: changed.append(kind.__name__))
     type("Inner", (type("Outer", (Base,), {}),), {})
-    attributes.restore()
+    patches.restore()
     type("Later", (Base,), {})
     assert changed == ["Outer", "Inner"]
     assert hooked == (["Outer", "Inner", "Later"] if has_hook else [])
@@ -174,7 +174,7 @@ def test_a_map_of_tensors_keeps_none_of_them() -> None:
 
 
 def test_a_tensor_that_nothing_writes_into_refuses_a_value() -> None:
-    class Ops(UnwrittenTensors):
+    class Ops(ImmutableTensorOps):
         """Numbers."""
 
         def is_tensor(self, value: Any) -> bool:
@@ -190,6 +190,10 @@ def test_a_tensor_that_nothing_writes_into_refuses_a_value() -> None:
             return value
 
     ops, value = Ops(), 1.0
-    with ops.isolated(), pytest.raises(RoutineError, match="a float cannot be written into"):
+    with ops.without_autodiff(), pytest.raises(RoutineError, match="a float cannot be written into"):
         ops.write(value, 2.0, True)
-    assert (ops.version(value), ops.storable(value), ops.copied(value)) == (None, value, value)
+    assert (ops.version(value), ops.detach_value(value), ops.differentiable_copy(value)) == (
+        None,
+        value,
+        value,
+    )

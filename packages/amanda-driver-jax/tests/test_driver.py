@@ -95,7 +95,7 @@ class JaxSample(Sample):
     """JAX, whose ops are recorded on a tape."""
 
     driver = JaxDriver
-    names: ClassVar = {
+    op_names: ClassVar = {
         "linear": "dot_general",
         "cat": "concatenate",
         "pair": "sort",
@@ -120,7 +120,7 @@ class JaxSample(Sample):
         return tape.watch(jnp.array(values, jnp.float32))
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording_autodiff(self) -> Iterator[None]:
         tape.__init__()  # type: ignore[misc]
         # JAX's filter of tracebacks adds a note of its own to every exception.
         with config.traceback_filtering("off"), tape.recording():
@@ -167,7 +167,7 @@ class JaxSample(Sample):
     def jvp(self, function: Any) -> Any:
         return lambda x, tangent: jax.jvp(function, (x,), (tangent,))[1]
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         ahead(jnp.ones(1))
 
 

@@ -40,13 +40,13 @@ class Values(GraphSample):
         """Return what the program computes."""
         return jnp.tanh(x) * WEIGHT
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         close(self.run(X), np.tanh(X) * WEIGHT * np.float32(scale))
 
     def tensor(self, number: float) -> Any:
         return jnp.full(3, number, jnp.float32)
 
-    def copies(self) -> int:
+    def copy_count(self) -> int:
         return self.traced
 
 
@@ -65,7 +65,7 @@ class Body(Values):
     def computed(self, x: Any) -> Any:
         return lax.scan(lambda carry, _: (jnp.tanh(carry), None), x, None, length=3)[0]
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         value = X
         for _ in range(3):
             value = np.tanh(value) * np.float32(scale)
@@ -79,7 +79,7 @@ class Gradients(Values):
         self.traced = 0
         self.run = jax.jit(jax.value_and_grad(lambda x: self.counted(x).sum()))
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         value, gradients = self.run(X)
         close(value, (np.tanh(X) * WEIGHT * np.float32(scale)).sum())
         close(gradients, (1 - np.tanh(X) ** 2) * WEIGHT)

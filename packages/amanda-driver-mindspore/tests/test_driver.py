@@ -74,7 +74,7 @@ class MindSporeSample(Sample):
     """MindSpore, whose nodes are made wherever the grad flag is set."""
 
     driver = MindSporeDriver
-    names: ClassVar = {
+    op_names: ClassVar = {
         "linear": "dense",
         "cat": "concat",
         "pair": "max",
@@ -95,7 +95,7 @@ class MindSporeSample(Sample):
     many = property(lambda self: Tensor.logaddexp)
     batch_norm = property(lambda self: _batch_norm)
 
-    def statistics(self) -> Sequence[Any]:
+    def running_statistics(self) -> Sequence[Any]:
         return [self.tensor([0.0, 0.0], ms.float32), self.tensor([1.0, 1.0], ms.float32)]
 
     def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
@@ -108,7 +108,7 @@ class MindSporeSample(Sample):
         return Parameter(Tensor(np.array(values, np.float64)), name="weight")
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording_autodiff(self) -> Iterator[None]:
         executor.set_grad_flag(True)
         yield
         executor.set_grad_flag(False)
@@ -143,7 +143,7 @@ class MindSporeSample(Sample):
     def checkpoint(self, function: Any, tensor: Any) -> Any:
         return ms.recompute(function, tensor, use_reentrant=False)
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         compiled(Tensor([1.0]))
 
 

@@ -12,7 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from onnx_models import model_of, node, random, session_of, tool
 
 import amanda
-from amanda.testing import Fresh, Unchanged
+from amanda.testing import EqualCopies, Unchanged
 
 FLOAT, INT, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL
 X = random(4, 3)
@@ -95,7 +95,7 @@ PROGRAMS: dict[str, tuple[Callable[[], ModelProto], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("make", [Unchanged, lambda: Fresh(np.copy)], ids=["echo", "equal new values"])
+@pytest.mark.parametrize("make", [Unchanged, lambda: EqualCopies(np.copy)], ids=["echo", "equal new values"])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_bodies_compute_the_same_under_routines_that_change_nothing(name: str, make: Any) -> None:
     model, feed = PROGRAMS[name]

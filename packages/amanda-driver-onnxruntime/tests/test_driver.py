@@ -201,7 +201,7 @@ class OnnxSample(Sample):
     """Sessions of models that are built for each call."""
 
     driver = OnnxRuntimeDriver
-    names: ClassVar = {
+    op_names: ClassVar = {
         "linear": "MatMul", "relu": "Relu", "add": "Add", "cat": "Concat", "pair": "TopK", "many": "MatMul",
     }  # fmt: skip
     dtypes = (np.dtype("float64"), np.dtype("float32"), np.dtype("int64"), np.dtype("complex128"))
@@ -266,7 +266,7 @@ class OnnxSample(Sample):
     def module(self, forward: Any) -> Any:
         return Module(forward)
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         x = self.input()
         self.relu(x)
         (program,) = self.ops["Relu"].programs.values()

@@ -27,13 +27,13 @@ class Values(GraphSample):
         self.session = session_of(model_of(nodes, {"x": ["N", 3]}, ["y"], {"weight": WEIGHT}))
         self.created_sessions = created_sessions
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         close(run(self.session), np.tanh(X) * WEIGHT * np.float32(scale))
 
     def tensor(self, number: float) -> Any:
         return np.full(3, number, np.float32)
 
-    def copies(self) -> int:
+    def copy_count(self) -> int:
         return len(self.created_sessions)
 
 
@@ -53,7 +53,7 @@ class Body(Values):
         self.session = looping()
         self.created_sessions = created_sessions
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         value = X
         for _ in range(3):
             value = np.tanh(value) * np.float32(scale)
@@ -101,6 +101,6 @@ def test_bodies_of_control_flow_read_what_is_set_anew_however_often(created_sess
     with amanda.apply(tool) as scope:
         for number in range(10):
             tool.hold(number / 4)
-            sample.check(number / 4)
+            sample.check_scaled(number / 4)
     ((_, reason, _),) = scope.report
     assert reason.startswith("what it reads changes often: held, so it runs as Python")

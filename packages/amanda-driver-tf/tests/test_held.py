@@ -179,13 +179,13 @@ class Program(GraphSample):
         self.run, self.times = program()
         self.traces = traces
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         close(self.run(), by_hand(self.times, scale))
 
     def tensor(self, number: float) -> Any:
         return tf.constant(number)
 
-    def copies(self) -> int:
+    def copy_count(self) -> int:
         return len(self.traces)
 
 
@@ -209,14 +209,14 @@ def test_what_is_set_anew_is_read_in_every_mode(program: Any, traces: list[Any])
     with amanda.apply(tool) as scope:
         for scale in (2.0, 2.0, 5.0, 5.0, 2.0):
             tool.hold(scale)
-            sample.check(scale)
+            sample.check_scaled(scale)
         assert len(traces) == 2 * (sample.times if program is nested else 1)
     tool.hold(3.0)
-    sample.check(1.0)
+    sample.check_scaled(1.0)
     with amanda.apply(tool):
-        sample.check(3.0)
+        sample.check_scaled(3.0)
         tool.hold(5.0)
-        sample.check(5.0)
+        sample.check_scaled(5.0)
     assert len(traces) == 3 * (sample.times if program is nested else 1)
     assert not reasons_of_traceable(scope)
 
@@ -230,7 +230,7 @@ def test_what_changes_often_is_read_by_python(program: Any, traces: list[Any]) -
     with amanda.apply(tool, unchanging) as scope:
         for i in range(12):
             tool.hold(i / 4)
-            sample.check(i / 4)
+            sample.check_scaled(i / 4)
             counts.append(len([action for action in traces if action.tool is tool]))
     assert counts[8:] == [counts[7]] * 4
     assert counts[7] == 8 * counts[0]
@@ -255,7 +255,7 @@ def test_few_values_in_many_combinations_do_not_make_copies_without_end(traces: 
     with amanda.apply(tool):
         for i in range(64):
             tool.first, tool.second, tool.third = i % 4, i // 4 % 4, i // 16
-            sample.check(i)
+            sample.check_scaled(i)
     assert len(traces) == 32
 
 
@@ -329,7 +329,7 @@ def test_what_the_analysis_of_later_ops_sets_is_read_from_then_on(traces: list[A
     with amanda.apply(tool) as scope:
         close(sample.run(), np.tanh(np.tanh(X)) * 2)
         for _ in range(2):
-            sample.check(2.0)
+            sample.check_scaled(2.0)
     assert len(traces) == 4
     assert not reasons_of_traceable(scope)
 
@@ -341,5 +341,5 @@ def test_a_variable_is_read_by_python_when_it_is_assigned(traces: list[Any]) -> 
     with amanda.apply(tool) as scope:
         for number in (2.0, 5.0):
             scale.assign(number)
-            sample.check(number)
+            sample.check_scaled(number)
     assert reasons_of_traceable(scope) == ["it cannot be traced: it reads a variable, so it runs as Python"]

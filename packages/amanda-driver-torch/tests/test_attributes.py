@@ -3,7 +3,7 @@
 import torch
 
 import amanda
-from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.attributes import Patches
 
 
 def test_tensors_of_one_number_are_numbers_in_a_list(harmless: amanda.Tool) -> None:
@@ -21,7 +21,7 @@ def test_a_class_and_its_heirs_do_not_become_sequences() -> None:
         pass
 
     numbers = [torch.tensor(1).as_subclass(Lent), torch.tensor(2).as_subclass(Heir)]
-    attributes = Attributes()
+    attributes = Patches()
     attributes.set(Lent, "__getitem__", lambda self, index: "own")
     attributes.set(Lent, "__setitem__", lambda self, index, value: None)
     assert numbers[1][()] == "own"

@@ -56,7 +56,7 @@ class TorchSample(Sample):
     """PyTorch."""
 
     driver = TorchDriver
-    names: ClassVar = {"pair": "aminmax", "many": "linear"}
+    op_names: ClassVar = {"pair": "aminmax", "many": "linear"}
     dtypes = (torch.float64, torch.float32, torch.int64, torch.complex128)
     relu_backward = "ReluBackward0"
     leaf_backward = "AccumulateGrad"
@@ -71,7 +71,7 @@ class TorchSample(Sample):
     many = property(lambda self: F.linear)
     batch_norm = property(lambda self: _batch_norm)
 
-    def statistics(self) -> Sequence[Any]:
+    def running_statistics(self) -> Sequence[Any]:
         return [self.tensor([0.0, 0.0]), self.tensor([1.0, 1.0])]
 
     def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
@@ -117,7 +117,7 @@ class TorchSample(Sample):
     def jvp(self, function: Any) -> Any:
         return lambda x, tangent: torch.func.jvp(function, (x,), (tangent,))[1]
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         torch.fx.symbolic_trace(lambda x: torch.relu(x))
 
 

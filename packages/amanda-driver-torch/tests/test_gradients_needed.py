@@ -5,7 +5,7 @@ import torch
 from amanda.drivers.torch._schema import binding
 from amanda.drivers.torch._tensors import TorchTensors
 
-gradients_needed = TorchTensors().gradients
+gradients_needed = TorchTensors().needs_grad
 X, Y = torch.ones(4), torch.ones(4, requires_grad=True)
 
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from random_programs import Step, programs, run
 
 import amanda
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 EXAMPLES = int(os.environ.get("AMANDA_EXAMPLES", "30"))
 """How many programs each test runs; `nox -s opdb` runs more."""
@@ -30,7 +30,7 @@ def outcome(program: list[Step]) -> list[Any] | None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("cached", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize(
-    "make_tool", [Silent, Unchanged, lambda: Fresh(copied)], ids=["no-op", "echo", "fresh"]
+    "make_tool", [Silent, Unchanged, lambda: EqualCopies(copied)], ids=["no-op", "echo", "fresh"]
 )
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(program=programs())

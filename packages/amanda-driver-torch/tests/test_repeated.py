@@ -169,7 +169,7 @@ def test_leaves_that_are_made_anew_have_their_routines_and_leave_nothing(acting:
 
     def settled() -> int:
         gc.collect()
-        return sum(len(item.backward.native_steps) for item in gc.get_objects() if type(item) is Plan)
+        return sum(len(item.backward.native_hooks) for item in gc.get_objects() if type(item) is Plan)
 
     module = Calling(program)
     with amanda.apply(acting("insert_before_backward_op", "AccumulateGrad", doubled)):

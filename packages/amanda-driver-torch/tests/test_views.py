@@ -12,7 +12,7 @@ from torch import Tensor
 from view_programs import PROGRAMS, Program, gradient_of_nested, write_copies_of_parts
 
 import amanda
-from amanda.testing import Fresh
+from amanda.testing import EqualCopies
 
 
 class Times(amanda.Tool):
@@ -44,7 +44,7 @@ def is_floating(value: Any) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse", "ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("make_tool", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
+@pytest.mark.parametrize("make_tool", [Times, lambda: EqualCopies(copied)], ids=["after", "everywhere"])
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_equal_values_leave_a_program_as_it_is(
     program: Program, make_tool: Callable[[], amanda.Tool]
@@ -244,7 +244,7 @@ def add_one(x: Tensor) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script")
-@pytest.mark.parametrize("make_tool", [Times, lambda: Fresh(copied)], ids=["after", "everywhere"])
+@pytest.mark.parametrize("make_tool", [Times, lambda: EqualCopies(copied)], ids=["after", "everywhere"])
 def test_a_view_sees_what_a_script_writes(make_tool: Callable[[], amanda.Tool]) -> None:
     base, script = torch.zeros(4), torch.jit.script(add_one)
     with amanda.apply(make_tool()):

@@ -10,7 +10,7 @@ from leaves import same
 from torch import Tensor
 
 import amanda
-from amanda.testing import Fresh
+from amanda.testing import EqualCopies
 
 Act = Callable[..., amanda.Tool]
 Applied = Callable[..., Any]
@@ -354,6 +354,6 @@ def test_statistics_that_an_op_writes_and_saves_may_be_given_anew() -> None:
         return [normal, gradient, mean, variance]
 
     bare = program()
-    with amanda.apply(Fresh(lambda value: value.clone() if isinstance(value, torch.Tensor) else value)):
+    with amanda.apply(EqualCopies(lambda value: value.clone() if isinstance(value, torch.Tensor) else value)):
         results = program()
     assert all(map(torch.equal, bare, results))

@@ -18,24 +18,24 @@ from amanda.graph.execution import Execution, Insertion
 from amanda.graph.reads import Reads
 from amanda.graph.rewriter import NotTraceable, Rewriter, Value
 from amanda.graph.rewriting import GraphAnalysis, Rewriting, Side
-from amanda.interceptor.attributes import Attributes, path_of_call, place_by_path, type_as_path
-from amanda.interceptor.imports import lacking, late_names, when_imported
+from amanda.interceptor.attributes import Patches, path_of_call, place_by_path, type_as_path
+from amanda.interceptor.imports import lazy_getattr, missing_names, when_imported
 from amanda.interceptor.opid import digest
 from amanda.namespace import Namespace
 from amanda.plan.facts import Operation, OpFacts
 from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
-from amanda.plan.routine import failed, matched, picked_by
+from amanda.plan.routine import annotate_failure, match_results, selected_values
 from amanda.plan.tensors import (
+    ImmutableTensorOps,
     TensorMap,
     TensorOps,
-    UnwrittenTensors,
     complex_error,
     dtype_error,
     shape_error,
 )
-from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
-from amanda.scope.replay import Recomputation, recomputed, replayed
+from amanda.scope.driver import DRIVER_API, Driver, SelfTestProgram, check_private_names
+from amanda.scope.replay import Recomputation, bind_to_current_place, recomputable
 from amanda.scope.report import hide_ops, report_unseen
 from amanda.scope.state import State
 
@@ -43,7 +43,6 @@ __all__ = [
     "DRIVER_API",
     "Action",
     "Artefact",
-    "Attributes",
     "BackwardStep",
     "Call",
     "CannotInstrument",
@@ -51,9 +50,9 @@ __all__ = [
     "EagerDriver",
     "Execution",
     "Executions",
-    "Exercise",
     "GraphAnalysis",
     "GraphDriver",
+    "ImmutableTensorOps",
     "Inlining",
     "Insertion",
     "Namespace",
@@ -62,32 +61,33 @@ __all__ = [
     "OpFacts",
     "Operation",
     "ParameterSlot",
+    "Patches",
     "Reads",
     "Recomputation",
     "Rewriter",
     "Rewriting",
+    "SelfTestProgram",
     "Side",
     "State",
     "TensorMap",
     "TensorOps",
     "Trace",
-    "UnwrittenTensors",
     "Value",
+    "annotate_failure",
+    "bind_to_current_place",
     "check_private_names",
     "complex_error",
     "digest",
     "dtype_error",
-    "failed",
     "hide_ops",
-    "lacking",
-    "late_names",
-    "matched",
+    "lazy_getattr",
+    "match_results",
+    "missing_names",
     "path_of_call",
-    "picked_by",
     "place_by_path",
-    "recomputed",
-    "replayed",
+    "recomputable",
     "report_unseen",
+    "selected_values",
     "shape_error",
     "type_as_path",
     "when_imported",

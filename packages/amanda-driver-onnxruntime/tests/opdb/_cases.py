@@ -16,7 +16,7 @@ from onnx import ModelProto, TensorProto
 from onnx_models import session_of
 
 import amanda
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 NEWEST_IR, NEWEST_OPSET = 13, 26
 """The newest versions that this ONNX Runtime reads; ONNX may be ahead."""
@@ -48,7 +48,7 @@ def copied(value: Any) -> Any:
 
 
 TOOLS: Mapping[str, Callable[[], Unchanged]] = {
-    "look": Silent, "echo": Unchanged, "equal new values": lambda: Fresh(copied), "traceable": Traced,
+    "look": Silent, "echo": Unchanged, "equal new values": lambda: EqualCopies(copied), "traceable": Traced,
 }  # fmt: skip
 
 

@@ -78,7 +78,7 @@ class TensorFlowSample(Sample):
     """TensorFlow: a tape is always open, and a new one when every leaf has its gradient."""
 
     driver = TensorFlowEagerDriver
-    names: ClassVar = {
+    op_names: ClassVar = {
         "linear": "MatMul", "relu": "Relu", "add": "AddV2", "cat": "ConcatV2", "pair": "Qr", "many": "MatMul",
     }  # fmt: skip
     dtypes = (tf.float64, tf.float32, tf.int64, tf.complex128)
@@ -161,7 +161,7 @@ class TensorFlowSample(Sample):
     def checkpoint(self, function: Any, tensor: Any) -> Any:
         return tf.recompute_grad(function)(tensor)
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         next(iter(tf.data.Dataset.range(2).map(lambda x: x + 1)))
 
 

@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import amanda
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 from . import models
 from .observation import Facts, attributes, differences, distances, replaced
@@ -25,9 +25,9 @@ KNOWN: dict[tuple[str, str], str] = {}
 """Why a model is not as it is without tools in a mode, by its name and the mode; one that is fails."""
 
 
-def fresh() -> Fresh:
+def fresh() -> EqualCopies:
     """A tool that gives equal new tensors; handles and variants are handed back."""
-    return Fresh(lambda value: tf.identity(value) if is_plain(value) else value)
+    return EqualCopies(lambda value: tf.identity(value) if is_plain(value) else value)
 
 
 def is_plain(value: object) -> bool:

@@ -14,7 +14,7 @@ import tensorflow as tf
 
 import amanda
 from amanda.drivers.tensorflow import without_fusion
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 NAMESPACES = {
     "tf": tf, "tf.bitwise": tf.bitwise, "tf.image": tf.image, "tf.linalg": tf.linalg, "tf.math": tf.math,
@@ -99,7 +99,7 @@ def copied(value: Any) -> Any:
 
 
 TOOLS: Mapping[str, Callable[[], Unchanged]] = {
-    "look": Silent, "echo": Unchanged, "equal new values": lambda: Fresh(copied), "traceable": Traced,
+    "look": Silent, "echo": Unchanged, "equal new values": lambda: EqualCopies(copied), "traceable": Traced,
 }  # fmt: skip
 Record = list[Any]
 

@@ -141,12 +141,12 @@ class SessionSample(Sample):
     """TensorFlow's sessions: one graph and one session."""
 
     driver = GraphDriver
-    names: ClassVar = {
+    op_names: ClassVar = {
         "linear": "MatMul", "relu": "Relu", "add": "AddV2", "cat": "ConcatV2", "pair": "Qr", "many": "MatMul",
     }  # fmt: skip
     dtypes = (tf.float64, tf.float32, tf.int64, tf.complex128)
     relu_backward = "ReluGrad"
-    outlive = ("consumers", "_control_outputs")
+    lasting_patches = ("consumers", "_control_outputs")
     differentiates = True
 
     linear = property(lambda self: self._op(tf.linalg.matmul))
@@ -285,7 +285,7 @@ class SessionSample(Sample):
     def _server(self) -> Any:
         return tf.distribute.Server.create_local_server()
 
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         with self._graph.as_default(), tf1.Session(self._server.target) as session:
             session.run(tf.constant(1.0))
 

@@ -20,13 +20,13 @@ class CompiledLayer(GraphSample):
         self.bare = layer(X)
         self.compiled = torch.compile(layer, backend="aot_eager")
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         assert torch.equal(self.compiled(X), self.bare * scale)
 
     def tensor(self, number: float) -> Any:
         return torch.full((3,), number)
 
-    def copies(self) -> int:
+    def copy_count(self) -> int:
         frames: int = torch._dynamo.utils.counters["frames"]["total"]
         return frames
 
@@ -40,9 +40,9 @@ class CompiledLayers(CompiledLayer):
     def __init__(self) -> None:
         self.layers = [CompiledLayer() for _ in range(2)]
 
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         for layer in self.layers:
-            layer.check(scale)
+            layer.check_scaled(scale)
 
 
 class InModule(Scaling):

@@ -12,13 +12,13 @@ from copies import copied
 from torch import Tensor
 
 import amanda
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 from ._databases import Program, functions, modules, optimizers
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what torch says of its prototypes and deprecations
 TOOLS: dict[str, Callable[[], amanda.Tool]] = {
-    "no-op": Silent, "echo": Unchanged, "fresh": lambda: Fresh(copied),
+    "no-op": Silent, "echo": Unchanged, "fresh": lambda: EqualCopies(copied),
 }  # fmt: skip
 SAMPLE = 144
 """One module in so many is in the sample."""
@@ -82,7 +82,7 @@ def _differs(
     except Exception as error:
         yield repr(error)
         return
-    exact = not isinstance(tool, Fresh)
+    exact = not isinstance(tool, EqualCopies)
     with amanda.disabled():
         if values(results) != bare and (exact or not _close(results, program.run())):
             yield f"{results} instead of {program.run()}"

@@ -12,7 +12,7 @@ import torch
 from copies import copied
 
 import amanda
-from amanda.testing import Fresh, Silent, Unchanged
+from amanda.testing import EqualCopies, Silent, Unchanged
 
 from . import timm_models, transformers_models
 from .observation import apart, computed, differences, is_within, nudged, observed
@@ -71,7 +71,7 @@ def test_a_model_trains_under_tools_as_without(subject: Subject) -> None:
 def test_a_model_computes_under_equal_new_values_what_it_computes_without(subject: Subject) -> None:
     torch.manual_seed(0)
     model, inputs = subject.make()
-    tool = Fresh(copied)
+    tool = EqualCopies(copied)
     tensors = computed(model, inputs, lambda: amanda.apply(tool))
     expected = computed(model, inputs)
     names = apart(tensors, expected)

@@ -7,7 +7,7 @@ Called by the interceptor; drivers of eager frameworks subclass `EagerDriver`.
 Beside `amanda.backend` a driver may import what is in `__all__`, for frameworks whose tensors share memory.
 """
 
-from amanda.eager.call import Saved
+from amanda.eager.call import SavedTensors
 from amanda.eager.views import Tie, Views
 
-__all__ = ["Saved", "Tie", "Views"]
+__all__ = ["SavedTensors", "Tie", "Views"]

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 _NO_ACTIONS = Actions()
 
 
-def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
+def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeHooks | None:
     """Compile the actions at an analysed backward op to native hooks; None where Python has to run them.
 
-    Where a routine takes shapes, the result only has `at`, which creates the hooks of each execution.
+    Where a routine takes shapes, the result only has `for_shapes`, which creates the hooks of each execution.
     op, place: type of the backward op, and its place among the backward ops of the forward op.
     """
     if ops.reader is None or trace.facts is None:
         return None
     # Before every backward op is analysed, a pass has to come through Python to analyse the rest.
-    if not trace.plan.is_backward_complete(trace.gradients):
+    if not trace.plan.is_backward_complete(trace.needs_grad):
         return None
     backward_id = trace.facts.backward_id(op.__name__, place)
     if any(backward_id not in plan.backward.actions for plan in trace.plan.plans_with_backward):
@@ -44,7 +44,7 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     # Hooks run around the kernel; a replacement's result has to be put in its place by Python.
     if any(actions.replace for actions in actions_by_plan):
         return None
-    facts = trace.facts.at_backward(op, backward_id, True)
+    facts = trace.facts.for_backward_op(op, backward_id, True)
     facts.drop_values()
     merged = Actions.merged(actions_by_plan)
     # The dict belongs to one execution, and these hooks are shared by all executions.
@@ -56,28 +56,28 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     if (merged.before and before is None) or (merged.after and after is None):
         return None  # too many values for native code
 
-    def create_hooks(*shapes: tuple[Any, ...]) -> NativeStep:
+    def create_hooks(*shapes: tuple[Any, ...]) -> NativeHooks:
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
-        return NativeStep(
+        return NativeHooks(
             None if before is None else before.hook(reader, resume, merged.before, *shapes),
             None if after is None else after.hook(reader, resume, merged.after, *shapes),
         )
 
     takes_shapes = any(action.takes_shapes for action in merged.all)
-    return NativeStep(None, None, create_hooks) if takes_shapes else create_hooks()
+    return NativeHooks(None, None, create_hooks) if takes_shapes else create_hooks()
 
 
-class NativeStep(NamedTuple):
+class NativeHooks(NamedTuple):
     """Native hooks with the actions at an analysed backward op.
 
     before, after: hooks on the gradients that enter and that leave the op; a hook returns the gradients to
     use, or None. The field is None where there is no routine.
-    at: creates hooks for an execution with these shapes; None where all executions share the hooks.
+    for_shapes: creates hooks for an execution with these shapes; None where all executions share the hooks.
     """
 
     before: interceptor.Hook | None
     after: interceptor.Hook | None
-    at: Callable[[tuple[Any, ...]], NativeStep] | None = None
+    for_shapes: Callable[[tuple[Any, ...]], NativeHooks] | None = None
 
 
 class _PythonContinuation:
@@ -99,7 +99,7 @@ class _PythonContinuation:
         """Run the routines from the resumption's step on; return the gradients, or None if none changed."""
         step, returned = resumption.step, resumption.returned
         initial_grads = current_grads = list(grads)
-        with interceptor.Suspension(), self._ops.reading():
+        with interceptor.Suspension(), self._ops.without_overrides():
             for i, action in enumerate(actions):
                 if i >= step:
                     result = returned if i == step else NOT_CALLED
@@ -113,7 +113,7 @@ class BackwardStep:
     """The actions of the open scopes' tools at one backward op."""
 
     def __init__(
-        self, ops: EagerDriver, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
+        self, driver: EagerDriver, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
         order: int = 1, shapes: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
         """ops: the driver.  trace: what `attach_trace` was given for the op's execution.
@@ -125,13 +125,13 @@ class BackwardStep:
         shapes: shapes of the op in this execution, where the mark at the node has them.
         """
         assert trace.facts is not None
-        self._ops = ops
+        self._ops = driver
         self._trace = trace
         self._state = state
         # A trace that executions share has no shapes; the mark of the node has those of its own execution.
         self._shapes = shapes or trace.shapes
         self.id = trace.facts.backward_id(op.__name__, place)
-        self._facts = trace.facts.at_backward(op, self.id, replaceable, order)
+        self._facts = trace.facts.for_backward_op(op, self.id, replaceable, order)
         self._pending: list[tuple[Plan, PendingBackwardPlan]] = []
         self._actions: list[Actions] = []
         self._open_tools: list[AnyTool] = []
@@ -147,15 +147,15 @@ class BackwardStep:
         open_tools = self._open_tools_of(plan.stack)
         self._open_tools += open_tools
         unanalysed = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
-        if actions is None and unanalysed and trace.gradients in plan.backward.analysed_for:
+        if actions is None and unanalysed and trace.needs_grad in plan.backward.analysed_for:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
             self._note_new_backward_op(plan)
-        elif facts.dropped:
+        elif facts.has_dropped_values:
             if actions is not None and unanalysed:
                 self._report_dropped_values(unanalysed)
         else:
             if not plan.is_backward_analysed(self.id):
-                trace.pending.add(self.id)
+                trace.unanalysed_ids.add(self.id)
             if unanalysed:
                 self._unanalysed.append((len(self._actions), plan, unanalysed))
         self._actions.append(_NO_ACTIONS if actions is None else actions)
@@ -185,8 +185,8 @@ class BackwardStep:
 
         The next passes analyse it.  The op's native programs are dropped, so that these passes store values.
         """
-        plan.backward.analysed_for.discard(self._trace.gradients)
-        self._trace.pending.add(self.id)
+        plan.backward.analysed_for.discard(self._trace.needs_grad)
+        self._trace.unanalysed_ids.add(self.id)
         self._trace.stack.forget_programs(self._trace.op_id)
         self._state.report(
             f"the first pass through a backward op that {self._facts.op_type} makes for some inputs alone",
@@ -194,18 +194,18 @@ class BackwardStep:
         )  # fmt: skip
 
     @staticmethod
-    def settled(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
+    def native_hooks(driver: EagerDriver, trace: Trace, op: Any, place: int) -> NativeHooks | None:
         """Return native hooks for all passes through a backward op; None where a `BackwardStep` is needed.
 
-        Call this method where the state `settles`, for a trace of the state's own stack.
+        Call this method where the state `reuses_native_hooks`, for a trace of the state's own stack.
         """
         # Executions of one op have nodes of the same types (`op`) at the same places.
-        native_step = trace.plan.backward.native_steps.get((op, place))
-        if native_step is None:
-            native_step = _compile_hooks(ops, trace, op, place)
-            if native_step is not None:
-                trace.plan.backward.native_steps[op, place] = native_step
-        return native_step
+        hooks = trace.plan.backward.native_hooks.get((op, place))
+        if hooks is None:
+            hooks = _compile_hooks(driver, trace, op, place)
+            if hooks is not None:
+                trace.plan.backward.native_hooks[op, place] = hooks
+        return hooks
 
     @property
     def has_work(self) -> bool:
@@ -213,7 +213,7 @@ class BackwardStep:
         all_actions = (action for actions in self._actions for action in actions.all)
         return bool(self._unanalysed or any(map(self._is_open, all_actions)))
 
-    def before(self, grad_outputs: Sequence[Any]) -> list[Any]:
+    def run_before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Run analyses and routines before the op; return the gradients that enter the op."""
         grads = list(grad_outputs)
         self._facts.grad_outputs = list(grads)
@@ -257,7 +257,7 @@ class BackwardStep:
         self._pending.append((plan, pending))
         return pending.plan
 
-    def after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
+    def run_after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
         """Run the replacement, analyses and routines after the op; return the gradients that leave the op."""
         grads = list(grad_inputs)
         replacement = single_replacement(actions.replace for actions in self._actions)
@@ -278,7 +278,7 @@ class BackwardStep:
         self._facts.drop_values()
         # An op with analyses to come stays pending, since it still needs the execution's values.
         if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
-            self._trace.pending.discard(self.id)
+            self._trace.unanalysed_ids.discard(self.id)
         return grads
 
     def _is_open(self, action: Action) -> bool:
@@ -288,7 +288,7 @@ class BackwardStep:
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
         """Run one routine if its tool is open; return the gradients, changed or as they are."""
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
-        current_action = action if self._state.recall is None else action.for_recomputation()
+        current_action = action if self._state.recomputed_executions is None else action.for_recomputation()
         if current_action is None or not self._is_open(action):
             return grads
         shapes = self._shapes_so_far() if current_action.takes_shapes else None
@@ -323,7 +323,7 @@ class BackwardStep:
             f"{action} returned {len(results)} gradients; {self._facts.name} gives {len(grads)}, of "
             f"which {len(required_positions)} are wanted (positions {required_positions})"
         )
-        raise self._facts.explain(error, action)
+        raise self._facts.annotate_error(error, action)
 
 
 def _with_their_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:

@@ -26,48 +26,49 @@ class Call(ABC):
     inputs: the arguments in the order of the operator's schema, without trailing defaults; a list of tensors
     is one input.
     names: names of the inputs in the schema, as many as there are inputs.
-    mutable: positions of the inputs that the op writes into.
-    targets: positions of the inputs that the op writes and returns: `self` of an in-place op, `out=`.
+    written_positions: positions of the inputs that the op writes into.
+    target_positions: positions of the inputs that the op writes and returns: `self` of an in-place op,
+    `out=`.
     """
 
-    __slots__ = ("inputs", "mutable", "names", "op", "targets")
+    __slots__ = ("inputs", "names", "op", "target_positions", "written_positions")
 
     op: Any
     inputs: list[Any]
     names: Sequence[str]
-    mutable: Sequence[int]
-    targets: Sequence[int]
+    written_positions: Sequence[int]
+    target_positions: Sequence[int]
 
     @abstractmethod
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op itself on these inputs."""
 
-    def fitted(self, inputs: list[Any]) -> list[Any]:
+    def fit_to_memory(self, inputs: list[Any]) -> list[Any]:
         """Return changed inputs in memory that the op accepts; some ops read beyond a tensor's elements.
 
         The base returns the inputs as they are.
         """
         return inputs
 
-    def computation(self) -> Callable[[Sequence[Any]], Any] | None:
+    def as_function(self) -> Callable[[Sequence[Any]], Any] | None:
         """Return a function that runs the op on inputs like this call's; None where there is none.
 
         The function holds none of this call's inputs."""
         return None
 
-    def compute(self, inputs: Sequence[Any]) -> Any:
+    def invoke_for_replacement(self, inputs: Sequence[Any]) -> Any:
         """Run the op for a replacement; return a single output as itself."""
         return self.invoke(list(inputs))
 
-    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def target_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the user's tensors that the op has written and returned."""
-        return spread(inputs[i] for i in self.targets) if self.targets else []
+        return spread(inputs[i] for i in self.target_positions) if self.target_positions else []
 
-    def unreturned(self, outputs: Any) -> Sequence[int]:
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
         """Return the positions of inputs that the op has written and did not return.  outputs: its result."""
         return ()
 
-    def with_written(
+    def append_unreturned(
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return the op's flat result with the inputs that the op wrote without returning them at its end.
@@ -76,22 +77,22 @@ class Call(ABC):
         returned ignores the added inputs.
         """
         # A batch normalization writes running statistics that it does not return.
-        written = [inputs[i] for i in self.unreturned(outputs)]
+        written = [inputs[i] for i in self.unreturned_positions(outputs)]
         if not written:
             return values, rebuild
         result_count = len(values)
         return [*values, *written], lambda changed: rebuild(list(changed[:result_count]))
 
-    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def written_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the user's tensors that the op has written, for `Views.copy_writes`."""
-        return [*spread(inputs[i] for i in self.mutable), *self.written(inputs, outputs)]
+        return [*spread(inputs[i] for i in self.written_positions), *self.target_tensors(inputs, outputs)]
 
     # True here: an op that is not known to be harmless is checked for writes at its first execution.
-    def may_write(self) -> bool:
+    def may_write_inputs(self) -> bool:
         """Return True if the op may write into its inputs, also an op without a schema that declares it."""
         return True
 
-    def may_write_unseen(self) -> bool:
+    def may_write_undeclared(self) -> bool:
         """Return True if the op may write other tensors, or inputs that no schema declares, as scripts do."""
         return False
 
@@ -99,21 +100,21 @@ class Call(ABC):
         """Return False for an op of which autodiff never records anything, such as `ones_like`."""
         return True
 
-    def takes_equals(self) -> bool:
+    def accepts_equal_inputs(self) -> bool:
         """Return True if native code may replace an input by a tensor of equal dtype and shape.
 
         True only for ops that do not write inputs and do not read memory outside of an input's elements.
         """
         return False
 
-    def formed(self, result: Any) -> Any:
+    def in_form_of_result(self, result: Any) -> Any:
         """Return a replacement's result in the form of the op's result, such as a named tuple.
 
         The base returns it as it is.
         """
         return result
 
-    def sources(self) -> tuple[int | tuple[int, int], ...] | None:
+    def argument_indices(self) -> tuple[int | tuple[int, int], ...] | None:
         """Return the index of each input among the call's arguments, keywords after positions; -1: a default.
 
         A pair stands for an input that is a tuple of arguments: index of the first and behind the last.
@@ -125,7 +126,7 @@ class Call(ABC):
         """Return the non-tensor arguments by name."""
         return {}
 
-    def parameters(self) -> Sequence[int]:
+    def variable_positions(self) -> Sequence[int]:
         """Return the positions of inputs that were read from a variable, where the inputs do not show it."""
         return ()
 
@@ -142,7 +143,7 @@ def _no_value(values: list[Any]) -> None:
     return None
 
 
-class Saved:
+class SavedTensors:
     """Tensors that the backward ops of an op save, which may share memory with tensors written later."""
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
@@ -160,7 +161,7 @@ class EagerOps(TensorOps):
     slot_of: returns the name of the slot in which an object holds a parameter; None where the object does not
     hold the parameter. Another tensor in the same slot, as after offloading, is the same parameter to tools.
     reader: access of native code to tensors; None where native code does not read them.
-    runs_natively: whether native code may run routines at such calls; if not, it may still run calls that
+    may_run_natively: whether native code may run routines at such calls; if not, it may still run calls that
     have no work.
     views: links between values and the views that they replaced; None where tensors never share memory.
     """
@@ -168,7 +169,7 @@ class EagerOps(TensorOps):
     identity_types: tuple[type, ...] = ()
     slot_of: SlotOf | None = None
     reader: interceptor.Reader | None = None
-    runs_natively: bool = True
+    may_run_natively: bool = True
     views: Views | None = None
 
     namespace: Any
@@ -194,35 +195,35 @@ class EagerOps(TensorOps):
         """Make a call as the program does."""
         return site.invoke(args, kwargs)
 
-    def results(
+    def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return the result of `flatten` for a call, with inputs that the op wrote and did not return."""
-        return call.with_written(outputs, inputs, *self.flatten(outputs))
+        return call.append_unreturned(outputs, inputs, *self.flatten(outputs))
 
     @abstractmethod
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which of the inputs need a gradient; None where autodiff records nothing."""
 
-    def written_later(self, values: Sequence[Any]) -> Saved | None:
-        """Return a `Saved` that runs an op on values which a routine may write into afterwards.
+    def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
+        """Return a `SavedTensors` that runs an op on values which a routine may write into afterwards.
 
-        None where `saved_of` finds all saved tensors after the op has run.
+        None where `find_saved_tensors` finds all saved tensors after the op has run.
         """
         return None
 
-    def saves_out_of_reach(self, value: Any) -> bool:
-        """Return True if an op that writes this value may save it where `saved_of` does not find it."""
+    def may_hide_saved_tensors(self, value: Any) -> bool:
+        """Return True if an op that writes this value may hide what it saves from `find_saved_tensors`."""
         return True
 
-    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
+    def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
         """Return the tensors that backward ops have saved of the values that their op has just written.
 
         outputs: the op's outputs, from which its backward ops are found as well.
         """
-        return Saved()
+        return SavedTensors()
 
-    def known_to_autodiff(
+    def restore_autodiff_roles(
         self,
         original_inputs: Sequence[Any],
         inputs: Sequence[Any],
@@ -236,63 +237,64 @@ class EagerOps(TensorOps):
         """
         return results
 
-    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+    def is_program_tensor(self, value: Any, inputs: Sequence[Any]) -> bool:
         """Return True for an output that is a tensor of the program, such as an input, not a new tensor."""
         return self.is_tensor(value) and any(value is tensor for tensor in spread(inputs))
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         """Return the values for analysis routines; overridden where a framework wraps values for autodiff."""
         return values
 
     def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
         """Return the facts of the op of a call at its first execution, for the contexts of its tools.
 
-        A driver extends what the call itself tells by the facts `scope`, `aliases`, `variable_of`, `path_of`
-        and `part_of`. Functions among the facts are called later, and keep no module alive.
+        A driver extends what the call itself tells by the facts `scope`, `scope_aliases`, `variable_of`,
+        `path_of` and `part_of`. Functions among the facts are called later, and keep no module alive.
         subjects: objects of the enclosing calls, such as modules, the outermost first.
         """
         return OpFacts(
-            call.op, 0, self.namespace, call.names, self.unwrapped(call.inputs), attributes=call.attributes(),
-            op_type=call.op_type(), parameters=call.parameters(), compute=call.computation(),
+            call.op, 0, self.namespace, call.names, self.unwrap_for_analysis(call.inputs),
+            attributes=call.attributes(), op_type=call.op_type(),
+            variable_positions=call.variable_positions(), compute=call.as_function(),
             device_of=self.device_of,
         )  # fmt: skip
 
-    def obstacle(self, site: interceptor.Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: interceptor.Site) -> tuple[str, str] | None:
         """Return a description and a reason if a call cannot be instrumented at this moment, else None."""
         return None
 
     @abstractmethod
-    def tracing(self) -> AbstractContextManager[Any]:
+    def capture_backward_ops(self) -> AbstractContextManager[Any]:
         """Return a context around the op that finds its backward ops; created before the routines run.
 
         `attach_trace` receives what the context returns as it is entered.
         """
 
-    def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
-        """Record the inputs of the op, or of its replacement, before the context `nodes` is entered.
+    def note_op_inputs(self, capture: Any, inputs: Sequence[Any]) -> None:
+        """Record the inputs of the op, or of its replacement, before the context `capture` is entered.
 
         The inputs may be results of routines; backward ops of these results do not belong to the op.
         """
 
     @abstractmethod
     def attach_trace(self, trace: Trace, nodes: Any, values: list[Any]) -> None:
-        """Attach the trace to the backward ops that the context `nodes` has found.
+        """Attach the trace to the backward ops that `capture_backward_ops` has found.
 
-        nodes: what the context `tracing` has returned as it was entered.
+        nodes: what the context returned as it was entered.
         values: the op's outputs, and the inputs that it wrote.
         """
 
-    def made_between(self, begin: int, start: int, end: int) -> Any:
-        """Return the result of a context `tracing`, from readings of the clock of the driver's `reader`.
+    def backward_ops_between(self, before_routines: int, op_start: int, op_end: int) -> Any:
+        """Return what `capture_backward_ops` gives, from readings of the clock of the driver's `reader`.
 
-        begin: reading before the routines.  start, end: readings before and after the op.
+        before_routines: reading before the routines.  op_start, op_end: readings before and after the op.
         """
         raise NotImplementedError
 
-    def backward_marker(self, trace: Trace, writes: bool) -> Any:
+    def native_trace_marker(self, trace: Trace, writes_input: bool) -> Any:
         """Return an argument of a `Program` with which native code attaches this trace to each execution.
 
-        writes: whether the op writes into an input tensor.
+        writes_input: whether the op writes into an input tensor.
         """
         raise NotImplementedError
 
@@ -303,36 +305,44 @@ class Trace:
 
     op_id: id of the op.  stack: the tools of the scope of the execution.
     run: the dict that routines of this execution share.
-    gradients: which inputs needed a gradient.
+    needs_grad: which inputs needed a gradient.
     plan: the op's plan in the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
     uncached: whether backward ops are analysed in each pass, as without the cache.
     facts: facts for contexts of backward ops; None until `keep`, which comes before `attach_trace`.
-    pending: ids of backward ops whose analysis is incomplete.
+    unanalysed_ids: ids of backward ops whose analysis is incomplete.
     """
 
     __slots__ = (
-        "__weakref__", "facts", "gradients", "op_id", "pending", "plan", "run", "shapes", "uncached"
+        "__weakref__",
+        "facts",
+        "needs_grad",
+        "op_id",
+        "plan",
+        "run",
+        "shapes",
+        "unanalysed_ids",
+        "uncached"
     )  # fmt: skip
 
     def __init__(
-        self, op_id: int, gradients: Hashable, plan: Plan, run: dict[str, Any], uncached: bool = False
+        self, op_id: int, needs_grad: Hashable, plan: Plan, run: dict[str, Any], uncached: bool = False
     ) -> None:
         self.op_id = op_id
         self.uncached = uncached
-        self.gradients = gradients
+        self.needs_grad = needs_grad
         self.plan = plan
         self.run = run
         self.shapes: tuple[Any, ...] | None = None
         self.facts: OpFacts | None = None
-        self.pending: set[int] = set()
+        self.unanalysed_ids: set[int] = set()
 
     @property
     def stack(self) -> ToolStack:
         """Return the tools of the scope of the execution."""
         return self.plan.stack
 
-    def again(self, shapes: tuple[Any, ...] | None = None) -> Trace:
+    def copy_for_double_backward(self, shapes: tuple[Any, ...] | None = None) -> Trace:
         """Return a copy of the trace for backward ops of this execution's backward ops.
 
         shapes: those of the execution's mark; None for those of the trace.
@@ -340,25 +350,27 @@ class Trace:
         # The copy shares plan, facts and `run`, but each pass has its own ids of incomplete backward ops.
         trace = copy(self)
         trace.shapes = shapes or self.shapes
-        trace.pending = set()
+        trace.unanalysed_ids = set()
         return trace
 
-    def keep(self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]) -> None:
+    def store_facts(
+        self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]
+    ) -> None:
         """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
         # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
         # when the call ends.
-        facts = forward_facts.at_backward(None, 0, True)
-        if self.plan.is_backward_complete(self.gradients):
+        facts = forward_facts.for_backward_op(None, 0, True)
+        if self.plan.is_backward_complete(self.needs_grad):
             facts.drop_values()
         else:
             # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
             # that is never freed.
-            facts.inputs = [ops.storable(value) for value in inputs]
-            facts.outputs = [ops.storable(value) for value in outputs]
-            facts.dropped = False
+            facts.inputs = [ops.detach_value(value) for value in inputs]
+            facts.outputs = [ops.detach_value(value) for value in outputs]
+            facts.has_dropped_values = False
         self.facts = facts
 
-    def finish(self, may_run_again: bool = True) -> None:
+    def mark_backward_analysed(self, may_run_again: bool = True) -> None:
         """Record that every backward op of the execution has been analysed; drop the values.
 
         Does nothing without the cache if another pass may run these ops: it analyses them once more, and
@@ -366,8 +378,8 @@ class Trace:
         """
         if may_run_again and self.uncached:
             return
-        if not self.plan.is_backward_complete(self.gradients):
+        if not self.plan.is_backward_complete(self.needs_grad):
             for plan in self.plan.plans_with_backward:
-                plan.backward.analysed_for.add(self.gradients)
+                plan.backward.analysed_for.add(self.needs_grad)
         if self.facts is not None:
             self.facts.drop_values()

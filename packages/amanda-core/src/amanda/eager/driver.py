@@ -8,7 +8,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.eager.call import Call, EagerOps, Saved, Trace
+from amanda.eager.call import Call, EagerOps, SavedTensors, Trace
 from amanda.eager.program import cache_program
 from amanda.interceptor.opid import digest
 from amanda.plan.action import InstrumentationPoint
@@ -34,9 +34,9 @@ class EagerDriver(EagerOps, Driver):
     It analyses an op at its first execution, and runs the plan of the op at every execution.
     """
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Mark the framework's code, and register the types of values that distinguish ops."""
-        super().introduce()
+        super().register_framework()
         # Parameters enter the ids of ops; other tensors come anew at each step, and would make each an op.
         for kind in self.identity_types:
             interceptor.add_identity_type(kind)
@@ -66,7 +66,8 @@ class EagerDriver(EagerOps, Driver):
     ) -> Any:
         """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
 
-        Tools see nothing of a call for which the op's only plan has no work, or that meets an `obstacle`.
+        Tools see nothing of a call for which the op's only plan has no work, or that has an
+        `uninstrumented_reason`.
         call_cache: native programs and plans of the op; None before its first execution.
         key: key of the call's form, under which a program may be stored; 0 where none may.
         resumption: where to go on with an execution that native code has begun; None where the call starts.
@@ -81,12 +82,12 @@ class EagerDriver(EagerOps, Driver):
             (plan,) = call_cache.plans.values()
             # The only plan has no actions: store that for native code before the arguments are bound, which
             # takes time.
-            if not plan and not plan.wants_backward(self.gradients(args)):
+            if not plan and not plan.wants_backward(self.needs_grad(args)):
                 call_cache.learn(key, None)
                 return self.invoke(site, args, kwargs)
-        obstacle = self.obstacle(site)
-        if obstacle is not None:
-            state.report(*obstacle)
+        reason = self.uninstrumented_reason(site)
+        if reason is not None:
+            state.report(*reason)
             return self.invoke(site, args, kwargs)
         call = self.bind(site, args, kwargs)
         plan_key = stack.plan_key(self, call.inputs, op_id)
@@ -115,12 +116,12 @@ class EagerDriver(EagerOps, Driver):
         result = self._execute_plan(analysis.plan, call, state, op_id, analysis)
         if state.cache:
             analysis.store_plans()
-            if call.mutable or call.may_write_unseen():
+            if call.written_positions or call.may_write_undeclared():
                 # Recorded before any view is linked: from the first link on these ops have to run in Python.
                 stack.writing_ops.add(op_id)
             self._store_call_cache(stack, op_id, analysis.plan)
             # The outermost module holds the others, so its death is that of the place.
-            bind_to_subjects(op_id, [*subjects[:1], *self.identities(call)])
+            bind_to_subjects(op_id, [*subjects[:1], *self.identity_values(call)])
         facts.drop_values()
         return result
 
@@ -147,10 +148,10 @@ class EagerDriver(EagerOps, Driver):
         facts = plan.chain[0].context._facts if analysis is None else analysis.facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         # Created before the routines run: nodes that these create must be told from the op's.
-        tracing = self.tracing() if plan.has_backward_routines else None
-        is_recomputation = state.recall is not None
+        capture = self.capture_backward_ops() if plan.has_backward_routines else None
+        is_recomputation = state.recomputed_executions is not None
         actions = plan.actions(is_recomputation)
-        run = plan.run_dicts(self, state.is_recorded).dict_for_python(actions.before[: last_called + 1])
+        run = plan.run_dicts(self, state.may_recompute).dict_for_python(actions.before[: last_called + 1])
         shapes: tuple[Any, ...] | None = None
         if _may_need_shapes(plan, call, analysis):
             shapes = (self.shapes(call.inputs),)  # those of the outputs follow once the op has run
@@ -159,49 +160,60 @@ class EagerDriver(EagerOps, Driver):
             if i >= last_called:
                 result = returned if i == last_called else NOT_CALLED
                 inputs = run_routine(
-                    self, action, inputs, facts, run, state.autodiff, call.mutable, result, shapes=shapes
+                    self,
+                    action,
+                    inputs,
+                    facts,
+                    run,
+                    state.autodiff,
+                    call.written_positions,
+                    result,
+                    shapes=shapes,
                 )
         if inputs is not call.inputs:
-            inputs = call.fitted(inputs)
+            inputs = call.fit_to_memory(inputs)
 
         # Of the inputs that the op gets, which routines may have changed.
-        needs_grad = self.gradients(inputs) if plan.has_backward_routines else None
+        needs_grad = self.needs_grad(inputs) if plan.has_backward_routines else None
         wants_backward = plan.wants_backward(needs_grad)
         trace = Trace(op_id, needs_grad, plan, run, not state.cache) if wants_backward else None
         # Tensors that backward ops save: copied before a routine's output is written into a target.
         saved = None
-        if call.targets and _may_change_outputs(plan, analysis):
-            saved = self.written_later([inputs[i] for i in call.targets])
+        if call.target_positions and _may_change_outputs(plan, analysis):
+            saved = self.saved_tensors_recorder([inputs[i] for i in call.target_positions])
         # Without a schema that says what the op writes, versions tell: a write into a routine's value has to
         # reach the tensor that it stands for.
-        versions = self.versions(inputs) if inputs is not call.inputs and call.may_write() else None
-        if trace is None or tracing is None:
+        versions = self.versions(inputs) if inputs is not call.inputs and call.may_write_inputs() else None
+        if trace is None or capture is None:
             outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
         else:
-            self.begin(tracing, inputs)
-            with tracing as nodes:
+            self.note_op_inputs(capture, inputs)
+            with capture as nodes:
                 outputs = self._run_op_or_replacement(actions.replace, call, inputs, facts, run, saved)
 
-        values, rebuild = self.results(call, outputs, inputs)
+        values, rebuild = self.flatten_with_unreturned(call, outputs, inputs)
         if versions is not None and self.versions(inputs) != versions:
             values, inputs = self._copy_writes_to_originals(call, inputs, versions, values)
             outputs = rebuild(values)
         if shapes is not None:
             shapes = (*shapes, self.shapes(values))
         if analysis is not None:
-            facts.inputs, facts.outputs = list(self.unwrapped(inputs)), list(self.unwrapped(values))
+            facts.inputs, facts.outputs = (
+                list(self.unwrap_for_analysis(inputs)),
+                list(self.unwrap_for_analysis(values)),
+            )
             # Analyses after the op may have recorded routines, which run in this first execution already.
             plan = analysis.analyse_after_op()
             if shapes is None and plan.takes_shapes:
                 shapes = (self.shapes(call.inputs), self.shapes(values))
         if trace is not None:
             trace.shapes = shapes
-            trace.keep(self, facts, inputs, values)
-            self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.mutable)])
+            trace.store_facts(self, facts, inputs, values)
+            self.attach_trace(trace, nodes, [*values, *(call.inputs[i] for i in call.written_positions)])
 
-        written = call.written(inputs, values)
+        written = call.target_tensors(inputs, values)
         if written and saved is None and plan.has_output_routines:
-            saved = self.saved_of(written, values)
+            saved = self.find_saved_tensors(written, values)
         # Asked for once more: the analyses after the op may have completed the plan.
         after = plan.actions(is_recomputation).after
         final_values = self._run_routines_after_op(
@@ -259,8 +271,8 @@ class EagerDriver(EagerOps, Driver):
                 """Return the outputs of the op on its original inputs."""
                 # No tool sees the second run of the op, which the program did not ask for.
                 unobserved = interceptor.Activation(None, State.current(), False, False)
-                with self.isolated(), in_force(unobserved):
-                    return self.results(call, call.invoke(call.inputs), call.inputs)[0]
+                with self.without_autodiff(), in_force(unobserved):
+                    return self.flatten_with_unreturned(call, call.invoke(call.inputs), call.inputs)[0]
 
             if isolated:
                 original_of = self._find_returned_inputs(call.inputs, inputs, final_values, rerun)
@@ -268,15 +280,15 @@ class EagerDriver(EagerOps, Driver):
                     values = [original_of.get(id(value), value) for value in values]
                     final_values = [original_of.get(id(value), value) for value in final_values]
         if inputs is not call.inputs or final_values is not values:
-            final_values = self.known_to_autodiff(call.inputs, inputs, values, final_values)
+            final_values = self.restore_autodiff_roles(call.inputs, inputs, values, final_values)
         if inputs is not call.inputs:
             views.tie_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
         if final_values is not values:
             final_values = views.tie_outputs(inputs, values, final_values, (facts.name, facts.source))
         # `views` is true while there are ties.
-        if views and call.mutable:
-            views.copy_writes(call.writes(inputs, values))
-        if views and call.may_write_unseen():
+        if views and call.written_positions:
+            views.copy_writes(call.written_tensors(inputs, values))
+        if views and call.may_write_undeclared():
             views.copy_unseen_writes()
         return final_values
 
@@ -298,7 +310,7 @@ class EagerDriver(EagerOps, Driver):
             id(value): original
             for i, value in enumerate(values)
             if (original := original_of.get(id(value))) is not None
-            and self.same(original, value)
+            and self.have_equal_bits(original, value)
             and rerun()[i] is original
         }
 
@@ -313,7 +325,7 @@ class EagerDriver(EagerOps, Driver):
         shapes: Hashable,
         inputs: Sequence[Any],
         returned: Any = NOT_CALLED,
-        saved: Saved | None = None,
+        saved: SavedTensors | None = None,
     ) -> list[Any]:
         """Run the routines on the outputs and return the outputs to use.
 
@@ -341,7 +353,9 @@ class EagerDriver(EagerOps, Driver):
         Returns `values`, the outputs before the routine, if no other output has changed.
         """
         outputs = [
-            old if new is not old and self.is_handed_back(old, inputs) and self.same(old, new) else new
+            old
+            if new is not old and self.is_program_tensor(old, inputs) and self.have_equal_bits(old, new)
+            else new
             for old, new in zip(values, new_values, strict=True)
         ]
         return values if all(map(operator.is_, values, outputs)) else outputs
@@ -360,21 +374,23 @@ class EagerDriver(EagerOps, Driver):
         facts = plan.chain[0].context._facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
-            outputs = call.formed(outputs)
-        values, rebuild = self.results(call, outputs, inputs)
-        actions = plan.actions(state.recall is not None)
+            outputs = call.in_form_of_result(outputs)
+        values, rebuild = self.flatten_with_unreturned(call, outputs, inputs)
+        actions = plan.actions(state.recomputed_executions is not None)
         # Steps count the routines before the op, then those after it.
         start = step - len(actions.before)  # the routine after the op at which native code stopped
         if start < 0:  # native code stopped at the op's own result
             start, returned = 0, NOT_CALLED
-        written = call.written(inputs, values)
-        saved = self.saved_of(written, values) if written else None
+        written = call.target_tensors(inputs, values)
+        saved = self.find_saved_tensors(written, values) if written else None
         shapes = (self.shapes(call.inputs), self.shapes(values))
         first_uncalled = start if returned is NOT_CALLED else start + 1
         run: dict[str, Any] = {}
         if any(action.takes_run for action in actions.after[first_uncalled:]):
             called = (*actions.before, *actions.after[:first_uncalled])
-            run = plan.run_dicts(self, state.is_recorded).dict_for_python(called, plan.has_backward_routines)
+            run = plan.run_dicts(self, state.may_recompute).dict_for_python(
+                called, plan.has_backward_routines
+            )
         final_values = self._run_routines_after_op(
             actions.after[start:], values, written, facts, run, state, shapes, inputs, returned, saved
         )
@@ -391,18 +407,20 @@ class EagerDriver(EagerOps, Driver):
         inputs: list[Any],
         facts: OpFacts,
         run: dict[str, Any],
-        saved: Saved | None,
+        saved: SavedTensors | None,
     ) -> Any:
         """Run the replacement; run the op itself where there is none, or where it returned NotImplemented."""
         if replace is not None:
-            result = run_replacement(self, replace, inputs, facts, run, call.targets, call.compute)
+            result = run_replacement(
+                self, replace, inputs, facts, run, call.target_positions, call.invoke_for_replacement
+            )
             if result is not NotImplemented:
-                return call.formed(result)
+                return call.in_form_of_result(result)
         if saved is not None:
             return saved.run_op(call, inputs)
         return call.invoke(inputs)
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         """Return the values that distinguish the call's op; its plan is dropped when any of these dies.
 
         They are those of `identity_types` among the inputs, unless a driver overrides it.
@@ -429,14 +447,14 @@ class EagerDriver(EagerOps, Driver):
         """Return True if views have to follow the writes of an op."""
         return self.views is not None and self.views.watches_writes and op_id in stack.writing_ops
 
-    def finish(self, trace: Trace, may_run_again: bool = True) -> None:
+    def mark_backward_analysed(self, trace: Trace, may_run_again: bool = True) -> None:
         """Mark the backward ops of an execution as analysed.
 
         may_run_again: whether another backward pass may run these ops.
         """
-        trace.finish(may_run_again)
+        trace.mark_backward_analysed(may_run_again)
 
-    def closing(self, report: Report) -> None:
+    def before_detach(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced; report the others."""
         for name, source in () if self.views is None else self.views.untie_all():
             report.add(
@@ -456,7 +474,7 @@ def _may_need_shapes(plan: Plan, call: Call, analysis: OpAnalysis | None) -> boo
         return True
     # Analyses after the op may yet record a routine that takes shapes; by then the op, or a routine before
     # it, may have written into the inputs.
-    return analysis is not None and (bool(plan.before) or call.may_write())
+    return analysis is not None and (bool(plan.before) or call.may_write_inputs())
 
 
 def _may_change_outputs(plan: Plan, analysis: OpAnalysis | None) -> bool:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from amanda.scope.state import State
 
 
-# In `Call.sources`: the input is a default of the signature, not an argument.
+# In `Call.argument_indices`: the input is a default of the signature, not an argument.
 _DEFAULT = -1
 
 
@@ -34,18 +34,18 @@ def cache_program(
     Stores None where calls of this form have no work.
     key: the call_cache's key of the form.  state: state of a thread; part of the key.
     """
-    needs_grad = ops.gradients(call.inputs)
+    needs_grad = ops.needs_grad(call.inputs)
     wants_backward = plan.has_backward_routines and plan.wants_backward(needs_grad)
-    actions = plan.actions(state.recall is not None)
+    actions = plan.actions(state.recomputed_executions is not None)
     if not actions and not (wants_backward and call.has_derivative()):
         # Calls of this form have no work, though the op has a plan: native code runs the op itself.
         call_cache.learn(key, None)
         return
-    if not ops.runs_natively:
+    if not ops.may_run_natively:
         return
     # Plans of the chain are of one op: any has its facts.
     facts = plan.chain[0].context._facts
-    run_dicts = plan.run_dicts(ops, state.is_recorded)
+    run_dicts = plan.run_dicts(ops, state.may_recompute)
     leave_trace = None
     if wants_backward:
         leave_trace = _trace_recorder(ops, call_cache, plan, actions, run_dicts, call, needs_grad, facts)
@@ -53,12 +53,12 @@ def cache_program(
             return
     refuses_argument = None
     # An in-place op or `out=` whose outputs routines may replace.
-    if call.targets and needs_grad is not None and plan.has_output_routines:
-        if call.targets != (0,) or not ops.is_tensor(call.inputs[0]):
+    if call.target_positions and needs_grad is not None and plan.has_output_routines:
+        if call.target_positions != (0,) or not ops.is_tensor(call.inputs[0]):
             return
         # The op's own backward may have saved the tensor that a routine then writes into; where the driver
         # cannot replace the saved tensor by a copy, Python runs the call.
-        refuses_argument = ops.saves_out_of_reach
+        refuses_argument = ops.may_hide_saved_tensors
     program = _build_program(ops, plan, actions, run_dicts, call, facts, leave_trace, refuses_argument)
     if program is not None:
         call_cache.learn(key, program)
@@ -80,33 +80,38 @@ def _trace_recorder(
     code attaches without Python.
     """
     # Native code handles one written tensor, the first input.
-    writes_others = call.targets and (call.targets != (0,) or isinstance(call.inputs[0], (list, tuple)))
+    writes_others = call.target_positions and (
+        call.target_positions != (0,) or isinstance(call.inputs[0], (list, tuple))
+    )
     if writes_others or any(action.differentiable for action in plan.inserted):
         return None
     if plan.is_backward_complete(needs_grad) and not plan.takes_run:
         shared_trace = Trace(facts.op_id, needs_grad, plan, {})
-        shared_trace.keep(ops, facts, [], [])
-        leave_shared_trace: Callable[..., None] = ops.backward_marker(shared_trace, bool(call.targets))
+        shared_trace.store_facts(ops, facts, [], [])
+        leave_shared_trace: Callable[..., None] = ops.native_trace_marker(
+            shared_trace, bool(call.target_positions)
+        )
         return leave_shared_trace
 
     # Taken out of the call, which the function below would keep alive with its tensors.
-    mutable, unreturned = tuple(call.mutable), tuple(call.unreturned(None))
+    written_positions = tuple(call.written_positions)
+    unreturned_positions = tuple(call.unreturned_positions(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
-        """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.made_between`.
+        """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.backward_ops_between`.
 
         Drops the op's programs where executions may share one trace from now on.
         """
         run = run_dicts.dict_for_backward(actions.before, actions.after)
         trace = Trace(facts.op_id, needs_grad, plan, run)
-        values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned]
+        values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned_positions]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
-        trace.keep(ops, facts, inputs, values)
+        trace.store_facts(ops, facts, inputs, values)
         if plan.is_backward_complete(needs_grad) and not plan.takes_run:
             # The program that called this function was built for incomplete analyses; build a faster one.
             call_cache.forget()
-        nodes = ops.made_between(begin, start, end)
-        ops.attach_trace(trace, nodes, [*values, *(inputs[i] for i in mutable)])
+        nodes = ops.backward_ops_between(begin, start, end)
+        ops.attach_trace(trace, nodes, [*values, *(inputs[i] for i in written_positions)])
 
     return leave_trace
 
@@ -130,20 +135,20 @@ def _build_program(
     Native code calls the routines and checks that they did not modify their arguments. A returned tensor of
     the same dtype, shape and device replaces the original; after any other result Python continues.
     """
-    sources = call.sources()
+    sources = call.argument_indices()
     if sources is None:
         return None
     # Such a routine receives copies of the tensors that the op writes, which Python makes.
-    if call.mutable and any(action.differentiable for action in plan.inserted):
+    if call.written_positions and any(action.differentiable for action in plan.inserted):
         return None
     # Native code passes either returned or written tensors to routines as outputs, not both.  `...` stands
     # for any result but None.
-    if call.unreturned(...):
+    if call.unreturned_positions(...):
         return None
-    takes_equals = call.takes_equals()
+    accepts_equal_inputs = call.accepts_equal_inputs()
     replacement = None
     if actions.replace is not None:
-        if not takes_equals or leave_trace is not None:
+        if not accepts_equal_inputs or leave_trace is not None:
             return None
         replacement = _replacement_step(ops, actions.replace, call)
         if replacement is None:
@@ -156,8 +161,9 @@ def _build_program(
     native_routines = run_dicts.native_routines(ops, actions.before, actions.after, is_traced)
     return _program_of_routines(
         actions.before, actions.after, facts, sources, constants, plan, leave_trace, refuses_argument,
-        replacement, takes_equals, is_traced and plan.backward_takes_shapes, tuple(call.unreturned(None)),
-        native_routines=native_routines, replacement_action=actions.replace,
+        replacement, accepts_equal_inputs, is_traced and plan.backward_takes_shapes,
+        tuple(call.unreturned_positions(None)), native_routines=native_routines,
+        replacement_action=actions.replace,
     )  # fmt: skip
 
 

@@ -100,7 +100,7 @@ class Inlining:
         """
         return _InliningAnalysis(self, ops, on_plan)
 
-    def stored(self, action: Action) -> None:
+    def record_stored(self, action: Action) -> None:
         """Record that a routine's result was computed and stored in the file instead of the routine."""
         # Actions live in `_actions` until the result is read, so no other object gets their ids.
         self._stored.add(id(action))
@@ -110,21 +110,21 @@ class Inlining:
         # Names, not facts: the error outlives the model.
         self._refused.append(_Refusal(facts.name, facts.scope, type(action.tool).__name__, str(action), why))
 
-    def leave(self, subject: str, reason: str, where: str = "") -> None:
+    def record_uninstrumented(self, subject: str, reason: str, where: str = "") -> None:
         """Record an uninstrumented part for the result, once.  where: the line of the program, if known."""
         entry = Uninstrumented(subject, reason, where)
         # `instrument` of an artefact may be called more than once, for preparation and for the file.
         if entry not in self.left:
             self.left.append(entry)
 
-    def take_over(self, rewriting: Rewriting) -> None:
+    def record_rewriting(self, rewriting: Rewriting) -> None:
         """Record the stored, refused and uninstrumented parts of a rewrite for the file."""
-        for action in rewriting.folded:
-            self.stored(action)
+        for action in rewriting.folded_actions:
+            self.record_stored(action)
         for facts, action, reason in rewriting.refused:
             self.refuse(action, facts, reason)
         for subject, reason in rewriting.reports:
-            self.leave(subject, reason)
+            self.record_uninstrumented(subject, reason)
 
     @property
     def inlined(self) -> list[Inlined]:
@@ -178,7 +178,7 @@ class Inlining:
             )
         else:
             why = "it is restricted to other ops (type=, module=)"
-        self.leave(type(tool).__name__, f"it inserts nothing at any op: {why}")
+        self.record_uninstrumented(type(tool).__name__, f"it inserts nothing at any op: {why}")
 
     def check_result(self, source: Path) -> None:
         """Raise an error where a routine was refused, or no routine was recorded."""
@@ -205,15 +205,15 @@ class _InliningAnalysis(GraphAnalysis):
         self._inlining = inlining
         self._on_plan = on_plan
 
-    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
+    def analyse_forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Return the plan of an op with only the actions that may be inlined; record these."""
-        plan = super().forward(facts, outputs)
+        plan = super().analyse_forward(facts, outputs)
         self._inlining.record_plan(plan, facts)
         if self._on_plan is not None:
             self._on_plan(plan, facts)
         return plan
 
-    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
+    def analyse_backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
         """Return no actions, without analysis: a file has no backward ops."""
         return Actions()
 
@@ -338,7 +338,9 @@ def _report_backward_tools(inlining: Inlining, tools: Sequence[Tool]) -> None:
     for tool in tools:
         has_backward_routines = any(routine.point.is_backward for routine in tool._amanda.analyses)
         if has_backward_routines and not tool.follows_dependents:
-            inlining.leave(f"backward ops for {type(tool).__name__}", "a file holds the forward pass alone")
+            inlining.record_uninstrumented(
+                f"backward ops for {type(tool).__name__}", "a file holds the forward pass alone"
+            )
 
 
 def _check_loaded_state_used(tools: Iterable[Tool], source: Path) -> None:

@@ -10,6 +10,6 @@ Beside `amanda.backend` a driver may import the names in `__all__`, where the fr
 
 from amanda.graph.driver import RewrittenCopy
 from amanda.graph.execution import RoutineTable
-from amanda.graph.reads import History, Reading
+from amanda.graph.reads import ReadPlace, ValueHistory
 
-__all__ = ["History", "Reading", "RewrittenCopy", "RoutineTable"]
+__all__ = ["ReadPlace", "RewrittenCopy", "RoutineTable", "ValueHistory"]

@@ -39,7 +39,7 @@ class RewrittenCopy(Generic[RunnableT]):
 
     runnable: runs instead of the graph; None where nothing is inserted.
     table: the routines that the copy calls.  reports: descriptions of uninstrumented parts, with reasons.
-    handed_on: data of the rewrite for graphs that compute gradients of this graph; None for no data.
+    gradient_data: data of the rewrite for graphs that compute gradients of this graph; None for no data.
     backward: copies of these gradient graphs, for the same tools.
     """
 
@@ -47,7 +47,7 @@ class RewrittenCopy(Generic[RunnableT]):
     runnable: RunnableT | None
     table: Mapping[int, Any]
     reports: Collection[tuple[str, str]]
-    handed_on: Any = None
+    gradient_data: Any = None
     backward: WeakKeyDictionary[Any, Any] = field(default_factory=WeakKeyDictionary)
 
 
@@ -55,16 +55,16 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     """A driver of a framework that runs graphs: a rewritten copy runs instead of a graph.
 
     `attach` patches the functions with which the framework runs a graph.  A patched function calls `prepare`
-    for the copy: the driver's `rewrite` walks through the graph with a `Rewriter`, and its `runnable` builds
-    the copy.  A copy is built once for a graph and a set of tools, and again where a value has changed that
-    traceable routines read.
+    for the copy: the driver's `rewrite` walks through the graph with a `Rewriter`, and its `build_runnable`
+    builds the copy.  A copy is built once for a graph and a set of tools, and again where a value has changed
+    that traceable routines read.
 
     tensors: primitives of tensors, for symbols during analysis and for values during execution.
-    reads: class that finds the framework's values which traceable routines may read.
+    reads_type: class that finds the framework's values which traceable routines may read.
     """
 
     tensors: ClassVar[TensorOps]
-    reads: ClassVar[type[Reads]] = Reads
+    reads_type: ClassVar[type[Reads]] = Reads
 
     def __init__(self) -> None:
         # Reentrant: to rewrite a graph, a driver may rewrite the graphs that it calls.
@@ -78,17 +78,17 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         """
 
     @abstractmethod
-    def runnable(self, graph: Any, rewriting: RewritingT) -> RunnableT:
+    def build_runnable(self, graph: Any, rewriting: RewritingT) -> RunnableT:
         """Build the object that runs instead of a graph, from a rewriting that has changed the graph.
 
         Raises CannotInstrument where the framework refuses the copy.
         """
 
-    def rewriting(self) -> AbstractContextManager[Any]:
+    def rewriting_context(self) -> AbstractContextManager[Any]:
         """Return the context in which graphs are rewritten; nothing is instrumented in it."""
         return nullcontext()
 
-    def execution(self, state: State, table: Mapping[int, Any]) -> Execution:
+    def new_execution(self, state: State, table: Mapping[int, Any]) -> Execution:
         """Return the execution of one run of a copy."""
         return Execution(state, self.tensors, table)
 
@@ -100,12 +100,12 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         key: key that distinguishes copies of a graph, such as the fetched tensors.
         owner: object with which the copies die, referenced weakly; by default the graph.
         """
-        copy = self.copy(graph, state, key, owner)
+        copy = self.find_or_build_copy(graph, state, key, owner)
         # At each run, since a scope may have opened that has no entries of this copy yet.
         state.report_all(copy, copy.reports)
-        return None if copy.runnable is None else (copy.runnable, self.execution(state, copy.table))
+        return None if copy.runnable is None else (copy.runnable, self.new_execution(state, copy.table))
 
-    def copy(
+    def find_or_build_copy(
         self,
         graph: Any,
         state: State,
@@ -132,7 +132,7 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         if copy is None:
             # Another thread may have built the copy while this thread waited: look again under the lock.
             with self._lock:
-                guarded_copies = copies.setdefault(key, GuardedCopies(self.reads))
+                guarded_copies = copies.setdefault(key, GuardedCopies(self.reads_type))
                 analysis = GraphAnalysis(state, self.tensors, stack, guarded_copies.history)
                 copy = guarded_copies.find() or self._rewrite_and_store(
                     graph, owner, analysis, guarded_copies
@@ -148,27 +148,27 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     ) -> RewrittenCopy[RunnableT]:
         """Build a copy and store it with the values that it depends on; drop the plans if that fails."""
         # Building a graph calls functions of the framework that an eager driver may intercept.
-        with interceptor.Suspension(), self.rewriting():
+        with interceptor.Suspension(), self.rewriting_context():
             try:
                 rewriting = self.rewrite(graph, analysis)
             except CannotInstrument as error:
-                analysis.forget()
+                analysis.drop_plans()
                 # Stored as well, so that the next call does not fail to rewrite the same graph once more.
                 copy = RewrittenCopy[RunnableT](analysis.stack, None, {}, (error.args,))
-                guarded_copies.add(copy, self.reads())
+                guarded_copies.add(copy, self.reads_type())
                 return copy
             except BaseException:
-                analysis.forget()
+                analysis.drop_plans()
                 raise
-            analysis.finish(owner)
+            analysis.release_symbols(owner)
             rewriting.report_unfollowed()
             runnable = None
-            if rewriting.changed:
+            if rewriting.has_insertions:
                 try:
-                    runnable = self.runnable(graph, rewriting)
+                    runnable = self.build_runnable(graph, rewriting)
                 except CannotInstrument as error:
                     rewriting.report(*error.args)
         reports = tuple(rewriting.reports)
-        copy = RewrittenCopy(analysis.stack, runnable, rewriting.table, reports, rewriting.handed_on)
+        copy = RewrittenCopy(analysis.stack, runnable, rewriting.table, reports, rewriting.gradient_data)
         guarded_copies.add(copy, rewriting.reads)
         return copy

@@ -28,58 +28,58 @@ class Insertion:
     """Routines that run at one place of a rewritten graph, one after another.
 
     input_positions: positions of the op's values that the routines receive.
-    count: number of values that the op has at this place.
+    value_count: number of values that the op has at this place.
     output_positions: positions of the values that the routines return to the graph, in order.
-    sizes: for each received value the length if it is a list; None for a single tensor.
-    depth: number of loops around the forward op; each round has its own `run`.
+    list_lengths: for each received value the length if it is a list; None for a single tensor.
+    loop_depth: number of loops around the forward op; each round has its own `run`.
     original: computes the op, if it is replaced.
-    reads: number of tensors of other ops, which follow the op's tensors.
+    extra_input_count: number of tensors of other ops, which follow the op's tensors.
     """
 
     __slots__ = (
         "actions",
-        "count",
-        "depth",
+        "extra_input_count",
         "facts",
         "input_positions",
+        "is_replacement",
+        "list_lengths",
+        "loop_depth",
         "original",
         "output_positions",
-        "reads",
-        "replaces",
-        "sizes",
         "takes_run",
+        "value_count",
     )  # fmt: skip
 
     def __init__(
         self,
         actions: Sequence[Action],
         facts: OpFacts,
-        count: int,
+        value_count: int,
         input_positions: Sequence[int],
-        sizes: Sequence[int | None],
+        list_lengths: Sequence[int | None],
         output_positions: Sequence[int],
     ) -> None:
         self.actions = tuple(actions)
         self.facts = facts
-        self.count = count
+        self.value_count = value_count
         self.input_positions = tuple(input_positions)
-        self.sizes = tuple(sizes)
+        self.list_lengths = tuple(list_lengths)
         self.output_positions = tuple(output_positions)
-        self.depth = 0
+        self.loop_depth = 0
         self.original: Callable[[Sequence[Any]], Any] | None = None
-        self.reads = 0
+        self.extra_input_count = 0
         # Computed once: `run` is called at each execution of the place.
         self.takes_run = any(action.takes_run for action in self.actions)
-        self.replaces = bool(self.actions) and self.actions[0].type.is_replacement
+        self.is_replacement = bool(self.actions) and self.actions[0].type.is_replacement
 
     def unflatten(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the op's values from the flat tensors; a list is made of as many of these as `sizes` says.
+        """Return the op's values from the flat tensors; a list takes as many of these as `list_lengths` says.
 
         A value that the routines do not receive is None.
         """
-        values: list[Any] = [None] * self.count
+        values: list[Any] = [None] * self.value_count
         tensors = iter(flat)
-        for position, size in zip(self.input_positions, self.sizes, strict=True):
+        for position, size in zip(self.input_positions, self.list_lengths, strict=True):
             values[position] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
         return values
 
@@ -88,37 +88,37 @@ class Insertion:
 
         rounds: number of the round of each loop around the place, the outermost loop first.
         """
-        run = self.run_of(execution, rounds) if self.takes_run else {}
-        if self.replaces:
+        run = self.run_dict(execution, rounds) if self.takes_run else {}
+        if self.is_replacement:
             return self.run_replacement(self.actions[0], execution.ops, flat, run)
         # A graph of gradients may run in a scope with some of the tools of its forward pass.
         actions = [action for action in self.actions if execution.runs_action(action)]
-        return self.apply(actions, self.unflatten(flat), execution.ops, execution.state, run)
+        return self.call_routines(actions, self.unflatten(flat), execution.ops, execution.state, run)
 
-    def run_of(self, execution: Execution, rounds: Sequence[int]) -> dict[Any, Any]:
+    def run_dict(self, execution: Execution, rounds: Sequence[int]) -> dict[Any, Any]:
         """Return the dict `run` that the routines of one execution of the op share."""
         # A loop within the forward op's loop adds numbers at the end, which do not tell its rounds apart.
-        return execution.runs.setdefault((self.facts.op_id, tuple(rounds[: self.depth])), {})
+        return execution.run_dicts.setdefault((self.facts.op_id, tuple(rounds[: self.loop_depth])), {})
 
-    def apply(
+    def call_routines(
         self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
     ) -> list[Any]:
         """Call routines on values; return the flat tensors that go back into the graph."""
         for action in actions:
             new_values = run_routine(ops, action, values, self.facts, run, state.autodiff)
             if new_values is not values:
-                self.check(action, values, new_values)
+                self.check_results(action, values, new_values)
             values = new_values
-        return self.results(values)
+        return self.flat_results(values)
 
-    def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
+    def check_results(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError where a routine changed a value that cannot go back into the graph.
 
         Does nothing unless a subclass overrides it.
         before, values: the op's values before and after the routine.
         """
 
-    def results(self, values: Sequence[Any]) -> list[Any]:
+    def flat_results(self, values: Sequence[Any]) -> list[Any]:
         """Return the flat tensors that go back into the graph, from all the op's values."""
         return spread(values[position] for position in self.output_positions)
 
@@ -129,7 +129,7 @@ class Insertion:
 
         Raises RoutineError for another number of results than outputs, and for NotImplemented.
         """
-        input_count = len(flat) - self.reads
+        input_count = len(flat) - self.extra_input_count
         values, reads = self.unflatten(flat[:input_count]), flat[input_count:]
         result = run_replacement(ops, action, values, self.facts, run, (), self.original, reads)
         if result is NotImplemented:
@@ -137,7 +137,7 @@ class Insertion:
                 f"{action} left the op to itself, which a rewritten graph does not have any more; "
                 "let it compute what the op would have"
             )
-            raise self.facts.explain(error, action)
+            raise self.facts.annotate_error(error, action)
         results = list(result) if isinstance(result, (list, tuple)) else [result]
         output_count = len(self.output_positions)
         if output_count == 1 and len(results) != 1:
@@ -148,7 +148,7 @@ class Insertion:
         error = RoutineError(
             f"{action} returned {len(results)} {noun}; {self.facts.name} gives {output_count}"
         )
-        raise self.facts.explain(error, action)
+        raise self.facts.annotate_error(error, action)
 
 
 class RoutineTable(dict[int, Any]):
@@ -195,10 +195,10 @@ class Execution:
     """One run of a rewritten graph: the routines that it calls, their shared dicts, their first exception.
 
     table: the routines by slot.  error: the first exception of a routine.
-    every: whether the routines of all tools run; else only those of tools with an open scope.
-    runs: dicts `run` of the routines at an op, by forward op id and the rounds of the loops around the op.
-    stores: values of a forward pass for its backward pass, by the place that stored them and the rounds of
-    the loops around it; in a loop without known rounds a list with a value for each round.
+    runs_all_tools: whether the routines of all tools run; else only those of tools with an open scope.
+    run_dicts: dicts `run` of the routines at an op, by forward op id and the rounds of the loops around.
+    stored_values: values of a forward pass for its backward pass, by the place that stored them and the
+    rounds of the loops around it; in a loop without known rounds a list with a value for each round.
     """
 
     _numbers = _ExecutionNumbers()
@@ -210,19 +210,19 @@ class Execution:
         state: State,
         ops: TensorOps,
         table: Mapping[int, Insertion],
-        runs: RunsByOp | None = None,
-        every: bool = True,
-        stores: dict[Hashable, list[Any]] | None = None,
+        run_dicts: RunsByOp | None = None,
+        runs_all_tools: bool = True,
+        stored_values: dict[Hashable, list[Any]] | None = None,
     ) -> None:
         self.number = self._numbers.take()
         self.state = state
         self.ops = ops
         self.table = table
-        self.runs: RunsByOp = {} if runs is None else runs
-        self.stores: dict[Hashable, list[Any]] = {} if stores is None else stores
+        self.run_dicts: RunsByOp = {} if run_dicts is None else run_dicts
+        self.stored_values: dict[Hashable, list[Any]] = {} if stored_values is None else stored_values
         self._unread_counts: dict[Any, int] = {}  # by reader and place
         self.error: BaseException | None = None
-        self._every = every
+        self._runs_all_tools = runs_all_tools
         # The thread that runs the graph; routines are called on threads of the framework.
         self._caller = caller()
         self._lock = threading.Lock()
@@ -232,13 +232,13 @@ class Execution:
             self._numbers.give_back(self.number)
 
     @classmethod
-    def of(cls, number: int) -> Execution:
+    def by_number(cls, number: int) -> Execution:
         """Return the execution under way with this number."""
         return cls._running[number]
 
     def store(self, place: Hashable, entry: Any) -> None:
         """Store a value for the backward pass."""
-        self.stores.setdefault(place, []).append(entry)
+        self.stored_values.setdefault(place, []).append(entry)
 
     def stored_value(self, place: Hashable, reader: Any) -> Any:
         """Return a value that a place has stored: each reader gets the last value first, then earlier ones.
@@ -246,7 +246,7 @@ class Execution:
         The gradient of a loop runs the rounds in reverse.  A reader that has had all gets the first value
         again.
         """
-        entries = self.stores[place]
+        entries = self.stored_values[place]
         unread_count = self._unread_counts.get((reader, place), len(entries))
         index = max(unread_count - 1, 0)  # the last that the reader has not had
         self._unread_counts[reader, place] = index  # as many come before it
@@ -254,7 +254,7 @@ class Execution:
 
     def runs_action(self, action: Action) -> bool:
         """Return True if the action is not an opening, and a scope with its tool is open here."""
-        return not action.opening and (self._every or self.state.is_open(action.tool))
+        return not action.opening and (self._runs_all_tools or self.state.is_open(action.tool))
 
     def begin(self) -> None:
         """Call the opening routines; allow the graph to call back from now on."""
@@ -266,17 +266,17 @@ class Execution:
         self._running.pop(self.number, None)
 
     @contextmanager
-    def under_way(self) -> Iterator[Execution]:
+    def running(self) -> Iterator[Execution]:
         """Return a context in which the graph may call back; it raises the first exception of a routine."""
         self.begin()
         try:
-            with self.part():
+            with self.raising_routine_error():
                 yield self
         finally:
             self.end()
 
     @contextmanager
-    def part(self) -> Iterator[None]:
+    def raising_routine_error(self) -> Iterator[None]:
         """Return a context for a part between `begin` and `end`; it raises a routine's exception itself."""
         # The framework wraps a routine's exception in its own error; raise the routine's exception instead.
         try:
@@ -291,7 +291,7 @@ class Execution:
     def _call_openings(self) -> None:
         """Call the routines that are to run once ahead of all ops."""
         for action, facts in self.table.openings if isinstance(self.table, RoutineTable) else ():
-            if self._every or self.state.is_open(action.tool):
+            if self._runs_all_tools or self.state.is_open(action.tool):
                 with explain_errors(facts, action.tool, str(action)), action.tool._amanda.lock:
                     action.func(**action.kwargs)
 

@@ -22,7 +22,7 @@ _FUNCTIONS = (FunctionType, MethodType, partial, property, staticmethod, classme
 _MISSING = object()
 
 
-class Reading(NamedTuple):
+class ReadPlace(NamedTuple):
     """A place that a routine reads: an attribute, global variable, closure cell or container, with its value.
 
     read: returns the present value of `name` in `holder`.  value: the value when the place was recorded.
@@ -46,21 +46,21 @@ class Reads:
     stands for the attribute of this name of every object that the routines reach.  Attributes that routines
     set themselves are left out.  A driver's subclass adds the values of its framework.
 
-    plain: types of values that are compared by equality; other values are compared by identity.
-    opaque: packages whose objects are not followed.
-    called: names of methods that expressions call implicitly, such as `__call__`.
-    dynamic: types whose objects may have attributes that only `getattr` finds.
-    written: names that the routines set, as far as their code shows.
+    plain_types: types of values that are compared by equality; other values are compared by identity.
+    opaque_packages: packages whose objects are not followed.
+    implicit_methods: names of methods that expressions call implicitly, such as `__call__`.
+    dynamic_types: types whose objects may have attributes that only `getattr` finds.
+    names_written: names that the routines set, as far as their code shows.
     """
 
-    plain: ClassVar[tuple[type, ...]] = (int, float, complex, bool, str, bytes, type(None), enum.Enum)
+    plain_types: ClassVar[tuple[type, ...]] = (int, float, complex, bool, str, bytes, type(None), enum.Enum)
     # Their objects lead to all that is in the process.
-    opaque: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy"})
-    called: ClassVar[tuple[str, ...]] = ("__call__", "__getitem__")
-    dynamic: ClassVar[tuple[type, ...]] = ()
+    opaque_packages: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy"})
+    implicit_methods: ClassVar[tuple[str, ...]] = ("__call__", "__getitem__")
+    dynamic_types: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, Any], Reading] = {}
+        self._places: dict[tuple[int, Any], ReadPlace] = {}
         # With the objects, so that no id is given to another object meanwhile.
         self._visited: dict[int, Any] = {}
         self._holders: list[Any] = []  # objects with attributes to follow
@@ -69,7 +69,7 @@ class Reads:
         self._followed: set[tuple[int, str]] = set()
         self._packages: set[str] = set()  # whose functions, classes and modules are followed
         self._excluded: set[tuple[int, Any]] = set()  # places that the traced routines set
-        self.written: dict[str, None] = {}
+        self.names_written: dict[str, None] = {}
 
     @classmethod
     def is_same(cls, value: Any, before: Any) -> bool:
@@ -81,16 +81,19 @@ class Reads:
             return False
         if isinstance(value, tuple):
             return len(value) == len(before) and all(map(cls.is_same, value, before))
-        return isinstance(value, cls.plain) and bool(value == before)
+        return isinstance(value, cls.plain_types) and bool(value == before)
 
-    def follow(self, action: Action) -> None:
+    def follow_routine(self, action: Action) -> None:
         """Record the values that an action's routine reads."""
         # Functions of other packages are taken as they are: to follow these would lead through the whole
         # process.
-        self._packages |= {_home_package(action.func), _home_package(type(action.tool))} - self.opaque
-        self.reach(action.func)
+        self._packages |= {
+            _home_package(action.func),
+            _home_package(type(action.tool)),
+        } - self.opaque_packages
+        self.follow_value(action.func)
         for value in action.kwargs.values():
-            self.reach(value)
+            self.follow_value(value)
         # What an attribute leads to may add holders and names, so repeat until no pair is new.
         while new_pairs := self._attributes_to_follow():
             for holder, name in new_pairs:
@@ -98,16 +101,16 @@ class Reads:
                 self._follow_attribute(holder, name)
 
     @contextmanager
-    def tracing(self, actions: Iterable[Action]) -> Iterator[None]:
+    def record_tracing(self, actions: Iterable[Action]) -> Iterator[None]:
         """Return a context in which routines are traced; record what they read, without what they set."""
         for action in actions:
-            self.follow(action)
+            self.follow_routine(action)
         # A place that changed before the tracing was not set by it.
         unchanged_places = [place for place in self if self._is_unchanged(place)]
         yield
-        self.settle(unchanged_places)
+        self.drop_changed_places(unchanged_places)
 
-    def settle(self, places: Iterable[Reading] | None = None) -> None:
+    def drop_changed_places(self, places: Iterable[ReadPlace] | None = None) -> None:
         """Drop places whose value has changed since it was read: the traced routines have set them.
 
         Their names are added to `written`.  places: the places to look at; None for all.
@@ -115,21 +118,21 @@ class Reads:
         for name in self._names_set:
             attributes = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
             if any(attribute is not _MISSING for attribute in attributes):
-                self.written[name] = None
+                self.names_written[name] = None
         candidates = list(self) if places is None else places
         changed_places = [place for place in candidates if not self._is_unchanged(place)]
         for place in changed_places:
-            self.written[self.name_of(place)] = None
+            self.names_written[self.name_of(place)] = None
             self._excluded.add(place.key)
             del self._places[place.key]
 
-    def name_of(self, place: Reading) -> str:
+    def name_of(self, place: ReadPlace) -> str:
         """Return the name of a place; for contents of a container the name of the container."""
         if place.name is not None:
             return str(place.name)
         return next((self.name_of(outer) for outer in self if outer.value is place.holder), "a container")
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Return True if all values are unchanged.  This runs at each call of a graph."""
         if not self._places:
             return True
@@ -141,7 +144,7 @@ class Reads:
                     return False
         return True
 
-    def unfollowed(
+    def unfollowed_entries(
         self, traced: Sequence[tuple[Action, Sequence[Any]]], graph: str = "a graph"
     ) -> list[tuple[str, str]]:
         """Return descriptions of values that graphs do not follow, with reasons, for the reports of scopes.
@@ -149,10 +152,13 @@ class Reads:
         traced: actions, with the tensors that their routines hold.  graph: the word for the traced program.
         """
         entries = []
-        if self.written:
+        if self.names_written:
             tools = ", ".join(dict.fromkeys(type(action.tool).__name__ for action, _ in traced))
             entries.append(
-                (f"traceable routines of {tools}", f"they set {', '.join(self.written)}; {graph} does not")
+                (
+                    f"traceable routines of {tools}",
+                    f"they set {', '.join(self.names_written)}; {graph} does not",
+                )
             )
         entries += [
             (
@@ -164,22 +170,22 @@ class Reads:
         ]
         return entries
 
-    def look_into(self, value: Any) -> bool:
+    def follows_attributes(self, value: Any) -> bool:
         """Return True if attributes of a value are to be followed; a driver's override adds other contents.
 
-        An override calls `reach` with a value, or `read` for an attribute of a value.
+        An override calls `follow_value` with a value, or `record_attribute` for an attribute of a value.
         """
-        return _home_package(type(value)) not in self.opaque
+        return _home_package(type(value)) not in self.opaque_packages
 
-    def reach(self, value: Any) -> None:
+    def follow_value(self, value: Any) -> None:
         """Follow a value: record the attributes, cells and elements that it leads to.
 
         Does nothing for plain values, and for functions, classes and modules of other packages.
         """
-        if isinstance(value, self.plain) or id(value) in self._visited:
+        if isinstance(value, self.plain_types) or id(value) in self._visited:
             return
         if isinstance(value, FunctionType):
-            self.reach(getattr(value, "__wrapped__", None))  # the decorator may be of another package
+            self.follow_value(getattr(value, "__wrapped__", None))  # the decorator may be of another package
         is_code = isinstance(value, (FunctionType, ModuleType, type))
         if is_code and _home_package(value) not in self._packages:
             return
@@ -188,32 +194,32 @@ class Reads:
             self._follow_code(value)
         elif isinstance(value, _FUNCTIONS):
             for part in _wrapped_values(value):
-                self.reach(part)
+                self.follow_value(part)
         elif isinstance(value, _CONTAINERS):
             for element in self._read_place(_contents, value, None) or ():
-                self.reach(element)
+                self.follow_value(element)
         elif isinstance(value, (ModuleType, type)):
             self._holders.append(value)
-        elif self.look_into(value):
+        elif self.follows_attributes(value):
             self._holders.append(value)
-            for name in self.called:
+            for name in self.implicit_methods:
                 # Statically, since to ask the object may compute, or call ops.
                 method = inspect.getattr_static(type(value), name, None)
                 method = getattr(method, "__wrapped__", method)  # a driver may have put an `Enclosure` around
                 if isinstance(method, FunctionType):
-                    self.reach(method)
+                    self.follow_value(method)
 
-    def read(self, holder: Any, name: str) -> Any:
+    def record_attribute(self, holder: Any, name: str) -> Any:
         """Record an attribute; return its value, or None if each reading creates another value."""
         return self._read_place(_attribute_or_missing, holder, name)
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._visited
 
-    def __iter__(self) -> Iterator[Reading]:
+    def __iter__(self) -> Iterator[ReadPlace]:
         return iter(self._places.values())
 
-    def _is_unchanged(self, place: Reading) -> bool:
+    def _is_unchanged(self, place: ReadPlace) -> bool:
         """Return True if a place has the value that was read earlier."""
         return self.is_same(place.read(place.holder, place.name), place.value)
 
@@ -233,12 +239,12 @@ class Reads:
         for name in names:
             self._names[name] = None
             if name in function.__globals__ and name not in names_set:
-                self.reach(self._read_place(dict.get, function.__globals__, name))
+                self.follow_value(self._read_place(dict.get, function.__globals__, name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name not in names_set:
-                self.reach(self._read_place(_cell_contents, cell, name))
+                self.follow_value(self._read_place(_cell_contents, cell, name))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            self.reach(default)
+            self.follow_value(default)
 
     def _follow_attribute(self, holder: Any, name: str) -> None:
         """Follow an attribute of an object, unless routines set it themselves, or its name is a special one.
@@ -255,16 +261,16 @@ class Reads:
             isinstance(attribute, property) and _home_package(attribute.fget) not in self._packages
         )
         if isinstance(attribute, _FUNCTIONS) and not is_in_instance and not is_foreign_property:
-            self.reach(attribute)
-        elif attribute is not _MISSING or isinstance(holder, self.dynamic):
-            self.reach(self.read(holder, name))
+            self.follow_value(attribute)
+        elif attribute is not _MISSING or isinstance(holder, self.dynamic_types):
+            self.follow_value(self.record_attribute(holder, name))
 
     def _read_place(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
         """Record a place; return its value, or None where it has none, or another one at each reading.
 
         Not recorded is a place that has another value at each reading, or that the routines set.
         """
-        place = Reading(read, holder, name, read(holder, name))
+        place = ReadPlace(read, holder, name, read(holder, name))
         if not self._is_unchanged(place):  # a second reading gave another value
             return None
         if place.key not in self._excluded:
@@ -351,7 +357,7 @@ _MAX_COPIES = 32
 """Number of copies after which every changed value is volatile: few values, but many combinations."""
 
 
-class History:
+class ValueHistory:
     """Values that traceable routines have read for the graphs of some code, which are rebuilt on changes.
 
     reads: the driver's class.  limit: number of distinct values after which a place is volatile; graphs are
@@ -380,7 +386,7 @@ class History:
         if not volatile_keys:
             return ""
         reads = self.reads()
-        reads.follow(action)
+        reads.follow_routine(action)
         return next((reads.name_of(place) for place in reads if place.key in volatile_keys), "")
 
 
@@ -391,7 +397,7 @@ class GuardedCopies(Generic[CopyT]):
     """
 
     def __init__(self, reads: type[Reads]) -> None:
-        self.history = History(reads)
+        self.history = ValueHistory(reads)
         self._copy_count = 0
         self._entries: tuple[tuple[Reads, CopyT], ...] = ()
         self._last_entry: tuple[Reads, CopyT] | None = None
@@ -402,7 +408,7 @@ class GuardedCopies(Generic[CopyT]):
         last_entry = self._last_entry
         for entry in self._entries if last_entry is None else (last_entry, *self._entries):
             reads, copy = entry
-            if reads.hold():
+            if reads.are_unchanged():
                 self._last_entry = entry
                 return copy
         return None

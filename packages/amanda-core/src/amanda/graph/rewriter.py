@@ -40,18 +40,18 @@ class Rewriter(ABC, Generic[NodeT]):
     `run` handles each node in order: routines at its inputs, the node itself or its replacement, routines at
     its outputs.  A traceable routine becomes part of the graph (`inline`); others are called (`call`).
 
-    current: for each replaced value of the graph, by name, the value that readers use instead.
+    current_refs: for each replaced value of the graph, by name, the value that readers use instead.
     calls_python: False where no routine can run as Python, such as in a body of control flow.
     """
 
-    insertion: type[Insertion] = Insertion
+    insertion_type: type[Insertion] = Insertion
 
     def __init__(
-        self, rewriting: Rewriting, current: dict[Any, Any] | None = None, calls_python: bool = True
+        self, rewriting: Rewriting, current_refs: dict[Any, Any] | None = None, calls_python: bool = True
     ) -> None:
         self.rewriting = rewriting
         # A copy: what is replaced in a body holds in the body alone.
-        self.current = dict(current or {})
+        self.current_refs = dict(current_refs or {})
         self.calls_python = calls_python
 
     @abstractmethod
@@ -67,20 +67,20 @@ class Rewriter(ABC, Generic[NodeT]):
         """Return the facts of a node, with `compute` and `original` where the node can be called."""
 
     @abstractmethod
-    def keep(self, node: NodeT, inputs: Side, outputs: Side) -> None:
+    def write_node(self, node: NodeT, inputs: Side, outputs: Side) -> None:
         """Write a node to the new graph; it reads `inputs.refs`."""
 
     @abstractmethod
-    def can_give(self, symbol: Any) -> bool:
+    def is_changeable(self, symbol: Any) -> bool:
         """Return True for a value that the result of a routine can replace: a tensor."""
 
-    def can_replace(self, symbol: Any) -> bool:
+    def is_computable(self, symbol: Any) -> bool:
         """Return True for a value that the replacement of a node can compute."""
-        return self.can_give(symbol)
+        return self.is_changeable(symbol)
 
     @abstractmethod
-    def call(
-        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
+    def write_call(
+        self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Write a Python call of routines, in a slot of `rewriting.add`; return the call's results.
 
@@ -89,7 +89,7 @@ class Rewriter(ABC, Generic[NodeT]):
         """
 
     def inline(
-        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
+        self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Write traceable routines as nodes; return their results.  The arguments are those of `call`.
 
@@ -97,25 +97,25 @@ class Rewriter(ABC, Generic[NodeT]):
         """
         raise NotTraceable("the driver writes no routines into graphs")
 
-    def constant(self, symbol: Any) -> Any:
+    def constant_value(self, symbol: Any) -> Any:
         """Return the value of a constant; None for a value that is computed, or an input of the graph."""
         return None
 
-    def stored(self, constant: Any) -> Value:
+    def store_constant(self, constant: Any) -> Value:
         """Store a constant that a routine returned in the graph."""
         raise NotImplementedError
 
     def complete_insertion(
-        self, place: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
+        self, insertion: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
         """Set the additional fields of a driver's subclass of Insertion; return the insertion.
 
         The base sets none.  symbols: of the values that the insertion returns.  inputs_side, outputs_side:
         sides of the values that it receives and of the values that it returns.
         """
-        return place
+        return insertion
 
-    def follow(self, node: NodeT, inputs: Side, outputs: Side, replaced: bool) -> None:
+    def note_effects(self, node: NodeT, inputs: Side, outputs: Side, replaced: bool) -> None:
         """Record a node's effects; called before routines are inserted after it.
 
         The base has none to record.
@@ -133,17 +133,17 @@ class Rewriter(ABC, Generic[NodeT]):
         """Analyse a node, insert the actions that tools record around it, and rewrite graphs inside it."""
         inputs, outputs = self.sides(node)
         facts = self.facts(node, inputs)
-        plan = self.rewriting.analysis.forward(facts, outputs.values)
+        plan = self.rewriting.analysis.analyse_forward(facts, outputs.values)
         # After the analysis, which sees the graph's own values and not those of routines.
-        inputs.read_replaced_values(self.current)
+        inputs.read_replaced_values(self.current_refs)
         replaced = self.insert_actions(node, plan, inputs, outputs, facts)
         self.redirect_readers(outputs)
         self.rewrite_inner_graphs(node, replaced)
 
     def redirect_readers(self, side: Side) -> None:
         """Make later nodes read the results of routines instead of the replaced values of a side."""
-        for i in side.changed():
-            self.current[side.before[i]] = side.refs[i]
+        for i in side.replaced_positions():
+            self.current_refs[side.original_refs[i]] = side.refs[i]
 
     def insert_actions(
         self, node: NodeT, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts
@@ -152,8 +152,8 @@ class Rewriter(ABC, Generic[NodeT]):
         self.insert_all(plan.before, inputs, facts)
         replaced = plan.replace is not None and self.replace(plan.replace, inputs, outputs, facts)
         if not replaced:
-            self.keep(node, inputs, outputs)
-        self.follow(node, inputs, outputs, replaced)
+            self.write_node(node, inputs, outputs)
+        self.note_effects(node, inputs, outputs, replaced)
         self.insert_all(plan.after, outputs, facts)
         return replaced
 
@@ -162,9 +162,11 @@ class Rewriter(ABC, Generic[NodeT]):
         # Only consecutive ones, so that routines run in the order of tools.
         for _, group in groupby(actions, self.group):
             group_actions = list(group)
-            positions = side.selected([action.select for action in group_actions])
+            positions = side.selected_positions([action.select for action in group_actions])
             # Observers return nothing to the graph, so nothing waits for them.
-            changeable = [] if group_actions[0].observer else side.where(positions, self.can_give)
+            changeable = (
+                [] if group_actions[0].observer else side.positions_where(positions, self.is_changeable)
+            )
             self.insert(group_actions, side, positions, side, changeable, facts)
 
     def group(self, action: Action) -> Hashable:
@@ -174,15 +176,15 @@ class Rewriter(ABC, Generic[NodeT]):
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
         """Insert a routine in the place of a node; return False if it was refused, so that the node stays."""
-        output_positions = outputs.selected([None])
-        if outputs.where(output_positions, self.can_replace) != output_positions:
+        output_positions = outputs.selected_positions([None])
+        if outputs.positions_where(output_positions, self.is_computable) != output_positions:
             self.rewriting.refuse([action], facts, "what the op gives is no tensor")
             return False
         if action.reads:
             self.rewriting.refuse([action], facts, "it reads inputs of other ops")
             return False
         return self.insert(
-            [action], inputs, inputs.selected([action.select]), outputs, output_positions, facts
+            [action], inputs, inputs.selected_positions([action.select]), outputs, output_positions, facts
         )
 
     def insert(
@@ -201,15 +203,20 @@ class Rewriter(ABC, Generic[NodeT]):
         extra_inputs: values of other nodes that the routines receive besides.
         """
         sizes = [input_side.sizes[i] for i in input_positions]
-        inputs = [Value(input_side.refs[i], input_side.symbols[i]) for i in input_side.flat(input_positions)]
+        inputs = [
+            Value(input_side.refs[i], input_side.symbols[i])
+            for i in input_side.flat_positions(input_positions)
+        ]
         inputs += extra_inputs
-        flat_outputs = output_side.flat(output_positions)
+        flat_outputs = output_side.flat_positions(output_positions)
         output_symbols = [output_side.symbols[i] for i in flat_outputs]
-        insertion = self.insertion(actions, facts, input_side.count, input_positions, sizes, output_positions)
+        insertion = self.insertion_type(
+            actions, facts, input_side.count, input_positions, sizes, output_positions
+        )
         # Only on demand: creating the function takes time.
         if actions[0].takes_original and facts.original is not None:
             insertion.original = facts.original()
-        insertion.reads = len(extra_inputs)
+        insertion.extra_input_count = len(extra_inputs)
         results = self._write_insertion(
             self.complete_insertion(insertion, output_symbols, input_side, output_side),
             inputs,
@@ -220,51 +227,51 @@ class Rewriter(ABC, Generic[NodeT]):
             return False
         for i, (ref, symbol) in zip(flat_outputs, results, strict=True):
             # A routine that returns nothing leaves the names as they are; the graph itself runs if all do.
-            self.rewriting.changed |= ref != output_side.refs[i]
+            self.rewriting.has_insertions |= ref != output_side.refs[i]
             output_side.refs[i], output_side.symbols[i] = ref, symbol
         return True
 
     def _write_insertion(
-        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
+        self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value] | None:
         """Write an insertion; return its results, or None where it is refused.
 
         Routines whose inputs are constants are called now, and their results are stored in the graph.  Other
         traceable routines are written as nodes, all others as a call of Python, if Python can run there.
         """
-        actions, rewriting, facts = place.actions, self.rewriting, place.facts
-        trace_obstacle = self.untraced(place)
+        actions, rewriting, facts = insertion.actions, self.rewriting, insertion.facts
+        trace_obstacle = self.reason_not_to_trace(insertion)
         if trace_obstacle is None:
             trace_obstacle = self._volatile_obstacle(actions, facts)
         # In a file an untraced routine may still run now, once, if all its inputs are constants of the file.
-        may_run_once = rewriting.written and not actions[0].observer and not place.takes_run
+        may_run_once = rewriting.is_for_file and not actions[0].observer and not insertion.takes_run
         if trace_obstacle is None or may_run_once:
-            constants = [self.constant(value.symbol) for value in inputs]
+            constants = [self.constant_value(value.symbol) for value in inputs]
             if constants and all(value is not None for value in constants):
-                return self._write_traced(actions, lambda: self._fold_constants(place, inputs, constants))
+                return self._write_traced(actions, lambda: self._fold_constants(insertion, inputs, constants))
         if trace_obstacle is None:
             try:
-                return self._write_traced(actions, lambda: self.inline(place, inputs, outputs, side))
+                return self._write_traced(actions, lambda: self.inline(insertion, inputs, outputs, side))
             except NotTraceable as error:
                 trace_obstacle = str(error)
-        if rewriting.written or not self.calls_python:
+        if rewriting.is_for_file or not self.calls_python:
             # In a body a routine that is not marked traceable was not meant to be traced: then the reason is
             # that Python cannot run there.
-            was_to_be_traced = actions[0].traceable or rewriting.written
+            was_to_be_traced = actions[0].traceable or rewriting.is_for_file
             rewriting.refuse(actions, facts, trace_obstacle if was_to_be_traced else _PYTHON_IN_BODY)
             return None
         if trace_obstacle:  # not "", which stands for a reason that is not reported
-            self.report_python_call(place, trace_obstacle)
-        rewriting.free |= bool(outputs) and self.may_change_shapes(place)
-        rewriting.changed = True
-        return self.call(place, inputs, outputs, side)
+            self.report_python_call(insertion, trace_obstacle)
+        rewriting.may_change_shapes |= bool(outputs) and self.may_change_shapes(insertion)
+        rewriting.has_insertions = True
+        return self.write_call(insertion, inputs, outputs, side)
 
-    def untraced(self, place: Insertion) -> str | None:
+    def reason_not_to_trace(self, insertion: Insertion) -> str | None:
         """Return the reason why routines are called without an attempt to trace; None if tracing is tried.
 
         "" stands for a reason that is not reported.
         """
-        for action in place.actions:
+        for action in insertion.actions:
             if not action.traceable:
                 return "it is not marked @amanda.traceable"
             if action.takes_run:
@@ -273,43 +280,43 @@ class Rewriter(ABC, Generic[NodeT]):
                 return "it takes `original`, which is called"
         return None
 
-    def report_python_call(self, place: Insertion, why: str) -> None:
+    def report_python_call(self, insertion: Insertion, why: str) -> None:
         """Report traceable routines that run as Python calls."""
-        for action in place.actions:
+        for action in insertion.actions:
             if action.traceable:
-                subject = f"traceable {action} of {place.facts.name}"
+                subject = f"traceable {action} of {insertion.facts.name}"
                 self.rewriting.report(subject, f"{why}, so it runs as Python")
 
-    def may_change_shapes(self, place: Insertion) -> bool:
+    def may_change_shapes(self, insertion: Insertion) -> bool:
         """Return True if routines may return other shapes than those of the values in the graph.
 
         Routines may where autodiff goes through the routines, and where they replace an op.
         """
         return (
             self.rewriting.state.autodiff
-            or place.replaces
-            or any(action.differentiable for action in place.actions)
+            or insertion.is_replacement
+            or any(action.differentiable for action in insertion.actions)
         )
 
-    def results(self, place: Insertion, values: Sequence[Any]) -> list[Any]:
+    def run_routines(self, insertion: Insertion, values: Sequence[Any]) -> list[Any]:
         """Return the routines' results for constants, or for symbols that record computations."""
-        return place.run(Execution(self.rewriting.state, self.rewriting.ops, {}), values)
+        return insertion.run(Execution(self.rewriting.state, self.rewriting.ops, {}), values)
 
     def _fold_constants(
-        self, place: Insertion, inputs: Sequence[Value], constants: Sequence[Any]
+        self, insertion: Insertion, inputs: Sequence[Value], constants: Sequence[Any]
     ) -> list[Value]:
         """Call routines once, on constants, and store the results in the graph."""
-        results = self.results(place, constants)
-        self.rewriting.folded += place.actions
+        results = self.run_routines(insertion, constants)
+        self.rewriting.folded_actions += insertion.actions
         # A routine may hand back its input, which the graph has already.
         input_of = {id(constant): value for constant, value in zip(constants, inputs, strict=True)}
-        return [input_of.get(id(result)) or self.stored(result) for result in results]
+        return [input_of.get(id(result)) or self.store_constant(result) for result in results]
 
     def _write_traced(self, actions: Sequence[Action], write: Callable[[], list[Value]]) -> list[Value]:
         """Write routines to the graph, and record the values that they read while they are traced."""
-        with self.rewriting.reads.tracing(actions):
+        with self.rewriting.reads.record_tracing(actions):
             results = write()
-        self.rewriting.traced += [(action, ()) for action in actions]
+        self.rewriting.traced_actions += [(action, ()) for action in actions]
         return results
 
     def _volatile_obstacle(self, actions: Sequence[Action], facts: OpFacts) -> str | None:

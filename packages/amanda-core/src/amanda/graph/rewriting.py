@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from amanda.graph.execution import RoutineTable
-from amanda.graph.reads import History, Reads
+from amanda.graph.reads import Reads, ValueHistory
 from amanda.plan.action import InstrumentationPoint
 from amanda.plan.analysis import OpAnalysis, PendingBackwardPlan
 from amanda.plan.context import OpContext
@@ -27,12 +27,16 @@ class GraphAnalysis:
     """The analysis of the ops of one graph, and of graphs that belong to it, by the tools of a state.
 
     plans: plans of the analysed ops, by op id.
-    closed: whether the tools' scopes are closed, so that backward ops have no plans.
+    scopes_closed: whether the tools' scopes are closed, so that backward ops have no plans.
     history: values that traceable routines have read for earlier copies of the graph; None for no copies.
     """
 
     def __init__(
-        self, state: State, ops: TensorOps, stack: ToolStack | None = None, history: History | None = None
+        self,
+        state: State,
+        ops: TensorOps,
+        stack: ToolStack | None = None,
+        history: ValueHistory | None = None,
     ) -> None:
         # A graph of gradients is analysed by the stack of its forward graph, whatever scopes are open now.
         stack = stack or state.stack
@@ -42,10 +46,10 @@ class GraphAnalysis:
         self.ops = ops
         self.history = history
         self.plans: dict[int, Plan] = {}
-        self.closed = False
+        self.scopes_closed = False
         self._facts: list[OpFacts] = []
 
-    def forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
+    def analyse_forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
         """Run the analysis routines of a forward op; return its plan.  outputs: its symbolic outputs."""
         key = self.stack.plan_key(self.ops, facts.inputs or ())
         analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
@@ -57,7 +61,7 @@ class GraphAnalysis:
         self._facts.append(facts)
         return plan
 
-    def absent(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
+    def add_absent_op(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
         """Register an op that does not run itself although its backward ops do; no forward analysis runs."""
         facts.outputs = list(outputs)
         plan: Plan | None = None
@@ -67,14 +71,17 @@ class GraphAnalysis:
         self.plans[facts.op_id] = plan
         self._facts.append(facts)
 
-    def backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
-        """Analyse a backward op of an analysed op; return its actions.  facts: from `OpFacts.at_backward`."""
+    def analyse_backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
+        """Analyse a backward op of an analysed op; return its actions.
+
+        facts: from `OpFacts.for_backward_op`.
+        """
         backward_id = facts.backward_op_id
         assert backward_id is not None
         actions_by_plan: list[Actions] = []
         pending_plans: list[PendingBackwardPlan] = []
         plan = self.plans.get(facts.op_id)
-        for scope_plan in () if plan is None or self.closed else plan.plans_with_backward:
+        for scope_plan in () if plan is None or self.scopes_closed else plan.plans_with_backward:
             actions = scope_plan.backward.actions.get(backward_id)
             if actions is None:
                 pending_plan = PendingBackwardPlan(facts, scope_plan, scope_plan.stack.backward_tools, False)
@@ -89,7 +96,7 @@ class GraphAnalysis:
         self._facts.append(facts)
         return Actions.merged(actions_by_plan)
 
-    def finish(self, graph: Any = None) -> None:
+    def release_symbols(self, graph: Any = None) -> None:
         """Drop every symbol from the contexts, and bind the plans to the life of the graph."""
         if graph is not None:
             for facts in self._facts:
@@ -100,13 +107,13 @@ class GraphAnalysis:
             facts.read_value, facts.variable_of, facts.read_variables = _identity, _return_none, _return_none
         self._facts.clear()
 
-    def forget(self) -> None:
+    def drop_plans(self) -> None:
         """Drop the plans of this analysis, which an exception has left incomplete."""
         for op_id, plan in self.plans.items():
             for scope_plan in plan.chain:
                 # Routines after the op, and those of other scopes, may be missing in it.
                 scope_plan.stack.forget_plans(op_id)
-        self.finish()
+        self.release_symbols()
 
 
 def _return_none(*_: Any) -> None:
@@ -122,29 +129,31 @@ class Rewriting:
     """One rewrite of a graph, with the graphs that it calls or holds.
 
     analysis: analysis of the ops.  namespace: namespace of the ops.
-    written: True for a graph that is written into a file and runs without Amanda: routines that would have
-    to run as Python are in `refused`.
+    is_for_file: True for a graph that is written into a file and runs without Amanda: routines that would
+    have to run as Python are in `refused`.
     history: values that traceable routines have read for earlier copies.
     table: the routines that are called as Python, by slot.
-    reports: descriptions of uninstrumented parts, with reasons.  changed: True once a routine was inserted.
-    free: True once a routine may have changed the shape of a result of the graph.
-    handed_on: data for graphs that compute gradients of this graph in another run.
-    reads: values that traceable routines read for this copy.  traced: the routines' actions, with the tensors
-    that they hold.  folded: actions whose routines were called once, on constants.
+    reports: descriptions of uninstrumented parts, with reasons.
+    has_insertions: True once a routine was inserted.
+    may_change_shapes: True once a routine may have changed the shape of a result of the graph.
+    gradient_data: data for graphs that compute gradients of this graph in another run.
+    reads: values that traceable routines read for this copy.
+    traced_actions: the actions of these routines, with the tensors that they hold.
+    folded_actions: actions whose routines were called once, on constants.
     """
 
     analysis: GraphAnalysis
     namespace: Namespace
-    written: bool = False
-    history: History = field(default_factory=lambda: History(Reads))
+    is_for_file: bool = False
+    history: ValueHistory = field(default_factory=lambda: ValueHistory(Reads))
     table: RoutineTable = field(default_factory=RoutineTable)
     reports: dict[tuple[str, str], None] = field(default_factory=dict)
     refused: list[tuple[OpFacts, Action, str]] = field(default_factory=list)
-    folded: list[Action] = field(default_factory=list)
-    traced: list[tuple[Action, Sequence[Any]]] = field(default_factory=list)
-    changed: bool = False
-    free: bool = False
-    handed_on: Any = None
+    folded_actions: list[Action] = field(default_factory=list)
+    traced_actions: list[tuple[Action, Sequence[Any]]] = field(default_factory=list)
+    has_insertions: bool = False
+    may_change_shapes: bool = False
+    gradient_data: Any = None
     _volatile_names: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -154,7 +163,7 @@ class Rewriting:
         self.state = self.analysis.state
         self.ops = self.analysis.ops
 
-    def add(self, routines: Any) -> int:
+    def add_slot(self, routines: Any) -> int:
         """Put routines into the table; return their slot."""
         slot = len(self.table)
         self.table[slot] = routines
@@ -173,7 +182,7 @@ class Rewriting:
         """Record that routines do not run at all, and notify their tools."""
         for action in actions:
             self.refused.append((facts, action, why))
-            if not self.written:
+            if not self.is_for_file:
                 self.report(f"{action} of {getattr(facts.op, 'name', facts.op)} ({facts.name})", why)
                 action.tool.refused(action, why)
 
@@ -189,7 +198,7 @@ class Rewriting:
 
     def report_unfollowed(self) -> None:
         """Report values that traceable routines read or set and that the copy does not follow."""
-        for subject, reason in self.reads.unfollowed(self.traced):
+        for subject, reason in self.reads.unfollowed_entries(self.traced_actions):
             self.report(subject, reason)
 
 
@@ -198,7 +207,7 @@ class Side:
 
     A value may be a list of tensors; flat positions count each tensor of a list.
 
-    refs: name of each flat value for its readers.  before: the names before routines replaced values.
+    refs: name of each flat value for its readers.  original_refs: the names before routines replaced values.
     symbols: each flat value as an analysis sees it.  sizes: for each value the length of a list; None for a
     single tensor.  unread: flat positions of values that routines do not receive.
     """
@@ -212,7 +221,7 @@ class Side:
     ) -> None:
         self.refs = list(refs)
         # Two lists, whose differences are the values that readers have to find elsewhere.
-        self.before = list(refs)
+        self.original_refs = list(refs)
         self.symbols = list(symbols)
         self.sizes = list(sizes)
         self.unread = frozenset(unread)
@@ -235,7 +244,7 @@ class Side:
             for first, size in zip(self._firsts, self.sizes, strict=True)
         ]
 
-    def selected(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
+    def selected_positions(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
         """Return the positions of values that routines with these selections receive; None selects all.
 
         Positions beyond the node's values, and values with an unread tensor, are left out.
@@ -253,27 +262,29 @@ class Side:
             }
         return sorted(position for position in positions if self.unread.isdisjoint(self._range(position)))
 
-    def flat(self, positions: Sequence[int]) -> list[int]:
+    def flat_positions(self, positions: Sequence[int]) -> list[int]:
         """Return the flat positions of values."""
         return [i for position in positions for i in self._range(position)]
 
-    def where(self, positions: Sequence[int], holds: Callable[[Any], bool]) -> list[int]:
+    def positions_where(self, positions: Sequence[int], holds: Callable[[Any], bool]) -> list[int]:
         """Return the positions among `positions` where a condition holds for each symbol."""
         return [
             position for position in positions if all(holds(self.symbols[i]) for i in self._range(position))
         ]
 
-    def changed(self) -> list[int]:
+    def replaced_positions(self) -> list[int]:
         """Return the flat positions of replaced values."""
-        return [i for i, (old, new) in enumerate(zip(self.before, self.refs, strict=True)) if old != new]
+        return [
+            i for i, (old, new) in enumerate(zip(self.original_refs, self.refs, strict=True)) if old != new
+        ]
 
-    def read_replaced_values(self, current: Mapping[Any, Any]) -> None:
+    def read_replaced_values(self, current_refs: Mapping[Any, Any]) -> None:
         """Read the results of earlier routines in place of the values that they replaced.
 
-        current: the name of each result, by the name of the replaced value.
+        current_refs: the name of each result, by the name of the replaced value.
         """
-        self.refs = [current.get(ref, ref) for ref in self.refs]
-        self.before = list(self.refs)
+        self.refs = [current_refs.get(ref, ref) for ref in self.refs]
+        self.original_refs = list(self.refs)
 
     def _range(self, position: int) -> range:
         """Return the flat positions of the value at a position."""

@@ -30,8 +30,8 @@ class _ReplacedAttribute(NamedTuple):
     stored: Any
 
 
-class Attributes:
-    """Attributes of a framework that are set for a while, and other changes that are undone with them."""
+class Patches:
+    """Changes to a framework for a while: attributes that are set, stubs, and steps that undo others."""
 
     def __init__(self) -> None:
         self._replaced_attributes: list[_ReplacedAttribute] = []
@@ -43,7 +43,7 @@ class Attributes:
 
         Where the program has wrapped an earlier stand-in, in a scope that is closed, that one serves again.
         """
-        if self.serves_again(holder, name):
+        if self.wraps_earlier_stand_in(holder, name):
             return
         # Not `getattr`: an inherited attribute is deleted at the end, not set.
         before = vars(holder).get(name, _MISSING)
@@ -73,14 +73,14 @@ class Attributes:
                 if id(value) in stand_in_of:
                     self.set(holder, name, stand_in_of[id(value)])
 
-    def place(self, sites: Iterable[Site]) -> None:
+    def place_stubs(self, sites: Iterable[Site]) -> None:
         """Place the native stubs of sites until `restore`.  sites: the same at each iteration."""
         # Recorded first, since an interrupt may come between placing and recording.
         self._placed_sites.append(sites)
         for site in sites:
             site.place()
 
-    def enclose(
+    def track_module_calls(
         self,
         kind: type,
         place: Callable[[Any, Any], tuple[int, bool]] | None = None,
@@ -106,7 +106,7 @@ class Attributes:
         call = vars(kind)["__call__"]
         self.set(kind, "__call__", Enclosure(call) if place is None else Enclosure(call, place))
 
-    def follow_subclasses(self, base: Any, change: Callable[[type], object]) -> None:
+    def on_new_subclass(self, base: Any, change: Callable[[type], object]) -> None:
         """Call `change` with each subclass, at any depth, that a program makes of a class until `restore`."""
         hook: Any = vars(base).get("__init_subclass__")
 
@@ -131,7 +131,7 @@ class Attributes:
         self._undo_steps.append(step)
 
     @staticmethod
-    def serves_again(holder: Any, name: str) -> bool:
+    def wraps_earlier_stand_in(holder: Any, name: str) -> bool:
         """Return True if the attribute is a function of the program around a stand-in of an earlier scope."""
         return _leads_to(vars(holder).get(name), _outlived_stand_ins.get((holder, name)))
 
@@ -243,7 +243,7 @@ def type_as_path(module: Any) -> str:
 
 
 def place_by_path(path_within: Callable[[Any, Any], str]) -> Callable[[Any, Any], tuple[int, bool]]:
-    """Return the `place` of `Attributes.enclose` for modules that are told apart by their paths.
+    """Return the `place` of `Patches.track_module_calls` for modules that are told apart by their paths.
 
     path_within: returns the path of the second module in the first, or `type_as_path` of the second.
     """

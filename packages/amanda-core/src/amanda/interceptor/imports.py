@@ -23,7 +23,7 @@ def is_imported(name: str) -> bool:
     return name in sys.modules and (not _is_body_running(name) or name in _watch.finished_here)
 
 
-def lacking(names: Iterable[str]) -> list[str]:
+def missing_names(names: Iterable[str]) -> list[str]:
     """Import the modules of some names; return the names that do not exist.
 
     names: module and path of attributes: "package.module:Class.method".
@@ -31,7 +31,7 @@ def lacking(names: Iterable[str]) -> list[str]:
     return [name for name in names if not _can_be_imported(name)]
 
 
-def late_names(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+def lazy_getattr(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package, which imports a name from its module at the first use.
 
     package: its `__name__`.  homes: the module of each name, below the package.

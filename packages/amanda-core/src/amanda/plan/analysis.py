@@ -217,7 +217,7 @@ class OpAnalysis:
     def __init__(self, facts: OpFacts, ops: TensorOps, stack: ToolStack, key: Hashable, cache: bool) -> None:
         """key: the key of the plan in `stack`.  cache: whether plans are stored, and shared by threads."""
         self.facts = facts
-        self._reading = ops.reading
+        self._reading = ops.without_overrides
         self.pending: list[tuple[Hashable, PendingPlan[Plan]]] = []
         plan: Plan | None = None
         # Whether shapes are a part of a key is decided for each op where calls are eager, and for all ops

@@ -150,14 +150,14 @@ class OpContext(dict[str, Any]):
 
         In eager mode the shapes of the inputs say that: see `get_input_shapes`.
         """
-        return sample_count(self.get_input_shapes()) if self.is_eager() else self._facts.samples
+        return sample_count(self.get_input_shapes()) if self.is_eager() else self._facts.sample_count
 
     def get_outputs(self) -> list[Any] | None:
         """Return the op's outputs.
 
         Raises AmandaError in an analysis routine that is registered for points before the op alone.
         """
-        if self._facts.outputs is None and not self._facts.dropped:
+        if self._facts.outputs is None and not self._facts.has_dropped_values:
             if self.is_forward():
                 self._check_point("get_outputs", is_backward=False, is_after=True)
             return None
@@ -234,7 +234,7 @@ class OpContext(dict[str, Any]):
         For a layer of Keras these are the path of the layers' names and its endings: "model/block/dense",
         "block/dense" and "dense".
         """
-        return tuple(dict.fromkeys((self._facts.scope, *self._facts.aliases)))
+        return tuple(dict.fromkeys((self._facts.scope, *self._facts.scope_aliases)))
 
     def get_source(self) -> str:
         """Return the user's "file:line" that leads to the op."""
@@ -259,7 +259,7 @@ class OpContext(dict[str, Any]):
 
         TensorFlow's eager mode gives an op the tensor that a variable held; PyTorch gives the parameter.
         """
-        return tuple(self._facts.parameters)
+        return tuple(self._facts.variable_positions)
 
     def get_computation(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on other inputs, as many as `get_inputs` gives, in their order.

@@ -41,7 +41,8 @@ class OpFacts:
     scope: path of the module that calls the op, within the outermost module, as a user writes it.
     source: "file:line" of the user's call, which the core sets for eager ops.
     op_type: the framework's own name for what the op computes; "" for the name of `op`.
-    parameters: positions of the inputs that were read from a variable, where the values do not show it.
+    variable_positions: positions of the inputs that were read from a variable, where the values do not
+    show it.
     read_value: returns the present value of an input, where the input is a symbol.
     graph: an object that the ops of one graph share; None where there is no graph.
     read_variables: returns names of the variables that an op of a graph reads, the same names in each graph.
@@ -50,11 +51,12 @@ class OpFacts:
     path_of: returns the path of such a variable in the model.
     part_of: names the part of a variable that a value is, "" for all of it.
     device_of: names the device of a value, "" where the device is unknown.
-    aliases: other paths of the module of `scope`.  input_shapes: shapes of the inputs of an eager op.
+    scope_aliases: other paths of the module of `scope`.  input_shapes: shapes of the inputs of an eager op.
     reads_shapes: whether an analysis routine has read the shapes.
-    samples: number of samples that an execution computes at once, of an op of a graph within a vmap.
+    sample_count: number of samples that an execution computes at once, of an op of a graph within a vmap.
     compute: runs an eager op on other inputs; None where nothing can.
-    replaceable: whether a tool may replace the backward op.  dropped: whether the values were dropped.
+    is_replaceable: whether a tool may replace the backward op.
+    has_dropped_values: whether the values were dropped.
     """
 
     op: Any
@@ -70,11 +72,11 @@ class OpFacts:
     backward_op_id: int | None = None
     grad_outputs: list[Any] | None = None
     grad_inputs: list[Any] | None = None
-    replaceable: bool = True
-    dropped: bool = False
+    is_replaceable: bool = True
+    has_dropped_values: bool = False
     read_value: Callable[[Any], Any] = field(default=lambda value: value)
     op_type: str = ""
-    parameters: Sequence[int] = ()
+    variable_positions: Sequence[int] = ()
     graph: Hashable = None
     read_variables: Callable[[], Hashable] = field(default=lambda: None)
     original: Callable[[], Callable[[Sequence[Any]], Any]] | None = None
@@ -84,16 +86,16 @@ class OpFacts:
     device_of: Callable[[Any], str] = field(default=lambda value: "")
     compute: Callable[[Sequence[Any]], Any] | None = None
     backward_order: int = 0
-    aliases: Sequence[str] = ()
+    scope_aliases: Sequence[str] = ()
     input_shapes: Sequence[Any] = ()
     reads_shapes: bool = False
-    samples: int = 1
+    sample_count: int = 1
 
     def drop_values(self) -> None:
         """Drop every tensor, so that a context that lives on keeps no tensor alive."""
         self.inputs = self.outputs = self.grad_outputs = self.grad_inputs = self.attributes = None
         self.original = None
-        self.dropped = True
+        self.has_dropped_values = True
 
     def first_variable_path(self) -> str | None:
         """Return the first path in the model of a variable that the op reads; None where none has a path."""
@@ -114,19 +116,19 @@ class OpFacts:
         # The tables of native code take 0 for "no op".
         return mix(mix(self.op_id, _digest_of(name)), place) or 1
 
-    def at_backward(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
+    def for_backward_op(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
         """Return facts of a backward op of this op: those of the op, without gradients.
 
         order: 1 for a backward op of the op, 2 for a backward op of that.
         """
         facts = OpFacts(*_fields_of(self))  # takes a fifth of the time of `dataclasses.replace`
         facts.backward_op, facts.backward_op_id, facts.backward_order = op, op_id, order
-        facts.replaceable = replaceable
+        facts.is_replaceable = replaceable
         facts.grad_outputs = facts.grad_inputs = facts.original = None
-        facts.dropped = False
+        facts.has_dropped_values = False
         return facts
 
-    def explain(self, error: ErrorT, action: Action) -> ErrorT:
+    def annotate_error(self, error: ErrorT, action: Action) -> ErrorT:
         """Add a note to an error with the op and the tool's routine that raised it; return the error."""
         add_note(error, error_note(self, action.tool, str(action)))
         return error
@@ -253,7 +255,7 @@ def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded:
 
     recorded: the actions so far at the op.
     """
-    if kind.is_backward and not facts.replaceable:
+    if kind.is_backward and not facts.is_replaceable:
         raise ActionError(
             f"{facts.name} cannot be replaced; change its gradient with insert_before_backward_op"
         )

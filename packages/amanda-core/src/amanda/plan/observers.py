@@ -118,9 +118,9 @@ class Observed:
         """Return the dict that routines of this execution share: the argument `run`."""
         return self._run_of(self._place)
 
-    def explain(self, error: BaseException) -> None:
+    def annotate_error(self, error: BaseException) -> None:
         """Add a note to an exception with the op and the observer."""
-        self._place.facts.explain(error, self._place.action)
+        self._place.facts.annotate_error(error, self._place.action)
 
 
 class Executions(Sequence[Observed]):
@@ -206,7 +206,7 @@ class Executions(Sequence[Observed]):
             # A routine that did not iterate has no current execution: the first and the last show its range.
             indices = (0, -1) if self._current_index is None else (self._current_index,)
             for i in indices:
-                self[i].explain(error)
+                self[i].annotate_error(error)
             raise
 
 

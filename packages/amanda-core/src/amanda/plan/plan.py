@@ -105,17 +105,17 @@ class Actions:
 class BackwardRecord:
     """The analysed backward ops of a plan's op.
 
-    An op's backward ops depend on which of its inputs need a gradient (`needs_grad`, as `EagerOps.gradients`
+    An op's backward ops depend on which of its inputs need a gradient (`needs_grad`, as `EagerOps.needs_grad`
     returns it), so records of all its backward ops are kept for each such answer.
 
     actions: actions of the plan's scope, by the id of the backward op.
     partial_records: actions by analysis routine, for backward ops that only some of the tools have analysed.
     analysed_for: each `needs_grad` for which every backward op has been analysed.
     inactive_for: each `needs_grad` for which no tool acts at any backward op.
-    native_steps: actions of all scopes in native form, by the type and the place of a backward op.
+    native_hooks: actions of all scopes in native form, by the type and the place of a backward op.
     """
 
-    __slots__ = ("actions", "analysed_for", "inactive_for", "native_steps", "partial_records")
+    __slots__ = ("actions", "analysed_for", "inactive_for", "native_hooks", "partial_records")
 
     def __init__(self) -> None:
         self.actions: dict[int, Actions] = {}
@@ -130,7 +130,7 @@ class BackwardRecord:
         self.analysed_for: set[Hashable] = set()
         # None stands for an execution of which autodiff records nothing, so no backward op will come.
         self.inactive_for: set[Hashable] = {None}
-        self.native_steps: dict[Hashable, Any] = {}
+        self.native_hooks: dict[Hashable, Any] = {}
 
 
 # Most tools have no routines for backward ops, and a program has thousands of plans.

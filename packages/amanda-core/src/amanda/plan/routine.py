@@ -40,27 +40,27 @@ def run_routine(
     shapes: shapes of the execution, for a routine that takes shapes.
     copy_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
     """
-    if ops.has_symbols and returned is NOT_CALLED:
-        future_values = ops.run_later(action, values, facts, run, autodiff, shapes)
+    if ops.has_symbolic_tensors and returned is NOT_CALLED:
+        future_values = ops.trace_routine(action, values, facts, run, autodiff, shapes)
         if future_values is not None:
             return future_values
     select = action.select
     isolated = not (action.differentiable or autodiff)
     selection: Sequence[Any] = values
     try:
-        selection = values if select is None else picked_by(action, values, facts)
+        selection = values if select is None else selected_values(action, values, facts)
         positions = range(len(values)) if select is None else select
         if returned is NOT_CALLED:
             is_written = [i in mutable for i in positions] if mutable else ()
             arguments = _routine_arguments(ops, action, selection, is_written, isolated)
             results = _call_routine(ops, action, selection, arguments, run, isolated, shapes)
         else:
-            results = matched(action, returned, selection)
+            results = match_results(action, returned, selection)
         if results is None:
             return values
         return _put_results_in_place(ops, values, positions, results, isolated, mutable, copy_saved)
     except BaseException as error:
-        error_instead = failed(error, action, values, selection, facts)
+        error_instead = annotate_failure(error, action, values, selection, facts)
         if error_instead is not None:
             raise error_instead from error
         raise
@@ -96,7 +96,7 @@ def _put_results_in_place(
     return new_values
 
 
-def failed(
+def annotate_failure(
     error: BaseException, action: Action, values: Sequence[Any], selection: Sequence[Any], facts: OpFacts
 ) -> BaseException | None:
     """Add a note with the op to a routine's exception; return an exception to raise instead, or None.
@@ -132,7 +132,7 @@ def run_replacement(
     targets: positions of the user's tensors that the op would have written and returned.
     original: computes the op.  reads: values that the routine reads of other ops.
     """
-    if ops.has_symbols:
+    if ops.has_symbolic_tensors:
         ops.note_replacement(action, facts)
     # Copies: what the replacement returns is written into the user's tensors below, and must not be mixed
     # with what it wrote into them itself.
@@ -147,7 +147,7 @@ def run_replacement(
             )
             kwargs = {**kwargs, **arguments_by_name}
         else:
-            arguments = inputs if action.select is None else picked_by(action, inputs, facts)
+            arguments = inputs if action.select is None else selected_values(action, inputs, facts)
         with action.tool._amanda.lock:
             result = _call_replacement(ops, action, arguments, kwargs, inputs, facts.names)
         if not targets or result is NotImplemented:
@@ -205,7 +205,7 @@ def _call_replacement(
 ) -> Any:
     """Call a replacement; raise an error that lists the op's values if its signature does not fit."""
     try:
-        return ops.call(action.func, arguments, kwargs)
+        return ops.call_in_autodiff(action.func, arguments, kwargs)
     except TypeError as error:
         signature_failure = signature_error(action, values, names, arguments, kwargs)
         if signature_failure is None:
@@ -221,7 +221,7 @@ def _accept_positional_inputs(op: Callable[[Sequence[Any]], Any]) -> Callable[..
     return lambda *inputs: op(list(inputs))
 
 
-def picked_by(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any]:
+def selected_values(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any]:
     """Return the values that a routine selects; raise RoutineError where the op has fewer values."""
     assert action.select is not None
     try:
@@ -242,7 +242,7 @@ def _routine_arguments(
     is_written: for each value, whether the op writes it; empty where the op writes none.
     """
     if isolated:
-        return [ops.storable(value) for value in selection] if action.takes_run else selection
+        return [ops.detach_value(value) for value in selection] if action.takes_run else selection
     if any(is_written):
         return [
             _copy_tensors(ops, value) if written else value
@@ -271,9 +271,9 @@ def _call_routine(
     with action.tool._amanda.lock:
         versions = ops.versions(arguments) if isolated or arguments is not selection else []
         if not isolated:
-            result = ops.call(action.func, arguments, kwargs)
+            result = ops.call_in_autodiff(action.func, arguments, kwargs)
         else:
-            call = ops.call_observer if action.observer else ops.call_isolated
+            call = ops.call_observer if action.observer else ops.call_without_autodiff
             result = call(action.func, arguments, kwargs)
             # A changed version is the only trace of a write: tensors may be written through any of their
             # views.
@@ -281,7 +281,7 @@ def _call_routine(
                 index = next(i for i, value in enumerate(arguments) if ops.version(value) != versions[i])
                 raise mutation_error(action, index)
     if arguments is selection:
-        return matched(action, result, selection)
+        return match_results(action, result, selection)
     return _restore_unwritten(ops, action, result, selection, arguments, versions)
 
 
@@ -308,7 +308,7 @@ def _restore_unwritten(
         if len(original_of_unwritten) == len(arguments):
             return None
         result = arguments  # some of them written
-    results = matched(action, result, selection) or ()
+    results = match_results(action, result, selection) or ()
     return [original_of_unwritten.get(id(value), value) for value in results]
 
 
@@ -322,24 +322,24 @@ def mutation_error(action: Action, index: int) -> MutationError:
 
 def _copy_tensors(ops: TensorOps, value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return [ops.copied(tensor) for tensor in value]
-    return ops.copied(value)
+        return [ops.differentiable_copy(tensor) for tensor in value]
+    return ops.differentiable_copy(value)
 
 
-def matched(action: Action, result: Any, picked: Sequence[Any]) -> Sequence[Any] | None:
+def match_results(action: Action, result: Any, arguments: Sequence[Any]) -> Sequence[Any] | None:
     """Return the routine's result as a sequence with one value for each argument; None for no change.
 
     For one argument the result may be the value itself, or a sequence of it.
-    picked: the values that the routine selects.  Raises RoutineError for another number of values.
+    arguments: the values that the routine selects.  Raises RoutineError for another number of values.
     """
     if result is None:
         return None
-    if len(picked) == 1:
-        return _result_in_sequence(action, result, picked[0])
-    if isinstance(result, (list, tuple)) and len(result) == len(picked):
+    if len(arguments) == 1:
+        return _result_in_sequence(action, result, arguments[0])
+    if isinstance(result, (list, tuple)) and len(result) == len(arguments):
         return result
     count = len(result) if isinstance(result, (list, tuple)) else 1
-    raise _wrong_count_error(action, count, len(picked))
+    raise _wrong_count_error(action, count, len(arguments))
 
 
 def _result_in_sequence(action: Action, result: Any, argument: Any) -> Sequence[Any]:

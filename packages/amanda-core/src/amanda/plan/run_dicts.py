@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from amanda import interceptor
-from amanda.plan.routine import matched
+from amanda.plan.routine import match_results
 from amanda.plan.tensors import spread
 
 if TYPE_CHECKING:
@@ -117,11 +117,12 @@ class RecordedRunDicts(RunDicts):
         """
         # Read at each execution: one plan serves executions inside and outside of checkpoints.
         state = interceptor.ACTIVATION.get().state
-        run: dict[str, Any] = {} if state.recall is None else state.recall.next_dict(self._op_id)
-        if state.records:
+        executions = state.recomputed_executions
+        run: dict[str, Any] = {} if executions is None else executions.next_dict(self._op_id)
+        if state.checkpoint_records:
             execution = _RecordedExecution(self._ops, run)
             # Checkpoints may be nested, and each of them may be computed again by itself.
-            for record in state.records:
+            for record in state.checkpoint_records:
                 record.add(self._op_id, execution)
         return run
 
@@ -159,12 +160,12 @@ class RunRecord:
             for execution in executions:
                 execution.drop_tensors()
 
-    def recall(self) -> Recall:
+    def recomputed_executions(self) -> RecomputedExecutions:
         """Return the executions in the order in which a recomputation repeats them."""
-        return Recall(self._executions)
+        return RecomputedExecutions(self._executions)
 
 
-class Recall:
+class RecomputedExecutions:
     """The executions of a record, as a recomputation comes to them."""
 
     __slots__ = ("_counts", "_executions")
@@ -196,7 +197,7 @@ def _with_run_dict(
     def routine(*values: Any, **kwargs: Any) -> Any:
         """Call the action's routine; return its result, with detached arguments turned back into values."""
         run = current_dict()
-        arguments = [ops.storable(value) for value in values] if isolated else values
+        arguments = [ops.detach_value(value) for value in values] if isolated else values
         result = func(*arguments, run=run, **kwargs)
         if end is not None:
             end()
@@ -205,6 +206,9 @@ def _with_run_dict(
         # The routine received detached values: what it hands back unchanged has to be the original, with its
         # graph.
         original_of = {id(argument): value for argument, value in zip(arguments, values, strict=True)}
-        return [original_of.get(id(argument), argument) for argument in matched(action, result, values) or ()]
+        return [
+            original_of.get(id(argument), argument)
+            for argument in match_results(action, result, values) or ()
+        ]
 
     return routine

@@ -27,26 +27,26 @@ Tangents = tuple[tuple[tuple[int, ...], Batches], ...]
 class TensorOps(ABC):
     """Primitives of a framework's tensors, which a driver implements.
 
-    has_symbols: whether calls may be traced into a program, where tensors stand for values to come.
+    has_symbolic_tensors: whether calls may be traced into a program, where tensors stand for values to come.
     """
 
     # A class attribute, since it is asked at each routine of each execution.
-    has_symbols: ClassVar[bool] = False
+    has_symbolic_tensors: ClassVar[bool] = False
 
-    def run_later(
+    def trace_routine(
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine into the program that is traced; return the values with the routine's future results.
 
-        None where the routine has to be called now.  Called only for a driver that `has_symbols`.
+        None where the routine has to be called now.  Called only for a driver that `has_symbolic_tensors`.
         """
         return None
 
     def note_replacement(self, action: Action, facts: OpFacts) -> None:  # noqa: B027 - most have nothing to do
         """Record that a replacement runs now, perhaps in a program that is traced.
 
-        Called only for a driver that `has_symbols`.
+        Called only for a driver that `has_symbolic_tensors`.
         """
 
     @abstractmethod
@@ -66,7 +66,7 @@ class TensorOps(ABC):
         """Return the shape of each input: a tuple for a tensor, a tuple of shapes for a list, else None."""
 
     @abstractmethod
-    def isolated(self) -> AbstractContextManager[Any]:
+    def without_autodiff(self) -> AbstractContextManager[Any]:
         """Return a context in which autodiff records nothing."""
 
     @abstractmethod
@@ -78,13 +78,13 @@ class TensorOps(ABC):
         """Return the version of each value."""
         return [self.version(value) for value in values]
 
-    def call_isolated(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_without_autodiff(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine where autodiff records nothing."""
-        with self.isolated():
+        with self.without_autodiff():
             return func(*values, **kwargs)
 
     # False is always right: then the routine's value is used instead of the equal original.
-    def same(self, first: Any, second: Any) -> bool:
+    def have_equal_bits(self, first: Any, second: Any) -> bool:
         """Return True if two tensors certainly have the same class, dtype, shape and bits.
 
         Returns False unless a driver overrides it.
@@ -93,13 +93,13 @@ class TensorOps(ABC):
 
     def call_observer(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that changes no value, with the overrides of tensor subclasses switched off."""
-        return self.call_isolated(func, values, kwargs)
+        return self.call_without_autodiff(func, values, kwargs)
 
-    def call(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_in_autodiff(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine that computes for the program, such as a replacement."""
         return func(*values, **kwargs)
 
-    def reading(self) -> AbstractContextManager[Any]:
+    def without_overrides(self) -> AbstractContextManager[Any]:
         """Return a context in which tools read tensors without modes and overrides of tensor subclasses."""
         return nullcontext()
 
@@ -116,11 +116,11 @@ class TensorOps(ABC):
         """Copy a value into the user's tensor; where isolated, the gradient passes straight through."""
 
     @abstractmethod
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """Return a value that can be stored: the same contents, detached from the graph of autodiff."""
 
     @abstractmethod
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return a differentiable copy of a tensor."""
 
 
@@ -143,10 +143,10 @@ def complex_error(dtype: Any, original: Any) -> RoutineError:
     return dtype_error(dtype, original, "it may not turn real into complex or back")
 
 
-class UnwrittenTensors(TensorOps):
+class ImmutableTensorOps(TensorOps):
     """Primitives of immutable tensors that belong to no graph of autodiff."""
 
-    def isolated(self) -> AbstractContextManager[Any]:
+    def without_autodiff(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing."""
         return nullcontext()
 
@@ -158,11 +158,11 @@ class UnwrittenTensors(TensorOps):
         """Raise RoutineError."""
         raise RoutineError(f"a {type(target).__name__} cannot be written into; return another value instead")
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """Return the value."""
         return value
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return the value."""
         return value
 

@@ -119,7 +119,7 @@ def _check_attachment() -> Iterator[Diagnosis]:
     try:
         # The surest test: what a user's first scope would do.
         with apply(Tool()) as scope:
-            slowdowns = {driver.framework: driver.slowdown() for driver in attachment.attached}
+            slowdowns = {driver.framework: driver.missing_native_support() for driver in attachment.attached}
             verdicts = {driver: self_test(driver) for driver in attachment.attached}
     finally:
         logging.getLogger("amanda").removeHandler(silence)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from amanda.errors import DriverError
 from amanda.plan.context import OpContext
 from amanda.plugins.requirements import release_numbers
-from amanda.scope.driver import Driver, Exercise, framework_version
+from amanda.scope.driver import Driver, SelfTestProgram, framework_version
 from amanda.tool import Tool, apply
 
 _FORWARD = ("its op", "a routine before it", "a routine after it")
@@ -40,28 +40,28 @@ def version_note(driver: Driver) -> str:
 
 
 def self_test(driver: Driver) -> Verdict:
-    """Run an attached driver's exercise: bare, under a tool that looks, under one that doubles the result."""
-    exercise = driver.exercise()
-    if exercise is None:
-        return Verdict(driver.looked_up(), "")
+    """Run an attached driver's program: bare, under a tool that looks, under one that doubles the result."""
+    program = driver.self_test_program()
+    if program is None:
+        return Verdict(driver.private_name_count(), "")
     # In an empty context no scope of the program is in force: its tools see nothing of the test.
-    passed, failure = Context().run(_run_exercise, exercise)
-    return Verdict(driver.looked_up() + passed, failure)
+    passed, failure = Context().run(_run_under_tools, program)
+    return Verdict(driver.private_name_count() + passed, failure)
 
 
-def _run_exercise(exercise: Exercise) -> tuple[int, str]:
-    """Run an exercise under tools; return the number of checks that passed, and the first failure."""
-    expected_events = _FORWARD + _BACKWARD if exercise.backward_op_type else _FORWARD
+def _run_under_tools(program: SelfTestProgram) -> tuple[int, str]:
+    """Run a program under tools; return the number of checks that passed, and the first failure."""
+    expected_events = _FORWARD + _BACKWARD if program.backward_op_type else _FORWARD
     try:
-        bare_result = list(exercise.run())
-        witness = _Witness(exercise, factor=1)
+        bare_result = list(program.run())
+        witness = _Witness(program, factor=1)
         with apply(witness):
-            watched_result = list(exercise.run())
-        with apply(_Witness(exercise, factor=2)):
-            doubled_result = list(exercise.run())
+            watched_result = list(program.run())
+        with apply(_Witness(program, factor=2)):
+            doubled_result = list(program.run())
     except Exception as error:
-        return 0, f"{exercise.op_type} raises {error!r}"
-    op = exercise.op_type
+        return 0, f"{program.op_type} raises {error!r}"
+    op = program.op_type
     unseen_events = [event for event in expected_events if event not in witness.events]
     if unseen_events:
         return 0, f"of {op} tools did not see {', '.join(unseen_events)}"
@@ -73,24 +73,24 @@ def _run_exercise(exercise: Exercise) -> tuple[int, str]:
 
 
 class _Witness(Tool):
-    """Records what happens at the op of an exercise, and multiplies its result by a factor."""
+    """Records what happens at the op of a program, and multiplies its result by a factor."""
 
-    def __init__(self, exercise: Exercise, factor: int) -> None:
-        self.exercise, self.factor = exercise, factor
+    def __init__(self, program: SelfTestProgram, factor: int) -> None:
+        self.program, self.factor = program, factor
         self.events: set[str] = set()
         self.add_inst_for_op(self.analyse)
         self.add_inst_for_op(self.analyse_backward, backward=True)
 
     def analyse(self, context: OpContext) -> None:
         """Insert a routine before and after the op."""
-        if context.get_op_type() == self.exercise.op_type:
+        if context.get_op_type() == self.program.op_type:
             self.events.add(_FORWARD[0])
             context.insert_before_op(self.before)
             context.insert_after_op(self.after)
 
     def analyse_backward(self, context: OpContext) -> None:
         """Insert a routine before the backward op."""
-        if context.get_forward_op_type() == self.exercise.backward_op_type:
+        if context.get_forward_op_type() == self.program.backward_op_type:
             self.events.add(_BACKWARD[0])
             context.insert_before_backward_op(self.before_backward)
 

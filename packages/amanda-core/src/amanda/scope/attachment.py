@@ -112,7 +112,7 @@ class Attachment:
                 try:
                     for driver in self._attached:
                         # Before anything is detached: to finish may take ops that are seen.
-                        driver.closing(scope.report)
+                        driver.before_detach(scope.report)
                 finally:
                     self._detach_all()
 
@@ -139,7 +139,7 @@ class Attachment:
         """Return the process's one instance of a driver class."""
         if kind not in self._drivers:
             driver = kind()
-            driver.introduce()
+            driver.register_framework()
             self._drivers[kind] = driver
         return self._drivers[kind]
 
@@ -159,8 +159,8 @@ class Attachment:
                 driver.check_private_names()
                 driver.attach()
                 # Switches of tools are frequent, and most drivers have nothing to follow.
-                if kind.switched is not Driver.switched:
-                    when_switched.append(driver.switched)
+                if kind.on_state_change is not Driver.on_state_change:
+                    when_switched.append(driver.on_state_change)
                 self._try_on_untested_version(driver)
             except BaseException as error:
                 if driver is not None:
@@ -191,8 +191,8 @@ class Attachment:
 
     def _detach(self, driver: Driver) -> None:
         """Detach a driver, and forget it only then: after an interrupt the next closing begins here again."""
-        if driver.switched in when_switched:
-            when_switched.remove(driver.switched)
+        if driver.on_state_change in when_switched:
+            when_switched.remove(driver.on_state_change)
         driver.detach()
         self._attached.remove(driver)
 

@@ -14,8 +14,8 @@ from typing import ClassVar, NamedTuple
 
 from amanda.errors import DriverError
 from amanda.interceptor import codes
-from amanda.interceptor.attributes import Attributes
-from amanda.interceptor.imports import lacking
+from amanda.interceptor.attributes import Patches
+from amanda.interceptor.imports import missing_names
 from amanda.interceptor.opid import FRAMEWORK
 from amanda.namespace import Namespace
 from amanda.scope.report import Report
@@ -37,7 +37,7 @@ def framework_version(name: str) -> str:
     return str(version or "")
 
 
-class Exercise(NamedTuple):
+class SelfTestProgram(NamedTuple):
     """A small program by which a driver shows that it serves the version of its framework that runs.
 
     run: executes one op, and its backward op where the mode has any; returns the op's result, then the
@@ -57,7 +57,7 @@ class Driver(ABC):
     packages: import names of other packages whose code is the framework's too.
     modes: what the driver serves, e.g. ("eager",).
     newest_tested: newest release of the framework that the driver's tests ran on, e.g. "2.15"; "" if unknown.
-    tag: name of the framework in namespaces; "" for the last part of its import name.
+    namespace_tag: name of the framework in namespaces; "" for the last part of its import name.
     private_names: undocumented names of the framework without which nothing is instrumented, as
     "package.module:Class.method"; looked up before `attach`.
     """
@@ -67,7 +67,7 @@ class Driver(ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     modes: ClassVar[tuple[str, ...]]
     newest_tested: ClassVar[str] = ""
-    tag: ClassVar[str] = ""
+    namespace_tag: ClassVar[str] = ""
     private_names: ClassVar[Sequence[str]] = ()
 
     @cached_property
@@ -75,14 +75,16 @@ class Driver(ABC):
         """Return the tags of the ops that this driver brings: framework, its version, and the first mode."""
         version = framework_version(self.framework) or "0"
         # Without a suffix such as "+cu128": a rule for a version holds for all its builds.
-        return Namespace(f"{self.tag or self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}")
+        return Namespace(
+            f"{self.namespace_tag or self._short_name}/{re.split('[+-]', version)[0]}/{self.modes[0]}"
+        )
 
     @cached_property
-    def attributes(self) -> Attributes:
-        """Return the attributes of the framework that this driver has set, until `detach`."""
-        return Attributes()
+    def patches(self) -> Patches:
+        """Return the changes that this driver makes to the framework, which `detach` undoes."""
+        return Patches()
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Mark the code that is not the user's; called once, before the first `attach`.
 
         That is the code of the framework's packages, and of the driver's own below `amanda.drivers`.
@@ -95,9 +97,9 @@ class Driver(ABC):
             if kind.__module__.startswith(_DRIVERS):
                 package = _DRIVERS + kind.__module__.removeprefix(_DRIVERS).partition(".")[0]
                 for root in _code_locations(package):
-                    self.skip(root)
+                    self.skip_code(root)
 
-    def skip(self, *code: str | CodeType) -> None:
+    def skip_code(self, *code: str | CodeType) -> None:
         """Leave code out of the places of ops: a file, a folder with a slash at its end, or a code object."""
         for place in code:
             codes.skip(place)
@@ -110,13 +112,13 @@ class Driver(ABC):
     def attach(self) -> None:
         """Start to intercept; called when the first scope of the process opens."""
 
-    def switched(self) -> None:  # noqa: B027 - few frameworks cache what they trace
+    def on_state_change(self) -> None:  # noqa: B027 - few frameworks cache what they trace
         """Follow the state that has been put in force on the calling thread; called while attached.
 
         Does nothing unless a driver overrides it.
         """
 
-    def closing(self, report: Report) -> None:  # noqa: B027 - few drivers have something to finish
+    def before_detach(self, report: Report) -> None:  # noqa: B027 - few drivers have something to finish
         """Finish what tools have begun, as the last scope closes; called before `detach`.
 
         Does nothing unless a driver overrides it.
@@ -124,20 +126,20 @@ class Driver(ABC):
 
     def detach(self) -> None:
         """Leave the framework as it was found; called after the last scope has closed."""
-        self.attributes.restore()
+        self.patches.restore()
 
-    def slowdown(self) -> str:
+    def missing_native_support(self) -> str:
         """Say what native code lacks to read this build of the framework; "" where it lacks nothing."""
         return ""
 
-    def exercise(self) -> Exercise | None:
+    def self_test_program(self) -> SelfTestProgram | None:
         """Return a small program for the self-test, which runs on newer versions and in `amanda doctor`.
 
         None, as unless a driver overrides it, leaves the self-test out. Called while attached.
         """
         return None
 
-    def looked_up(self) -> int:
+    def private_name_count(self) -> int:
         """Return the number of undocumented names of the framework that the driver has found."""
         return len(self.private_names)
 
@@ -156,7 +158,7 @@ def check_private_names(names: Iterable[str], subject: str, framework: str, newe
         framework: Import name of the framework.
         newest_tested: Newest version of the framework that is tested, for the error.
     """
-    absent = ", ".join(name.replace(":", ".") for name in lacking(names))
+    absent = ", ".join(name.replace(":", ".") for name in missing_names(names))
     if not absent:
         return
     fix = "install an earlier release, or a newer driver"

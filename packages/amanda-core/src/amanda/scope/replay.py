@@ -16,8 +16,8 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def replayed(function: Callable[P, T]) -> Callable[P, T]:
-    """Return a function whose ops have the ids, and the tools, of the place where `replayed` is called.
+def bind_to_current_place(function: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose ops have the ids, and the tools, of the place where this call is made.
 
     For what a framework runs again elsewhere, such as a checkpoint in the backward pass, on any thread.
     If a scope of that place has closed meanwhile, the tools are those of the place where the function runs.
@@ -47,40 +47,41 @@ class Recomputation:
     """
 
     def __init__(self) -> None:
-        self._at_place: Callable[..., object] = replayed(_call)
+        self._at_place: Callable[..., object] = bind_to_current_place(_call)
         self._record = RunRecord()
 
     @contextmanager
-    def first(self) -> Iterator[None]:
+    def first_run(self) -> Iterator[None]:
         """Return a context for the part of the program that may run again."""
         state = State.current()
         try:
-            with activated(replace(state, records=(*state.records, self._record))):
+            with activated(replace(state, checkpoint_records=(*state.checkpoint_records, self._record))):
                 yield
         finally:
             # Also after an exception: a framework may catch it and compute the part again.
             self._record.drop_tensors()
 
-    def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def run_first(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function, which is the part of the program, for the first time; record its executions."""
         return self._at_place(self._run_recorded, function, *args, **kwargs)  # type: ignore[return-value]
 
-    def again(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def rerun(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the function again, as if at the place of the first run, on any thread."""
-        return self._at_place(self._run_recalled, function, *args, **kwargs)  # type: ignore[return-value]
+        return self._at_place(self._run_recomputed, function, *args, **kwargs)  # type: ignore[return-value]
 
     def _run_recorded(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        with self.first():
+        with self.first_run():
             return function(*args, **kwargs)
 
-    def _run_recalled(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    def _run_recomputed(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run a function whose executions have the dicts `run` of the recorded executions."""
         # Not recorded once more: the executions are in the record already.
-        with activated(replace(State.current(), records=(), recall=self._record.recall())):
+        executions = self._record.recomputed_executions()
+        with activated(replace(State.current(), checkpoint_records=(), recomputed_executions=executions)):
             return function(*args, **kwargs)
 
 
-def recomputed(function: Callable[P, T]) -> Callable[P, T]:
+def recomputable(function: Callable[P, T]) -> Callable[P, T]:
     """Return a function for a framework that calls it once here, and then again, as a checkpoint does.
 
     Where no scope is in force it is the function itself.
@@ -93,7 +94,7 @@ def recomputed(function: Callable[P, T]) -> Callable[P, T]:
         """Call the function: recorded in the first call, as a recomputation in all later calls."""
         nonlocal has_run
         # The framework does not say which call is the first execution, but that is the first call.
-        run_at_place = recomputation.again if has_run else recomputation.run
+        run_at_place = recomputation.rerun if has_run else recomputation.run_first
         has_run = True
         return run_at_place(function, *args, **kwargs)
 

@@ -16,7 +16,7 @@ from amanda.plan.tool_stack import ToolStack, stack_for
 from amanda.plan.tools import in_dependency_order
 
 if TYPE_CHECKING:
-    from amanda.plan.run_dicts import Recall, RunRecord
+    from amanda.plan.run_dicts import RecomputedExecutions, RunRecord
     from amanda.plan.tools import AnyTool
     from amanda.scope.scope import Scope
 
@@ -27,8 +27,8 @@ class State:
 
     stack: the tools of the open scopes; None without a scope.  scopes: the open scopes.
     enabled, cache, autodiff: the switches of `amanda.enabled`, `cache_enabled` and `autodiff_enabled`.
-    records: records of the enclosing checkpoints, which a framework may recompute.
-    recall: the executions that are recomputed here; None outside of a recomputation.
+    checkpoint_records: records of the enclosing checkpoints, which a framework may recompute.
+    recomputed_executions: the executions that are recomputed here; None outside of a recomputation.
     """
 
     stack: ToolStack | None = None
@@ -36,8 +36,8 @@ class State:
     enabled: bool = True
     cache: bool = True
     autodiff: bool = False
-    records: tuple[RunRecord, ...] = ()
-    recall: Recall | None = None
+    checkpoint_records: tuple[RunRecord, ...] = ()
+    recomputed_executions: RecomputedExecutions | None = None
 
     @staticmethod
     def current() -> State:
@@ -54,17 +54,17 @@ class State:
         return self.enabled and self.stack is not None and self.stack.intercepts
 
     @property
-    def is_recorded(self) -> bool:
+    def may_recompute(self) -> bool:
         """Return True if executions may be recomputations, or be recomputed."""
-        return bool(self.records) or self.recall is not None
+        return bool(self.checkpoint_records) or self.recomputed_executions is not None
 
     @property
-    def settles(self) -> bool:
+    def reuses_native_hooks(self) -> bool:
         """Return True if native hooks at a backward op may be reused in the next pass.
 
         They are reused with the cache on and autodiff off, outside of recomputations.
         """
-        return self.cache and not self.autodiff and self.recall is None
+        return self.cache and not self.autodiff and self.recomputed_executions is None
 
     def is_open(self, tool: AnyTool) -> bool:
         """Return True if a scope is open with this tool, or with an interchangeable one."""
@@ -92,7 +92,7 @@ class State:
             for scope in self.scopes:
                 scope.report.add_all(source, entries)
 
-    def remaining(self) -> State:
+    def without_closed_scopes(self) -> State:
         """Return the state of the scopes that are open, with the present routines; State() if none is."""
         scopes = tuple(scope for scope in self.scopes if not scope.closed)
         is_current = self.stack is None or self.stack.is_current
@@ -107,7 +107,7 @@ class State:
         table = self.stack.table if self.stack is not None and self.cache else None
         # Part of the key of native programs: executions that are recorded (1) or recalled (2) need other
         # dicts `run`.
-        variant = 2 if self.recall is not None else 1 if self.records else 0
+        variant = 2 if self.recomputed_executions is not None else 1 if self.checkpoint_records else 0
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
 
@@ -167,7 +167,7 @@ def activated(state: State) -> AbstractContextManager[None]:
     """Return a context with a state in force; scopes that close in the meantime are removed from it."""
     if state.stack is not None and not state.stack.is_current:
         # A tool was changed since the state was handed to a thread.
-        state = state.remaining()
+        state = state.without_closed_scopes()
     activation = state.activation()
     for scope in state.scopes:
         # A scope that closes on another thread has to find this activation and end it.
@@ -181,7 +181,7 @@ def update_activations(references: Iterable[ReferenceType[interceptor.Activation
     activations = [referent for reference in references if (referent := reference()) is not None]
     try:
         for activation in activations:
-            state = activation.state.remaining()
+            state = activation.state.without_closed_scopes()
             activation.become(state.activation() if state.scopes else _inactive_activation())
     except BaseException:  # such as a RecursionError: rather no instrumentation than that of a closed scope
         for activation in activations:

@@ -14,7 +14,7 @@ from functools import partial, wraps
 from typing import Any
 
 from amanda import interceptor
-from amanda.interceptor.attributes import Attributes
+from amanda.interceptor.attributes import Patches
 from amanda.interceptor.imports import when_imported
 from amanda.interceptor.interrupts import undo
 from amanda.scope.replay import run_steps_in
@@ -27,7 +27,7 @@ class Threads:
     """Patches of the functions of the standard library that start threads, so that threads get scopes."""
 
     def __init__(self) -> None:
-        self._attributes = Attributes()
+        self._patches = Patches()
         self._import_watches: list[Callable[[], object]] = []  # functions that cancel them
 
     def attach(self) -> None:
@@ -47,14 +47,14 @@ class Threads:
     def detach(self) -> None:
         """Restore the original functions."""
         undo(self._import_watches)
-        self._attributes.restore()
+        self._patches.restore()
 
     def _replace(self, holder: Any, name: str, wrapper: Callable[..., Function], *arguments: Any) -> None:
         """Replace a function by a stand-in, if this version of Python has the function."""
         # `start_new` is an obsolete alias, which a version of Python may lack.
         original = getattr(holder, name, None)
         if original is not None:
-            self._attributes.set(holder, name, wraps(original)(wrapper(original, *arguments)))
+            self._patches.set(holder, name, wraps(original)(wrapper(original, *arguments)))
 
     def _patch_futures(self, module: str) -> None:
         """Run callbacks of futures in the scopes in which they were added."""
@@ -198,7 +198,7 @@ def _inherited_state() -> State:
     if activation is None or type(activation.state) is not State:
         return State()
     in_routine = activation.active and interceptor.active() is None
-    return State() if in_routine else activation.state.remaining()
+    return State() if in_routine else activation.state.without_closed_scopes()
 
 
 class Caller:

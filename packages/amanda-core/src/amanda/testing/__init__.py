@@ -30,7 +30,7 @@ from amanda.testing._ladder import never, notimpl, notyet  # noqa: E402
 from amanda.testing._sample import Sample, attached  # noqa: E402
 from amanda.testing._suite import DriverTests  # noqa: E402
 from amanda.testing._tools import (  # noqa: E402
-    Fresh,
+    EqualCopies,
     Scaling,
     Silent,
     Unchanged,
@@ -39,9 +39,9 @@ from amanda.testing._views import ViewSample, ViewTests  # noqa: E402
 
 __all__ = [
     "DriverTests",
+    "EqualCopies",
     "FakeDriver",
     "FakeGraphDriver",
-    "Fresh",
     "GraphDriverTests",
     "GraphSample",
     "Sample",

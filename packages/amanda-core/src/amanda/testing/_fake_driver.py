@@ -17,13 +17,13 @@ from amanda.backend import (
     BackwardStep,
     Call,
     EagerDriver,
-    Exercise,
     OpFacts,
+    SelfTestProgram,
     State,
     TensorOps,
     Trace,
     complex_error,
-    recomputed,
+    recomputable,
     shape_error,
 )
 from amanda.interceptor import Detour, Site, Suspension
@@ -38,7 +38,7 @@ class FakeTensors(TensorOps):
         """Return True if a value is a tensor."""
         return isinstance(value, Tensor)
 
-    def isolated(self) -> AbstractContextManager[Any]:
+    def without_autodiff(self) -> AbstractContextManager[Any]:
         """Context in which the tape takes nothing."""
         context: AbstractContextManager[Any] = fake.no_grad()
         return context
@@ -61,14 +61,14 @@ class FakeTensors(TensorOps):
         if not isolated and value.requires_grad:
             _autograd.record("CopyBackward", [value], [target], lambda grads: grads)
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """A tensor off the tape, or a leaf as it is."""
         if isinstance(value, Tensor):
             # A leaf has no graph behind it, and tools tell parameters by identity.
             return value if value.is_leaf else value.detach()
-        return [self.storable(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
+        return [self.detach_value(tensor) for tensor in value] if isinstance(value, (list, tuple)) else value
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """A copy that the tape knows."""
         if not isinstance(value, Tensor):
             return value
@@ -76,7 +76,7 @@ class FakeTensors(TensorOps):
         _autograd.record("CopyBackward", [value], [copy], lambda grads: grads)
         return copy
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors require a gradient."""
         needs = tuple(_read_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
         return needs if fake.is_grad_enabled() and "True" in str(needs) else None
@@ -124,13 +124,13 @@ class FakeCall(Call):
         self.inputs = list(bound.arguments.values())
         self.names = list(bound.arguments)
         written = ("out", _WRITTEN.get(site.key))
-        self.mutable = [i for i, name in enumerate(self.names) if name in written]
+        self.written_positions = [i for i, name in enumerate(self.names) if name in written]
         # The running mean of a batch normalization is written, and not returned.
-        self.targets = [] if site.key == "batch_norm" else self.mutable
+        self.target_positions = [] if site.key == "batch_norm" else self.written_positions
 
-    def unreturned(self, outputs: Any) -> Sequence[int]:
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
         """Return the positions of what the operator has written and not returned."""
-        return [i for i in self.mutable if i not in self.targets]
+        return [i for i in self.written_positions if i not in self.target_positions]
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the operator."""
@@ -199,8 +199,8 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
             # A new step begins after a backward pass, so ids at the top level count anew.
             interceptor.reset_root()
         for trace in {id(origin.trace): origin.trace for origin in origins.values()}.values():
-            if not trace.pending:
-                driver.finish(trace)
+            if not trace.unanalysed_ids:
+                driver.mark_backward_analysed(trace)
 
     return run_backward
 
@@ -218,11 +218,11 @@ def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Cal
 
     def before(grad_outputs: Any) -> list[Any]:
         with Suspension():
-            return step.before(grad_outputs)
+            return step.run_before(grad_outputs)
 
     def after(grad_inputs: Any, grad_outputs: Any) -> list[Any]:
         with Suspension():
-            return step.after(grad_inputs, grad_outputs)
+            return step.run_after(grad_inputs, grad_outputs)
 
     def remove() -> None:
         node.pre_hooks.remove(before)
@@ -273,29 +273,29 @@ class FakeDriver(FakeTensors, EagerDriver):
     def __init__(self) -> None:
         self._sites = [self.site(operator, operator, operator.__name__) for operator in fake.OPERATORS]
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Mark the code that is not the user's: what a checkpoint calls belongs to where it ran first."""
-        super().introduce()
+        super().register_framework()
         checkpoint = _operators.checkpoint
-        self.skip(checkpoint.__code__, _code_of(checkpoint, "backward"))
+        self.skip_code(checkpoint.__code__, _code_of(checkpoint, "backward"))
 
     def attach(self) -> None:
         """Replace every operator, enclose module calls, follow backward passes and checkpoints."""
         run_backward, checkpoint = _autograd.run_backward, _operators.checkpoint
         stand_ins = {site.target: Detour(site) for site in self._sites}
         functions = {run_backward: followed(self, run_backward), checkpoint: _replaying(checkpoint)}
-        self.attributes.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
-        self.attributes.enclose(fake.Module)
+        self.patches.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
+        self.patches.track_module_calls(fake.Module)
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of one op and its backward op."""
-        return Exercise(_run_relu, "relu", "relu")
+        return SelfTestProgram(_run_relu, "relu", "relu")
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """The call with its inputs in the order of the operator's signature."""
         return FakeCall(site, args, kwargs)
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return what keeps a call from being instrumented, and why."""
         # Said in the report and not passed over: a user must know what tools did not see.
         return ("opaque", "it has no operators inside") if site.op.__name__ == "opaque" else None
@@ -307,7 +307,7 @@ class FakeDriver(FakeTensors, EagerDriver):
         facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
         return facts
 
-    def tracing(self) -> NodeRange:
+    def capture_backward_ops(self) -> NodeRange:
         """Context that brackets the nodes made by an operator."""
         return NodeRange()
 
@@ -331,7 +331,7 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Any:
-        return original(recomputed(function), input)
+        return original(recomputable(function), input)
 
     return checkpoint
 

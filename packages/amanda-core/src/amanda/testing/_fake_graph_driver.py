@@ -106,13 +106,13 @@ class FakeRewriter(Rewriter[GraphNode]):
         variables = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
         return OpFacts(
             node.op, digest(self.identity, node.name), self.rewriting.namespace, _NAMES, inputs.values,
-            op_type=node.op.__name__, scope=node.scope, source=node.source, parameters=variables,
+            op_type=node.op.__name__, scope=node.scope, source=node.source, variable_positions=variables,
             graph=self.identity, read_value=_read,
             variable_of=_parameter, read_variables=lambda: tuple(id(inputs.values[i]) for i in variables),
             original=lambda: lambda values: node.op(*values),
         )  # fmt: skip
 
-    def keep(self, node: GraphNode, inputs: Side, outputs: Side) -> None:
+    def write_node(self, node: GraphNode, inputs: Side, outputs: Side) -> None:
         """Write the node."""
         flat = iter(inputs.refs)
         node_inputs = [
@@ -120,21 +120,21 @@ class FakeRewriter(Rewriter[GraphNode]):
         ]
         self.rewriting.items.append(node._replace(inputs=tuple(node_inputs)))
 
-    def can_give(self, symbol: Any) -> bool:
+    def is_changeable(self, symbol: Any) -> bool:
         """Return True for what is not a plain number."""
         return isinstance(symbol, NamedSymbol)
 
-    def call(
-        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
+    def write_call(
+        self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Write a call of routines."""
-        slot = self.rewriting.add(place)
+        slot = self.rewriting.add_slot(insertion)
         output_names = [f"amanda_{slot}:{i}" for i in range(len(outputs))]
         self.rewriting.items.append(RoutineCallNode(slot, [item.ref for item in inputs], output_names))
         return [Value(name, self.symbol(name)) for name in output_names]
 
     def inline(
-        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
+        self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Write what a routine does as nodes."""
         values = [
@@ -143,7 +143,7 @@ class FakeRewriter(Rewriter[GraphNode]):
         ]
         try:
             # Called once with symbols: what it does to these becomes nodes of the copy.
-            results = self.results(place, values)
+            results = self.run_routines(insertion, values)
         # The routine did with a symbol what only a tensor can do.
         except (TypeError, AttributeError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
@@ -185,7 +185,7 @@ class RunnableCopy:
     def run(self, execution: Execution, values: Sequence[Tensor]) -> Any:
         """Return what the copy computes of the values of the graph's inputs."""
         values_by_name: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
-        with execution.under_way(), fake.no_grad():
+        with execution.running(), fake.no_grad():
             for item in self.items:
                 if isinstance(item, RoutineCallNode):
                     results = execution.call(
@@ -219,7 +219,7 @@ class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
             return copy.run(execution, values)
 
         # Set by `attributes`, which `detach` restores.
-        self.attributes.set(OpGraph, "run", run_copy)
+        self.patches.set(OpGraph, "run", run_copy)
 
     def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> FakeRewriting:
         """Rewrite a graph."""
@@ -229,10 +229,10 @@ class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
             rewriting.report("opaque", "it has no operators inside")
         rewriter = FakeRewriter(graph, rewriting)
         rewriter.run()
-        rewriting.outputs = _renamed(graph.outputs, rewriter.current)
+        rewriting.outputs = _renamed(graph.outputs, rewriter.current_refs)
         return rewriting
 
-    def runnable(self, graph: OpGraph, rewriting: FakeRewriting) -> RunnableCopy:
+    def build_runnable(self, graph: OpGraph, rewriting: FakeRewriting) -> RunnableCopy:
         """Make the copy."""
         return RunnableCopy(graph, rewriting)
 

@@ -41,7 +41,7 @@ class GraphSample(ABC):
     op: ClassVar[str]
 
     @abstractmethod
-    def check(self, scale: float) -> None:
+    def check_scaled(self, scale: float) -> None:
         """Run the program, on the same values each time; assert that the op's values were times `scale`."""
 
     @abstractmethod
@@ -49,7 +49,7 @@ class GraphSample(ABC):
         """A constant tensor that all values of the op can be multiplied by."""
 
     @abstractmethod
-    def copies(self) -> int:
+    def copy_count(self) -> int:
         """Return how many copies of graphs have been made, or how many routines traced for them."""
 
     def apply(self, *tools: Tool) -> Scope:
@@ -81,25 +81,25 @@ class GraphDriverTests(Gaps):
     def test_a_graph_is_rewritten_once_for_a_set_of_tools(self, sample: GraphSample) -> None:
         tools = Scaling(sample, 2.0), Scaling(sample, 5.0)
         for tool in tools:
-            before = sample.copies()
+            before = sample.copy_count()
             with sample.apply(tool):
-                sample.check(tool.held)
-            assert sample.copies() > before
-        copies = sample.copies()
+                sample.check_scaled(tool.held)
+            assert sample.copy_count() > before
+        copies = sample.copy_count()
         for tool in tools * 2:
             with sample.apply(tool):
-                sample.check(tool.held)
-                sample.check(tool.held)
-        assert sample.copies() == copies
+                sample.check_scaled(tool.held)
+                sample.check_scaled(tool.held)
+        assert sample.copy_count() == copies
 
     def test_a_graph_is_left_as_it_was(self, sample: GraphSample) -> None:
-        sample.check(1.0)
+        sample.check_scaled(1.0)
         with sample.apply(Scaling(sample, 2.0)):
-            sample.check(2.0)
-        sample.check(1.0)
+            sample.check_scaled(2.0)
+        sample.check_scaled(1.0)
         with sample.apply(Tool()):
-            sample.check(1.0)
-        sample.check(1.0)
+            sample.check_scaled(1.0)
+        sample.check_scaled(1.0)
 
     def test_routines_that_are_traced_and_others_follow_in_the_order_of_their_tools(
         self, sample: GraphSample
@@ -114,9 +114,9 @@ class GraphDriverTests(Gaps):
         for tools in [(Scaling, Python), (Python, Scaling), (Python, Python)]:
             recorded.clear()
             with sample.apply(tools[0](sample, 2.0), tools[1](sample, 3.0)) as scope:
-                sample.check(6.0)
+                sample.check_scaled(6.0)
                 calls = len(recorded)
-                sample.check(6.0)
+                sample.check_scaled(6.0)
             assert calls >= tools.count(Python)
             assert len(recorded) == 2 * calls
             assert not traceable_reasons(scope)
@@ -125,7 +125,7 @@ class GraphDriverTests(Gaps):
     def test_routines_are_called_in_the_order_of_the_data(self, sample: GraphSample, observing: bool) -> None:
         tool = OrderRecorder(observing)
         with sample.apply(tool):
-            sample.check(1.0)
+            sample.check_scaled(1.0)
         assert any(name == sample.op for name, _, _ in tool.calls)
         # Each op's calls come as a pair, with none of the same op in between.
         under_way: set[int] = set()
@@ -145,9 +145,9 @@ class GraphDriverTests(Gaps):
         tools = Python(sample, 2.0), Python(sample, 3.0)
         for tool in tools * 2:
             with sample.apply(tool):
-                sample.check(tool.held)
-                sample.check(tool.held)
-            sample.check(1.0)
+                sample.check_scaled(tool.held)
+                sample.check_scaled(tool.held)
+            sample.check_scaled(1.0)
 
     @pytest.mark.parametrize("traced", [True, False])
     def test_a_routine_that_fails_leaves_the_graph_as_it_was(self, sample: GraphSample, traced: bool) -> None:
@@ -160,21 +160,21 @@ class GraphDriverTests(Gaps):
 
         for _ in range(2):
             with pytest.raises(ZeroDivisionError, match="in the routine"), sample.apply(Failing(sample, 0.0)):
-                sample.check(0.0)
-            sample.check(1.0)
+                sample.check_scaled(0.0)
+            sample.check_scaled(1.0)
             with sample.apply(Scaling(sample, 2.0)):
-                sample.check(2.0)
+                sample.check_scaled(2.0)
 
     def test_threads_that_run_a_graph_at_once_share_its_copy(self, sample: GraphSample) -> None:
         tool = Scaling(sample, 2.0)
-        sample.check(1.0)
+        sample.check_scaled(1.0)
         with sample.apply(tool), ThreadPoolExecutor(4) as pool:
-            sample.check(2.0)
-            copies = sample.copies()
+            sample.check_scaled(2.0)
+            copies = sample.copy_count()
             # More runs than threads, so that some begin while others are under way.
-            for done in [pool.submit(sample.check, 2.0) for _ in range(16)]:
+            for done in [pool.submit(sample.check_scaled, 2.0) for _ in range(16)]:
                 done.result()
-            assert sample.copies() == copies
+            assert sample.copy_count() == copies
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
@@ -187,14 +187,14 @@ class GraphDriverTests(Gaps):
             for scale in (2.0, 5.0, 2.0):
                 tool.hold(scales[scale])
                 for _ in range(2):
-                    sample.check(scale)
-        sample.check(1.0)
-        copies = sample.copies()
+                    sample.check_scaled(scale)
+        sample.check_scaled(1.0)
+        copies = sample.copy_count()
         with sample.apply(tool):
-            sample.check(2.0)
-            assert sample.copies() == copies
+            sample.check_scaled(2.0)
+            assert sample.copy_count() == copies
             tool.hold(scales[5.0])
-            sample.check(5.0)
+            sample.check_scaled(5.0)
         assert not traceable_reasons(scope)
 
     def test_what_changes_often_is_read_by_python(self, sample: GraphSample) -> None:
@@ -203,8 +203,8 @@ class GraphDriverTests(Gaps):
         with sample.apply(tool) as scope:
             for i in range(12):
                 tool.hold(i / 4)
-                sample.check(i / 4)
-                copies.append(sample.copies())
+                sample.check_scaled(i / 4)
+                copies.append(sample.copy_count())
         assert copies[7] > copies[0]
         # After eight values the place is volatile: the routine runs as Python, and no copy is made any more.
         assert copies[8:] == [copies[8]] * 4
@@ -215,17 +215,17 @@ class GraphDriverTests(Gaps):
         with sample.apply(tool):
             for scale in (1.0, 2.0, 1.0, 2.0):
                 tool.hold(scale)
-                sample.check(scale)
+                sample.check_scaled(scale)
 
     def test_what_tracing_changes_is_no_reason_to_trace_again_and_is_reported(
         self, sample: GraphSample
     ) -> None:
         tool = Listed(sample, 2.0)
         with sample.apply(tool) as scope:
-            sample.check(2.0)
+            sample.check_scaled(2.0)
             traced = len(tool.scales)
             for _ in range(2):
-                sample.check(2.0)
+                sample.check_scaled(2.0)
         # Traced once: the routine's own append must not look like a change from outside.
         assert len(tool.scales) == traced
         assert [entry.what for entry in scope.report] == ["traceable routines of Listed"]
@@ -233,7 +233,7 @@ class GraphDriverTests(Gaps):
 
     def test_a_tensor_that_no_name_leads_to_is_reported(self, sample: GraphSample) -> None:
         with sample.apply(Hidden(sample, sample.tensor(2.0))) as scope:
-            sample.check(2.0)
+            sample.check_scaled(2.0)
         (reason,) = traceable_reasons(scope)
         assert "no name in its code leads to" in reason
 
@@ -242,7 +242,7 @@ class GraphDriverTests(Gaps):
         with sample.apply(tool), cache_disabled():
             for scale in (2.0, 5.0):
                 tool.hold(scale)
-                sample.check(scale)
+                sample.check_scaled(scale)
 
 
 def traceable_reasons(scope: Scope) -> list[str]:

@@ -23,7 +23,7 @@ class Sample(ABC):
     other effect.
 
     driver: the driver under test.
-    names: `__name__` of the ops for which it differs from the name here.
+    op_names: `__name__` of the ops for which it differs from the name here.
     argument_names: names of the two inputs of `add` in the framework's schema.
     weight_index: position of the weight among the inputs of `linear`.
     dtypes: two floating types, the wider first (tensors are made in it), an integer, and a complex one where
@@ -31,12 +31,12 @@ class Sample(ABC):
     relu_backward, leaf_backward: `__name__` of relu's backward op and of what stores a leaf's gradient.
     model_backward_ops: how many backward ops a step of `model` has at least, without those of leaves.
     many_backward_ops: how many backward ops `many` has at least, without those of leaves.
-    outlive: names of the framework's attributes that the driver replaces for longer than a scope: as long
-    as something that was instrumented lives.
+    lasting_patches: names of the framework's attributes that the driver replaces for longer than a scope: as
+    long as something that was instrumented lives.
     """
 
     driver: ClassVar[type[Driver]]
-    names: ClassVar[Mapping[str, str]] = MappingProxyType({})
+    op_names: ClassVar[Mapping[str, str]] = MappingProxyType({})
     argument_names: ClassVar[tuple[str, str]] = ("input", "other")
     weight_index: ClassVar[int] = 1
     dtypes: ClassVar[Sequence[Any]]
@@ -44,18 +44,18 @@ class Sample(ABC):
     leaf_backward: ClassVar[str] = "none"
     model_backward_ops: ClassVar[int] = 3
     many_backward_ops: ClassVar[int] = 2
-    outlive: ClassVar[Collection[str]] = ()
+    lasting_patches: ClassVar[Collection[str]] = ()
 
     # Tests use one name for each op; a framework's own may differ.
-    def name(self, op: str) -> str:
+    def op_name(self, op: str) -> str:
         """`__name__` of an op."""
-        return self.names.get(op, op)
+        return self.op_names.get(op, op)
 
-    def recording(self) -> AbstractContextManager[Any]:
+    def recording_autodiff(self) -> AbstractContextManager[Any]:
         """Context in which the framework records for autodiff, if it does so on demand; around each test."""
         return nullcontext()
 
-    def settle(self) -> None:  # noqa: B027 - most frameworks compute and free where they are called
+    def wait_for_framework(self) -> None:  # noqa: B027 - most frameworks compute and free where they are called
         """Wait for what the framework computes or frees on threads of its own."""
 
     @abstractmethod
@@ -142,9 +142,9 @@ class Sample(ABC):
         """batch_norm(x, *statistics), for x of shape (n, 2): an op that updates running statistics."""
         self._raise_missing("batch_norm", "auxiliary_state")
 
-    def statistics(self) -> Sequence[Any]:
+    def running_statistics(self) -> Sequence[Any]:
         """New running statistics of two features, for `batch_norm`."""
-        self._raise_missing("statistics", "auxiliary_state")
+        self._raise_missing("running_statistics", "auxiliary_state")
 
     @property
     @abstractmethod
@@ -183,7 +183,7 @@ class Sample(ABC):
         self._raise_missing("jvp", "jvp")
 
     @abstractmethod
-    def beyond(self) -> None:
+    def run_uninstrumentable_op(self) -> None:
         """Run an op that the driver cannot instrument, and reports."""
 
     def _raise_missing(self, method: str, capability: str) -> NoReturn:

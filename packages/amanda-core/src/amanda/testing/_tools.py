@@ -84,9 +84,9 @@ def trained_bits(sample: Sample) -> list[bytes]:
 
 def free_garbage(sample: Sample) -> None:
     """Free what nothing refers to any more, also where a framework frees on threads of its own."""
-    sample.settle()
+    sample.wait_for_framework()
     gc.collect()
-    sample.settle()
+    sample.wait_for_framework()
 
 
 class Referent:
@@ -174,7 +174,7 @@ class Silent(Unchanged):
         self.calls += 1
 
 
-class Fresh(Unchanged):
+class EqualCopies(Unchanged):
     """Routines at every point of every op, which give equal new values.
 
     copied: makes a tensor equal to the one that it is given, and hands back what is not a tensor.

@@ -66,11 +66,11 @@ class BackwardOp:
             return self.vjp(gradient)
         _running.traces[id(self.trace)] = self.trace
         grad_outputs, rebuild = elements(dense(gradient))
-        grad_outputs = step.before(grad_outputs)
+        grad_outputs = step.run_before(grad_outputs)
         grads = dict(zip(self.positions, map(dense, self.vjp(rebuild(grad_outputs))), strict=True))
         # None for an input without a gradient, so that the others have the positions of their inputs.
         count = max(len(facts.names), len(self.positions))
-        grad_inputs = step.after([grads.get(position) for position in range(count)], grad_outputs)
+        grad_inputs = step.run_after([grads.get(position) for position in range(count)], grad_outputs)
         return [grad_inputs[position] for position in self.positions]
 
 
@@ -93,7 +93,7 @@ def followed(driver: EagerDriver, original: Callable[..., Any]) -> Callable[...,
             # A new step begins after a backward pass, so ids at the top level count anew.
             interceptor.reset_root()
             for trace in traces.values():
-                if not trace.pending:
-                    driver.finish(trace)
+                if not trace.unanalysed_ids:
+                    driver.mark_backward_analysed(trace)
 
     return backward_pass

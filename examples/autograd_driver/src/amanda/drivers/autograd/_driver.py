@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import autograd.numpy as anp
-from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, Trace, recomputed
+from amanda.backend import Call, EagerDriver, OpFacts, SelfTestProgram, State, Trace, recomputable
 from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import Region, followed
 from amanda.drivers.autograd._boxes import each, plain
@@ -55,11 +55,11 @@ class PrimitiveCall(Call):
         # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
         self.names = list(arguments)[:: -1 if site.op.__name__ == "concatenate_args" else 1]
         self.inputs = [arguments[name] for name in self.names]
-        self.targets = [self.names.index("out")] if arguments.get("out") is not None else []
-        self.mutable = [0] if site.op.__name__ in _WRITTEN else self.targets
+        self.target_positions = [self.names.index("out")] if arguments.get("out") is not None else []
+        self.written_positions = [0] if site.op.__name__ in _WRITTEN else self.target_positions
 
-    def unreturned(self, outputs: Any) -> Sequence[int]:
-        return [i for i in self.mutable if i not in self.targets]
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
+        return [i for i in self.written_positions if i not in self.target_positions]
 
     def invoke(self, inputs: list[Any]) -> Any:
         if inputs is self.inputs:
@@ -116,7 +116,7 @@ def _checkpointed(function: Callable[..., Any], original: Callable[..., Any]) ->
     """Return a checkpoint whose second run of a function, for gradients, is its first run again."""
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        run = recomputed(function)
+        run = recomputable(function)
         if run is function:
             return original(*args, **kwargs)
         _recomputing.add(run)
@@ -166,13 +166,13 @@ class AutogradDriver(EagerDriver):
         if _PRIMITIVE is None or _PRIMITIVE.co_freevars != _STUB.co_freevars:
             raise DriverError("this version of autograd has primitives whose code the driver does not know")
         self._rerouted: list[tuple[Any, CodeType]] = []
-        self.attributes.on_restore(self._restore)
+        self.patches.on_restore(self._restore)
         for primitive in {*tracer.trace_primitives_map.values(), *core.primitive_vjps}:
             self._intercept(primitive)
         self._reroute(tracer.primitive, _DECORATOR_STUB, self._followed)
         passes = {core.backward_pass: followed(self, core.backward_pass), core.trace: _noted(core.trace)}
-        self.attributes.replace(passes, [core])
-        self.attributes.enclose(Module)
+        self.patches.replace(passes, [core])
+        self.patches.track_module_calls(Module)
 
     def _followed(self, decorator: Callable[..., Any]) -> Callable[..., Any]:
         return lambda function: (
@@ -235,7 +235,7 @@ class AutogradDriver(EagerDriver):
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return PrimitiveCall(site, args, kwargs)
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         return list(call.slots) if isinstance(call, PrimitiveCall) else []
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
@@ -258,14 +258,14 @@ class AutogradDriver(EagerDriver):
     def is_tensor(self, value: Any) -> bool:
         return _boxes.is_tensor(value)
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         return [plain(value) for value in values]
 
-    def isolated(self) -> AbstractContextManager[Any]:
+    def without_autodiff(self) -> AbstractContextManager[Any]:
         # Autodiff records what is in boxes, and isolated routines get arrays.
         return nullcontext()
 
-    def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Any) -> Any:
+    def call_without_autodiff(self, func: Any, values: Sequence[Any], kwargs: Any) -> Any:
         """Call a routine with arrays; return the values themselves for arrays that it hands back."""
         arrays = [plain(value) for value in values]
         boxes = {id(array): value for array, value in zip(arrays, values, strict=True)}
@@ -292,27 +292,27 @@ class AutogradDriver(EagerDriver):
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         np.copyto(target, self.straight_through(target, plain(value)))
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         return plain(value)
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         return self.straight_through(value, plain(value)) if self.is_tensor(value) else value
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         needs = tuple(len(list(_boxes.nodes(value))) for value in inputs)
         return needs if any(needs) else None
 
-    def tracing(self) -> Region:
+    def capture_backward_ops(self) -> Region:
         return Region()
 
-    def begin(self, nodes: Region, inputs: Sequence[Any]) -> None:
-        nodes.begin(inputs)
+    def note_op_inputs(self, capture: Region, inputs: Sequence[Any]) -> None:
+        capture.begin(inputs)
 
     def attach_trace(self, trace: Trace, nodes: Region, values: list[Any]) -> None:
         nodes.mark(self, trace, values)
 
-    def exercise(self) -> Exercise:
-        return Exercise(_run_tanh, "tanh", "tanh")
+    def self_test_program(self) -> SelfTestProgram:
+        return SelfTestProgram(_run_tanh, "tanh", "tanh")
 
 
 def _run_tanh() -> list[float]:

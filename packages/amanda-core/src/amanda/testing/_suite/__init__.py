@@ -70,7 +70,7 @@ class DriverTests(
 
     @pytest.fixture(autouse=True)
     def _attached(self, sample: Sample) -> Iterator[None]:
-        with attached(sample.driver), sample.recording():
+        with attached(sample.driver), sample.recording_autodiff():
             yield
 
     def test_the_suite_passes_on_the_pure_python_interceptor(self, request: pytest.FixtureRequest) -> None:

@@ -18,8 +18,9 @@ class BackwardTests(
     Rung,
     title="backward ops",
     implement=(
-        "gradients", "tracing", "begin", "attach_trace", "storable", "finish", "BackwardStep.has_work",
-        "BackwardStep.before", "BackwardStep.after",
+        "needs_grad", "capture_backward_ops", "note_op_inputs", "attach_trace", "detach_value",
+        "mark_backward_analysed", "BackwardStep.has_work", "BackwardStep.run_before",
+        "BackwardStep.run_after",
     ),
 ):  # fmt: skip
     """Backward ops come to the tools, each with its forward op."""
@@ -50,7 +51,7 @@ class BackwardTests(
         with amanda.apply(recorder):
             sample.backward(sample.relu(x))
         assert recorded == [([1.0, 1.0], [0.0, 1.0])], (
-            f"`BackwardStep.before` and `after` of {sample.relu_backward} saw {recorded}, as pairs of "
+            f"`BackwardStep.run_before` and `run_after` of {sample.relu_backward} saw {recorded}, pairs of "
             "the gradients that enter and leave it; relu of [-1, 2] has one, with [1, 1] and [0, 1]"
         )
 
@@ -67,7 +68,7 @@ class BackwardTests(
         y = sample.tensor([[5.0, 6.0], [7.0, 8.0]], requires_grad=True)
         with amanda.apply(recorder):
             sample.backward(sample.many(x, y))
-        of_many = [context for context in contexts if context.get_op().__name__ == sample.name("many")]
+        of_many = [context for context in contexts if context.get_op().__name__ == sample.op_name("many")]
         inner = [context for context in of_many if op_name(context) != sample.leaf_backward]
         assert len(inner) >= sample.many_backward_ops, (
             f"`many` has the backward ops {[op_name(context) for context in inner]}, where "
@@ -199,7 +200,7 @@ class BackwardTests(
         order: list[str] = []
         recorder = tool(lambda _: None)
         for action in ("insert_before_op", "insert_after_op"):
-            add_routine(recorder, _recording(action, order), sample.name("relu"))
+            add_routine(recorder, _recording(action, order), sample.op_name("relu"))
         for action in ("insert_before_backward_op", "insert_after_backward_op"):
             add_routine(recorder, _recording(action, order), sample.relu_backward, backward=True)
         module = sample.module(lambda x: sample.relu(x))
@@ -225,7 +226,7 @@ class BackwardTests(
         def backward(grad: Any, run: dict[str, Any]) -> None:
             recorded.append(run["input"])
 
-        name = sample.name("relu")
+        name = sample.op_name("relu")
         recorder = tool(lambda context: context.insert_before_op(forward, [0]), name)
         add_routine(
             recorder,
@@ -247,7 +248,7 @@ class GradientTests(
     Rung,
     title="gradients",
     implement=(
-        "straight_through", "copied", "write", "known_to_autodiff", "call",
+        "straight_through", "differentiable_copy", "write", "restore_autodiff_roles", "call_in_autodiff",
     ),
 ):  # fmt: skip
     """Values that routines give have gradients, which reach the originals."""
@@ -256,7 +257,9 @@ class GradientTests(
     def test_gradients_pass_an_isolated_routine_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([[2.0]], requires_grad=True)
         weight = sample.parameter([[3.0]])
-        double = inserter("insert_before_op", sample.name("linear"), lambda w: w * 2, [sample.weight_index])
+        double = inserter(
+            "insert_before_op", sample.op_name("linear"), lambda w: w * 2, [sample.weight_index]
+        )
         with amanda.apply(double):
             result = sample.linear(x, weight)
             sample.backward(result)
@@ -267,7 +270,7 @@ class GradientTests(
     @needs("backward")
     def test_an_output_that_is_changed_passes_gradients_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([2.0], requires_grad=True)
-        with amanda.apply(inserter("insert_after_op", sample.name("relu"), lambda y: y * 5)):
+        with amanda.apply(inserter("insert_after_op", sample.op_name("relu"), lambda y: y * 5)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.numbers(result) == [10.0]
@@ -279,7 +282,7 @@ class GradientTests(
         weights = [model.first.weight, model.second.weight]
         # Cut off from its value, a weight would have no gradient at all; the edge between them is the
         # identity.
-        zero = inserter("insert_before_op", sample.name("linear"), lambda w: w * 0, [sample.weight_index])
+        zero = inserter("insert_before_op", sample.op_name("linear"), lambda w: w * 0, [sample.weight_index])
         with amanda.apply(zero):
             sample.backward(model(x))
         assert all(sample.gradient(weight) is not None for weight in weights)
@@ -296,8 +299,8 @@ class GradientTests(
         def round_to_narrow(value: Any) -> Any:
             return sample.cast(value, narrow)
 
-        change = inserter("insert_before_op", sample.name("relu"), round_to_narrow)
-        with amanda.apply(change, inserter("insert_before_op", sample.name("relu"), recorded.append)):
+        change = inserter("insert_before_op", sample.op_name("relu"), round_to_narrow)
+        with amanda.apply(change, inserter("insert_before_op", sample.op_name("relu"), recorded.append)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.dtype(result) == sample.dtype(recorded[0]) == wide
@@ -308,7 +311,7 @@ class GradientTests(
     @needs("backward", "in_place")
     def test_an_in_place_op_passes_gradients_straight_through(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
-        with amanda.apply(inserter("insert_after_op", sample.name("add_"), lambda y: y * 10)):
+        with amanda.apply(inserter("insert_after_op", sample.op_name("add_"), lambda y: y * 10)):
             # An op in place on a leaf that needs a gradient is an error of the framework itself.
             y = sample.add(x, 0.0)
             sample.add_(y, 1.0)
@@ -321,7 +324,7 @@ class GradientTests(
         x = sample.tensor([[2.0]], requires_grad=True)
         weight = sample.parameter([[3.0]])
         double = amanda.differentiable(lambda w: w * 2)
-        change = inserter("insert_before_op", sample.name("linear"), double, [sample.weight_index])
+        change = inserter("insert_before_op", sample.op_name("linear"), double, [sample.weight_index])
         with amanda.apply(change):
             sample.backward(sample.linear(x, weight))
         assert sample.numbers(sample.gradient(weight)) == [4.0]
@@ -330,7 +333,9 @@ class GradientTests(
     def test_autodiff_enabled_makes_routines_differentiable(self, sample: Sample) -> None:
         weights = [sample.parameter([[3.0]]) for _ in range(3)]
         x = sample.tensor([[2.0]])
-        change = inserter("insert_before_op", sample.name("linear"), lambda w: w * 2, [sample.weight_index])
+        change = inserter(
+            "insert_before_op", sample.op_name("linear"), lambda w: w * 2, [sample.weight_index]
+        )
         with amanda.apply(change):
             with amanda.autodiff_enabled():
                 sample.backward(sample.linear(x, weights[0]))
@@ -344,7 +349,7 @@ class GradientTests(
     def test_a_differentiable_routine_is_free_in_shape(self, sample: Sample) -> None:
         x = sample.tensor([1.0, 2.0], requires_grad=True)
         twice = amanda.differentiable(lambda value: sample.cat([value, value]))
-        with amanda.apply(inserter("insert_before_op", sample.name("relu"), twice)):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("relu"), twice)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.shape(result) == (4,)
@@ -353,14 +358,14 @@ class GradientTests(
     @needs("backward")
     def test_a_replacement_takes_part_in_the_backward_pass(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserter("replace_op", sample.name("relu"), lambda value: value * 10)):
+        with amanda.apply(inserter("replace_op", sample.op_name("relu"), lambda value: value * 10)):
             sample.backward(sample.relu(x))
         assert sample.numbers(sample.gradient(x)) == [10.0, 10.0]
 
     @needs("backward")
     def test_the_identity_as_a_replacement_removes_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserter("replace_op", sample.name("relu"), lambda value: value)):
+        with amanda.apply(inserter("replace_op", sample.op_name("relu"), lambda value: value)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.numbers(result) == [-1.0, 2.0]
@@ -373,7 +378,7 @@ class GradientTests(
             return original(value * -1)
 
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        with amanda.apply(inserter("replace_op", sample.name("relu"), negated)):
+        with amanda.apply(inserter("replace_op", sample.op_name("relu"), negated)):
             result = sample.relu(x)
             sample.backward(result)
         assert sample.numbers(result) == [1.0, 0.0]

@@ -11,7 +11,9 @@ from amanda.testing._sample import Sample
 from amanda.testing._tools import add_routine, inserter, tool
 
 
-class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gradients", "finish")):
+class CachingTests(
+    Rung, title="caching", implement=("signature", "shapes", "needs_grad", "mark_backward_analysed")
+):
     """Ops are analysed once for a set of tools, and again when what was decided by changes."""
 
     @needs("backward")
@@ -45,7 +47,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
     def test_routines_run_at_every_execution(self, sample: Sample) -> None:
         runs = []
         model, x = sample.model(), sample.input()
-        with amanda.apply(inserter("insert_before_op", sample.name("linear"), lambda *_: runs.append(1))):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("linear"), lambda *_: runs.append(1))):
             for _ in range(3):
                 model(x)
         # Two linear layers in three passes.
@@ -54,8 +56,8 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
     def test_another_set_of_tools_has_plans_of_its_own(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
         analysed: list[str] = []
-        first = tool(lambda _: analysed.append("one"), sample.name("relu"))
-        second = tool(lambda _: analysed.append("two"), sample.name("relu"))
+        first = tool(lambda _: analysed.append("one"), sample.op_name("relu"))
+        second = tool(lambda _: analysed.append("two"), sample.op_name("relu"))
         with amanda.apply(first):
             model(x)
         with amanda.apply(first, second):
@@ -67,11 +69,11 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
     def test_an_analysis_that_is_added_later_is_heard(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
         analysed: list[str] = []
-        recorder = tool(lambda _: analysed.append("one"), sample.name("relu"))
+        recorder = tool(lambda _: analysed.append("one"), sample.op_name("relu"))
         with amanda.apply(recorder):
             model(x)
         # Another routine makes another set of analyses, so the first is asked again, too.
-        add_routine(recorder, lambda _: analysed.append("two"), sample.name("relu"))
+        add_routine(recorder, lambda _: analysed.append("two"), sample.op_name("relu"))
         with amanda.apply(recorder):
             model(x)
         assert analysed == ["one", "one", "two"]
@@ -80,14 +82,14 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
         runs: list[str] = []
         model, x = sample.model(), sample.input()
         recorder = tool(
-            lambda context: context.insert_before_op(lambda *_: runs.append("one")), sample.name("relu")
+            lambda context: context.insert_before_op(lambda *_: runs.append("one")), sample.op_name("relu")
         )
         with amanda.apply(recorder) as scope:
             model(x)
             add_routine(
                 recorder,
                 lambda context: context.insert_before_op(lambda *_: runs.append("two")),
-                sample.name("relu"),
+                sample.op_name("relu"),
             )
             model(x)
             # No op is admitted any more, so the third pass runs no routine.
@@ -105,7 +107,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
             if len(analysed) > 1:
                 context.insert_before_op(lambda *_: runs.append(1))
 
-        recorder = tool(analysis, sample.name("relu"))
+        recorder = tool(analysis, sample.op_name("relu"))
         model, x = sample.model(), sample.input()
         with amanda.apply(recorder):
             for _ in range(2):
@@ -126,7 +128,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
             context.insert_before_op(lambda *_: None)
 
         module = sample.module(lambda x: sample.relu(x))
-        with amanda.apply(tool(analysis, sample.name("relu"))):
+        with amanda.apply(tool(analysis, sample.op_name("relu"))):
             for _ in range(2):
                 module(sample.tensor([1.0], wide))
                 module(sample.tensor([1.0], narrow))
@@ -139,7 +141,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
         shapes: list[Any] = []
         see = tool(
             lambda context: shapes.append(sample.shape(context.get_inputs()[0])),
-            sample.name("relu"),
+            sample.op_name("relu"),
             guard="shape",
         )
         module = sample.module(lambda x: sample.relu(x))
@@ -158,7 +160,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
 
         see = tool(
             lambda context: analysed.append(is_empty(context.get_inputs())),
-            sample.name("relu"),
+            sample.op_name("relu"),
             guard=lambda inputs: is_empty(inputs),
         )
         module = sample.module(lambda x: sample.relu(x))
@@ -172,7 +174,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
     @needs("backward")
     def test_with_the_cache_off_analysis_runs_at_every_execution(self, sample: Sample) -> None:
         analysed: list[str] = []
-        recorder = tool(lambda _: analysed.append("forward"), sample.name("relu"))
+        recorder = tool(lambda _: analysed.append("forward"), sample.op_name("relu"))
         add_routine(recorder, lambda _: analysed.append("backward"), sample.relu_backward, backward=True)
         model, x = sample.model(), sample.input()
         with amanda.apply(recorder), amanda.cache_disabled():
@@ -184,7 +186,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
     def test_with_the_cache_off_plans_kept_before_are_not_used(self, sample: Sample) -> None:
         analysed: list[str] = []
         module, x = sample.module(lambda x: sample.relu(x)), sample.tensor([1.0])
-        with amanda.apply(tool(lambda _: analysed.append("one"), sample.name("relu"))):
+        with amanda.apply(tool(lambda _: analysed.append("one"), sample.op_name("relu"))):
             module(x)
             with amanda.cache_disabled():
                 module(x)
@@ -196,7 +198,7 @@ class CachingTests(Rung, title="caching", implement=("signature", "shapes", "gra
         analysed: list[str] = []
         model, x = sample.model(), sample.input()
         with (
-            amanda.apply(tool(lambda _: analysed.append("one"), sample.name("relu"))),
+            amanda.apply(tool(lambda _: analysed.append("one"), sample.op_name("relu"))),
             amanda.cache_disabled(),
             amanda.cache_enabled(),
         ):

@@ -66,10 +66,10 @@ class SeeingTests(
         names: list[str] = []
         with amanda.apply(tool(lambda context: names.append(op_name(context)))):
             call()
-        assert sample.name(op) in names, (
+        assert sample.op_name(op) in names, (
             f"a call of Sample.{op} came to the tools as {names or 'no op at all'}, where "
-            f"{sample.name(op)!r} was expected: either `attach` puts no detour where the program finds "
-            f"the operator, or Sample.names has another name for {op!r} than the `__name__` of the site's op"
+            f"{sample.op_name(op)!r} was expected: either `attach` puts no detour where the program finds "
+            f"the operator, or Sample.op_names names {op!r} otherwise than the `__name__` of the site's op"
         )
 
     def test_every_op_of_the_model_is_seen_in_order(self, sample: Sample) -> None:
@@ -77,12 +77,12 @@ class SeeingTests(
         model, x = sample.model(), sample.input()
         with amanda.apply(tool(lambda context: names.append(op_name(context)))):
             model(x)
-        linear, relu = sample.name("linear"), sample.name("relu")
+        linear, relu = sample.op_name("linear"), sample.op_name("relu")
         # A linear layer may have ops of its own beside the product, such as a transposition.
         assert [name for name in names if name in (linear, relu)] == [linear, relu, linear]
 
     def test_nothing_is_seen_outside_a_scope(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         with amanda.apply(relu):
             pass
         sample.relu(sample.tensor([1.0]))
@@ -91,7 +91,7 @@ class SeeingTests(
     def test_an_op_looked_up_before_the_scope_is_seen(self, sample: Sample) -> None:
         # The program's own reference, as by `from framework import relu`.
         early = sample.relu
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         with amanda.apply(relu):
             early(sample.tensor([1.0]))
         assert len(relu.ids) == 1, "a reference that the program took before the scope goes past the detour"
@@ -123,7 +123,7 @@ class ContextTests(
     def test_inputs_are_in_the_order_of_the_schema(self, sample: Sample) -> None:
         inputs: list[list[Any]] = []
         model, x = sample.model(), sample.input()
-        see = tool(lambda context: inputs.append(context.get_inputs()), sample.name("linear"))
+        see = tool(lambda context: inputs.append(context.get_inputs()), sample.op_name("linear"))
         with amanda.apply(see):
             model(x)
         assert inputs[0][0] is x
@@ -135,7 +135,7 @@ class ContextTests(
         first, second = sample.argument_names
         x, y = sample.tensor([1.0]), sample.tensor([2.0])
         recorded: list[list[Any]] = []
-        see = tool(lambda context: recorded.append(context.get_inputs()), sample.name("add"))
+        see = tool(lambda context: recorded.append(context.get_inputs()), sample.op_name("add"))
         with amanda.apply(see):
             sample.add(**{second: y, first: x})
         assert recorded[0][0] is x
@@ -144,7 +144,7 @@ class ContextTests(
     def test_trailing_defaults_are_left_out(self, sample: Sample) -> None:
         x, y = sample.tensor([1.0]), sample.tensor([2.0])
         recorded: list[int] = []
-        see = tool(lambda context: recorded.append(len(context.get_inputs())), sample.name("add"))
+        see = tool(lambda context: recorded.append(len(context.get_inputs())), sample.op_name("add"))
         with amanda.apply(see):
             sample.add(x, y)
         assert recorded == [2], "`Call.inputs` of add(x, y) has two values, without trailing defaults"
@@ -159,9 +159,11 @@ class ContextTests(
                 context.get_outputs()
             outputs.append(None)
 
-        before = tool(ask_early, sample.name("relu"))
+        before = tool(ask_early, sample.op_name("relu"))
         after = tool(
-            lambda context: outputs.append(context.get_outputs()), sample.name("relu"), require_outputs=True
+            lambda context: outputs.append(context.get_outputs()),
+            sample.op_name("relu"),
+            require_outputs=True,
         )
         with amanda.apply(before, after):
             result = sample.relu(x)
@@ -175,7 +177,7 @@ class ContextTests(
         def see(context: OpContext) -> None:
             attributes.append(context.get_attrs())
 
-        with amanda.apply(tool(see, sample.name("add"))):
+        with amanda.apply(tool(see, sample.op_name("add"))):
             sample.add(sample.tensor([1.0]), 2.5)
         assert attributes[0][sample.argument_names[1]] == 2.5
 
@@ -183,7 +185,7 @@ class ContextTests(
         values: list[Any] = []
         model, x = sample.model(), sample.input()
         see = tool(
-            lambda context: values.append(context.get_value(sample.weight_index)), sample.name("linear")
+            lambda context: values.append(context.get_value(sample.weight_index)), sample.op_name("linear")
         )
         with amanda.apply(see):
             model(x)
@@ -198,7 +200,7 @@ class ContextTests(
             paths.append(context.get_variable_path(weights[-1]))
 
         model, x = sample.model(), sample.input()
-        with amanda.apply(tool(see, sample.name("linear"))):
+        with amanda.apply(tool(see, sample.op_name("linear"))):
             model(x)
         assert None not in weights, "`OpFacts.variable_of` gives the parameter that an input is"
         assert others == [None, None], "an input that the program computes is no variable"
@@ -209,7 +211,9 @@ class ContextTests(
     def test_a_context_names_the_device_of_its_tensors(self, sample: Sample) -> None:
         devices = []
         model, x = sample.model(), sample.input()
-        with amanda.apply(tool(lambda context: devices.append(context.get_device()), sample.name("linear"))):
+        with amanda.apply(
+            tool(lambda context: devices.append(context.get_device()), sample.op_name("linear"))
+        ):
             model(x)
         assert len(devices) == 2, "two layers call `linear`"
         # In graphs a tensor may have no device before the run.
@@ -222,7 +226,7 @@ class ContextTests(
         outer.inside = model
         see = tool(
             lambda context: recorded.append((context.get_scope(), context.get_source())),
-            sample.name("linear"),
+            sample.op_name("linear"),
         )
         with amanda.apply(see):
             model(x)
@@ -232,8 +236,8 @@ class ContextTests(
 
     def test_tools_share_the_context(self, sample: Sample) -> None:
         recorded: list[Any] = []
-        first = tool(lambda context: context.update(type="rectifier"), sample.name("relu"))
-        second = tool(lambda context: recorded.append(context["type"]), sample.name("relu"))
+        first = tool(lambda context: context.update(type="rectifier"), sample.op_name("relu"))
+        second = tool(lambda context: recorded.append(context["type"]), sample.op_name("relu"))
         with amanda.apply(first, second):
             sample.relu(sample.tensor([1.0]))
         assert recorded == ["rectifier"]

@@ -26,7 +26,7 @@ sys.modules[spec.name] = module
 spec.loader.exec_module(module)
 sample = getattr(module, sys.argv[2])()
 seen = Seen()
-with attached(sample.driver), sample.recording(), amanda.apply(seen):
+with attached(sample.driver), sample.recording_autodiff(), amanda.apply(seen):
     model = sample.model()
     x = sample.input()
     for _ in range(2):
@@ -40,14 +40,14 @@ class IdentityTests(
     Rung,
     title="identity",
     implement=(
-        "identity_types", "identities", "introduce", "skip", "slot_of", "recomputed",
+        "identity_types", "identity_values", "register_framework", "skip_code", "slot_of", "recomputable",
     ),
 ):  # fmt: skip
     """Ops have ids, which stay the same."""
 
     def test_an_op_has_the_same_id_in_the_next_iteration(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
-        linear = Executed(sample.name("linear"))
+        linear = Executed(sample.op_name("linear"))
         with amanda.apply(linear):
             for _ in range(3):
                 sample.backward(model(x))
@@ -58,7 +58,7 @@ class IdentityTests(
 
     def test_an_op_has_the_same_id_in_the_next_scope(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
-        linear = Executed(sample.name("linear"))
+        linear = Executed(sample.op_name("linear"))
         for _ in range(2):
             with amanda.apply(linear):
                 model(x)
@@ -66,7 +66,7 @@ class IdentityTests(
 
     @needs("call_sites")
     def test_an_op_has_the_same_id_outside_modules_in_the_next_iteration(self, sample: Sample) -> None:
-        recorder = Executed(sample.name("relu"))
+        recorder = Executed(sample.op_name("relu"))
         with amanda.apply(recorder):
             for _ in range(3):
                 x = sample.tensor([1.0], requires_grad=True)
@@ -84,7 +84,7 @@ class IdentityTests(
                 x = sample.relu(x)
             return sample.relu(x)
 
-        recorder = Executed(sample.name("relu"))
+        recorder = Executed(sample.op_name("relu"))
         module, x = sample.module(forward), sample.input()
         with amanda.apply(recorder):
             module(x)
@@ -101,7 +101,7 @@ class IdentityTests(
         with amanda.apply(recorder):
             # Lines are not enough: the instruction in the code tells the two calls apart.
             sample.add(sample.relu(x), sample.relu(x))
-        assert len(set(recorder.ids(sample.name("relu")))) == 2
+        assert len(set(recorder.ids(sample.op_name("relu")))) == 2
 
     def test_two_models_of_one_class_have_ops_of_their_own(self, sample: Sample) -> None:
         recorder = Seen()
@@ -110,14 +110,14 @@ class IdentityTests(
             # In turns, so that an id by the order of calls would be another one in the second round.
             for model in (model_a, model_b, model_a, model_b):
                 model(x)
-        assert len(set(recorder.ids(sample.name("linear")))) == 4
-        assert len(recorder.ids(sample.name("linear"))) == 4
-        assert len(set(recorder.ids(sample.name("relu")))) == 2
+        assert len(set(recorder.ids(sample.op_name("linear")))) == 4
+        assert len(recorder.ids(sample.op_name("linear"))) == 4
+        assert len(set(recorder.ids(sample.op_name("relu")))) == 2
 
     def test_one_call_site_over_several_weights_is_several_ops(self, sample: Sample) -> None:
         weights = [sample.parameter([[float(i)]]) for i in range(1, 4)]
         x = sample.tensor([[1.0]])
-        recorder = Executed(sample.name("linear"))
+        recorder = Executed(sample.op_name("linear"))
 
         def forward(x: Any, order: Any) -> None:
             for weight in order:
@@ -139,7 +139,7 @@ class IdentityTests(
                 x = sample.relu(x)
             return x
 
-        recorder = Executed(sample.name("relu"))
+        recorder = Executed(sample.op_name("relu"))
         module, x = sample.module(forward), sample.input()
         with amanda.apply(recorder):
             module(x)
@@ -152,7 +152,7 @@ class IdentityTests(
 
     @needs("call_sites")
     def test_a_line_in_a_loop_outside_modules_is_one_op(self, sample: Sample) -> None:
-        recorder = Executed(sample.name("relu"))
+        recorder = Executed(sample.op_name("relu"))
         x = sample.input()
         with amanda.apply(recorder):
             for _ in range(3):
@@ -165,7 +165,7 @@ class IdentityTests(
         def activated(x: Any) -> Any:
             return sample.relu(x)
 
-        recorder = Executed(sample.name("relu"))
+        recorder = Executed(sample.op_name("relu"))
         x = sample.input()
         with amanda.apply(recorder):
             for _ in range(3):
@@ -184,7 +184,7 @@ class IdentityTests(
         with amanda.apply(recorder):
             # Each depth is another way to the line, so that without a bound each would be an op.
             deep(sample.input(), 2 * OCCURRENCE_CAP)
-        assert 1 < len(recorder.ids(sample.name("relu"))) <= OCCURRENCE_CAP
+        assert 1 < len(recorder.ids(sample.op_name("relu"))) <= OCCURRENCE_CAP
 
     def test_two_paths_to_one_line_are_two_ops(self, sample: Sample) -> None:
         def shared(x: Any) -> Any:
@@ -194,7 +194,7 @@ class IdentityTests(
             x = shared(x)
             return shared(x)
 
-        recorder = Executed(sample.name("relu"))
+        recorder = Executed(sample.op_name("relu"))
         module, x = sample.module(forward), sample.input()
         with amanda.apply(recorder):
             module(x)
@@ -205,7 +205,7 @@ class IdentityTests(
     def test_a_module_called_twice_has_ops_for_each_call(self, sample: Sample) -> None:
         model = sample.model()
         twice = sample.module(lambda x: model.first(model.first(x)))
-        recorder = Executed(sample.name("linear"))
+        recorder = Executed(sample.op_name("linear"))
         x = sample.input()
         with amanda.apply(recorder):
             twice(x)
@@ -222,7 +222,7 @@ class IdentityTests(
             return sample.checkpoint(lambda value: model.second(sample.relu(model.first(value))), x)
 
         module = sample.module(forward)
-        linear, relu = Executed(sample.name("linear")), Executed(sample.name("relu"))
+        linear, relu = Executed(sample.op_name("linear")), Executed(sample.op_name("relu"))
         with amanda.apply(linear, relu):
             for _ in range(2):
                 sample.backward(module(sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)))
@@ -233,7 +233,7 @@ class IdentityTests(
 
     @needs("call_sites", "checkpoints")
     def test_a_checkpoint_outside_modules_computes_the_same_ops_again(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         with amanda.apply(relu):
             x = sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
             sample.backward(sample.checkpoint(lambda value: sample.relu(sample.relu(value)), x))
@@ -246,7 +246,7 @@ class IdentityTests(
         def activated(value: Any) -> Any:
             return sample.relu(value)
 
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         with amanda.apply(relu):
             x = activated(sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True))
             for _ in range(2):
@@ -268,11 +268,11 @@ class IdentityTests(
             decided.append((number, recomputed))
             return value * (number + 1)
 
-        relu = inserter("insert_before_op", sample.name("relu"), decide, [0])
+        relu = inserter("insert_before_op", sample.op_name("relu"), decide, [0])
         add_routine(
             relu,
             lambda context: context.insert_before_op(amanda.observer(lambda: heard.append(True)), []),
-            sample.name("relu"),
+            sample.op_name("relu"),
         )
         module = sample.module(lambda x: sample.checkpoint(sample.relu, x))
         with amanda.apply(relu):
@@ -319,4 +319,4 @@ class IdentityTests(
             assert done.returncode == 0, done.stderr
             outputs.add(done.stdout)
         assert len(outputs) == 1
-        assert sample.name("linear") in outputs.pop()
+        assert sample.op_name("linear") in outputs.pop()

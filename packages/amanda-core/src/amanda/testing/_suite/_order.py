@@ -48,13 +48,13 @@ class Following(amanda.Tool):
     follows_dependents = True
 
 
-class OrderTests(Rung, title="order", implement=("BackwardStep.before", "BackwardStep.after")):
+class OrderTests(Rung, title="order", implement=("BackwardStep.run_before", "BackwardStep.run_after")):
     """Tools, nested scopes and passes with some of the tools have an order."""
 
     def test_tools_act_in_the_order_of_apply(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        plus = inserter("insert_before_op", sample.name("relu"), lambda value: value + 1)
-        times = inserter("insert_before_op", sample.name("relu"), lambda value: value * 10)
+        plus = inserter("insert_before_op", sample.op_name("relu"), lambda value: value + 1)
+        times = inserter("insert_before_op", sample.op_name("relu"), lambda value: value * 10)
         with amanda.apply(plus, times):
             assert sample.numbers(sample.relu(x)) == [20.0]
         with amanda.apply(times, plus):
@@ -62,9 +62,9 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_dependencies_join_and_come_first(self, sample: Sample) -> None:
         order: list[str] = []
-        base = tool(lambda _: order.append("base"), sample.name("relu"))
-        middle = tool(lambda _: order.append("middle"), sample.name("relu"))
-        top = tool(lambda _: order.append("top"), sample.name("relu"))
+        base = tool(lambda _: order.append("base"), sample.op_name("relu"))
+        middle = tool(lambda _: order.append("middle"), sample.op_name("relu"))
+        top = tool(lambda _: order.append("top"), sample.op_name("relu"))
         top.depends_on(middle)
         middle.depends_on(base)
         with amanda.apply(top):
@@ -73,8 +73,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_a_dependency_of_two_acts_once(self, sample: Sample) -> None:
         order: list[str] = []
-        base = tool(lambda _: order.append("base"), sample.name("relu"))
-        tops = [tool(lambda _: order.append("top"), sample.name("relu")) for _ in range(2)]
+        base = tool(lambda _: order.append("base"), sample.op_name("relu"))
+        tops = [tool(lambda _: order.append("top"), sample.op_name("relu")) for _ in range(2)]
         for top in tops:
             top.depends_on(base)
         with amanda.apply(*tops, base):
@@ -97,16 +97,16 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_a_closing_routine_runs_once_after_the_last_dependent(self, sample: Sample) -> None:
         order: list[str] = []
-        base = tool(lambda _: order.append("open"), sample.name("relu"))
+        base = tool(lambda _: order.append("open"), sample.op_name("relu"))
         base.add_closing_inst_for_op(
             lambda context: (
-                order.append("close") if context.get_op().__name__ == sample.name("relu") else None
+                order.append("close") if context.get_op().__name__ == sample.op_name("relu") else None
             )
         )
-        tops = [tool(lambda _: order.append("top"), sample.name("relu")) for _ in range(2)]
+        tops = [tool(lambda _: order.append("top"), sample.op_name("relu")) for _ in range(2)]
         for top in tops:
             top.depends_on(base)
-        bystander = tool(lambda _: order.append("other"), sample.name("relu"))
+        bystander = tool(lambda _: order.append("other"), sample.op_name("relu"))
         with amanda.apply(tops[0], tops[1], bystander):
             sample.relu(sample.tensor([1.0]))
         # A tool that does not depend on it comes after the closing routine, as applied.
@@ -117,8 +117,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
         plus = amanda.innermost(lambda value: value + 1)
         cases: list[tuple[Insertion, float]] = [("insert_before_op", 11.0), ("insert_after_op", 20.0)]
         for action, expected in cases:
-            near = inserter(action, sample.name("relu"), plus)
-            far = inserter(action, sample.name("relu"), lambda value: value * 10)
+            near = inserter(action, sample.op_name("relu"), plus)
+            far = inserter(action, sample.op_name("relu"), lambda value: value * 10)
             # In both orders, and in scopes within each other: what is innermost does not depend on either.
             for tools in ((near, far), (far, near)):
                 with amanda.apply(*tools):
@@ -147,8 +147,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_inner_scopes_act_after_outer_ones(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        plus = inserter("insert_before_op", sample.name("relu"), lambda value: value + 1)
-        times = inserter("insert_before_op", sample.name("relu"), lambda value: value * 10)
+        plus = inserter("insert_before_op", sample.op_name("relu"), lambda value: value + 1)
+        times = inserter("insert_before_op", sample.op_name("relu"), lambda value: value * 10)
         with amanda.apply(plus):
             with amanda.apply(times):
                 assert sample.numbers(sample.relu(x)) == [20.0]
@@ -158,8 +158,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_each_scope_of_a_nest_has_plans_of_its_own(self, sample: Sample) -> None:
         analysed: list[str] = []
-        outer = tool(lambda _: analysed.append("outer"), sample.name("relu"))
-        inner = tool(lambda _: analysed.append("inner"), sample.name("relu"))
+        outer = tool(lambda _: analysed.append("outer"), sample.op_name("relu"))
+        inner = tool(lambda _: analysed.append("inner"), sample.op_name("relu"))
         module, x = sample.module(lambda x: sample.relu(x)), sample.tensor([1.0])
         with amanda.apply(outer):
             module(x)
@@ -173,8 +173,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
 
     def test_a_tool_of_a_scope_around_acts_once_at_its_outermost_place(self, sample: Sample) -> None:
         runs: list[str] = []
-        shared = inserter("insert_before_op", sample.name("relu"), lambda _: runs.append("shared"))
-        inner = inserter("insert_before_op", sample.name("relu"), lambda _: runs.append("inner"))
+        shared = inserter("insert_before_op", sample.op_name("relu"), lambda _: runs.append("shared"))
+        inner = inserter("insert_before_op", sample.op_name("relu"), lambda _: runs.append("inner"))
         inner.depends_on(shared)
         with amanda.apply(shared), amanda.apply(inner, shared):
             sample.relu(sample.tensor([1.0]))
@@ -184,8 +184,8 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.before", "Backwar
     @needs("backward")
     def test_the_inner_scope_sees_what_the_outer_put_in_the_context(self, sample: Sample) -> None:
         recorded: list[Any] = []
-        outer = tool(lambda context: context.update(type="rectifier"), sample.name("relu"))
-        inner = tool(lambda context: recorded.append(context.get("type")), sample.name("relu"))
+        outer = tool(lambda context: context.update(type="rectifier"), sample.op_name("relu"))
+        inner = tool(lambda context: recorded.append(context.get("type")), sample.op_name("relu"))
         add_routine(
             inner, lambda context: recorded.append(context.get("type")), sample.relu_backward, backward=True
         )
@@ -263,12 +263,12 @@ def _writing_and_reading(
         **{name: amanda.Tool() for name in "tfg"},
     }
     for point, where in enumerate(POINTS):
-        only = sample.relu_backward if where.get("backward") else sample.name("relu")
+        only = sample.relu_backward if where.get("backward") else sample.op_name("relu")
         for name in "be":
             add_routine(tools[name], partial(write, point=point), only, **where)
         add_routine(tools["t"], partial(read, point=point), only, **where)
     for name in "fg":
-        add_routine(tools[name], lambda _: None, sample.name("relu"))
+        add_routine(tools[name], lambda _: None, sample.op_name("relu"))
     for name, on in ("tb", "fb", "ge"):
         tools[name].depends_on(tools[on])
     return tools

@@ -18,7 +18,8 @@ class BeforeTests(
     Rung,
     title="before an op",
     implement=(
-        "is_tensor", "isolated", "call_isolated", "version", "straight_through", "Call.mutable", "write",
+        "is_tensor", "without_autodiff", "call_without_autodiff", "version", "straight_through",
+        "Call.written_positions", "write",
     ),
 ):  # fmt: skip
     """Routines before an op see its inputs, and change them."""
@@ -30,7 +31,7 @@ class BeforeTests(
             recorded.append(sample.numbers(value))
 
         module = sample.module(lambda x: sample.relu(x))
-        with amanda.apply(inserter("insert_before_op", sample.name("relu"), routine)):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("relu"), routine)):
             for number in (1.0, 2.0, 3.0):
                 module(sample.tensor([number]))
         assert recorded == [[1.0], [2.0], [3.0]]
@@ -45,13 +46,13 @@ class BeforeTests(
 
         # By position, by name, all, and in an order of the routine's own.
         for select in ([1], [sample.argument_names[1]], None, [1, 0]):
-            with amanda.apply(inserter("insert_before_op", sample.name("add"), routine, select)):
+            with amanda.apply(inserter("insert_before_op", sample.op_name("add"), routine, select)):
                 sample.add(x, y)
         assert arguments == [(y,), (y,), (x, y), (y, x)]
 
     def test_none_means_no_change(self, sample: Sample) -> None:
         x, y = sample.tensor([1.0]), sample.tensor([2.0])
-        with amanda.apply(inserter("insert_before_op", sample.name("add"), lambda *_: None)):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("add"), lambda *_: None)):
             assert sample.numbers(sample.add(x, y)) == [3.0]
 
     def test_a_selected_input_is_replaced_by_what_the_routine_returns(self, sample: Sample) -> None:
@@ -59,14 +60,14 @@ class BeforeTests(
         results = []
         # One value may be returned as it is, or in a sequence of one.
         for result in (ten, [ten], (ten,)):
-            change = inserter("insert_before_op", sample.name("add"), lambda _, r=result: r, [1])
+            change = inserter("insert_before_op", sample.op_name("add"), lambda _, r=result: r, [1])
             with amanda.apply(change):
                 results.append(sample.numbers(sample.add(x, y)))
         assert results == [[11.0]] * 3
 
     def test_a_routine_that_takes_all_returns_as_many(self, sample: Sample) -> None:
         x, y = sample.tensor([1.0]), sample.tensor([2.0])
-        swap = inserter("insert_before_op", sample.name("add"), lambda a, b: (b * 2, a))
+        swap = inserter("insert_before_op", sample.op_name("add"), lambda a, b: (b * 2, a))
         with amanda.apply(swap):
             assert sample.numbers(sample.add(x, y)) == [5.0]
 
@@ -78,7 +79,7 @@ class BeforeTests(
             arguments.append(tensors)
             return [tensors[0], ten]
 
-        with amanda.apply(inserter("insert_before_op", sample.name("cat"), routine, [0])):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("cat"), routine, [0])):
             result = sample.cat([x, y])
         assert list(arguments[0]) == [x, y]
         assert sample.numbers(result) == [1.0, 10.0]
@@ -86,10 +87,10 @@ class BeforeTests(
     def test_a_value_handed_back_unchanged_adds_nothing(self, sample: Sample) -> None:
         x = sample.tensor([1.0], requires_grad=True)
         recorded: list[Any] = []
-        keep = inserter("insert_before_op", sample.name("relu"), lambda value: value)
+        keep = inserter("insert_before_op", sample.op_name("relu"), lambda value: value)
         with amanda.apply(keep):
             result = sample.relu(x)
-            with amanda.apply(inserter("insert_before_op", sample.name("add"), recorded.append, [0])):
+            with amanda.apply(inserter("insert_before_op", sample.op_name("add"), recorded.append, [0])):
                 sample.add(result, 1.0)
         # The same object: a new one would have a node of autodiff more.
         assert recorded[0] is result, "what a routine gives back is wrapped or copied, not the same object"
@@ -98,7 +99,7 @@ class BeforeTests(
         def scale(value: Any, factor: float) -> Any:
             return value * factor
 
-        with amanda.apply(inserter("insert_before_op", sample.name("relu"), scale, factor=4.0)):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("relu"), scale, factor=4.0)):
             assert sample.numbers(sample.relu(sample.tensor([1.0]))) == [4.0]
 
     @pytest.mark.parametrize("mark", [amanda.observer, amanda.differentiable])
@@ -112,7 +113,7 @@ class BeforeTests(
     @pytest.mark.parametrize("count", [1, 3])
     def test_a_wrong_count_is_an_error_that_says_what_was_expected(self, sample: Sample, count: int) -> None:
         x, y = sample.tensor([1.0]), sample.tensor([2.0])
-        wrong = inserter("insert_before_op", sample.name("add"), lambda *_: [x] * count)
+        wrong = inserter("insert_before_op", sample.op_name("add"), lambda *_: [x] * count)
         with (
             amanda.apply(wrong),
             pytest.raises(RoutineError, match=rf"returned {count} values.* given 2 values.* sequence of 2"),
@@ -121,19 +122,19 @@ class BeforeTests(
 
     def test_several_values_for_one_are_an_error(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        wrong = inserter("insert_before_op", sample.name("relu"), lambda *_: (x, x), [0])
+        wrong = inserter("insert_before_op", sample.op_name("relu"), lambda *_: (x, x), [0])
         with amanda.apply(wrong), pytest.raises(RoutineError, match=r"returned 2 values.*that one value"):
             sample.relu(x)
 
     def test_a_number_for_a_tensor_is_an_error(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        wrong = inserter("insert_before_op", sample.name("relu"), lambda _: 3.0, [0])
+        wrong = inserter("insert_before_op", sample.op_name("relu"), lambda _: 3.0, [0])
         with amanda.apply(wrong), pytest.raises(RoutineError, match="returned float where a tensor"):
             sample.relu(x)
 
     @pytest.mark.parametrize("select", [[7], ["nonsense"], [-7]])
     def test_selecting_what_is_not_there_is_an_error_at_analysis(self, sample: Sample, select: Any) -> None:
-        wrong = inserter("insert_before_op", sample.name("relu"), lambda _: None, select)
+        wrong = inserter("insert_before_op", sample.op_name("relu"), lambda _: None, select)
         with amanda.apply(wrong), pytest.raises(ActionError, match="was asked for"):
             sample.relu(sample.tensor([1.0]))
 
@@ -142,7 +143,7 @@ class BeforeTests(
             return sample.cat([value, value])
 
         with (
-            amanda.apply(inserter("insert_before_op", sample.name("relu"), widen)),
+            amanda.apply(inserter("insert_before_op", sample.op_name("relu"), widen)),
             pytest.raises(RoutineError, match=r"shape \(4,\) where shape \(2,\).*differentiable") as caught,
         ):
             sample.relu(sample.tensor([1.0, 2.0]))
@@ -151,7 +152,7 @@ class BeforeTests(
     @needs("complex")
     def test_a_change_from_real_to_complex_is_an_error(self, sample: Sample) -> None:
         wide, imaginary = sample.dtypes[0], sample.dtypes[3]
-        change = inserter("insert_before_op", sample.name("add"), lambda v: sample.cast(v, imaginary), [0])
+        change = inserter("insert_before_op", sample.op_name("add"), lambda v: sample.cast(v, imaginary), [0])
         with amanda.apply(change), pytest.raises(RoutineError, match="complex"):
             sample.add(sample.tensor([1.0], wide), 1.0)
 
@@ -159,7 +160,7 @@ class BeforeTests(
     @pytest.mark.parametrize("action", ["insert_before_op", "insert_after_op"])
     def test_writing_into_a_given_value_is_an_error(self, sample: Sample, action: Any) -> None:
         with (
-            amanda.apply(inserter(action, sample.name("relu"), sample.overwrite)),
+            amanda.apply(inserter(action, sample.op_name("relu"), sample.overwrite)),
             pytest.raises(MutationError, match="return a new value"),
         ):
             sample.relu(sample.tensor([1.0]))
@@ -167,14 +168,14 @@ class BeforeTests(
     @needs("in_place")
     def test_a_changed_input_of_an_in_place_op_is_written_to_the_users_tensor(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        with amanda.apply(inserter("insert_before_op", sample.name("add_"), lambda y: y * 10, [0])):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("add_"), lambda y: y * 10, [0])):
             result = sample.add_(x, 1.0)
         assert result is x
         assert sample.numbers(x) == [11.0]
 
     def test_an_action_at_the_wrong_point_says_where_it_belongs(self, sample: Sample) -> None:
         wrong = tool(
-            lambda context: context.insert_before_backward_op(lambda grad: grad), sample.name("relu")
+            lambda context: context.insert_before_backward_op(lambda grad: grad), sample.op_name("relu")
         )
         with amanda.apply(wrong), pytest.raises(ActionError, match="backward=True"):
             sample.relu(sample.tensor([1.0]))
@@ -184,7 +185,7 @@ class AfterTests(
     Rung,
     title="after an op",
     implement=(
-        "flatten", "Call.targets", "Call.unreturned", "write",
+        "flatten", "Call.target_positions", "Call.unreturned_positions", "write",
     ),
 ):  # fmt: skip
     """Routines after an op see its outputs, and change them."""
@@ -197,7 +198,7 @@ class AfterTests(
             assert len(outputs) == 2
             return outputs[0] * 2, outputs[1]
 
-        with amanda.apply(inserter("insert_after_op", sample.name("pair"), routine)):
+        with amanda.apply(inserter("insert_after_op", sample.op_name("pair"), routine)):
             result = sample.pair(x)
         assert type(result) is type(plain)
         assert sample.numbers(result[0]) == [2 * number for number in sample.numbers(plain[0])]
@@ -206,7 +207,7 @@ class AfterTests(
     def test_one_of_several_outputs_is_changed(self, sample: Sample) -> None:
         x = sample.tensor([[1.0, 2.0], [3.0, 4.0]])
         plain = sample.pair(x)
-        change = inserter("insert_after_op", sample.name("pair"), lambda value: value * 3, [1])
+        change = inserter("insert_after_op", sample.op_name("pair"), lambda value: value * 3, [1])
         with amanda.apply(change):
             result = sample.pair(x)
         # The output that the routine did not select has every bit as before.
@@ -216,14 +217,14 @@ class AfterTests(
     @needs("numbers")
     def test_an_output_that_is_no_tensor_is_seen_and_changed(self, sample: Sample) -> None:
         x = sample.tensor([5.0])
-        change = inserter("insert_after_op", sample.name("item"), lambda number: number + 1)
+        change = inserter("insert_after_op", sample.op_name("item"), lambda number: number + 1)
         with amanda.apply(change):
             assert sample.item(x) == 6.0
 
     @needs("in_place")
     def test_a_changed_output_of_an_in_place_op_is_in_the_users_tensor(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        with amanda.apply(inserter("insert_after_op", sample.name("add_"), lambda y: y * 10)):
+        with amanda.apply(inserter("insert_after_op", sample.op_name("add_"), lambda y: y * 10)):
             result = sample.add_(x, 1.0)
         assert result is x
         assert sample.numbers(x) == [20.0]
@@ -231,7 +232,7 @@ class AfterTests(
     @needs("out")
     def test_a_changed_output_is_in_the_tensor_given_as_out(self, sample: Sample) -> None:
         x, y, out = sample.tensor([1.0]), sample.tensor([2.0]), sample.tensor([0.0])
-        with amanda.apply(inserter("insert_after_op", sample.name("add"), lambda y: y * 10)):
+        with amanda.apply(inserter("insert_after_op", sample.op_name("add"), lambda y: y * 10)):
             result = sample.add(x, y, out=out)
         assert result is out
         assert sample.numbers(out) == [30.0]
@@ -243,7 +244,7 @@ class AfterTests(
                 self.add_inst_for_op(self.analyse)
 
             def analyse(self, context: amanda.OpContext) -> None:
-                if op_name(context) == sample.name("relu"):
+                if op_name(context) == sample.op_name("relu"):
                     context.insert_after_op(self.scaled)
 
             @amanda.traceable
@@ -267,7 +268,7 @@ class AfterTests(
             context.insert_before_op(recorded.append)
 
         errors: list[ActionError] = []
-        with amanda.apply(tool(late, sample.name("relu"), require_outputs=True)):
+        with amanda.apply(tool(late, sample.op_name("relu"), require_outputs=True)):
             try:
                 sample.relu(sample.tensor([1.0]))
             except ActionError as error:
@@ -278,20 +279,24 @@ class AfterTests(
         assert all("require_outputs=False" in str(error) for error in errors)
 
 
-class ReplacementTests(Rung, title="instead of an op", implement=("Call.compute", "Call.formed", "copied")):
+class ReplacementTests(
+    Rung,
+    title="instead of an op",
+    implement=("Call.invoke_for_replacement", "Call.in_form_of_result", "differentiable_copy"),
+):
     """Routines compute instead of an op."""
 
     def test_a_replacement_computes_instead_of_the_op(self, sample: Sample) -> None:
         x = sample.tensor([-1.0, 2.0])
-        with amanda.apply(inserter("replace_op", sample.name("relu"), lambda value: value * 10)):
+        with amanda.apply(inserter("replace_op", sample.op_name("relu"), lambda value: value * 10)):
             assert sample.numbers(sample.relu(x)) == [-10.0, 20.0]
         assert sample.numbers(sample.relu(x)) == [0.0, 2.0]
 
     def test_before_and_after_routines_run_around_a_replacement(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        recorder = inserter("replace_op", sample.name("relu"), lambda value: value * 10)
-        before = inserter("insert_before_op", sample.name("relu"), lambda value: value + 1)
-        after = inserter("insert_after_op", sample.name("relu"), lambda value: value + 5)
+        recorder = inserter("replace_op", sample.op_name("relu"), lambda value: value * 10)
+        before = inserter("insert_before_op", sample.op_name("relu"), lambda value: value + 1)
+        after = inserter("insert_after_op", sample.op_name("relu"), lambda value: value + 5)
         with amanda.apply(recorder, before, after):
             # (1 + 1) * 10 + 5: the replacement stands where the op stood.
             assert sample.numbers(sample.relu(x)) == [25.0]
@@ -299,7 +304,7 @@ class ReplacementTests(Rung, title="instead of an op", implement=("Call.compute"
     @needs("in_place")
     def test_a_replacement_of_an_in_place_op_writes_to_the_users_tensor(self, sample: Sample) -> None:
         x = sample.tensor([1.0])
-        with amanda.apply(inserter("replace_op", sample.name("add_"), lambda a, b: a * 7)):
+        with amanda.apply(inserter("replace_op", sample.op_name("add_"), lambda a, b: a * 7)):
             result = sample.add_(x, 1.0)
         assert result is x
         assert sample.numbers(x) == [7.0]
@@ -313,7 +318,9 @@ class ReplacementTests(Rung, title="instead of an op", implement=("Call.compute"
             pass
 
         tools = [
-            add_routine(kind(), lambda context: context.replace_op(lambda value: value), sample.name("relu"))
+            add_routine(
+                kind(), lambda context: context.replace_op(lambda value: value), sample.op_name("relu")
+            )
             for kind in (Rounding, Pruner)
         ]
         with pytest.raises(ReplaceConflictError) as caught:  # noqa: PT012
@@ -335,9 +342,12 @@ def _runs_twice_in_each_of_two_executions(sample: Sample, mark: Callable[[Any], 
         runs.append(1)
 
     routine = mark(count)
-    recorder = tool(lambda context: context.insert_before_op(routine), sample.name("relu"))
+    recorder = tool(lambda context: context.insert_before_op(routine), sample.op_name("relu"))
     add_routine(
-        recorder, lambda context: context.insert_after_op(routine), sample.name("relu"), require_outputs=True
+        recorder,
+        lambda context: context.insert_after_op(routine),
+        sample.op_name("relu"),
+        require_outputs=True,
     )
     with amanda.apply(recorder):
         for _ in range(2):

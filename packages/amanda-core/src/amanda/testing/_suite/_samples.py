@@ -82,7 +82,7 @@ class SampleTests(Rung, title="the sample"):
 
     @needs("auxiliary_state")
     def test_a_batch_norm_updates_its_statistics(self, sample: Sample) -> None:
-        statistics = sample.statistics()
+        statistics = sample.running_statistics()
         before = [sample.numbers(tensor) for tensor in statistics]
         result = sample.batch_norm(sample.tensor(BATCH), *statistics)
         assert sample.shape(result) == (3, 2), "Sample.batch_norm keeps the shape (3, 2)"
@@ -145,7 +145,9 @@ class SampleTests(Rung, title="the sample"):
         dead = weakref.ref(x)
         del x
         free_garbage(sample)
-        assert dead() is None, "the tensor lives on: does Sample.tensor keep it, or Sample.settle not wait?"
+        assert dead() is None, (
+            "the tensor lives on: does Sample.tensor keep it, or Sample.wait_for_framework not wait?"
+        )
 
     @needs("pickles")
     def test_a_model_is_copied_and_pickled(self, sample: Sample) -> None:
@@ -166,7 +168,7 @@ class SampleTests(Rung, title="the sample"):
         assert results == [[0.0, 2.0]], "the framework runs an op on a thread that is not the main one"
 
     def test_an_op_beyond_the_driver_runs(self, sample: Sample) -> None:
-        sample.beyond()
+        sample.run_uninstrumentable_op()
 
     @needs("vmap")
     def test_vmap_maps_a_function(self, sample: Sample) -> None:

@@ -39,13 +39,13 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
             context.insert_before_op(routine)
             context.insert_after_op(routine)
 
-        with amanda.apply(tool(analysis, sample.name("relu"))):
+        with amanda.apply(tool(analysis, sample.op_name("relu"))):
             sample.relu(sample.tensor([1.0]))
         # The calls of relu in the analysis and in the routines are not ops.
-        assert recorded == [sample.name("relu")]
+        assert recorded == [sample.op_name("relu")]
 
     def test_ops_of_a_backward_routine_are_not_instrumented(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         add_routine(
             relu,
             lambda context: context.insert_before_backward_op(lambda grad: sample.relu(grad)),
@@ -57,16 +57,16 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
         assert len(relu.ids) == 1
 
     def test_ops_of_a_replacement_are_not_instrumented(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         add_routine(
-            relu, lambda context: context.replace_op(lambda value: sample.relu(value)), sample.name("relu")
+            relu, lambda context: context.replace_op(lambda value: sample.relu(value)), sample.op_name("relu")
         )
         with amanda.apply(relu):
             sample.relu(sample.tensor([1.0]))
         assert len(relu.ids) == 1
 
     def test_disabled_instruments_nothing_until_enabled(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([1.0])
         with amanda.apply(relu):
             with amanda.disabled():
@@ -79,7 +79,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
         assert len(relu.ids) == 2
 
     def test_asyncio_tasks_do_not_see_each_others_scopes(self, sample: Sample) -> None:
-        recorded = {name: Executed(sample.name("relu")) for name in ("one", "two")}
+        recorded = {name: Executed(sample.op_name("relu")) for name in ("one", "two")}
 
         async def work(recorder: Executed, times: int) -> None:
             with amanda.apply(recorder):
@@ -165,7 +165,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
     def test_a_checkpoint_whose_scope_has_closed_runs_with_the_tools_of_the_backward_pass(
         self, sample: Sample
     ) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
         with amanda.apply(relu):
             y = sample.checkpoint(lambda value: sample.relu(value), x)
@@ -175,7 +175,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
         assert len(set(relu.ids)) == 1
 
     def test_a_scope_is_a_decorator_and_a_handle(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([1.0])
 
         @amanda.apply(relu)
@@ -194,7 +194,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
     @needs("fork")
     @pytest.mark.xfail(not hasattr(os, "fork"), reason="never: this system has no fork", run=False)
     def test_a_scope_does_not_follow_a_fork(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([1.0])
         with amanda.apply(relu):
             sample.relu(x)
@@ -228,11 +228,11 @@ def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
         os._exit(status)
 
 
-class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
+class ThreadTests(Rung, title="threads", implement=("attach", "bind_to_current_place")):
     """A scope reaches the threads that start in it."""
 
     def test_a_thread_started_in_a_scope_belongs_to_it(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([1.0])
         with amanda.apply(relu) as scope:
             _in_thread(lambda: sample.relu(x))
@@ -240,7 +240,7 @@ class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
         assert scope.report == []
 
     def test_a_thread_that_ran_before_sees_the_scope_in_what_is_bound_to_it(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([1.0])
         with _Worker() as before:
             with amanda.apply(relu) as scope:
@@ -255,7 +255,7 @@ class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
         assert len(relu.ids) == 1
 
     def test_a_thread_that_outlives_its_scope_sees_nothing_more(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([1.0])
         inside, closed = threading.Event(), threading.Event()
 
@@ -274,7 +274,7 @@ class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
         assert len(relu.ids) == 1
 
     def test_a_task_of_a_pool_belongs_to_the_scope_in_which_it_was_submitted(self, sample: Sample) -> None:
-        relu = Executed(sample.name("relu"))
+        relu = Executed(sample.op_name("relu"))
         x = sample.tensor([1.0])
         # One thread each, so that every task meets a thread that has run another before.
         with ThreadPoolExecutor(1) as before, ThreadPool(1) as thread_pool:
@@ -308,7 +308,7 @@ class ThreadTests(Rung, title="threads", implement=("attach", "replayed")):
         # The default of 5 ms would let a routine pass before another thread gets its turn.
         sys.setswitchinterval(1e-5)
         try:
-            with amanda.apply(inserter("insert_before_op", sample.name("relu"), routine)):
+            with amanda.apply(inserter("insert_before_op", sample.op_name("relu"), routine)):
                 threads = [threading.Thread(target=work) for _ in range(4)]
                 for thread in threads:
                     thread.start()

@@ -15,12 +15,14 @@ from amanda.testing._tools import Executed, Seen, Unchanged, inserter, notes, to
 NUMBERS = [1.0, -2.0, 3.0]
 
 
-class TransformTests(Rung, title="function transforms", implement=("unwrapped", "shapes", "tracing")):
+class TransformTests(
+    Rung, title="function transforms", implement=("unwrap_for_analysis", "shapes", "capture_backward_ops")
+):
     """Under function transforms an op is one op."""
 
     @needs("vmap")
     def test_an_op_under_vmap_is_one_op_with_the_values_of_a_sample(self, sample: Sample) -> None:
-        relu, shapes = sample.name("relu"), set()
+        relu, shapes = sample.op_name("relu"), set()
         seen = Seen()
         observed = inserter("insert_before_op", relu, lambda x: shapes.add(sample.shape(x)))
         with amanda.apply(seen, observed):
@@ -59,11 +61,11 @@ class TransformTests(Rung, title="function transforms", implement=("unwrapped", 
         )
         with amanda.apply(*tools):
             sample.grad(relu_of(sample))(scalar(sample, 2.0))
-        assert backward == {*forward.ids(sample.name("relu"))} != set()
+        assert backward == {*forward.ids(sample.op_name("relu"))} != set()
 
     @needs("grad")
     def test_an_op_under_grad_is_the_same_op_in_each_call(self, sample: Sample) -> None:
-        executed, gradient = Executed(sample.name("relu")), sample.grad(relu_of(sample))
+        executed, gradient = Executed(sample.op_name("relu")), sample.grad(relu_of(sample))
         with amanda.apply(executed):
             for _ in range(3):
                 gradient(scalar(sample, 2.0))
@@ -98,7 +100,7 @@ class TransformTests(Rung, title="function transforms", implement=("unwrapped", 
 
     @needs("vmap", "batched_values")
     def test_a_number_of_a_batched_value_is_an_error_with_the_remedy(self, sample: Sample) -> None:
-        relu = sample.name("relu")
+        relu = sample.op_name("relu")
         reading = inserter("insert_before_op", relu, lambda x: sample.numbers(x) and None)
         with pytest.raises(Exception) as caught, amanda.apply(reading):  # noqa: PT011 - the framework's own
             sample.vmap(relu_of(sample))(sample.tensor(NUMBERS))
@@ -114,7 +116,7 @@ class TransformTests(Rung, title="function transforms", implement=("unwrapped", 
         mapped = sample.vmap(relu_of(sample))
         with (
             pytest.raises(ValueError, match="planted"),
-            amanda.apply(inserter("insert_after_op", sample.name("relu"), fail)),
+            amanda.apply(inserter("insert_after_op", sample.op_name("relu"), fail)),
         ):
             mapped(sample.tensor(NUMBERS))
         assert sample.numbers(mapped(sample.tensor(NUMBERS))) == [1.0, 0.0, 3.0]
@@ -153,7 +155,7 @@ GRADIENTS = {
 def assert_computed(sample: Sample, program: Callable[[], Any], expected: dict[str, list[float]]) -> None:
     """Check what a program computes with each of the routines at `relu`, at the analysis and after it."""
     for action, numbers in expected.items():
-        with amanda.apply(inserter(action, sample.name("relu"), ROUTINES[action])):  # type: ignore[arg-type]
+        with amanda.apply(inserter(action, sample.op_name("relu"), ROUTINES[action])):  # type: ignore[arg-type]
             results = [sample.numbers(program()) for _ in range(2)]
         assert results == [numbers, numbers], action
 

@@ -37,7 +37,9 @@ from amanda.testing._tools import (
 )
 
 
-class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "describe", "OpFacts.scope")):
+class FailureTests(
+    Rung, title="failure", implement=("uninstrumented_reason", "detach", "describe", "OpFacts.scope")
+):
     """Exceptions reach the user as themselves, and reports name what is not seen."""
 
     def test_an_exception_of_the_op_itself_passes_as_it_is(self, sample: Sample) -> None:
@@ -57,7 +59,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
             ids.append(context.get_backward_op_id() if backward else context.get_op_id())
             _raise_mistake()
 
-        name = sample.relu_backward if backward else sample.name("relu")
+        name = sample.relu_backward if backward else sample.op_name("relu")
         failing = add_routine(Faulty(), analysis, name, **POINTS[point])
         after = "after" if "require_outputs" in POINTS[point] else "before"
         at = f"{after}_{'backward' if backward else 'forward'}_op"
@@ -73,7 +75,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
             ids.append(context.get_backward_op_id() if backward else context.get_op_id())
             getattr(context, insertion)(_raise_mistake)
 
-        name = sample.relu_backward if backward else sample.name("relu")
+        name = sample.relu_backward if backward else sample.op_name("relu")
         self._check(sample, add_routine(Faulty(), analysis, name, backward=backward), name, insertion, ids)
 
     @staticmethod
@@ -106,7 +108,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
                 raise ZeroDivisionError
 
         x = sample.tensor([1.0])
-        with amanda.apply(inserter("insert_before_op", sample.name("relu"), routine)):
+        with amanda.apply(inserter("insert_before_op", sample.op_name("relu"), routine)):
             with pytest.raises(ZeroDivisionError):
                 sample.relu(x)
             sample.relu(x)
@@ -128,7 +130,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
         self, sample: Sample, insertion: Any
     ) -> None:
         plain = trained_bits(sample)
-        name = sample.relu_backward if "backward" in insertion else sample.name("relu")
+        name = sample.relu_backward if "backward" in insertion else sample.op_name("relu")
         before = _framework(sample)
         failing = inserter(insertion, name, _divide_by_zero)
         with pytest.raises(ZeroDivisionError), amanda.apply(failing):
@@ -144,7 +146,7 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
     ) -> None:
         with caplog.at_level(logging.WARNING, "amanda"), amanda.apply(tool(op_name)) as scope:
             for _ in range(3):
-                sample.beyond()
+                sample.run_uninstrumentable_op()
         assert len(scope.report) == 1
         assert scope.report[0].reason
         assert scope.report[0].what in str(scope.report)
@@ -158,7 +160,9 @@ class FailureTests(Rung, title="failure", implement=("obstacle", "detach", "desc
         assert str(scope.report) == "everything that ran was instrumented"
 
 
-class TransparencyTests(Rung, title="transparency", implement=("attach", "detach", "exercise", "same")):
+class TransparencyTests(
+    Rung, title="transparency", implement=("attach", "detach", "self_test_program", "have_equal_bits")
+):
     """A scope changes no bit and leaves nothing behind."""
 
     def test_a_tool_that_only_looks_leaves_every_bit(self, sample: Sample) -> None:
@@ -197,7 +201,7 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
     @needs("auxiliary_state")
     def test_state_that_an_op_updates_is_updated_as_without_tools(self, sample: Sample) -> None:
         def normalized() -> list[bytes]:
-            x, statistics = sample.tensor(BATCH, requires_grad=True), sample.statistics()
+            x, statistics = sample.tensor(BATCH, requires_grad=True), sample.running_statistics()
             results = [sample.batch_norm(x, *statistics) for _ in range(2)]
             sample.backward(results[1])
             tensors = [*results, *statistics]
@@ -205,17 +209,17 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
                 tensors.append(sample.gradient(x))
             return [sample.bits(tensor) for tensor in tensors]
 
-        kind = type(sample.statistics()[0])
+        kind = type(sample.running_statistics()[0])
 
         def fresh(*values: Any) -> list[Any]:
             """Return equal new tensors for the statistics, and the other values as they are."""
             return [value * 1.0 if type(value) is kind else value for value in values]
 
-        plain, name = normalized(), sample.name("batch_norm")
+        plain, name = normalized(), sample.op_name("batch_norm")
         for looking in (no_op_tool(), inserter("insert_before_op", name, fresh)):
             with amanda.apply(looking):
                 assert normalized() == plain, (
-                    "results, statistics and gradient differ: `Call.mutable` has the positions of "
+                    "results, statistics and gradient differ: `Call.written_positions` has the positions of "
                     "the inputs that an op updates"
                 )
 
@@ -252,17 +256,17 @@ class TransparencyTests(Rung, title="transparency", implement=("attach", "detach
         with amanda.apply(amanda.Tool()):
             (driver,) = (driver for driver in attachment.attached if type(driver) is sample.driver)
             verdict = self_test(driver)
-        assert verdict.failure == "", "Driver.exercise does not do what it says, or ops are not seen"
+        assert verdict.failure == "", "Driver.self_test_program does not do what it says, or ops are not seen"
 
 
-class MemoryTests(Rung, title="memory", implement=("storable", "describe", "attach_trace")):
+class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "attach_trace")):
     """Plans, contexts and values live no longer than they are needed."""
 
     @needs("backward", "weak_references")
     def test_forward_values_are_dropped_after_the_first_execution(self, sample: Sample) -> None:
         contexts: list[OpContext] = []
         x = sample.tensor([-1.0, 2.0], requires_grad=True)
-        both = add_routine(tool(contexts.append, sample.name("relu")), contexts.append, backward=True)
+        both = add_routine(tool(contexts.append, sample.op_name("relu")), contexts.append, backward=True)
         with amanda.apply(both):
             result = sample.relu(x)
             sample.backward(result)
@@ -282,7 +286,7 @@ class MemoryTests(Rung, title="memory", implement=("storable", "describe", "atta
             run["value"] = value = Referent()
             values.append(weakref.ref(value))
 
-        recorder = tool(lambda context: context.insert_before_op(forward, [0]), sample.name("relu"))
+        recorder = tool(lambda context: context.insert_before_op(forward, [0]), sample.op_name("relu"))
         add_routine(
             recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True
         )
@@ -298,7 +302,7 @@ class MemoryTests(Rung, title="memory", implement=("storable", "describe", "atta
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
-        recorder = tool(lambda context: _keep(context, references), sample.name("linear"))
+        recorder = tool(lambda context: _keep(context, references), sample.op_name("linear"))
         with amanda.apply(recorder):
             model(x)
         del recorder
@@ -322,7 +326,7 @@ class MemoryTests(Rung, title="memory", implement=("storable", "describe", "atta
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
-        with amanda.apply(tool(lambda context: _keep(context, references), sample.name("linear"))):
+        with amanda.apply(tool(lambda context: _keep(context, references), sample.op_name("linear"))):
             sample.linear(x, weight)
             del weight
             free_garbage(sample)
@@ -409,7 +413,7 @@ def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
         (holder, name)
         for holder, names in before.items()
         for name, value in names.items()
-        if name not in sample.outlive
+        if name not in sample.lasting_patches
         and (
             holder not in after
             or name not in after[holder]

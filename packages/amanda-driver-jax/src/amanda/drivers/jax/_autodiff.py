@@ -143,7 +143,7 @@ class TappedExecution:
         step = BackwardStep(self._driver, trace, op, 0, state)
         if not step.has_work:
             return grads, []
-        grads = self._run(step.before, grads)
+        grads = self._run(step.run_before, grads)
         symbols, with_symbols = _split_symbols((grads, trace.run))
         # The pass reaches the tap of the inputs later, after JAX's transpose of the op.
         _thread.steps[self] = step, trace, with_symbols
@@ -153,9 +153,9 @@ class TappedExecution:
         """Run the routines after the backward op; return the gradients of the op's inputs."""
         step, trace, with_symbols = _thread.steps.pop(self)
         incoming_grads, trace.run = with_symbols(carried_symbols)
-        grads = self._run(step.after, grads, incoming_grads)
-        if not trace.pending:
-            self._driver.finish(trace)
+        grads = self._run(step.run_after, grads, incoming_grads)
+        if not trace.unanalysed_ids:
+            self._driver.mark_backward_analysed(trace)
         return grads
 
 

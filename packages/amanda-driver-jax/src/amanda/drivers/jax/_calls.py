@@ -49,21 +49,21 @@ class PrimitiveCall(Call):
         self.inputs = [list(args)] if primitive.name in LIST_PRIMITIVES else list(args)
         named = NAMES.get(primitive.name, ("x",) if len(self.inputs) == 1 else ())
         self.names = [*named, *(f"operand{i}" for i in range(len(named), len(self.inputs)))]
-        self.mutable = self.targets = ()
+        self.written_positions = self.target_positions = ()
 
     def _arguments(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         return tuple(inputs[0]) if self._primitive.name in LIST_PRIMITIVES else tuple(inputs)
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Bind the primitive; return its outputs, tapped if tools instrument its backward op."""
-        return self._tap_if_executing(self.compute(inputs))
+        return self._tap_if_executing(self.invoke_for_replacement(inputs))
 
-    def compute(self, inputs: Sequence[Any]) -> Any:
+    def invoke_for_replacement(self, inputs: Sequence[Any]) -> Any:
         """Bind the primitive for a replacement."""
         self._has_run = True
         return self._site.invoke(self._arguments(inputs), self._params)
 
-    def computation(self) -> Callable[[Sequence[Any]], Any] | None:
+    def as_function(self) -> Callable[[Sequence[Any]], Any] | None:
         """Return a function that binds the primitive; None for functions with rules, which JAX has traced."""
         if self._primitive.name in CUSTOM_RULE_PRIMITIVES:
             return None
@@ -72,14 +72,16 @@ class PrimitiveCall(Call):
         # The closure has none of the call's inputs: a tool may keep the function longer than the arrays.
         return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
 
-    def formed(self, result: Any) -> Any:
+    def in_form_of_result(self, result: Any) -> Any:
         """Return a replacement's result in the op's form, a list for several results, with taps on it.
 
         A function with rules for its derivatives runs here, unless the replacement has run it.
         """
         add_note(INSERTION)
         if self._primitive.name in CUSTOM_RULE_PRIMITIVES and not self._has_run:
-            self.compute(self.inputs)  # JAX takes the form of the result from the function, which has to run
+            self.invoke_for_replacement(
+                self.inputs
+            )  # JAX takes the form of the result from the function, which has to run
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
         return self._tap_if_executing(result)
@@ -88,7 +90,7 @@ class PrimitiveCall(Call):
         execution = TappedExecution.current()
         return result if execution is None else execution.tap_outputs(result)
 
-    def may_write(self) -> bool:
+    def may_write_inputs(self) -> bool:
         """Return False: arrays are not written."""
         return False
 

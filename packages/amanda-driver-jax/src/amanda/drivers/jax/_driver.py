@@ -13,7 +13,7 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Action, Call, EagerDriver, Exercise, Operation, OpFacts, State, Trace
+from amanda.backend import Action, Call, EagerDriver, Operation, OpFacts, SelfTestProgram, State, Trace
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, Detour, Site
 from amanda.plan import run_routine
 from jax._src import core
@@ -84,7 +84,7 @@ class JaxDriver(Arrays, EagerDriver):
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES
-    has_symbols = True
+    has_symbolic_tensors = True
 
     def __init__(self) -> None:
         # By name, too: functions of JAX with rules, such as `jax.nn.relu`, share a primitive, and are ops of
@@ -95,31 +95,31 @@ class JaxDriver(Arrays, EagerDriver):
         # A site for rules alone: what a rule binds are ops at the place of the rule's call.
         self._rules = self.site(_call_rule, Operation("custom_vjp_call"), "forward rules", TRANSPARENT)
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Mark the code of JAX, and leave code that calls functions out of the places of ops."""
-        super().introduce()
-        self.skip(*(f"{Path(core.__file__).parent}/{path}" for path in _TRACING_CODE))
+        super().register_framework()
+        self.skip_code(*(f"{Path(core.__file__).parent}/{path}" for path in _TRACING_CODE))
 
     def attach(self) -> None:
         """Intercept binds of primitives, trace functions anew for tools, and instrument backward passes."""
         # Every op of JAX, eager or traced, comes through `bind`.
-        self.attributes.set(Primitive, "bind", self._intercept_binds(Primitive.bind))
-        instrument_jit(self.attributes)
-        instrument_backward(self.attributes)
-        raise_failures_of_programs(self.attributes)
-        enclose_modules(self.attributes, self._places)
-        record_scans(self.attributes)
-        self.attributes.on_restore(unset_cache_key)
+        self.patches.set(Primitive, "bind", self._intercept_binds(Primitive.bind))
+        instrument_jit(self.patches)
+        instrument_backward(self.patches)
+        raise_failures_of_programs(self.patches)
+        enclose_modules(self.patches, self._places)
+        record_scans(self.patches)
+        self.patches.on_restore(unset_cache_key)
         # The last originals are held for the next ops of a scope; after the scope they would only take
         # memory.
-        self.attributes.on_restore(ORIGINALS.clear)
+        self.patches.on_restore(ORIGINALS.clear)
         set_cache_key()
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of one op and its transpose."""
-        return Exercise(_run_product, "mul", "mul")
+        return SelfTestProgram(_run_product, "mul", "mul")
 
-    def switched(self) -> None:
+    def on_state_change(self) -> None:
         """Trace on this thread for the tools that are in force now."""
         set_cache_key()
 
@@ -214,7 +214,7 @@ class JaxDriver(Arrays, EagerDriver):
         """Return the call of a primitive."""
         return PrimitiveCall(site, self._primitives[site], args, kwargs)
 
-    def run_later(
+    def trace_routine(
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
@@ -230,7 +230,7 @@ class JaxDriver(Arrays, EagerDriver):
         add_note(INSERTION)
         if action.traceable and not action.takes_run:
             reads = reads_of(action)
-            pure = not reads.guards and not reads.written
+            pure = not reads.guards and not reads.names_written
             if not is_within_jit() or (pure and not isinstance(action.func, MethodType)):
                 return None
             variant = variant_for(action)
@@ -247,7 +247,7 @@ class JaxDriver(Arrays, EagerDriver):
         add_note(INSERTION)
         guard_reads(action, facts)
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         """Return the values without the tracers of derivatives: arrays, or symbols of the program."""
         original_of = ORIGINALS.of
         return [
@@ -255,11 +255,11 @@ class JaxDriver(Arrays, EagerDriver):
             for value in values
         ]
 
-    def tracing(self) -> TappedExecution:
+    def capture_backward_ops(self) -> TappedExecution:
         """Return a context in which the op is tapped."""
         return TappedExecution(self)
 
-    def begin(self, execution: TappedExecution, inputs: Sequence[Any]) -> None:
+    def note_op_inputs(self, execution: TappedExecution, inputs: Sequence[Any]) -> None:
         """Tap the op's inputs."""
         assert isinstance(inputs, list)
         execution.tap_inputs(inputs)

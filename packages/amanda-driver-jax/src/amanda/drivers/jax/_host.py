@@ -16,7 +16,7 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Action, Attributes, OpFacts, State
+from amanda.backend import Action, OpFacts, Patches, State
 from amanda.errors import RoutineError
 from amanda.plan import run_routine, spread
 from jax._src import dispatch
@@ -213,12 +213,10 @@ def _execution_number(run: dict[str, Any], values: list[Any]) -> Any:
     return run[_EXECUTION]
 
 
-def raise_failures_of_programs(attributes: Attributes) -> None:
+def raise_failures_of_programs(patches: Patches) -> None:
     """Make programs raise the exceptions of routines in them."""
-    attributes.set(
-        pxla.ExecuteReplicated, "__call__", _raise_after_execution(pxla.ExecuteReplicated.__call__)
-    )
-    attributes.on_restore(_RUN_DICTS.clear)
+    patches.set(pxla.ExecuteReplicated, "__call__", _raise_after_execution(pxla.ExecuteReplicated.__call__))
+    patches.on_restore(_RUN_DICTS.clear)
 
 
 def _raise_after_execution(original: Callable[..., Any]) -> Callable[..., Any]:

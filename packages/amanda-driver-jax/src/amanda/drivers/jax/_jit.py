@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, State
+from amanda.backend import Patches, State
 from jax._src import core, pjit
 from jax.extend.core.primitives import jit_p
 
@@ -62,17 +62,17 @@ class _Findings(NamedTuple):
     reports: Sequence[tuple[str, str]] = ()
 
 
-def instrument_jit(attributes: Attributes) -> None:
+def instrument_jit(patches: Patches) -> None:
     """Patch JAX to trace functions for the tools, and to report executables compiled ahead of time."""
-    attributes.set(pjit, "_infer_params", _trace_for_tools(pjit._infer_params))
-    attributes.set(pjit, "_run_python_pjit", _run_for_tools(pjit._run_python_pjit))
-    wrap_optional(attributes, "stages:Compiled.__call__", partial(_report_and_run, AHEAD_OF_TIME))
-    wrap_optional(attributes, "export._export:Exported.call", partial(_report_and_run, AHEAD_OF_TIME))
+    patches.set(pjit, "_infer_params", _trace_for_tools(pjit._infer_params))
+    patches.set(pjit, "_run_python_pjit", _run_for_tools(pjit._run_python_pjit))
+    wrap_optional(patches, "stages:Compiled.__call__", partial(_report_and_run, AHEAD_OF_TIME))
+    wrap_optional(patches, "export._export:Exported.call", partial(_report_and_run, AHEAD_OF_TIME))
     wrap_optional(
-        attributes, "custom_partitioning:custom_partitioning.__call__", partial(_report_and_run, PARTITIONED)
+        patches, "custom_partitioning:custom_partitioning.__call__", partial(_report_and_run, PARTITIONED)
     )
     for function in FUNCTIONS_OF_OPS:
-        wrap_optional(attributes, function, without_tools())
+        wrap_optional(patches, function, without_tools())
 
 
 def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:

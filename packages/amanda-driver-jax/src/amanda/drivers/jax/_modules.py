@@ -15,7 +15,7 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, State, TensorMap, digest, type_as_path
+from amanda.backend import Patches, State, TensorMap, digest, type_as_path
 from amanda.interceptor import Enclosure
 from amanda.plan import spread
 from jax._src import core
@@ -161,7 +161,7 @@ def dotted(name: str) -> str:
     return re.sub(r"\[['\"]?([^\]'\"]*)['\"]?\]", r".\1", name)
 
 
-def enclose_modules(attributes: Attributes, places: ModulePlaces) -> None:
+def enclose_modules(patches: Patches, places: ModulePlaces) -> None:
     """Make each call of a module a region: the ops in it belong to the module."""
     call = Enclosure(_call_method, _hash_in_caller)
 
@@ -170,7 +170,7 @@ def enclose_modules(attributes: Attributes, places: ModulePlaces) -> None:
         if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
             return
         for name in METHODS & vars(kind).keys():
-            attributes.set(kind, name, _enclose_method(vars(kind)[name], places, call))
+            patches.set(kind, name, _enclose_method(vars(kind)[name], places, call))
 
     def enclose_base(module: str, name: str) -> None:
         """Enclose a base with its present and future subclasses; leave Keras alone on other backends."""
@@ -179,10 +179,10 @@ def enclose_modules(attributes: Attributes, places: ModulePlaces) -> None:
         base = getattr(sys.modules[module], name)
         for kind in (base, *_all_subclasses(base)):
             enclose(kind)
-        attributes.follow_subclasses(base, enclose)
+        patches.on_new_subclass(base, enclose)
 
     for module, name in BASES:
-        attributes.when_imported(module, partial(enclose_base, module, name))
+        patches.when_imported(module, partial(enclose_base, module, name))
 
 
 def _is_keras_on_jax() -> bool:

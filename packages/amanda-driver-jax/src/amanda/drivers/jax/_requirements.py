@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import jax
-from amanda.backend import Attributes, lacking
+from amanda.backend import Patches, missing_names
 
 Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
@@ -36,7 +36,7 @@ _ESSENTIAL = {
 
 def first_present(*names: str) -> str:
     """Return the first of several names below `jax._src` that JAX has; the first of all if it has none."""
-    return next((name for name in names if not lacking([f"jax._src.{name}"])), names[0])
+    return next((name for name in names if not missing_names([f"jax._src.{name}"])), names[0])
 
 
 FLATTENING = first_present(
@@ -72,16 +72,16 @@ def flatten_arguments(args: Any, kwargs: Any, static_argnums: Any, static_argnam
     return flatten(args, kwargs, static_argnums, static_argnames)
 
 
-def wrap_optional(attributes: Attributes, name: str, wrapped: Wrapped) -> None:
+def wrap_optional(patches: Patches, name: str, wrapped: Wrapped) -> None:
     """Replace an optional name by `wrapped(original)`, once JAX has imported the module."""
     module, _, path = f"jax._src.{name}".partition(":")
 
     def place() -> None:
-        if lacking([f"{module}:{path}"]):
+        if missing_names([f"{module}:{path}"]):
             logger.warning("JAX %s lacks %s.%s: %s", jax.__version__, module, path, OPTIONAL[name])
             return
         owner, _, attribute = path.rpartition(".")
         holder = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
-        attributes.set(holder, attribute, wrapped(getattr(holder, attribute)))
+        patches.set(holder, attribute, wrapped(getattr(holder, attribute)))
 
-    attributes.when_imported(module, place)  # `jax.export` and Pallas are imported late, or never
+    patches.when_imported(module, place)  # `jax.export` and Pallas are imported late, or never

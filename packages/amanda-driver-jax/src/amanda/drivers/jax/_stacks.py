@@ -11,7 +11,7 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, TensorMap
+from amanda.backend import Patches, TensorMap
 from jax._src.interpreters import batching
 from jax._src.lax.control_flow import loops
 
@@ -62,7 +62,7 @@ jax.tree_util.register_pytree_with_keys(
 )
 
 
-def record_scans(attributes: Attributes) -> None:
+def record_scans(patches: Patches) -> None:
     """Record the arrays that scans slice, with the number of the round.
 
     The function within JAX's public `scan` is replaced, since programs may hold the public function.
@@ -71,7 +71,7 @@ def record_scans(attributes: Attributes) -> None:
     # `jax.lax.scan` is a wrapper whose closure holds the function proper: the cell is exchanged.
     cells = dict(zip(loops.scan.__code__.co_freevars, loops.scan.__closure__ or (), strict=True))
     cell = cells["fun"]
-    attributes.on_restore(partial(setattr, cell, "cell_contents", cell.cell_contents))
+    patches.on_restore(partial(setattr, cell, "cell_contents", cell.cell_contents))
     cell.cell_contents = _number_slices(cell.cell_contents, bodies)
 
 

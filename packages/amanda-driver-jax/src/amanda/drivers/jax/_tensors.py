@@ -6,14 +6,14 @@ from typing import Any
 import numpy as np
 
 import jax
-from amanda.backend import UnwrittenTensors, complex_error, shape_error
+from amanda.backend import ImmutableTensorOps, complex_error, shape_error
 from jax.extend.core import set_current_trace
 
 from ._primitives import ORIGINALS, straight_through
 from ._traces import base_trace, is_staged, is_tensor, needs_gradient, primal
 
 
-class Arrays(UnwrittenTensors):
+class Arrays(ImmutableTensorOps):
     """JAX's arrays."""
 
     def is_tensor(self, value: Any) -> bool:
@@ -38,7 +38,7 @@ class Arrays(UnwrittenTensors):
         """Return the shape of each array."""
         return tuple(_map_tensors(value, lambda array: tuple(array.shape)) for value in inputs)
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine on the values without the tracers of derivatives.
@@ -60,14 +60,14 @@ class Arrays(UnwrittenTensors):
         """Return `value` with the tangent of `original`."""
         return straight_through(original, cast_to_fit(original, value))
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """Return the value itself; for a symbol, whose trace ends, its shape and dtype."""
         value = primal(value)
         if isinstance(value, jax.core.Tracer):
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
-        return [self.storable(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return [self.detach_value(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which inputs are differentiated; None where none is."""
         needs = tuple(_map_tensors(value, needs_gradient) for value in inputs)
         # The flags nest as lists of inputs do; their text shows if any of them is set.

@@ -16,7 +16,7 @@ import numpy as np
 import jax
 from amanda import interceptor
 from amanda.backend import Action, OpFacts, Reads, State
-from amanda.graph import History, Reading
+from amanda.graph import ReadPlace, ValueHistory
 from jax._src import core, pjit
 from jax._src.interpreters import partial_eval as pe
 from jax.extend import source_info_util
@@ -31,26 +31,26 @@ _CONSTANT = (FunctionType, ModuleType, type)
 class JaxReads(Reads):
     """Values that routines read; an array that is an input of a program may change, but not its type."""
 
-    opaque: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy", "jax", "jaxlib", "autoray"})
+    opaque_packages: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy", "jax", "jaxlib", "autoray"})
 
     def __init__(self) -> None:
         super().__init__()
         self.inputs: set[tuple[int, Any]] = set()
         self._copies: dict[tuple[int, Any], np.ndarray[Any, Any]] = {}
 
-    def follow(self, action: Action) -> None:
+    def follow_routine(self, action: Action) -> None:
         """Note the values that an action's routine reads; copy NumPy's arrays, which may be written."""
-        super().follow(action)
+        super().follow_routine(action)
         for place in self:
             if isinstance(place.value, np.ndarray) and place.key not in self._copies:
                 self._copies[place.key] = place.value.copy()
 
-    def hold(self) -> bool:
+    def are_unchanged(self) -> bool:
         """Return True if a program that was traced for these values is right for the present ones."""
         with interceptor.Suspension():
             return all(self._is_as_before(place) for place in self)
 
-    def _is_as_before(self, place: Reading) -> bool:
+    def _is_as_before(self, place: ReadPlace) -> bool:
         """Return True if a place has the value that was read, or any array if the array is an input."""
         now = place.read(place.holder, place.name)
         if place.key in self.inputs:
@@ -69,8 +69,8 @@ class JaxReads(Reads):
 def reads_of(action: Action) -> JaxReads:
     """Return the values that a routine reads now, and the names that it sets outside of itself."""
     reads = JaxReads()
-    reads.follow(action)
-    reads.settle(())
+    reads.follow_routine(action)
+    reads.drop_changed_places(())
     return reads
 
 
@@ -80,11 +80,11 @@ class Variant:
     history: of these values.  trace: of the function.  inputs: places that are read, by ids of constants.
     """
 
-    def __init__(self, number: int, history: History) -> None:
+    def __init__(self, number: int, history: ValueHistory) -> None:
         self.number, self.history = number, history
         self.reads = JaxReads()
         self.trace: Any = None
-        self.inputs: dict[int, Reading] = {}
+        self.inputs: dict[int, ReadPlace] = {}
         self._constants: list[Any] = []  # their ids stay
         self._traced: list[tuple[Action, list[Any]]] = []
         self._reports: dict[tuple[str, str], None] = {}
@@ -93,7 +93,7 @@ class Variant:
     def tracing(self, action: Action) -> Iterator["LiftedArrays"]:
         """Enter a context in which a routine becomes a part of the program, without effects on its tool."""
         lifted = LiftedArrays(self)
-        with self.reads.tracing([action]):
+        with self.reads.record_tracing([action]):
             yield lifted
         self._traced.append((action, lifted.held_arrays))
 
@@ -103,9 +103,9 @@ class Variant:
 
     def report_entries(self) -> list[tuple[str, str]]:
         """Return the entries for the reports of scopes."""
-        return [*self._reports, *self.reads.unfollowed(self._traced, "a program")]
+        return [*self._reports, *self.reads.unfollowed_entries(self._traced, "a program")]
 
-    def lift(self, place: Reading) -> Any:
+    def lift(self, place: ReadPlace) -> Any:
         """Return the symbol of a new input of the program, for which a place is read at each call."""
         # Outside of the trace, so that the constant is an array, which a call can pass, and no symbol.
         with set_current_trace(core.eval_trace):
@@ -126,11 +126,13 @@ class LiftedArrays(Arrays):
         self._variant = variant
         self.held_arrays: list[Any] = []
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Trace a routine, and insert its computation into the program."""
-        return super().call_isolated(partial(self._trace_routine, partial(func, **kwargs)), values, {})
+        return super().call_without_autodiff(
+            partial(self._trace_routine, partial(func, **kwargs)), values, {}
+        )
 
     def _trace_routine(self, func: Callable[..., Any], *values: Any) -> Any:
         """Trace a routine alone, then evaluate it in the program with its arrays as inputs."""
@@ -141,7 +143,7 @@ class LiftedArrays(Arrays):
         results = jax.core.eval_jaxpr(closed.jaxpr, consts, *jax.tree_util.tree_leaves(values))
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(form), results)
 
-    def _lift_constant(self, const: Any, places: Sequence[Reading]) -> Any:
+    def _lift_constant(self, const: Any, places: Sequence[ReadPlace]) -> Any:
         """Return the symbol of an array that is read from a known place; return another constant as it is."""
         place = next((reading for reading in places if _is_same_array(const, reading.value)), None)
         if place is not None:
@@ -175,13 +177,15 @@ class FunctionVariants:
 
         del call.__wrapped__  # it would lead JAX to the user's function, and to its programs
         self.call = call
-        self._history = History(JaxReads)
+        self._history = ValueHistory(JaxReads)
         self._all: list[Variant] = []
 
     @contextmanager
     def current_variant(self) -> Iterator[Variant]:
         """Enter a context in which the function is called or traced, for the present values of reads."""
-        variant = next((known_variant for known_variant in self._all if known_variant.reads.hold()), None)
+        variant = next(
+            (known_variant for known_variant in self._all if known_variant.reads.are_unchanged()), None
+        )
         if variant is None:
             variant = Variant(len(self._all), self._history)
             self._all.append(variant)
@@ -200,7 +204,7 @@ def variant_for(action: Action) -> Variant | None:
     """Return the variant that is traced; None if a traceable routine has to run as Python."""
     variant = _VARIANT.get()
     # A routine that sets attributes of its tool must run at each execution, not once as it is traced.
-    if variant is None or reads_of(action).written:
+    if variant is None or reads_of(action).names_written:
         return None
     changing = variant.history.volatile_name(action)
     if changing:
@@ -225,17 +229,17 @@ def guard_reads(action: Action, facts: OpFacts) -> None:
     Where that is not possible, report that changes have no effect.
     """
     reads, variant = reads_of(action), _VARIANT.get()
-    if not is_within_jit() or not (reads.guards or reads.written):
+    if not is_within_jit() or not (reads.guards or reads.names_written):
         return
     changing = "" if variant is None else variant.history.volatile_name(action)
-    if reads.written:
-        why = f"it sets {', '.join(reads.written)}, as the function is traced"
+    if reads.names_written:
+        why = f"it sets {', '.join(reads.names_written)}, as the function is traced"
     elif changing:
         why = f"what it reads changes often: {changing}"
     elif variant is None:
         why = "what it reads is not followed where a backward pass runs outside of jit"
     else:
-        variant.reads.follow(action)
+        variant.reads.follow_routine(action)
         return
     reason = f"{why}; it stays as it was when the function was traced"
     report_in_program(f"{action} of {facts.name}", reason, facts.source)
@@ -249,7 +253,7 @@ class ProgramWithInputs(NamedTuple):
 
     params: Any
     consts: Sequence[Any]
-    places: Sequence[Reading | None]
+    places: Sequence[ReadPlace | None]
 
     def inputs(self) -> list[Any]:
         """Return the constants, with the present values of places."""
@@ -259,7 +263,7 @@ class ProgramWithInputs(NamedTuple):
         ]
 
 
-def with_read_inputs(params: Any, inputs: Mapping[int, Reading]) -> ProgramWithInputs | None:
+def with_read_inputs(params: Any, inputs: Mapping[int, ReadPlace]) -> ProgramWithInputs | None:
     """Return a program whose constants are inputs, if any of them is read at each call; else None.
 
     params: JAX's for a jitted function.

@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, Operation, State, Trace
+from amanda.backend import BackwardStep, EagerDriver, Operation, Patches, State, Trace
 from amanda.interceptor import Suspension
 from mindspore import Parameter, Tensor
 from mindspore.graph import api
@@ -66,11 +66,11 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._results_by_function: dict[int, list[weakref.ref[Any]]] = {}
 
-    def tracing(self) -> InputNodes:
+    def capture_backward_ops(self) -> InputNodes:
         """Return a context of an op's execution."""
         return InputNodes()
 
-    def begin(self, input_nodes: InputNodes, inputs: Sequence[Any]) -> None:
+    def note_op_inputs(self, input_nodes: InputNodes, inputs: Sequence[Any]) -> None:
         """Record the autograd nodes of an op's inputs, and the leaves among the inputs."""
         for tensor in tensors_of(inputs):
             node = node_of(tensor)
@@ -109,11 +109,11 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
             self._leaves[node._unique_id()] = original
         return super().straight_through(original, value)
 
-    def patch_backward(self, attributes: Attributes) -> None:
-        """Patch the functions that run backward passes, until `attributes` are restored."""
-        attributes.set(api._PyNativeExecutor, "end_graph", self._stand_in_for_end_graph())
-        attributes.set(api._PyNativeExecutor, "grad", self._stand_in_for_grad())
-        attributes.set(native, "run_backward", self._stand_in_for_run_backward())
+    def patch_backward(self, patches: Patches) -> None:
+        """Patch the functions that run backward passes, until `patches` are restored."""
+        patches.set(api._PyNativeExecutor, "end_graph", self._stand_in_for_end_graph())
+        patches.set(api._PyNativeExecutor, "grad", self._stand_in_for_grad())
+        patches.set(native, "run_backward", self._stand_in_for_run_backward())
 
     def _stand_in_for_end_graph(self) -> Callable[..., Any]:
         """Stand-in for `end_graph`: remembers the results from which `grad` starts."""
@@ -244,8 +244,8 @@ class _HookedPass:
     def finish(self) -> None:
         """Finish the traces of ops whose backward ops have all been analysed."""
         for trace in self._traces.values():
-            if not trace.pending:
-                self._driver.finish(trace)
+            if not trace.unanalysed_ids:
+                self._driver.mark_backward_analysed(trace)
 
 
 class _NodeHooks:
@@ -266,14 +266,14 @@ class _NodeHooks:
         if self._failures:
             return None
         with Suspension():
-            return _changed_or_none(grad_outputs, self._step.before(grad_outputs))
+            return _changed_or_none(grad_outputs, self._step.run_before(grad_outputs))
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Call the routines after a backward op; return changed gradients, or None."""
         if self._failures:
             return None
         with Suspension():
-            return _changed_or_none(grad_inputs, self._step.after(grad_inputs, grad_outputs))
+            return _changed_or_none(grad_inputs, self._step.run_after(grad_inputs, grad_outputs))
 
     def of_leaf(self, grad: Any) -> Any:
         """Call the routines at a leaf; keep their exception for the end of the pass."""
@@ -281,9 +281,9 @@ class _NodeHooks:
             return grad
         try:
             with Suspension():
-                (changed,) = self._step.before([grad])
+                (changed,) = self._step.run_before([grad])
                 # AccumulateGrad computes no gradients, so the points after it have none.
-                self._step.after([], [changed])
+                self._step.run_after([], [changed])
         except BaseException as error:
             self._failures.append(error)
             return grad

@@ -29,7 +29,7 @@ class MindSporeCall(Call):
         self.op = site.op
         self.inputs, self._signature = self._bind_arguments(args, kwargs)
         self.names: Sequence[str] = self._signature.names
-        self.mutable, self.targets = self._writes()
+        self.written_positions, self.target_positions = self._writes()
 
     @abstractmethod
     def _bind_arguments(
@@ -51,7 +51,7 @@ class MindSporeCall(Call):
             *(self._original_arguments if inputs is self.inputs else self._call_arguments(inputs))
         )
 
-    def computation(self) -> Callable[[Sequence[Any]], Any]:
+    def as_function(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the operator on inputs like this call's."""
         call = self._copy_without_tensors()
 
@@ -73,17 +73,17 @@ class MindSporeCall(Call):
         )
         return call
 
-    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def target_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the written tensors that the operator returns, each also as the new object for it."""
-        return [*(inputs[i] for i in self.targets), *outputs] if self.targets else []
+        return [*(inputs[i] for i in self.target_positions), *outputs] if self.target_positions else []
 
-    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def written_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the written tensors; for `x[index] = y`, the elements at the index."""
         if self._site.key == "setitem":
             return [TensorElements.at(inputs[0], inputs[1])]
-        return super().writes(inputs, outputs)
+        return super().written_tensors(inputs, outputs)
 
-    def with_written(
+    def append_unreturned(
         self, outputs: Any, inputs: Sequence[Any], values: list[Any], rebuild: Callable[[list[Any]], Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Show tools written inputs instead of outputs that stand for them, and None for unwritten outputs.
@@ -141,9 +141,12 @@ class _DeclaredCall(MindSporeCall):
 
     def _outputs_for_tools(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
         """Return the written inputs for outputs that stand for them, and None for unwritten outputs."""
-        if self.targets:
+        if self.target_positions:
             # The kernel may leave these outputs unwritten; the written inputs have the values.
-            return {i: inputs[self.targets[i]] for i in range(min(len(values), len(self.targets)))}
+            return {
+                i: inputs[self.target_positions[i]]
+                for i in range(min(len(values), len(self.target_positions)))
+            }
         if self._site.key in HAS_UNWRITTEN:
             return dict.fromkeys(unwritten_outputs(self._site.key, self.attributes()))
         return {}
@@ -255,7 +258,7 @@ class AssignCall(MindSporeCall):
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
         return (self._original_arguments[0][0], *inputs), {}
 
-    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def target_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return x."""
         return list(outputs)
 

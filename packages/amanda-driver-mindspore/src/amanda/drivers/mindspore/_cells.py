@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import Any
 
 from amanda.backend import (
-    Attributes,
+    Patches,
+    bind_to_current_place,
     hide_ops,
     path_of_call,
     place_by_path,
-    recomputed,
-    replayed,
+    recomputable,
     type_as_path,
 )
 from mindspore import nn
@@ -20,9 +20,9 @@ from mindspore.graph import api
 _METHODS = ("__call__", "_complex_call", "_run_construct")
 
 
-def enclose_cells(attributes: Attributes) -> None:
+def enclose_cells(patches: Patches) -> None:
     """Make each call of a cell a region, to which the ops in it belong."""
-    attributes.enclose(nn.Cell, place_by_path(_path_within), _METHODS)
+    patches.track_module_calls(nn.Cell, place_by_path(_path_within), _METHODS)
 
 
 def cell_path(subjects: Sequence[Any]) -> str:
@@ -41,7 +41,7 @@ def _path_within(outer: nn.Cell, inner: nn.Cell) -> str:
 REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it op by op"
 
 
-def report_compiled(attributes: Attributes) -> None:
+def report_compiled(patches: Patches) -> None:
     """Report each compiled function that is called, and each cell in graph mode, to the open scopes."""
 
     def entry_of_function(executor: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
@@ -50,18 +50,18 @@ def report_compiled(attributes: Attributes) -> None:
     def entry_of_cell(cell: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
         return f"inside of the compiled {type(cell).__qualname__}", REASON
 
-    attributes.set(api._JitExecutor, "__call__", hide_ops(api._JitExecutor.__call__, entry_of_function))
-    attributes.set(nn.Cell, "compile_and_run", hide_ops(nn.Cell.compile_and_run, entry_of_cell))
+    patches.set(api._JitExecutor, "__call__", hide_ops(api._JitExecutor.__call__, entry_of_function))
+    patches.set(nn.Cell, "compile_and_run", hide_ops(nn.Cell.compile_and_run, entry_of_cell))
 
 
 recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place
 
 
-def patch_recomputation(attributes: Attributes) -> None:
+def patch_recomputation(patches: Patches) -> None:
     """Patch both forms of recomputation, so that recomputed ops have the ids of the first run."""
-    attributes.set(recompute, "recompute_without_reentrant", _stand_in_for_recompute())
-    attributes.set(recompute._RecomputeCell, "construct", _stand_in_for_construct())
-    attributes.set(recompute._RecomputeCell, "bprop", _stand_in_for_bprop())
+    patches.set(recompute, "recompute_without_reentrant", _stand_in_for_recompute())
+    patches.set(recompute._RecomputeCell, "construct", _stand_in_for_construct())
+    patches.set(recompute._RecomputeCell, "bprop", _stand_in_for_bprop())
 
 
 def _stand_in_for_recompute() -> Callable[..., Any]:
@@ -70,7 +70,7 @@ def _stand_in_for_recompute() -> Callable[..., Any]:
 
     @wraps(original)
     def recompute_without_reentrant(block: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(recomputed(block), *args, **kwargs)
+        return original(recomputable(block), *args, **kwargs)
 
     return recompute_without_reentrant
 
@@ -84,7 +84,7 @@ def _stand_in_for_construct() -> Callable[..., Any]:
 
     @wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-        at_this_place = replayed(_call)
+        at_this_place = bind_to_current_place(_call)
         self.__dict__.setdefault(_PLACES, []).append(at_this_place)
         return at_this_place(original, self, *args, **kwargs)
 

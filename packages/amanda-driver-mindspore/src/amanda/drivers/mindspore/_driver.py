@@ -8,7 +8,7 @@ from typing import Any
 import mindspore
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import Call, Exercise, Operation, OpFacts, State
+from amanda.backend import Call, Operation, OpFacts, SelfTestProgram, State
 from amanda.interceptor import IMPLEMENTATION, TRANSPARENT, CallCache, Detour, Resumption, Site
 from mindspore import Parameter, Tensor
 from mindspore.common._grad_function import _Function
@@ -76,23 +76,23 @@ class MindSporeDriver(MindSporeAutograd):
     def attach(self) -> None:
         """Intercept native operators, and patch the calls of cells, backward passes and recomputation."""
         if interceptor.NATIVE:
-            self.attributes.place(self._sites)
+            self.patches.place_stubs(self._sites)
         else:
             for site, target in self._sites.items():
-                self.attributes.set(*_place_of(target), Detour(site))
-        self.attributes.set(_Function, "apply", classmethod(Detour(self._apply)))
-        self._generic.patch(self.attributes)
-        enclose_cells(self.attributes)
-        self.patch_backward(self.attributes)
-        patch_recomputation(self.attributes)
-        report_compiled(self.attributes)
+                self.patches.set(*_place_of(target), Detour(site))
+        self.patches.set(_Function, "apply", classmethod(Detour(self._apply)))
+        self._generic.patch(self.patches)
+        enclose_cells(self.patches)
+        self.patch_backward(self.patches)
+        patch_recomputation(self.patches)
+        report_compiled(self.patches)
         # With the pipeline another thread creates the nodes, and may wait for the GIL while Python waits for
         # it.
         self._recorded_later = not _executor.disable_frontend_and_bprop_pipeline()
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of one op and its backward op."""
-        return Exercise(_run_tanh, "tanh", "tanh")
+        return SelfTestProgram(_run_tanh, "tanh", "tanh")
 
     def detach(self) -> None:
         """Leave MindSpore as it was."""
@@ -141,7 +141,7 @@ class MindSporeDriver(MindSporeAutograd):
         target = self._sites.get(site)
         return (NamedPrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
         """Record the memory of parameters among the values of an analysed execution; return the values."""
         for value in values:
             if isinstance(value, Parameter):

@@ -13,7 +13,7 @@ from functools import cache, partial
 from typing import Any, Literal
 
 import mindspore._c_expression as native
-from amanda.backend import Attributes, EagerDriver, Operation
+from amanda.backend import EagerDriver, Operation, Patches
 from amanda.interceptor import IMPLEMENTATION, Detour
 from mindspore.common._tensor_cpp_method import tensor_cpp_methods
 from mindspore.graph import api
@@ -165,10 +165,10 @@ class PrimitiveInterception:
         self._driver = driver
         self._detours: dict[tuple[str, str], Detour] = {}
 
-    def patch(self, attributes: Attributes) -> None:
-        """Patch the methods until `attributes` are restored."""
+    def patch(self, patches: Patches) -> None:
+        """Patch the methods until `patches` are restored."""
         for method in METHODS:
-            attributes.set(api._PyNativeExecutor, method, self._stand_in(method))
+            patches.set(api._PyNativeExecutor, method, self._stand_in(method))
 
     def _stand_in(self, method: str) -> Callable[..., Any]:
         """Stand-in for a method of the executor: runs operators through their detours."""

@@ -57,7 +57,7 @@ class MindSporeTensorOps:
         """Return True if a value is a Tensor or a Parameter."""
         return isinstance(value, Tensor)
 
-    def isolated(self) -> GradientsOff:
+    def without_autodiff(self) -> GradientsOff:
         """Return a context in which autodiff records nothing."""
         return GradientsOff()
 
@@ -69,7 +69,7 @@ class MindSporeTensorOps:
             return [self.version(element) for element in value if isinstance(element, Tensor)] or None
         return None
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine where autodiff records nothing; a hot path."""
@@ -98,15 +98,15 @@ class MindSporeTensorOps:
         with unrecorded():
             copy_into(target, _cast_like(target, value))
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """Return a tensor without its graph; a leaf, such as a parameter, unchanged."""
         if isinstance(value, Tensor):
             return _detach(value)
         if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):
-            return [self.storable(element) for element in value]
+            return [self.detach_value(element) for element in value]
         return value
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return a differentiable copy."""
         return ops.Identity()(value) if isinstance(value, Tensor) else value
 
@@ -118,7 +118,7 @@ class MindSporeTensorOps:
         """Return the shape of each tensor, also in lists."""
         return tuple([_shape(value) for value in inputs])
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient, as bits; None if no node is created.
 
         The bits of a call's arguments equal those of its inputs, which a kernel gets as a list.

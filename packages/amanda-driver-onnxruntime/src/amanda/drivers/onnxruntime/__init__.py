@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from amanda.backend import late_names
+from amanda.backend import lazy_getattr
 
 if TYPE_CHECKING:
     from amanda.drivers.onnxruntime._driver import OnnxRuntimeDriver
@@ -11,6 +11,6 @@ if TYPE_CHECKING:
 
 __all__ = ["OnnxRuntimeDriver", "instrument", "session_options"]
 
-__getattr__ = late_names(
+__getattr__ = lazy_getattr(
     __name__, {"OnnxRuntimeDriver": "_driver", "instrument": "_file", "session_options": "_model"}
 )

@@ -17,12 +17,12 @@ from onnx.helper import make_graph, make_model, make_node, make_opsetid, make_te
 import onnxruntime
 from amanda import interceptor
 from amanda.backend import (
-    Attributes,
     CannotInstrument,
     Execution,
-    Exercise,
     GraphAnalysis,
     GraphDriver,
+    Patches,
+    SelfTestProgram,
     State,
     digest,
     report_unseen,
@@ -57,7 +57,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES
     tensors = OnnxTensorOps()
-    reads = NumpyReads
+    reads_type = NumpyReads
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,11 +67,11 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
-        self._boundary.attach(self.attributes)
+        self._boundary.attach(self.patches)
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of a session with one op."""
-        return Exercise(run_tanh, "Tanh")
+        return SelfTestProgram(run_tanh, "Tanh")
 
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
         """Rewrite the model of a session."""
@@ -92,7 +92,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
         rewriting.run()
         return rewriting
 
-    def runnable(self, graph: Any, rewriting: ModelRewriting) -> ModelCopy:
+    def build_runnable(self, graph: Any, rewriting: ModelRewriting) -> ModelCopy:
         """Create the sessions of the rewritten model."""
         return ModelCopy(graph, rewriting)
 
@@ -111,8 +111,8 @@ class Boundary:
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
 
-    def attach(self, attributes: Attributes) -> None:
-        """Patch the methods through which sessions run, until `attributes` are restored."""
+    def attach(self, patches: Patches) -> None:
+        """Patch the methods through which sessions run, until `patches` are restored."""
         for name, stand_in in (
             ("run", self._stand_in_for_run),
             ("run_with_ort_values", self._stand_in_for_run_with_ort_values),
@@ -123,7 +123,7 @@ class Boundary:
         ):
             # Versions of ONNX Runtime differ in these methods.
             if name in vars(Session):
-                attributes.set(Session, name, _method_with_original(stand_in, vars(Session)[name]))
+                patches.set(Session, name, _method_with_original(stand_in, vars(Session)[name]))
 
     def _stand_in_for_run(
         self, run: Any, session: Any, output_names: Any, input_feed: Any, run_options: Any = None
@@ -242,7 +242,7 @@ class ModelCopy:
                 constant_names,
                 fetched,
                 symbol,
-                rewriting.free,
+                rewriting.may_change_shapes,
             )
         except Exception as error:
             raise CannotInstrument("a session", f"ONNX Runtime refuses the copy: {error}") from error
@@ -267,7 +267,7 @@ class ModelCopy:
     ) -> list[Any]:
         """Run the copy; return the outputs of these names."""
         values = {**self._defaults, **feed}
-        with execution.under_way():
+        with execution.running():
             return self._runner.run(execution, values, [self.outputs[name] for name in names], options)
 
 

@@ -79,8 +79,8 @@ def facts_of(
         operation, op_id, namespace, names, inputs.values, attributes=OnnxAttributes(node),
         scope=scope_of(name, metadata), source=source_of(metadata), read_value=read_value,
         op_type=operation.type, graph=graph, read_variables=lambda: roots, original=original,
-        parameters=parameter_positions, variable_of=lambda value: _initializer_key(graph, value),
-        aliases=[name.lstrip("/")],
+        variable_positions=parameter_positions, variable_of=lambda value: _initializer_key(graph, value),
+        scope_aliases=[name.lstrip("/")],
     )  # fmt: skip
 
 

@@ -61,15 +61,15 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
         with interceptor.Suspension():
             analysis = GraphAnalysis(activation.state, OnnxTensorOps())
             rewriting = ModelRewriting(
-                analysis=analysis, namespace=namespace(), written=True, model=parsed, identity=identity
+                analysis=analysis, namespace=namespace(), is_for_file=True, model=parsed, identity=identity
             )
             try:
                 rewriting.run()
             finally:
-                rewriting.analysis.finish()
+                rewriting.analysis.release_symbols()
     if rewriting.refused:
         raise _not_traceable([_refusal(*refusal) for refusal in rewriting.refused])
-    return write_model(source, rewriting) if rewriting.changed else copy_model(source)
+    return write_model(source, rewriting) if rewriting.has_insertions else copy_model(source)
 
 
 def _read_with_data(path: Path) -> ModelProto:
@@ -140,14 +140,14 @@ class OnnxFile(Artefact):
         identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
         tags = Namespace(f"{namespace()}/static")
         rewriting = ModelRewriting(
-            analysis=inlining.analysis(OnnxTensorOps()), namespace=tags, written=True, model=self._model,
+            analysis=inlining.analysis(OnnxTensorOps()), namespace=tags, is_for_file=True, model=self._model,
             identity=identity,
         )  # fmt: skip
         try:
             rewriting.run()
         finally:
-            rewriting.analysis.finish()
-        inlining.take_over(rewriting)
+            rewriting.analysis.release_symbols()
+        inlining.record_rewriting(rewriting)
         self._instrumented = None if rewriting.refused else write_model(self._source, rewriting)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:

@@ -37,11 +37,11 @@ class TypedInsertion(Insertion):
             error = RoutineError(
                 f"{action} returned {len(results)} outputs; {self.facts.name} gives {len(self.dtypes)}"
             )
-            raise self.facts.explain(error, action)
+            raise self.facts.annotate_error(error, action)
         results = [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
         return [originals.get(id(value), value) for value in results]
 
-    def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
+    def check_results(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError if a routine changed a value without tensors, or of an unknown type."""
         fixed = () if action.observer else [i for i in self.input_positions if i not in self.output_positions]
         for position in fixed:
@@ -50,12 +50,12 @@ class TypedInsertion(Insertion):
                     f"{action} changed value {position} of {self.facts.name}, which holds no tensor, "
                     "or of a type that is not known before the model runs"
                 )
-                raise self.facts.explain(error, action)
+                raise self.facts.annotate_error(error, action)
 
-    def results(self, values: Sequence[Any]) -> list[Any]:
+    def flat_results(self, values: Sequence[Any]) -> list[Any]:
         """Return the flat results: the elements of a list of inputs, but a sequence as a whole."""
         flat: list[Any] = []
-        size_by_position = dict(zip(self.input_positions, self.sizes, strict=True))
+        size_by_position = dict(zip(self.input_positions, self.list_lengths, strict=True))
         remaining_dtypes = iter(self.dtypes)
         for position in self.output_positions:
             size = size_by_position[position]

@@ -53,7 +53,7 @@ class ModelRewriting(Rewriting):
         """Analyse each node, and put the recorded actions among the nodes."""
         rewriter = OnnxRewriter(self.model.proto.graph, self, self.model.symbol)
         rewriter.run()
-        self.items, self.renamed, self.symbol = rewriter.items, rewriter.current, rewriter.symbol
+        self.items, self.renamed, self.symbol = rewriter.items, rewriter.current_refs, rewriter.symbol
 
     def new_name(self, kind: str) -> str:
         """Return a name that no value has."""
@@ -75,7 +75,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
     depth: number of loops around the body.  items: the rewritten graph, in order.
     """
 
-    insertion = TypedInsertion
+    insertion_type = TypedInsertion
     rewriting: ModelRewriting
 
     def __init__(
@@ -84,11 +84,11 @@ class OnnxRewriter(Rewriter[NamedNode]):
         rewriting: ModelRewriting,
         symbol: Callable[[str], OnnxSymbol],
         path: tuple[str, ...] = (),
-        current: dict[str, str] | None = None,
+        current_refs: dict[str, str] | None = None,
         calls_python: bool = True,
         depth: int = 0,
     ) -> None:
-        super().__init__(rewriting, current, calls_python=calls_python)
+        super().__init__(rewriting, current_refs, calls_python=calls_python)
         self.graph = graph
         self.path = path
         self.depth = depth
@@ -131,7 +131,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
             rewriting.identity, original,
         )  # fmt: skip
 
-    def keep(self, node: NamedNode, inputs: Side, outputs: Side) -> None:
+    def write_node(self, node: NamedNode, inputs: Side, outputs: Side) -> None:
         """Add a copy of a node; a node that only rearranges a constant is computed here instead."""
         # A copy, since the model is rewritten again for other tools; `leave` rewrites the copy's bodies.
         self._copied_node = copy = NodeProto()
@@ -143,12 +143,12 @@ class OnnxRewriter(Rewriter[NamedNode]):
             root = None if source is None else source.root
             self._symbols[name] = outputs.symbols[0] = OnnxSymbol.of_array(name, array, root)
             # A constant in a body cannot be a constant of the model: other bodies may use the same name.
-            if not self.rewriting.written and not self.path:
+            if not self.rewriting.is_for_file and not self.path:
                 self.rewriting.constants[name] = array
                 return
         self.items.append(ComputedNode(copy))
 
-    def follow(self, node: NamedNode, inputs: Side, outputs: Side, replaced: bool) -> None:
+    def note_effects(self, node: NamedNode, inputs: Side, outputs: Side, replaced: bool) -> None:
         """Record the initializer that a node casts or rearranges, and a function that computes the result."""
         result = outputs.symbols[0] if outputs.symbols and not replaced else None
         operands = [symbol for symbol in inputs.symbols if symbol is not None]
@@ -169,7 +169,9 @@ class OnnxRewriter(Rewriter[NamedNode]):
             return
         copied_node = self._copied_node
         opset = self.rewriting.model.opsets.get("", 1)
-        calls_python = self.calls_python and not self.rewriting.written and is_runnable(copied_node, opset)
+        calls_python = (
+            self.calls_python and not self.rewriting.is_for_file and is_runnable(copied_node, opset)
+        )
         bodies: dict[str, list[ControlFlowBody]] = {}
         for attribute in copied_node.attribute:
             graphs = [attribute.g] if attribute.HasField("g") else attribute.graphs
@@ -190,57 +192,61 @@ class OnnxRewriter(Rewriter[NamedNode]):
                 if isinstance(item, ComputedNode) and item.node is copied_node:
                     self.items[i] = runnable
 
-    def can_give(self, symbol: OnnxSymbol | None) -> bool:
+    def is_changeable(self, symbol: OnnxSymbol | None) -> bool:
         """Return True for a tensor, a sequence of tensors and an optional tensor."""
         return symbol is not None and symbol.holds_tensors
 
-    def can_replace(self, symbol: OnnxSymbol | None) -> bool:
+    def is_computable(self, symbol: OnnxSymbol | None) -> bool:
         """Return True for a tensor."""
         return symbol is not None and symbol.is_tensor
 
     def complete_insertion(
-        self, place: Insertion, symbols: Sequence[OnnxSymbol | None], inputs_side: Side, outputs_side: Side
+        self,
+        insertion: Insertion,
+        symbols: Sequence[OnnxSymbol | None],
+        inputs_side: Side,
+        outputs_side: Side,
     ) -> Insertion:
         """Set the dtypes of an insertion's results."""
-        assert isinstance(place, TypedInsertion)
-        place.dtypes = tuple(None if symbol is None else symbol.dtype for symbol in symbols)
-        place.depth = self.depth
-        return place
+        assert isinstance(insertion, TypedInsertion)
+        insertion.dtypes = tuple(None if symbol is None else symbol.dtype for symbol in symbols)
+        insertion.loop_depth = self.depth
+        return insertion
 
-    def constant(self, symbol: OnnxSymbol | None) -> Any:
+    def constant_value(self, symbol: OnnxSymbol | None) -> Any:
         """Return the constant of a value; for a file, also a value computed from initializers alone."""
         if symbol is None:
             return None
-        return symbol.static_value if self.rewriting.written else symbol.constant
+        return symbol.static_value if self.rewriting.is_for_file else symbol.constant
 
-    def stored(self, constant: Any) -> Value:
+    def store_constant(self, constant: Any) -> Value:
         """Add an array to the model's constants."""
         name = self.rewriting.new_name("constant")
         self.rewriting.constants[name] = constant
-        self.rewriting.changed = True
+        self.rewriting.has_insertions = True
         self._symbols[name] = symbol = OnnxSymbol.of_array(name, constant)
         return Value(name, symbol)
 
     def inline(
-        self, place: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
+        self, insertion: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
     ) -> list[Value]:
         """Record routines as nodes, and add these.
 
         Raises NotTraceable for routines that cannot be recorded, and RoutineError as the routine raises it.
         """
-        assert isinstance(place, TypedInsertion)
+        assert isinstance(insertion, TypedInsertion)
         rewriting = self.rewriting
         recorder = NodeRecorder(rewriting.new_name("traced"), rewriting.model.opsets.get("", 1))
         arrays = [_as_traced(recorder, *value) for value in values]
         try:
-            results = self.results(place, arrays)
+            results = self.run_routines(insertion, arrays)
         except (NotTraceable, RoutineError):
             raise
         # A traced array fails where a routine needs a real one; the routine may still run as Python.
         except (TypeError, AttributeError, ValueError, IndexError, NotImplementedError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
         traced_results = []
-        for value, dtype in zip(results, place.dtypes, strict=True):
+        for value, dtype in zip(results, insertion.dtypes, strict=True):
             array = value if isinstance(value, TracedArray) else recorder.constant(np.asarray(value, dtype))
             traced_results.append(array.astype(dtype))
         recorded_symbols = {
@@ -253,17 +259,17 @@ class OnnxRewriter(Rewriter[NamedNode]):
             self._symbols.setdefault(name, symbol)
         return [Value(array.name, recorded_symbols[array.name]) for array in traced_results]
 
-    def call(
-        self, place: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
+    def write_call(
+        self, insertion: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
     ) -> list[Value]:
         """Add routines that Python runs between two sessions."""
         rewriting = self.rewriting
-        slot = rewriting.add(place)
-        shape_is_kept = not self.may_change_shapes(place)
+        slot = rewriting.add_slot(insertion)
+        shape_is_kept = not self.may_change_shapes(insertion)
         results = [symbol.like(rewriting.new_name("given"), shape_is_kept) for symbol in symbols]
         self._symbols |= {symbol.name: symbol for symbol in results}
         # No node reads from routines without results; they still run only when the values of their op exist.
-        waits_for = [] if results else [ref for ref in (*side.before, *side.refs) if ref]
+        waits_for = [] if results else [ref for ref in (*side.original_refs, *side.refs) if ref]
         self.items.append(
             RoutineCall(slot, [value.ref for value in values], [symbol.name for symbol in results], waits_for)
         )
@@ -281,7 +287,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
                 constants[node.output[0]] = value
         for name in names:
             # A value of the body hides a renamed value of the same name outside.
-            self.current.pop(name, None)
+            self.current_refs.pop(name, None)
             root = "/".join((*self.path, name)) if name in constants else None
             self._symbols[name] = OnnxSymbol(name, types.get(name), constants.get(name), root=root)
 
@@ -297,13 +303,13 @@ class OnnxRewriter(Rewriter[NamedNode]):
         inputs, declared = _symbols_of(graph.input), _symbols_of(graph.output)
         constants = {tensor.name: array_of(tensor) for tensor in graph.initializer}
         rewriter = OnnxRewriter(
-            graph, self.rewriting, self.symbol, path=path, current=self.current, calls_python=calls_python,
-            depth=self.depth + (op_type in LOOPS),
+            graph, self.rewriting, self.symbol, path=path, current_refs=self.current_refs,
+            calls_python=calls_python, depth=self.depth + (op_type in LOOPS),
         )  # fmt: skip
         rewriter.run()
         body = ControlFlowBody(
             inputs=inputs,
-            outputs=[rewriter.current.get(value.name, value.name) for value in graph.output],
+            outputs=[rewriter.current_refs.get(value.name, value.name) for value in graph.output],
             declared=declared,
             items=rewriter.items,
             symbol=rewriter.symbol,

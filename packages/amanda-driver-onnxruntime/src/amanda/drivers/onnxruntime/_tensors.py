@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from amanda.backend import Reads, UnwrittenTensors, complex_error, dtype_error, shape_error
+from amanda.backend import ImmutableTensorOps, Reads, complex_error, dtype_error, shape_error
 from amanda.errors import MutationError
 
 from ._tracing import TracedArray
@@ -16,7 +16,7 @@ from ._values import OnnxSymbol
 _TENSORS = (np.ndarray, np.generic, TracedArray, OnnxSymbol)
 
 
-class OnnxTensorOps(UnwrittenTensors):
+class OnnxTensorOps(ImmutableTensorOps):
     """Tensor primitives of ONNX Runtime, which has no backward pass."""
 
     def is_tensor(self, value: Any) -> bool:
@@ -31,7 +31,7 @@ class OnnxTensorOps(UnwrittenTensors):
         """Return the known shape of each tensor, also in lists."""
         return tuple([_describe(value, rank_alone=False) for value in inputs])
 
-    def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_without_autodiff(self, func: Any, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine.  Raises MutationError if it writes into an argument."""
         try:
             return func(*values, **kwargs)
@@ -87,5 +87,5 @@ class NumpyReads(Reads):
     """Reads with the plain values of NumPy."""
 
     # Scalars of NumPy are compared by value, arrays by identity.
-    plain: ClassVar[Any] = (*Reads.plain, np.dtype, np.generic)
-    opaque: ClassVar[frozenset[str]] = Reads.opaque | {"ml_dtypes", "onnx", "onnxruntime"}
+    plain_types: ClassVar[Any] = (*Reads.plain_types, np.dtype, np.generic)
+    opaque_packages: ClassVar[frozenset[str]] = Reads.opaque_packages | {"ml_dtypes", "onnx", "onnxruntime"}

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from amanda.backend import late_names
+from amanda.backend import lazy_getattr
 
 if TYPE_CHECKING:
     from amanda.drivers.tensorflow._fusion import session_config, without_fusion
@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 # TensorFlow is imported with the first of these names.
-__getattr__ = late_names(
+__getattr__ = lazy_getattr(
     __name__,
     {
         "FunctionDriver": "function",

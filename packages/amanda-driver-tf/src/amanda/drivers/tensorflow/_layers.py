@@ -8,7 +8,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import tensorflow as tf
-from amanda.backend import Attributes, path_of_call, place_by_path, type_as_path
+from amanda.backend import Patches, path_of_call, place_by_path, type_as_path
 from amanda.interceptor import Enclosure
 
 LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
@@ -115,26 +115,26 @@ _attribute_paths: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyD
 """By an outer object, the paths of the objects in it."""
 
 
-def enclose_modules(attributes: Attributes) -> None:
+def enclose_modules(patches: Patches) -> None:
     """Make each call of a module or layer a region; the path of the module enters the ids of its ops."""
 
     def enclose_layers(module: str, name: str) -> None:
         """Enclose the calls of the layers of a version of Keras, unless they are enclosed already."""
         kind = getattr(sys.modules[module], name, None)
         if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
-            attributes.set(kind, "__call__", Enclosure(vars(kind)["__call__"], _PLACE))
+            patches.set(kind, "__call__", Enclosure(vars(kind)["__call__"], _PLACE))
 
     def enclose(kind: type) -> None:
         """Enclose the calls of a subclass of `tf.Module` that defines `__call__`."""
         if isinstance(vars(kind).get("__call__"), types.FunctionType):
-            attributes.set(kind, "__call__", _wrap_module_call(vars(kind)["__call__"]))
+            patches.set(kind, "__call__", _wrap_module_call(vars(kind)["__call__"]))
 
     for module, name in LAYERS:
-        attributes.when_imported(module, partial(enclose_layers, module, name))
+        patches.when_imported(module, partial(enclose_layers, module, name))
     # tf.Module has no `__call__`, so each subclass that defines one is patched, now or when it is created.
     for kind in _modules_without_keras():
         enclose(kind)
-    attributes.follow_subclasses(tf.Module, enclose)
+    patches.on_new_subclass(tf.Module, enclose)
 
 
 def _wrap_module_call(call: Callable[..., Any]) -> Callable[..., Any]:

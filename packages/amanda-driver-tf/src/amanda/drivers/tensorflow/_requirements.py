@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Exercise
+from amanda.backend import SelfTestProgram
 from tensorflow.python.eager import context
 
 NEWEST_TESTED = "2.21"
@@ -120,19 +120,19 @@ _VALUES = (0.5, -0.25)
 """The input of the programs of one op and its gradient."""
 
 
-def eager_exercise() -> Exercise | None:
+def eager_self_test() -> SelfTestProgram | None:
     """Return the program for eager mode; None where the program has switched eager mode off."""
-    return Exercise(lambda: _run_eagerly(tf.tanh), "Tanh", "Tanh") if _is_eager() else None
+    return SelfTestProgram(lambda: _run_eagerly(tf.tanh), "Tanh", "Tanh") if _is_eager() else None
 
 
-def function_exercise() -> Exercise | None:
+def function_self_test() -> SelfTestProgram | None:
     """Return the program for functions; None where the program has switched eager mode off."""
-    return Exercise(lambda: _run_eagerly(_new_function()), "Tanh", "Tanh") if _is_eager() else None
+    return SelfTestProgram(lambda: _run_eagerly(_new_function()), "Tanh", "Tanh") if _is_eager() else None
 
 
-def session_exercise() -> Exercise:
+def session_self_test() -> SelfTestProgram:
     """Return the program for sessions."""
-    return Exercise(_run_session, "Tanh", "Tanh")
+    return SelfTestProgram(_run_session, "Tanh", "Tanh")
 
 
 def _new_function() -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Attributes, complex_error, dtype_error, shape_error
+from amanda.backend import Patches, complex_error, dtype_error, shape_error
 from amanda.errors import RoutineError
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop
@@ -22,11 +22,11 @@ class EagerTensorOps:
         """Return True if a value is a tensor or a variable."""
         return isinstance(value, (tf.Tensor, tf.Variable))
 
-    def isolated(self) -> Unrecorded:
+    def without_autodiff(self) -> Unrecorded:
         """Return a context in which no tape records."""
         return Unrecorded()
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine while no tape records; a hot path."""
@@ -63,11 +63,11 @@ class EagerTensorOps:
             "assigned instead"
         )
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """Return the value: a tensor does not hold the tape that it is on."""
         return value
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return a differentiable copy of a tensor, or the same handle of a variable."""
         return tf.identity(value) if isinstance(value, tf.Tensor) and value.dtype != tf.resource else value
 
@@ -162,7 +162,7 @@ class Unrecorded:
             self.__exit__()
 
 
-def allow_tapes_in_routines(attributes: Attributes) -> None:
+def allow_tapes_in_routines(patches: Patches) -> None:
     """Make a tape that a routine opens record while it is open.
 
     TensorFlow stops and restarts recording for all tapes of a thread at once. So the program's tapes record
@@ -190,5 +190,5 @@ def allow_tapes_in_routines(attributes: Attributes) -> None:
             tape._amanda_restarted = False
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
-    attributes.set(backprop.GradientTape, "_push_tape", _push_tape)
-    attributes.set(backprop.GradientTape, "_pop_tape", _pop_tape)
+    patches.set(backprop.GradientTape, "_push_tape", _push_tape)
+    patches.set(backprop.GradientTape, "_pop_tape", _pop_tape)

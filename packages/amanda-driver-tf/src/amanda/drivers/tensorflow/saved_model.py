@@ -63,7 +63,9 @@ class SavedModelFolder(Artefact):
             self._edit(name, inlining)
         _reuse_equal_functions(self._changed, self._added)
         if (self._path / _KERAS).exists():
-            inlining.leave(_KERAS, "is left out: Keras would make layers anew by it, without routines")
+            inlining.record_uninstrumented(
+                _KERAS, "is left out: Keras would make layers anew by it, without routines"
+            )
 
     def _functions(self) -> Iterator[str]:
         """Yield the names of the functions, without those that save and restore."""
@@ -88,7 +90,7 @@ class SavedModelFolder(Artefact):
         rewriting = TensorFlowRewriting(
             analysis=inlining.analysis(GraphTensorOps()),
             namespace=tags,
-            written=True,
+            is_for_file=True,
             find_function=self._library.find,
         )
         captured = self._objects.captured_inputs(name)
@@ -96,8 +98,8 @@ class SavedModelFolder(Artefact):
         read_argument = _argument_lookup(captured, first)
         body = function_body(function, digest("saved_model", name), rewriting, read_argument)
         rewritten = rewrite(body, rewriting)
-        rewriting.analysis.finish()
-        inlining.take_over(rewriting)
+        rewriting.analysis.release_symbols()
+        inlining.record_rewriting(rewriting)
         if rewritten.changed:
             self._changed[name] = edited_definition(function.definition, rewritten)
             self._added.update({definition.signature.name: definition for definition in rewriting.library})

@@ -15,9 +15,9 @@ import torch
 import torch.autograd.graph
 from amanda import interceptor
 from amanda.backend import (
-    Attributes,
     BackwardStep,
     EagerDriver,
+    Patches,
     State,
     Trace,
 )
@@ -78,14 +78,14 @@ class Autograd(EagerDriver):
     def driver_of_pass(self) -> "Autograd":
         """Return this driver for the routines of a backward pass that starts now."""
 
-    def tracing(self) -> NodeBracket:
+    def capture_backward_ops(self) -> NodeBracket:
         """Return a context that brackets the nodes made by an op."""
         return NodeBracket()
 
-    def made_between(self, begin: int, start: int, end: int) -> NodeBracket:
+    def backward_ops_between(self, before_routines: int, op_start: int, op_end: int) -> NodeBracket:
         """Return the bracket of these sequence numbers, which native code has read."""
         bracket = NodeBracket.__new__(NodeBracket)
-        bracket.begin, bracket.start, bracket.end = begin, start, end
+        bracket.begin, bracket.start, bracket.end = before_routines, op_start, op_end
         return bracket
 
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
@@ -93,19 +93,19 @@ class Autograd(EagerDriver):
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
-    def backward_marker(self, trace: Trace, writes: bool) -> Any:
+    def native_trace_marker(self, trace: Trace, writes_input: bool) -> Any:
         """Return a marker of the nodes of executions; writes: whether views are written.
 
         The base of a written view has a new node, which is marked too.
         """
-        return _marked_graphs.marker(trace, writes)
+        return _marked_graphs.marker(trace, writes_input)
 
-    def patch_backward_passes(self, attributes: Attributes) -> None:
+    def patch_backward_passes(self, patches: Patches) -> None:
         """Make every backward pass bring its nodes to the tools."""
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
-            attributes.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
-        register_hooks_without_handles(attributes)
+            patches.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
+        register_hooks_without_handles(patches)
 
     def _run_with_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""
@@ -242,7 +242,7 @@ class _BackwardPass:
         self.thread = threading.get_ident()
         stack = state.stack
         # A pass of several stacks repeats no counts: what this stack knows, another one's plans may change.
-        is_alone = stack is not None and len(stack.chain) == 1 and state.settles
+        is_alone = stack is not None and len(stack.chain) == 1 and state.reuses_native_hooks
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
         self.has_run_all = False
         self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
@@ -257,7 +257,7 @@ class _BackwardPass:
             return
         self._find_marked_nodes(outputs)
         # Looked up once, since the loop runs for every node of every pass.
-        may_use_settled = self._state.settles and not (self._create_graph or self._is_transform)
+        may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
         stack, hooked_elsewhere = self._state.stack, self._hooked_elsewhere
         add_handle = self._handles.append
         leaf_counts: dict[int, int] = {}  # of leaves that are not parameters, by the op that used them first
@@ -279,13 +279,14 @@ class _BackwardPass:
             if mark.order:
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
-            if may_use_settled and plan.stack is stack:
-                settled_hooks = plan.backward.native_steps.get((node_type, place)) or BackwardStep.settled(
-                    self._driver, trace, node_type, place
+            if may_reuse_hooks and plan.stack is stack:
+                key = node_type, place
+                native_hooks = plan.backward.native_hooks.get(key) or BackwardStep.native_hooks(
+                    self._driver, trace, *key
                 )
-                if settled_hooks is not None:
+                if native_hooks is not None:
                     # Analysed before: its hooks are native or bound functions that need no step object.
-                    before, after, hooks_for_shapes = settled_hooks
+                    before, after, hooks_for_shapes = native_hooks
                     # These hooks depend on the shapes of vmaps' batches.
                     if hooks_for_shapes is not None:
                         before, after, _ = hooks_for_shapes(_shapes_at(mark))
@@ -397,8 +398,8 @@ class _BackwardPass:
         for trace in {id(trace): trace for trace in self._traces_with_steps}.values():
             # Once a stack differentiates twice, an op that no second-order pass has reached may get more too.
             may_get_more = trace.stack.double_backward and id(trace.plan) not in second_order_plans
-            if not trace.pending and not may_get_more:
-                self._driver.finish(trace, keeps_graph)
+            if not trace.unanalysed_ids and not may_get_more:
+                self._driver.mark_backward_analysed(trace, keeps_graph)
 
 
 def remove_abandoned_hooks() -> None:
@@ -438,7 +439,7 @@ class _StepHooks(QuickHooks):
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the gradients for the node after the routines before it; None if none has changed."""
         with Suspension(), reading_context():
-            grads = self._step.before(grad_outputs)
+            grads = self._step.run_before(grad_outputs)
         self._start = _sequence_number()
         return _tuple_if_changed(grad_outputs, grads)
 
@@ -450,7 +451,7 @@ class _StepHooks(QuickHooks):
         # Before the routines run, whose own ops would take sequence numbers too.
         self._mark_second_order(grad_inputs)
         with Suspension(), reading_context():
-            grads = self._step.after(grad_inputs, grad_outputs)
+            grads = self._step.run_after(grad_inputs, grad_outputs)
         self._on_done(self._mark.trace)
         return _tuple_if_changed(grad_inputs, grads)
 
@@ -459,7 +460,7 @@ class _StepHooks(QuickHooks):
         end = _sequence_number()
         if end == self._start or not torch.is_grad_enabled():
             return
-        trace = self._mark.trace.again(self._mark.shapes)
+        trace = self._mark.trace.copy_for_double_backward(self._mark.shapes)
         mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
         with WithoutTorchFunction():
             marks_bases = False

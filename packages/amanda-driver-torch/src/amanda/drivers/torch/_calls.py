@@ -47,8 +47,8 @@ class TorchCall(Call):
         self.inputs = binding.inputs(args, kwargs)
         self.names: Sequence[str] = binding.names
         # Most ops write nothing: the test spares them a call.
-        self.mutable = binding.written(self.inputs) if binding.mutable or binding.statistics else ()
-        self.targets = _target_positions(binding, self.inputs, in_place) if binding.mutable else ()
+        self.written_positions = binding.written(self.inputs) if binding.mutable or binding.statistics else ()
+        self.target_positions = _target_positions(binding, self.inputs, in_place) if binding.mutable else ()
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op; with the arguments as the user gave them where nothing changed."""
@@ -58,7 +58,7 @@ class TorchCall(Call):
             args, kwargs = self._binding.call_arguments(inputs)
         return self._invoke_site(self._site, (*self._head, *args), kwargs)
 
-    def fitted(self, inputs: list[Any]) -> list[Any]:
+    def fit_to_memory(self, inputs: list[Any]) -> list[Any]:
         """Return the inputs, the first laid out like the original one if routines have changed it.
 
         Only for an op that may make a view of its first input, or that reads all its memory: with another
@@ -80,7 +80,7 @@ class TorchCall(Call):
             return inputs
         return [copy_laid_out_like(original, value), *inputs[1:]]
 
-    def computation(self) -> Callable[[Sequence[Any]], Any]:
+    def as_function(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on inputs like this call's."""
         op, head, binding = self._site.op, self._head, self._binding
 
@@ -90,20 +90,20 @@ class TorchCall(Call):
 
         return compute
 
-    def written(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def target_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the tensors that the op wrote and returned.
 
         An autograd.Function returns an input itself only if it marked the input dirty.
         """
         if self._site.key != "Function.apply":
-            return super().written(inputs, outputs) if self.targets else []
+            return super().target_tensors(inputs, outputs) if self.target_positions else []
         return [
             tensor
             for tensor in inputs
             if isinstance(tensor, torch.Tensor) and any(tensor is output for output in outputs)
         ]
 
-    def unreturned(self, outputs: Any) -> Sequence[int]:
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
         """Return the positions of written inputs that the op does not return: all if it returned None."""
         binding = self._binding
         if not binding.mutable:
@@ -111,11 +111,11 @@ class TorchCall(Call):
         written = binding.mutable if outputs is None else binding.unreturned
         return [i for i in written if self.inputs[i] is not None]
 
-    def may_write(self) -> bool:
+    def may_write_inputs(self) -> bool:
         """Return True if the schema says that the op writes, or if the op is an object, as a Function is."""
-        return bool(self.mutable or self._head)
+        return bool(self.written_positions or self._head)
 
-    def may_write_unseen(self) -> bool:
+    def may_write_undeclared(self) -> bool:
         """Return True for an autograd.Function and for TorchScript, whose code may write any tensor."""
         return bool(self._head) and self._site.key in _SITES_OF_PROGRAM_CODE
 
@@ -123,26 +123,26 @@ class TorchCall(Call):
         """Return False for an op that reads only the form of a tensor."""
         return self._site.key not in _FORM_ONLY_OPS
 
-    def takes_equals(self) -> bool:
+    def accepts_equal_inputs(self) -> bool:
         """Return True unless the op may write, or its result depends on how a tensor lies in memory."""
-        return not self.may_write() and not _may_return_view(self._site.key)
+        return not self.may_write_inputs() and not _may_return_view(self._site.key)
 
-    def writes(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    def written_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the tensors that the op has written, of `x[index] = y` the elements at the index."""
         # The schema says that `x[index] = y` writes all of x; tools and views need the elements.
         if self._site.key != "setitem":
-            return super().writes(inputs, outputs)
+            return super().written_tensors(inputs, outputs)
         return [WrittenElements.at(inputs[0], inputs[1])]
 
-    def formed(self, result: Any) -> Any:
+    def in_form_of_result(self, result: Any) -> Any:
         """Return a plain tuple as the op's named tuple, if torch has one of that length."""
-        name = f"{self._site.key}_out" if self.targets else self._site.key
+        name = f"{self._site.key}_out" if self.target_positions else self._site.key
         named_tuple = getattr(torch.return_types, name, None)
         if type(result) not in (tuple, list) or named_tuple is None:
             return result
         return named_tuple(result) if named_tuple.n_sequence_fields == len(result) else result
 
-    def sources(self) -> tuple[int | tuple[int, int], ...] | None:
+    def argument_indices(self) -> tuple[int | tuple[int, int], ...] | None:
         """Return which argument each input is; None for a call through an object, such as a custom op's."""
         return (
             None if self._head else self._binding.sources(len(self._arguments[0]), tuple(self._arguments[1]))
@@ -201,13 +201,13 @@ class CollectiveCall(TorchCall):
         """Make the call, with lists as they were."""
         return super().invoke(inputs if inputs is self.inputs else self._with_nested_lists(inputs))
 
-    def takes_equals(self) -> bool:
+    def accepts_equal_inputs(self) -> bool:
         """Return False: inputs are flat lists, arguments may be lists of lists."""
         return False
 
-    def computation(self) -> Callable[[Sequence[Any]], Any]:
+    def as_function(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that makes the call with inputs like this call's."""
-        compute, nested = super().computation(), self._with_nested_lists
+        compute, nested = super().as_function(), self._with_nested_lists
         return lambda inputs: compute(nested(inputs))
 
     def _with_nested_lists(self, inputs: Sequence[Any]) -> list[Any]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from amanda.backend import Attributes, report_unseen
+from amanda.backend import Patches, report_unseen
 from amanda.interceptor import Suspension
 
 _GATHER = "Any group, Tensor(a!)[][] output_tensors, Tensor[] input_tensors, Any? opts=None"
@@ -80,7 +80,7 @@ def wait_for_results(values: Sequence[Any]) -> None:
                 wait_tensor(value)
 
 
-def patch_reducers_to_report(attributes: Attributes) -> None:
+def patch_reducers_to_report(patches: Patches) -> None:
     """Report, when DistributedDataParallel runs, that the collectives of its reducer are not instrumented.
 
     Does nothing in builds of torch without the class.
@@ -99,4 +99,4 @@ def patch_reducers_to_report(attributes: Attributes) -> None:
             report_unseen(*REDUCER_ENTRY)
         return original(self, *inputs, **kwargs)
 
-    attributes.set(parallel_class, "_pre_forward", pre_forward)
+    patches.set(parallel_class, "_pre_forward", pre_forward)

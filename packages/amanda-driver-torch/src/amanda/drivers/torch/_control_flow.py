@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from amanda import interceptor
-from amanda.backend import Attributes, State, report_unseen
+from amanda.backend import Patches, State, report_unseen
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -24,15 +24,13 @@ ROUNDED_OTHERWISE = (
 UNREAD = "weights that only the branch not taken reads have no gradient, rather than one of zeros"
 
 
-def run_control_flow_op_by_op(attributes: Attributes) -> None:
+def run_control_flow_op_by_op(patches: Patches) -> None:
     """Make torch's control flow run its bodies op by op in scopes, from the import of each op on."""
     for module, (class_name, run) in _OPS.items():
-        attributes.when_imported(
-            module, functools.partial(_replace_call, attributes, module, class_name, run)
-        )
+        patches.when_imported(module, functools.partial(_replace_call, patches, module, class_name, run))
 
 
-def _replace_call(attributes: Attributes, module: str, class_name: str, run: Callable[..., Any]) -> None:
+def _replace_call(patches: Patches, module: str, class_name: str, run: Callable[..., Any]) -> None:
     """Replace the call of a higher-order op; do nothing if this torch lacks the class of the op."""
     op_class = getattr(sys.modules[module], class_name, None)
     if op_class is None:
@@ -43,7 +41,7 @@ def _replace_call(attributes: Attributes, module: str, class_name: str, run: Cal
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs) if _runs_op_by_op() else original(self, *args, **kwargs)
 
-    attributes.set(op_class, "__call__", call)
+    patches.set(op_class, "__call__", call)
 
 
 def _runs_op_by_op() -> bool:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from amanda.backend import Attributes
+from amanda.backend import Patches
 from amanda.interceptor import Detour, Site
 
 from ._collectives import PROCESS_GROUP
@@ -14,7 +14,7 @@ from ._targets import NAMESPACES
 _FIND_BUILTIN = "_find_builtin"
 
 
-def set_detours(attributes: Attributes, sites: Iterable[Site]) -> None:
+def set_detours(patches: Patches, sites: Iterable[Site]) -> None:
     """Replace the targets of some sites by detours, wherever torch has them as attributes."""
     # No dict by target: `torch.mm` equals `torch.dsmm`, which calls the same C function.
     detours = [(site.target, Detour(site)) for site in sites]
@@ -22,14 +22,14 @@ def set_detours(attributes: Attributes, sites: Iterable[Site]) -> None:
     native = [getattr(torch._C, name) for name in NAMESPACES if name != "_VariableFunctions"]
     holders = [torch, torch.functional, torch.nn.functional, *special, *native]
     classes = [torch.Tensor, torch.autograd.function._SingleLevelFunction]
-    attributes.replace(detours, [*holders, *classes, *([PROCESS_GROUP] if PROCESS_GROUP else [])])
+    patches.replace(detours, [*holders, *classes, *([PROCESS_GROUP] if PROCESS_GROUP else [])])
     functions = DetouredFunctions(torch._C._VariableFunctions, detours)
-    attributes.set(torch._C, "_VariableFunctions", functions)
-    attributes.set(torch._VF, "vf", functions)
-    _keep_detours_out_of_scripts(attributes)
+    patches.set(torch._C, "_VariableFunctions", functions)
+    patches.set(torch._VF, "vf", functions)
+    _keep_detours_out_of_scripts(patches)
 
 
-def _keep_detours_out_of_scripts(attributes: Attributes) -> None:
+def _keep_detours_out_of_scripts(patches: Patches) -> None:
     """Make TorchScript compile a detour as the function in its place, not as a call of Python."""
     find_builtin = torch_attribute(f"jit._builtins.{_FIND_BUILTIN}")
     if find_builtin is None:
@@ -41,7 +41,7 @@ def _keep_detours_out_of_scripts(attributes: Attributes) -> None:
     # `_recursive` has imported the function by name.
     for module in map(torch_attribute, ("jit._builtins", "jit._recursive")):
         if hasattr(module, _FIND_BUILTIN):
-            attributes.set(module, _FIND_BUILTIN, find_builtin_of)
+            patches.set(module, _FIND_BUILTIN, find_builtin_of)
 
 
 class DetouredFunctions:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, digest
+from amanda.backend import Call, EagerDriver, OpFacts, SelfTestProgram, State, digest
 from amanda.interceptor import (
     IMPLEMENTATION,
     ONE_PLACE,
@@ -67,7 +67,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     framework = "torch"
     modes = ("eager",)
     newest_tested = NEWEST_TESTED
-    tag = "pytorch"
+    namespace_tag = "pytorch"
     private_names = tuple(f"torch:{path}" for path in ESSENTIAL)
     identity_types = (torch.nn.Parameter,)
     slot_of = staticmethod(slot_of)
@@ -78,10 +78,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self._detours: dict[type, Detour] = {}
         self.views = TorchViews()
 
-    def introduce(self) -> None:
+    def register_framework(self) -> None:
         """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
-        super().introduce()
-        self.skip(torch.utils.checkpoint.__file__, COMPOSABLE_FILE)
+        super().register_framework()
+        self.skip_code(torch.utils.checkpoint.__file__, COMPOSABLE_FILE)
         for callable_type in _CALLABLE_TYPES:
             interceptor.add_identity_type(callable_type)
         interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
@@ -90,14 +90,14 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Intercept native operators, enclose module calls, and patch torch where it leaves the thread."""
         warn_of_absent_names()
         if interceptor.NATIVE:
-            self.attributes.place(self._targets_by_site)
+            self.patches.place_stubs(self._targets_by_site)
         else:
-            set_detours(self.attributes, self._targets_by_site)
+            set_detours(self.patches, self._targets_by_site)
         # Operators of torch.ops, TorchScript and custom ops have no native callable of their own.
         self._detour_call_methods()
-        enclose_modules(self.attributes)
-        self.patch_backward_passes(self.attributes)
-        self._patches.install(self.attributes)
+        enclose_modules(self.patches)
+        self.patch_backward_passes(self.patches)
+        self._patches.install(self.patches)
 
     def detach(self) -> None:
         """Undo all changes of torch."""
@@ -116,15 +116,15 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def _reader_and_missing_parts(self) -> tuple[Reader | None, str]:
         return make_reader(plain_straight_through) if interceptor.NATIVE else (None, "")
 
-    def slowdown(self) -> str:
+    def missing_native_support(self) -> str:
         """Return the parts that native code lacks to read the tensors of this torch; "" if it lacks none."""
         return self._reader_and_missing_parts[1]
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of one op and its backward op."""
-        return Exercise(_run_tanh, "tanh", "tanh")
+        return SelfTestProgram(_run_tanh, "tanh", "tanh")
 
-    def looked_up(self) -> int:
+    def private_name_count(self) -> int:
         """Return the number of undocumented names of torch that are there."""
         return count_private_names()
 
@@ -161,7 +161,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
                 site = Site(call, call, key, digest(key), self.handle, flags)
                 self._detours[holder] = Detour(site)
-            self.attributes.set(holder, "__call__", self._detours[holder])
+            self.patches.set(holder, "__call__", self._detours[holder])
 
     def handle(
         self,
@@ -227,7 +227,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         """Return this driver for the routines of a backward pass that starts now."""
         return DriverInTransform(self, WITH_SUBCLASSES) if in_transform() else self.outside_overrides
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine outside of the program's autograd and modes."""
@@ -256,16 +256,16 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             invoke_site=self.invoke,
         )  # fmt: skip
 
-    def results(
+    def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's outputs as a list, after waiting for those of a functional collective."""
-        values, rebuild = super().results(call, outputs, inputs)
+        values, rebuild = super().flatten_with_unreturned(call, outputs, inputs)
         if is_functional_collective(call.op):
             wait_for_results(values)
         return values, rebuild
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         if torch._C._get_tracing_state() is not None:
             return "torch.jit.trace", RECORDED_AS_IS
@@ -273,7 +273,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             return "a graph by make_fx", RECORDED_AS_IS
         return None
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         """Return the parameters that enter the op's id; none for an op that moves parameters."""
         if getattr(call.op, "__name__", "") in _TRANSFERS:
             return []
@@ -372,21 +372,23 @@ class DriverOutsideModes(TorchDriver):
         with self._modes.enter():
             return site.invoke(args, kwargs)
 
-    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_in_autodiff(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Call a routine that computes for the program, under its modes."""
         with self._modes.enter():
             return func(*values, **kwargs)
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the obstacle to instrumenting ops at this moment, and the reason; None if there is none."""
         with self._modes.enter():
-            return super().obstacle(site)
+            return super().uninstrumented_reason(site)
 
 
 class DriverForUnfinishedResult(DriverOutsideModes):
     """The driver at `as_subclass`, whose result a class may complete later, in its own `__new__`."""
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine without the overrides of the class, which may need attributes that are absent."""

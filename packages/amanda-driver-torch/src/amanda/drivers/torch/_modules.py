@@ -13,7 +13,7 @@ from math import prod
 from typing import Any, ClassVar
 
 import torch
-from amanda.backend import Attributes, ParameterSlot, path_of_call, place_by_path, type_as_path
+from amanda.backend import ParameterSlot, Patches, path_of_call, place_by_path, type_as_path
 from amanda.drivers.torch._levels import innermost, is_wrapped
 from amanda.drivers.torch._overrides import WithoutTorchFunction
 from amanda.interceptor import Enclosure
@@ -36,9 +36,9 @@ WRAPPERS = {
 """The attribute with the wrapped module, by the full name of the wrapper's class or a base of it."""
 
 
-def enclose_modules(attributes: Attributes) -> None:
+def enclose_modules(patches: Patches) -> None:
     """Make each call of a module a region: the ops in it belong to that module."""
-    attributes.enclose(torch.nn.Module, place_by_path(_path_within), _METHODS)
+    patches.track_module_calls(torch.nn.Module, place_by_path(_path_within), _METHODS)
 
 
 def call_within(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from amanda.backend import Attributes
+from amanda.backend import Patches
 from amanda.interceptor import NATIVE, Hook, Mark
 
 FREED_AFTER_KEY = "amanda.relief"
@@ -40,7 +40,7 @@ def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:
     handles.clear()
 
 
-def register_hooks_without_handles(attributes: Attributes) -> None:
+def register_hooks_without_handles(patches: Patches) -> None:
     """Make torch register the driver's hooks at nodes without a `RemovableHandle`.
 
     A handle takes longer to make than the hook takes to run. Hooks of the program get handles as ever, and so
@@ -63,7 +63,7 @@ def register_hooks_without_handles(attributes: Attributes) -> None:
         hooks[number] = hook
         return hooks, (hooks, number)
 
-    attributes.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))
+    patches.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))
 
 
 class PassCounts:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.utils.checkpoint
 from amanda import interceptor
-from amanda.backend import Attributes, Recomputation, hide_ops, recomputed, replayed, report_unseen
+from amanda.backend import (
+    Patches,
+    Recomputation,
+    bind_to_current_place,
+    hide_ops,
+    recomputable,
+    report_unseen,
+)
 from amanda.scope import in_force
 
 from ._autograd import activation_of_pass_caller
@@ -79,50 +86,50 @@ class TorchPatches:
         self._driver = driver
         self._operator_code = OperatorCode()
 
-    def install(self, attributes: Attributes) -> None:
-        """Make all changes; the attributes undo them."""
-        attributes.on_restore(self._operator_code.restore)
+    def install(self, patches: Patches) -> None:
+        """Make all changes; the patches undo them."""
+        patches.on_restore(self._operator_code.restore)
         self._operator_code.exchange()
-        self._patch_checkpoints(attributes)
-        self._patch_futures(attributes)
-        patch_reducers_to_report(attributes)
+        self._patch_checkpoints(patches)
+        self._patch_futures(patches)
+        patch_reducers_to_report(patches)
         # Modules that are not imported yet are patched when the program imports them.
         for module, name in INTERNAL_FUNCTIONS:
-            attributes.when_imported(
-                module, functools.partial(_patch_to_run_uninstrumented, attributes, module, name)
+            patches.when_imported(
+                module, functools.partial(_patch_to_run_uninstrumented, patches, module, name)
             )
-        attributes.when_imported(LOADER, lambda: _patch_loader_to_report_workers(attributes))
-        attributes.when_imported(CONST_FOLD, lambda: _patch_linearize_to_report_tangents(attributes))
-        run_control_flow_op_by_op(attributes)
+        patches.when_imported(LOADER, lambda: _patch_loader_to_report_workers(patches))
+        patches.when_imported(CONST_FOLD, lambda: _patch_linearize_to_report_tangents(patches))
+        run_control_flow_op_by_op(patches)
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
-        attributes.when_imported("torch._dynamo", lambda: self._set_stance(attributes))
+        patches.when_imported("torch._dynamo", lambda: self._set_stance(patches))
 
     @staticmethod
-    def _patch_checkpoints(attributes: Attributes) -> None:
+    def _patch_checkpoints(patches: Patches) -> None:
         """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
         name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
         generator = getattr(checkpoint, name, None)
         if generator is not None:
             wrapped_generator = _wrap_checkpoint_generator(generator)
-            attributes.set(checkpoint, name, wrapped_generator)
-            attributes.when_imported(
-                COMPOSABLE, lambda: _patch_composable_checkpoint(attributes, wrapped_generator)
+            patches.set(checkpoint, name, wrapped_generator)
+            patches.when_imported(
+                COMPOSABLE, lambda: _patch_composable_checkpoint(patches, wrapped_generator)
             )
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
-            attributes.set(checkpoint.CheckpointFunction, "forward", _wrap_checkpoint_forward(forward))
+            patches.set(checkpoint.CheckpointFunction, "forward", _wrap_checkpoint_forward(forward))
         make_hook = torch_attribute("utils.checkpoint._recomputation_hook.__init__")
         if make_hook is not None:
-            attributes.set(checkpoint._recomputation_hook, "__init__", _wrap_hook_constructor(make_hook))
+            patches.set(checkpoint._recomputation_hook, "__init__", _wrap_hook_constructor(make_hook))
 
     @staticmethod
-    def _patch_futures(attributes: Attributes) -> None:
+    def _patch_futures(patches: Patches) -> None:
         """Make callbacks of futures run in the scope that added them, on whichever thread."""
         for name in ("then", "add_done_callback"):
             original = torch_attribute(f"_C.Future.{name}")
             if original is not None:
-                attributes.set(torch._C.Future, name, _wrap_future_method(original))
+                patches.set(torch._C.Future, name, _wrap_future_method(original))
 
     @classmethod
     def leaves_stance_to_scopes(cls, stance: Any) -> bool:
@@ -133,13 +140,13 @@ class TorchPatches:
         return stance.stance == "default" and stance.backend is None
 
     @staticmethod
-    def _set_stance(attributes: Attributes) -> None:
+    def _set_stance(patches: Patches) -> None:
         """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes."""
         if not dynamo_has_stances():
-            _keep_old_dynamo_from_compiling(attributes)
+            _keep_old_dynamo_from_compiling(patches)
             return
         contexts: list[Any] = []
-        attributes.on_restore(lambda: _restore_stance(contexts))  # first: an interrupt may come at any call
+        patches.on_restore(lambda: _restore_stance(contexts))  # first: an interrupt may come at any call
         contexts.append(torch.compiler.set_stance("force_eager"))
         TorchPatches.stance_before = getattr(contexts[0], "prev", None)
         TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
@@ -155,14 +162,14 @@ def _wrap_checkpoint_generator(generator: Callable[..., Any]) -> Callable[..., A
             return (yield from generator(fn, *args, **kwargs))
         # The generator surrounds the first run, and calls the function to recompute alone.
         recomputation = Recomputation()
-        recompute = _in_scope_of_pass(functools.partial(recomputation.again, fn))
-        with recomputation.first():
+        recompute = _in_scope_of_pass(functools.partial(recomputation.rerun, fn))
+        with recomputation.first_run():
             return (yield from generator(recompute, *args, **kwargs))
 
     return generate
 
 
-def _patch_composable_checkpoint(attributes: Attributes, wrapped_generator: Any) -> None:
+def _patch_composable_checkpoint(patches: Patches, wrapped_generator: Any) -> None:
     """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
 
     wrapped_generator: what stands for torch's generator of a checkpoint.
@@ -181,7 +188,7 @@ def _patch_composable_checkpoint(attributes: Attributes, wrapped_generator: Any)
         run_generator = getattr(torch.utils.checkpoint, _GENERATOR)
         return run_generator(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
 
-    attributes.set(module, _GENERATOR, generate)
+    patches.set(module, _GENERATOR, generate)
 
 
 def _wrap_checkpoint_forward(forward: Callable[..., Any]) -> Any:
@@ -189,7 +196,7 @@ def _wrap_checkpoint_forward(forward: Callable[..., Any]) -> Any:
 
     @functools.wraps(forward)
     def run_forward(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, _in_scope_of_pass(recomputed(run_function)), *args)
+        return forward(ctx, _in_scope_of_pass(recomputable(run_function)), *args)
 
     return staticmethod(run_forward)
 
@@ -240,7 +247,7 @@ def _restore_stance(contexts: Sequence[Any]) -> None:
         contexts[0].__exit__(None, None, None)
 
 
-def _keep_old_dynamo_from_compiling(attributes: Attributes) -> None:
+def _keep_old_dynamo_from_compiling(patches: Patches) -> None:
     """Keep a dynamo without stances from compiling in a scope, and from running compiled code.
 
     Logs a warning, and changes nothing, if dynamo lacks the functions to patch.
@@ -269,7 +276,7 @@ def _keep_old_dynamo_from_compiling(attributes: Attributes) -> None:
 
     skip_code(set_eval_frame.__code__)  # dynamo must not compile its own switch
     for name in names:
-        attributes.set(module, name, set_eval_frame)
+        patches.set(module, name, set_eval_frame)
 
 
 def forget_torch_callables() -> None:
@@ -279,7 +286,7 @@ def forget_torch_callables() -> None:
         forget()
 
 
-def _patch_to_run_uninstrumented(attributes: Attributes, module: str, name: str) -> None:
+def _patch_to_run_uninstrumented(patches: Patches, module: str, name: str) -> None:
     """Patch an internal function of torch to run without tools, and to report if it runs a program.
 
     Does nothing if this torch lacks the function.
@@ -292,10 +299,10 @@ def _patch_to_run_uninstrumented(attributes: Attributes, module: str, name: str)
     if function is None:
         return
     entry = INTERNAL_FUNCTIONS[module, name]
-    attributes.set(holder, method, hide_ops(function, lambda *args, **kwargs: entry))
+    patches.set(holder, method, hide_ops(function, lambda *args, **kwargs: entry))
 
 
-def _patch_loader_to_report_workers(attributes: Attributes) -> None:
+def _patch_loader_to_report_workers(patches: Patches) -> None:
     """Patch DataLoader to report a pass whose ops run in worker processes; do nothing if torch lacks it."""
     reset = torch_attribute(f"utils.data.dataloader.{_RESET}")
     if reset is None:
@@ -307,10 +314,10 @@ def _patch_loader_to_report_workers(attributes: Attributes) -> None:
         return reset(iterator, *args, **kwargs)
 
     owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
-    attributes.set(owner, "_reset", report_and_reset)
+    patches.set(owner, "_reset", report_and_reset)
 
 
-def _patch_linearize_to_report_tangents(attributes: Attributes) -> None:
+def _patch_linearize_to_report_tangents(patches: Patches) -> None:
     """Patch the module that `torch.func.linearize` makes of its tangents' program to report the ops in it."""
     # The function that makes the module cannot be replaced: dynamo recognises torch's functions alone.
     module_class = sys.modules[CONST_FOLD].FoldedGraphModule
@@ -328,7 +335,7 @@ def _patch_linearize_to_report_tangents(attributes: Attributes) -> None:
             names = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
             report_unseen("torch.func.linearize", f"{RECORDED_TANGENTS}: {names}")
 
-    attributes.set(module_class, "__init__", make_and_report)
+    patches.set(module_class, "__init__", make_and_report)
 
 
 def _is_called_by_transform(name: str) -> bool:
@@ -354,7 +361,7 @@ def _wrap_future_method(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def method(future: Any, callback: Callable[..., Any]) -> Any:
-        return original(future, replayed(callback))
+        return original(future, bind_to_current_place(callback))
 
     return method
 

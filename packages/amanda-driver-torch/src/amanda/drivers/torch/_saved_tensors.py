@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from amanda.backend import Call
-from amanda.eager import Saved
+from amanda.eager import SavedTensors
 from amanda.interceptor import Suspension
 
 from ._levels import innermost, is_wrapped
@@ -27,7 +27,7 @@ _push = torch._C._autograd._push_saved_tensors_default_hooks
 _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
-class SavingHooks(Saved):
+class SavingHooks(SavedTensors):
     """Hooks on saved tensors around an op, which copy what shares memory before a routine writes.
 
     Needed only where `SavedAtNodes` cannot reach the node: a tensor that hooks hold has no check by torch for
@@ -42,7 +42,7 @@ class SavingHooks(Saved):
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op under the hooks."""
-        self._dataless_call = DatalessCall(call.computation(), inputs)
+        self._dataless_call = DatalessCall(call.as_function(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
             _push(self._pack, self._unpack)
@@ -72,7 +72,7 @@ class SavingHooks(Saved):
         return saved
 
 
-class SavedAtNodes(Saved):
+class SavedAtNodes(SavedTensors):
     """Saved tensors that are found after the op, at the nodes of its results.
 
     results: tensors that the op made or wrote.  A node may save a written tensor that has no gradient, such

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from amanda.backend import complex_error, dtype_error, shape_error
-from amanda.eager import Saved
+from amanda.eager import SavedTensors
 from amanda.errors import RoutineError
 from amanda.plan import spread
 
@@ -40,13 +40,13 @@ class GradOff:
 class TorchTensors:
     """`TensorOps` of PyTorch."""
 
-    has_symbols = False
+    has_symbolic_tensors = False
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a torch.Tensor."""
         return isinstance(value, torch.Tensor)
 
-    def isolated(self) -> GradOff:
+    def without_autodiff(self) -> GradOff:
         """Return a context in which autograd records nothing."""
         return GradOff()
 
@@ -65,11 +65,11 @@ class TorchTensors:
         except RuntimeError:  # an inference tensor has none
             return [self.version(value) for value in values]
 
-    def same(self, value: Any, other: Any) -> bool:
+    def have_equal_bits(self, value: Any, other: Any) -> bool:
         """Return True if two tensors are of one kind and hold the same bits."""
         return same_bits(value, other)
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine with autograd off; a hot path, a third of the cost of `torch.no_grad`."""
@@ -84,13 +84,15 @@ class TorchTensors:
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine that changes no value."""
-        return self.call_isolated(func, values, kwargs)
+        return self.call_without_autodiff(func, values, kwargs)
 
-    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_in_autodiff(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Call a routine that computes for the program."""
         return func(*values, **kwargs)
 
-    def reading(self) -> AbstractContextManager[Any]:
+    def without_overrides(self) -> AbstractContextManager[Any]:
         """Return a context in which reads of tensors call no mode and no override of the program."""
         return reading_context()
 
@@ -126,30 +128,30 @@ class TorchTensors:
         else:
             _without_gradient(target.copy_, value)
 
-    def written_later(self, values: Sequence[Any]) -> Saved | None:
+    def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
         """Return hooks to run an op under, by which what it saves is copied before a routine writes.
 
-        None where autograd records nothing or forbids hooks, or `saved_of` finds all that the op saves.
+        None where autograd records nothing or forbids hooks, or `find_saved_tensors` finds all saved tensors.
         """
         allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
         if not (torch.is_grad_enabled() and allowed()):
             return None
         tensors = [value for value in spread(values) if isinstance(value, torch.Tensor)]
-        return SavingHooks(tensors) if any(map(self.saves_out_of_reach, tensors)) else None
+        return SavingHooks(tensors) if any(map(self.may_hide_saved_tensors, tensors)) else None
 
-    def saves_out_of_reach(self, value: torch.Tensor) -> bool:
+    def may_hide_saved_tensors(self, value: torch.Tensor) -> bool:
         """Return True for a view, whose node lies within its base's, and while the user has saving hooks."""
         return value._is_view() or has_hooks()
 
-    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> Saved:
+    def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
         """Return the written tensors that the nodes of inputs and outputs have saved."""
         if not torch.is_grad_enabled():
-            return Saved()
+            return SavedTensors()
         tensors = [value for value in written if isinstance(value, torch.Tensor)]
         results = [value for value in outputs if isinstance(value, torch.Tensor)]
         return SavedAtNodes(tensors, [*tensors, *results])
 
-    def storable(self, value: Any) -> Any:
+    def detach_value(self, value: Any) -> Any:
         """Return a tensor without its graph, also if it gets a graph later; a leaf is returned as it is.
 
         So is a tensor that cannot be detached: under `is_grads_batched`, or of a class that raises.
@@ -163,10 +165,10 @@ class TorchTensors:
             except Exception:
                 return value
         if isinstance(value, (list, tuple)) and any(isinstance(item, torch.Tensor) for item in value):
-            return [self.storable(item) for item in value]
+            return [self.detach_value(item) for item in value]
         return value
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return a differentiable copy."""
         return as_class_of(value, value.clone()) if isinstance(value, torch.Tensor) else value
 
@@ -181,7 +183,7 @@ class TorchTensors:
             ]
         )  # fmt: skip
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient, as bits; None where no node can be made.
 
         The same for a call's arguments as for its inputs, which may have sizes gathered in a tuple.
@@ -202,7 +204,7 @@ class TorchTensors:
         """Return the shape of each tensor, also in lists."""
         return tuple([shape_of(value) for value in inputs])
 
-    def known_to_autodiff(
+    def restore_autodiff_roles(
         self, call_inputs: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], values: list[Any]
     ) -> list[Any]:
         """Return the values of routines as autograd would see the outputs that they replace.
@@ -230,7 +232,7 @@ class TorchTensors:
                         new_values[i] = StraightThrough.apply(original, value)  # type: ignore[no-untyped-call]
         return values if all(map(operator.is_, new_values, values)) else new_values
 
-    def is_handed_back(self, value: Any, inputs: Sequence[Any]) -> bool:
+    def is_program_tensor(self, value: Any, inputs: Sequence[Any]) -> bool:
         """Return True for an input, and for a leaf that needs a gradient, which an object may hold."""
         if not isinstance(value, torch.Tensor):
             return False

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from amanda.action import marks
 from amanda.backend import Call, Trace
-from amanda.eager import Saved
+from amanda.eager import SavedTensors
 from amanda.plan import BatchedShape, spread
 
 from ._autograd import NodeBracket
@@ -40,13 +40,13 @@ _NODES_OF_AN_OP = 32
 class TransformedTensors(TorchTensors):
     """`TensorOps` of tensors that function transforms have wrapped; mixed into a driver before its class."""
 
-    runs_natively = False
+    may_run_natively = False
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def without_overrides(self) -> Iterator[None]:
         """Return a context outside of all transforms, in which analysis routines read weights as ever."""
         # A weight that a routine reads here must not become a wrapper, which has no numbers.
-        with super().reading(), without_transforms():
+        with super().without_overrides(), without_transforms():
             yield
 
     def version(self, value: Any) -> Any:
@@ -59,7 +59,7 @@ class TransformedTensors(TorchTensors):
         """Return the version of each value."""
         return [self.version(value) for value in values]
 
-    def same(self, value: Any, other: Any) -> bool:
+    def have_equal_bits(self, value: Any, other: Any) -> bool:
         """Return True if two tensors are of one kind and hold the same bits in all samples of a batch."""
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             return False
@@ -68,7 +68,7 @@ class TransformedTensors(TorchTensors):
             (levels, data), (other_levels, other_data) = map(with_batches_first, (value, other))
             return levels == other_levels and same_bits(data, other_data)
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient at which levels; None where no node can be made."""
         needs = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
         return needs if any(needs) else None
@@ -81,14 +81,14 @@ class TransformedTensors(TorchTensors):
         """Attach the trace to the nodes of the op's results at all levels."""
         super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
 
-    def written_later(self, values: Sequence[Any]) -> Saved | None:
+    def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
         """Return a context that runs an op in place beside tensors that a routine may write later."""
         # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
         if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
             return RunBeside()
-        return super().written_later(values)
+        return super().saved_tensors_recorder(values)
 
-    def saved_of(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
+    def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
         """Return the written tensors that the nodes of inputs and outputs have saved, at all levels."""
         tensors = all_layers(written)
         return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)], _NODES_OF_AN_OP)
@@ -120,21 +120,21 @@ class TransformedTensors(TorchTensors):
         target.copy_(self.straight_through(target.clone(), value))
 
     def _cast_to_fit(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        cast_value: torch.Tensor = self.call_isolated(cast_to_fit, (original, value), {})
+        cast_value: torch.Tensor = self.call_without_autodiff(cast_to_fit, (original, value), {})
         return cast_value
 
     def _batched_like(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Return a value with the batches of an original: the program may write into each sample."""
         if not (batch_axes(original).keys() - batch_axes(value).keys()):
             return value
-        return self.call_isolated(_copy_in_batches_of, (original, value), {})  # type: ignore[no-any-return]
+        return self.call_without_autodiff(_copy_in_batches_of, (original, value), {})  # type: ignore[no-any-return]
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine outside of autograd and modes; explain what it cannot do under a transform."""
         with running_routine(values):
-            return super().call_isolated(func, values, kwargs)
+            return super().call_without_autodiff(func, values, kwargs)
 
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -150,13 +150,15 @@ class TransformedTensors(TorchTensors):
         with running_routine(arguments):
             return super().call_observer(func, arguments, kwargs)
 
-    def call(self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def call_in_autodiff(
+        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Any:
         """Call a routine that computes for the program; explain what it cannot do under a transform."""
         with running_routine(values):
-            return super().call(func, values, kwargs)
+            return super().call_in_autodiff(func, values, kwargs)
 
 
-class RunBeside(Saved):
+class RunBeside(SavedTensors):
     """Runs an op in place on a copy, which the nodes of all levels save, and writes the result once more.
 
     What the nodes of the levels below save cannot be found: those of a tangent are not at the tensor.
@@ -165,7 +167,7 @@ class RunBeside(Saved):
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op in place on a copy of its tensor; on the tensor if the op changes more than data."""
         target = inputs[0]
-        if tuple(call.targets) != (0,) or not isinstance(target, torch.Tensor):
+        if tuple(call.target_positions) != (0,) or not isinstance(target, torch.Tensor):
             return call.invoke(inputs)
         if target.is_leaf and target.requires_grad:
             return call.invoke(inputs)  # which torch refuses, in its words

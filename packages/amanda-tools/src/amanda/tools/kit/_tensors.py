@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from amanda.backend import lacking
+from amanda.backend import missing_names
 from amanda.errors import AmandaError, ToolError
 from amanda.tools.libraries import do, get_dtype_name, ml_dtypes, to_numpy
 from amanda.tools.libraries import numpy as np
@@ -40,7 +40,7 @@ class RequiredNames:
         if self._is_complete:
             return
         # All at once, so that the message names every one that is missing.
-        absent = [name.replace(":", ".") for name in lacking(self.names)]
+        absent = [name.replace(":", ".") for name in missing_names(self.names)]
         if absent:
             version = getattr(sys.modules.get(self.framework), "__version__", "of an unknown version")
             raise ToolError(

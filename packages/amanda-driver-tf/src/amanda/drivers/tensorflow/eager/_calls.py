@@ -40,16 +40,16 @@ class EagerCall(Call):
         self.identities = identities
         self.op = schema.op
         self.names: Sequence[str] = schema.names
-        self.mutable: Sequence[int] = schema.written
+        self.written_positions: Sequence[int] = schema.written
         # No op returns an input: tensors are immutable, and a write into a variable returns nothing.
-        self.targets = ()
+        self.target_positions = ()
 
     def attributes(self) -> dict[str, Any]:
         """Return the op's attributes by name, including types and numbers of tensors."""
         attributes = self.schema.with_defaults(self.attrs)
         return {**attributes, **self.schema.infer_attributes(self.inputs, attributes)}
 
-    def parameters(self) -> Sequence[int]:
+    def variable_positions(self) -> Sequence[int]:
         """Return the positions of the inputs that were read from a variable."""
         return tuple(
             [i for i, value in enumerate(self.inputs) if getattr(value, "_id", None) in variables.read]
@@ -59,7 +59,7 @@ class EagerCall(Call):
         """Return TensorFlow's type of the op."""
         return self.schema.type
 
-    def formed(self, result: Any) -> Any:
+    def in_form_of_result(self, result: Any) -> Any:
         """Return a replacement's result as tensors: a list for several outputs, None for none."""
         if isinstance(result, (list, tuple)):
             return [_as_tensor(value) for value in result]
@@ -89,7 +89,7 @@ class EagerCall(Call):
         record_on_tapes(self.schema.type, flatten(inputs), attrs, results, marking.mark())
         return result
 
-    def compute(self, inputs: Sequence[Any]) -> Any:
+    def invoke_for_replacement(self, inputs: Sequence[Any]) -> Any:
         """Run the op for a replacement; return a single output without a list around it."""
         values, _ = self.outputs(self.invoke(list(inputs)))
         return values[0] if len(values) == 1 else values
@@ -183,11 +183,11 @@ class SlowCall(EagerCall):
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
         self.inputs = schema.group_inputs(tensors, attributes)
 
-    def formed(self, result: Any) -> Any:
+    def in_form_of_result(self, result: Any) -> Any:
         """Return a replacement's result as a flat list of tensors, which the caller unpacks."""
         # A replacement's ops record themselves, so the caller must not record this op.
         local.op_is_recorded = True
-        formed = super().formed(result)
+        formed = super().in_form_of_result(result)
         return [] if formed is None else flatten([formed])
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -8,7 +8,7 @@ import numpy as np
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, Call, EagerDriver, Exercise, OpFacts, Trace
+from amanda.backend import Call, EagerDriver, OpFacts, Patches, SelfTestProgram, Trace
 from amanda.interceptor import Detour, Site
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import context, core, execute
@@ -16,7 +16,7 @@ from tensorflow.python.framework import ops
 from tensorflow.python.framework.ops import EagerTensor
 
 from .._layers import enclose_modules, layer_name_paths, module_path
-from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, eager_exercise
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, eager_self_test
 from .._tensors import EagerTensorOps, allow_tapes_in_routines
 from ._calls import READS, EagerCall, FastCall, SlowCall, Variable, variables
 from ._schema import Schema, Schemas, flatten
@@ -51,11 +51,11 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     def attach(self) -> None:
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
         self._attached = True
-        self._interception.patch(self.attributes)
-        self._tape.patch(self.attributes)
-        allow_tapes_in_routines(self.attributes)
-        self._datasets.patch(self.attributes)
-        enclose_modules(self.attributes)
+        self._interception.patch(self.patches)
+        self._tape.patch(self.patches)
+        allow_tapes_in_routines(self.patches)
+        self._datasets.patch(self.patches)
+        enclose_modules(self.patches)
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
@@ -65,9 +65,9 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
             self._tape.register()
             self._attached = False
 
-    def exercise(self) -> Exercise | None:
+    def self_test_program(self) -> SelfTestProgram | None:
         """Return a program of one op and its gradient; None where eager mode has been switched off."""
-        return eager_exercise()
+        return eager_self_test()
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in the order of the op's schema."""
@@ -75,7 +75,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         kind = SlowCall if site.target.func is call_execute else FastCall
         return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
 
-    def obstacle(self, site: Site) -> tuple[str, str] | None:
+    def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the part of a call that cannot be instrumented, and the reason; None if there is none."""
         if site.op.has_functions and "Dataset" in site.op.type:
             return REPORTED
@@ -87,21 +87,21 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         """Return the facts of a call's op: its layer, or name scope outside of layers, and its variables."""
         facts = super().describe(call, subjects)
         facts.scope = module_path(subjects) if subjects else str(ops.get_name_scope())
-        facts.aliases, facts.variable_of = layer_name_paths(subjects), _handle_of
+        facts.scope_aliases, facts.variable_of = layer_name_paths(subjects), _handle_of
         return facts
 
-    def identities(self, call: Call) -> list[Any]:
+    def identity_values(self, call: Call) -> list[Any]:
         """Return the variables among a call's arguments."""
         return list(call.identities) if isinstance(call, EagerCall) else []
 
-    def results(
+    def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a call's outputs by the op's schema, where a list of tensors is one; see `flatten`."""
         assert isinstance(call, EagerCall)
         return call.outputs(outputs)
 
-    def gradients(self, inputs: Sequence[Any]) -> Hashable:
+    def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors a tape watches, as bits; None where none does."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty():
             return None
@@ -114,7 +114,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
             bits = bits << 1 | pywrap_tfe.TFE_Py_TapeSetShouldRecordBackprop([tensor])
         return bits
 
-    def tracing(self) -> Marking:
+    def capture_backward_ops(self) -> Marking:
         """Return a context in which the ops that a tape records are marked."""
         return Marking()
 
@@ -200,24 +200,24 @@ class Interception:
         self.execute = execute.quick_execute
         self._detours_by_type = DetoursByType(self)
 
-    def patch(self, attributes: Attributes) -> None:
-        """Put the stand-ins into TensorFlow's modules until `attributes` are restored."""
+    def patch(self, patches: Patches) -> None:
+        """Put the stand-ins into TensorFlow's modules until `patches` are restored."""
         quick, slow = execute.quick_execute, execute.execute
         # A program may have wrapped a stand-in of an earlier scope; the wrapper must not call itself.
-        if not attributes.serves_again(pywrap_tfe, "TFE_Py_FastPathExecute"):
+        if not patches.wraps_earlier_stand_in(pywrap_tfe, "TFE_Py_FastPathExecute"):
             self._use_functions(pywrap_tfe.TFE_Py_FastPathExecute, self.execute)
-        if not attributes.serves_again(execute, "quick_execute"):
+        if not patches.wraps_earlier_stand_in(execute, "quick_execute"):
             self._use_functions(self.fast_path, quick)
-        attributes.set(pywrap_tfe, "TFE_Py_FastPathExecute", self._stand_in_for_fast_path())
-        attributes.set(execute, "quick_execute", self._stand_in_for_execute())
+        patches.set(pywrap_tfe, "TFE_Py_FastPathExecute", self._stand_in_for_fast_path())
+        patches.set(execute, "quick_execute", self._stand_in_for_execute())
         if slow is quick:
-            attributes.set(execute, "execute", self._stand_in_for_execute())
+            patches.set(execute, "execute", self._stand_in_for_execute())
         # `execute_with_callbacks` calls `quick_execute`, so its ops are seen there already.
         elif slow is not execute.execute_with_callbacks:
             patched = Interception(self._driver, self._run_in_backward_pass)
             patched._use_functions(self.fast_path, slow)
-            attributes.set(execute, "execute", patched._stand_in_for_execute())
-        attributes.set(execute, "record_gradient", _stand_in_for_record_gradient(execute.record_gradient))
+            patches.set(execute, "execute", patched._stand_in_for_execute())
+        patches.set(execute, "record_gradient", _stand_in_for_record_gradient(execute.record_gradient))
 
     def _use_functions(self, fast_path: Callable[..., Any], execute: Callable[..., Any]) -> None:
         """Call these functions from now on; a program may have set others since the last scope."""

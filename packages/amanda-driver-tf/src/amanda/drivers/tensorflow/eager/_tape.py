@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, BackwardStep, EagerDriver, State, recomputed
+from amanda.backend import BackwardStep, EagerDriver, Patches, State, recomputable
 from amanda.interceptor import Suspension
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, forwardprop, imperative_grad, record
@@ -30,20 +30,20 @@ class Tape:
         self._driver = driver
         self._earlier_tapes = EarlierTapes()
 
-    def patch(self, attributes: Attributes) -> None:
-        """Patch the functions of tapes until `attributes` are restored; call `register` then."""
+    def patch(self, patches: Patches) -> None:
+        """Patch the functions of tapes until `patches` are restored; call `register` then."""
         # An interrupt of an earlier scope may have left its op, gradient function or pass here.
         local.backward_pass = local.gradient_call = local.marking = None
-        self._earlier_tapes.patch(attributes)
-        attributes.set(backprop, "_gradient_function", self._stand_in_for_gradient_function())
+        self._earlier_tapes.patch(patches)
+        patches.set(backprop, "_gradient_function", self._stand_in_for_gradient_function())
         # Forward accumulators get the attributes of a record, too, and use them as a cache key.
-        attributes.set(forwardprop, "_jvp_dispatch", _stand_in_for_jvp_dispatch())
+        patches.set(forwardprop, "_jvp_dispatch", _stand_in_for_jvp_dispatch())
         self.register()
-        attributes.set(imperative_grad, "imperative_grad", self._stand_in_for_imperative_grad())
-        attributes.set(record, "record_operation", self._stand_in_for_record_operation())
+        patches.set(imperative_grad, "imperative_grad", self._stand_in_for_imperative_grad())
+        patches.set(record, "record_operation", self._stand_in_for_record_operation())
         # `tf.recompute_grad` is a second reference to the function.
         for holder in (custom_gradient, tf):
-            attributes.set(holder, "recompute_grad", _stand_in_for_recompute_grad(holder.recompute_grad))
+            patches.set(holder, "recompute_grad", _stand_in_for_recompute_grad(holder.recompute_grad))
 
     @staticmethod
     def register() -> None:
@@ -84,8 +84,8 @@ class Tape:
             # A nested pass may be differentiated, which makes more backward ops of the same executions.
             if not nested:
                 for trace in backward_pass.traces.values():
-                    if not trace.pending:
-                        self._driver.finish(trace)
+                    if not trace.unanalysed_ids:
+                        self._driver.mark_backward_analysed(trace)
             return result
 
         return run_backward_pass
@@ -216,7 +216,7 @@ class Tape:
         """Run a backward op between its routines; return its result, and the result's tensors."""
         incoming = [tensors[i] for i in positions]
         with Suspension():
-            grads = step.before(incoming)
+            grads = step.run_before(incoming)
         inputs = call.inputs
         if any(new is not old for new, old in zip(grads, incoming, strict=True)):
             for position, gradient in zip(positions, grads, strict=True):
@@ -225,7 +225,7 @@ class Tape:
         result = self._run_op(gradient_call, call, inputs)
         values = call.flatten_result(result)
         with Suspension():
-            new_values = step.after(values, grads)
+            new_values = step.run_after(values, grads)
         if all(new is old for new, old in zip(new_values, values, strict=True)):
             return result, values
         return call.restore_result(result, new_values), new_values
@@ -236,7 +236,7 @@ class Tape:
             return call.run(inputs)
         assert gradient_call.mark.trace is not None
         if gradient_call.backward_trace is None:
-            gradient_call.backward_trace = gradient_call.mark.trace.again()
+            gradient_call.backward_trace = gradient_call.mark.trace.copy_for_double_backward()
         with Marking(gradient_call.mark.order + 1) as marking:
             result = call.invoke(inputs)
         for mark in marking.marks:
@@ -271,7 +271,7 @@ def _stand_in_for_recompute_grad(original: Callable[..., Any]) -> Callable[..., 
             # Decided at each call: a function may be wrapped long before a scope opens.
             if interceptor.active() is None:
                 return original(f)(*args, **kwargs)
-            recompute = recomputed(f)
+            recompute = recomputable(f)
 
             def compute_forward(*values: Any, **named: Any) -> Any:
                 # Recomputed within a backward pass, the ops are forward ops all the same.

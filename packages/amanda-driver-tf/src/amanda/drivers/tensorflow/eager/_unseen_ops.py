@@ -18,7 +18,7 @@ from ._calls import UNSTOPPABLE
 from ._state import UNMARKED, local, tensors_of
 
 if TYPE_CHECKING:
-    from amanda.backend import Attributes, State
+    from amanda.backend import Patches, State
 
 _RECORDED_BEFORE = "it was recorded on a tape before the scope"
 _SUMS_AND_ZEROS = frozenset({"AddN", "Fill", "OnesLike", "ZerosLike"})
@@ -33,8 +33,8 @@ class EarlierTapes:
         # Weak, since a tape holds all that it has recorded.
         self._new_tapes: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def patch(self, attributes: Attributes) -> None:
-        """Collect the tapes that are opened from now on, until `attributes` are restored."""
+    def patch(self, patches: Patches) -> None:
+        """Collect the tapes that are opened from now on, until `patches` are restored."""
         # Tensors take their ids from this counter: a smaller id is that of an older tensor.
         self._first_new_uid = ops.uid()
         push = backprop.GradientTape._push_tape
@@ -46,7 +46,7 @@ class EarlierTapes:
                 self._new_tapes.add(tape)
             push(tape)
 
-        attributes.set(backprop.GradientTape, "_push_tape", push_tape)
+        patches.set(backprop.GradientTape, "_push_tape", push_tape)
 
     def may_have_recorded_earlier(self, tape: Any) -> bool:
         """Return True if a native tape may have recorded ops before the scope: if it was opened before."""
@@ -113,12 +113,12 @@ class Datasets:
         self._first_new_uid = 0
         self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
-    def patch(self, attributes: Attributes) -> None:
-        """Patch the iterators of datasets until `attributes` are restored."""
+    def patch(self, patches: Patches) -> None:
+        """Patch the iterators of datasets until `patches` are restored."""
         self._first_new_uid = ops.uid()
         self._earlier_iterators.clear()
         for name in ("_create_iterator", "_next_internal"):
-            attributes.set(iterator_ops.OwnedIterator, name, self._stand_in_for(name))
+            patches.set(iterator_ops.OwnedIterator, name, self._stand_in_for(name))
 
     def _stand_in_for(self, name: str) -> Any:
         """Stand-in for a method of OwnedIterator: reports the functions of earlier datasets."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 from amanda import interceptor
-from amanda.backend import Attributes, Execution, OpFacts, State
+from amanda.backend import Execution, OpFacts, Patches, State
 from amanda.errors import RoutineError
 from amanda.graph import RewrittenCopy
 from tensorflow.core.protobuf import config_pb2, rewriter_config_pb2
@@ -73,7 +73,7 @@ class ForwardFacts:
         self.locations: weakref.WeakKeyDictionary[Any, dict[int, Location]] = weakref.WeakKeyDictionary()
         for op, facts_by_id in rewriting.facts_by_id.items():
             self.locations[op] = {
-                op_id: Location(facts.scope, facts.aliases) for op_id, facts in facts_by_id.items()
+                op_id: Location(facts.scope, facts.scope_aliases) for op_id, facts in facts_by_id.items()
             }
         self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
         for op, graphs in rewriting.callees.items():
@@ -179,7 +179,7 @@ class ForwardRecord:
     """A call of a forward function, recorded for the calls of its backward function.
 
     state_outside: the state in which the backward function runs once the scopes are closed.
-    copy: the instrumented copy.  runs, stores: those of the execution.
+    copy: the instrumented copy.  run_dicts, stored_values: those of the execution.
     find_atomic: returns the forward function, None if that is gone.
     """
 
@@ -187,9 +187,9 @@ class ForwardRecord:
         # Without a stack, a backward pass after the scope reads the saved values, and calls no tool.
         self.state_outside = replace(execution.state, stack=None, scopes=())
         self.copy = copy
-        self.runs = execution.runs
+        self.run_dicts = execution.run_dicts
         # The values live as long as the tape holds the backward function, which holds this record.
-        self.stores = execution.stores
+        self.stored_values = execution.stored_values
         self.find_atomic = weakref.ref(atomic)
 
 
@@ -218,13 +218,13 @@ class FunctionBoundary:
         self._find_copy = find_copy
         self._thread = _ThreadCalls()
 
-    def patch(self, attributes: Attributes) -> None:
-        """Patch the calls until `attributes` are restored."""
-        self._patch_call_flat(attributes)
-        self._patch_call_function(attributes)
-        self._patch_backward_wrapper(attributes)
+    def patch(self, patches: Patches) -> None:
+        """Patch the calls until `patches` are restored."""
+        self._patch_call_flat(patches)
+        self._patch_call_function(patches)
+        self._patch_backward_wrapper(patches)
 
-    def _patch_call_flat(self, attributes: Attributes) -> None:
+    def _patch_call_flat(self, patches: Patches) -> None:
         """Patch `AtomicFunction.call_flat`, which calls a function eagerly."""
         call = atomic_function.AtomicFunction.call_flat
 
@@ -237,7 +237,7 @@ class FunctionBoundary:
                 return call(atomic, *args)
             return self._call_instrumented(activation.state, call, atomic, args)
 
-        attributes.set(atomic_function.AtomicFunction, "call_flat", call_flat)
+        patches.set(atomic_function.AtomicFunction, "call_flat", call_flat)
 
     def _call_instrumented(
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
@@ -251,7 +251,7 @@ class FunctionBoundary:
             return call(atomic, *args)
         state.report_all(copy, copy.reports)
         # A forward function that runs as it is may still hand facts on to its backward function.
-        if copy.runnable is None and copy.handed_on is None:
+        if copy.runnable is None and copy.gradient_data is None:
             return call(atomic, *args)
         execution = _execution_of(copy, state, forward_record)
         if copy.runnable is None:
@@ -259,16 +259,16 @@ class FunctionBoundary:
         else:
             outer, self._thread.pending = self._thread.pending, (atomic.name, copy.runnable, execution)
             try:
-                with execution.under_way():
+                with execution.running():
                     outputs = call(atomic, *args)
             finally:
                 self._thread.pending = outer
         # TensorFlow wraps the backward function after the call has ended, so the record waits for that.
-        if copy.handed_on is not None:
+        if copy.gradient_data is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
         return outputs
 
-    def _patch_call_function(self, attributes: Attributes) -> None:
+    def _patch_call_function(self, patches: Patches) -> None:
         """Patch `Context.call_function`, which gives the runtime a function's name: it gets the copy's."""
         call = context.Context.call_function
 
@@ -284,9 +284,9 @@ class FunctionBoundary:
             _, copy, execution = pending
             return _call_copy(functools.partial(call, current), copy, execution, tensor_inputs, num_outputs)
 
-        attributes.set(context.Context, "call_function", call_function)
+        patches.set(context.Context, "call_function", call_function)
 
-    def _patch_backward_wrapper(self, attributes: Attributes) -> None:
+    def _patch_backward_wrapper(self, patches: Patches) -> None:
         """Patch `_wrap_backward_function`, which makes the backward function that a tape records."""
         holder = concrete_function._TapeGradientFunctions
         wrap = holder._wrap_backward_function
@@ -295,7 +295,7 @@ class FunctionBoundary:
         def wrap_backward_function(functions: Any, graph: Any, backward: Any, outputs: Any) -> Any:
             return wrap(functions, graph, self._with_last_record(functions, backward), outputs)
 
-        attributes.set(holder, "_wrap_backward_function", wrap_backward_function)
+        patches.set(holder, "_wrap_backward_function", wrap_backward_function)
 
     def _with_last_record(self, functions: Any, backward: Any) -> Any:
         """Return a backward function with the record of the last forward call, which is used up.
@@ -342,7 +342,7 @@ class FunctionBoundary:
             return backward._call_flat(args, [])
         execution = _execution_of(copy, state, forward_record)
         call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
-        with record.stop_recording(), execution.under_way():
+        with record.stop_recording(), execution.running():
             outputs = _call_copy(call, copy.runnable, execution, arguments, count)
         if recorded is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
@@ -372,7 +372,12 @@ def _execution_of(
     if forward_record is None:
         return FunctionExecution(state, _TENSORS, copy.table)
     return FunctionExecution(
-        state, _TENSORS, copy.table, forward_record.runs, every=False, stores=forward_record.stores
+        state,
+        _TENSORS,
+        copy.table,
+        forward_record.run_dicts,
+        runs_all_tools=False,
+        stored_values=forward_record.stored_values,
     )
 
 

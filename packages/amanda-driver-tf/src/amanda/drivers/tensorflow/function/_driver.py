@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from amanda import interceptor
-from amanda.backend import CannotInstrument, Exercise, GraphAnalysis, GraphDriver, State, digest
+from amanda.backend import CannotInstrument, GraphAnalysis, GraphDriver, SelfTestProgram, State, digest
 from amanda.graph import RewrittenCopy
 from tensorflow.python.eager import context, record
 
 from .._layers import handles_of, layer_classes
-from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, function_exercise
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, function_self_test
 from .._tensors import allow_tapes_in_routines
 from ..graph import (
     DEFAULT_BUDGET,
@@ -51,7 +51,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES["function"]
     tensors = GraphTensorOps()
-    reads = TensorFlowReads
+    reads_type = TensorFlowReads
     observer_bytes: ClassVar[int] = DEFAULT_BUDGET
 
     def __init__(self) -> None:
@@ -61,21 +61,21 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
 
     def attach(self) -> None:
         """Patch the calls of functions, and the creation of gradients."""
-        self._boundary.patch(self.attributes)
-        record_gradients(self.attributes)
-        allow_tapes_in_routines(self.attributes)
+        self._boundary.patch(self.patches)
+        record_gradients(self.patches)
+        allow_tapes_in_routines(self.patches)
 
     def detach(self) -> None:
         """Leave TensorFlow as it was."""
         super().detach()
         forget_gradient_function()
 
-    def exercise(self) -> Exercise | None:
+    def self_test_program(self) -> SelfTestProgram | None:
         """Return a program of a function with one op, and its gradient; None where eager mode is off."""
-        return function_exercise()
+        return function_self_test()
 
     @contextmanager
-    def rewriting(self) -> Iterator[None]:
+    def rewriting_context(self) -> Iterator[None]:
         """Return a context of eager mode without tapes, so that traced routines enter no graph or tape."""
         with context.eager_mode(), record.stop_recording():
             yield
@@ -97,11 +97,11 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         rewriting.runs_without_xla = is_compiled
         # A backward function may run after the scope; then it is rewritten for the saved values alone,
         # without plans for its ops.
-        analysis.closed = _is_closed(analysis.state, forward_record)
+        analysis.scopes_closed = _is_closed(analysis.state, forward_record)
         # TensorFlow calls a function with gradients as a forward function, and later its backward function.
         rewriting.differentiated = kind != "inference"
         rewriting.layers.add_layers_named_in(_live_variables(function.graph))
-        forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.handed_on
+        forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.gradient_data
         if forward is not None:
             forward.copy_into(rewriting)
             # A backward function that is called as a forward function gets gradients itself.
@@ -114,17 +114,17 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
             forward_identity=None if forward is None else forward.identity,
         )  # fmt: skip
         rewritten = rewrite(body, rewriting)
-        rewriting.changed = rewritten.changed
+        rewriting.has_insertions = rewritten.changed
         if kind == "forward":
-            rewriting.handed_on = ForwardFacts(rewriting, body.identity)
+            rewriting.gradient_data = ForwardFacts(rewriting, body.identity)
         if rewritten.changed:
             rewriting.library.append(numbered_copy(function.definition, rewritten, body))
             if is_compiled:
                 rewriting.report(f"jit_compile of {name}", "in a scope it runs without XLA")
-        analysis.finish(function.graph)
+        analysis.release_symbols(function.graph)
         return rewriting
 
-    def runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
+    def build_runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
         """Register the copy with the runtime."""
         registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
@@ -137,7 +137,9 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
         if forward_record is not None:
             is_closed = _is_closed(state, forward_record)
-            return self.copy((atomic, args, forward_record), state, is_closed, atomic, forward_record.copy)
+            return self.find_or_build_copy(
+                (atomic, args, forward_record), state, is_closed, atomic, forward_record.copy
+            )
         if state.stack is None:
             return None
         # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
@@ -147,7 +149,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
                 reason = "its forward pass ran before the scope, or uninstrumented"
                 state.report(f"the backward ops of {name}", reason)
             return None
-        return self.copy((atomic, args, None), state, False, atomic)
+        return self.find_or_build_copy((atomic, args, None), state, False, atomic)
 
 
 def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:

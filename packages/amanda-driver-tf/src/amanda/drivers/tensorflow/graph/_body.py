@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 from amanda import backend
 from amanda.backend import digest
-from amanda.graph import History
+from amanda.graph import ValueHistory
 from tensorflow.python.framework import tensor_util
 
 from ._autodiff import Readers, SavedTensor
@@ -169,7 +169,7 @@ class TensorFlowRewriting(backend.Rewriting):
     """
 
     budget: int = DEFAULT_BUDGET
-    history: History = field(default_factory=lambda: History(TensorFlowReads))
+    history: ValueHistory = field(default_factory=lambda: ValueHistory(TensorFlowReads))
     library: list[Any] = field(default_factory=list)
     facts_by_id: dict[tf.Operation, dict[int, OpFacts]] = field(default_factory=dict)
     callees: dict[tf.Operation, dict[str, Any]] = field(default_factory=dict)

@@ -78,7 +78,7 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
     if not any(callee.rewritten.changed for callee in callees):
         return None
     backward = any(callee.rewritten.backward for callee in callees)
-    if rewriting.written:
+    if rewriting.is_for_file:
         _call_edited_functions(node, stateful_type, callees, rewriting)
         return EditedCall("", backward)
     return EditedCall(_call_numbered_functions(rewriter, op, stateful_type, callees), backward)
@@ -150,7 +150,7 @@ def _needs_xla(
 ) -> bool:
     """Return True for a function with jit_compile=True whose trial without XLA fails."""
     # A trial needs present values, which a file does not have; below an XLA graph that passed, callees pass.
-    if rewriter.rewriting.written or rewriter.rewriting.runs_without_xla:
+    if rewriter.rewriting.is_for_file or rewriter.rewriting.runs_without_xla:
         return False
     node = rewriter.body.nodes[rewriter.body.node_name(op)]
     is_compiled = must_compile(node) or must_compile(function.definition)

@@ -83,7 +83,7 @@ def _insert_before_merge(
             rewriter.refs.redirect(entries[i], 0, ref)
         else:
             inputs.refs[i] = ref
-    selected = inputs.flat(inputs.selected([action.select for action in actions]))
+    selected = inputs.flat_positions(inputs.selected_positions([action.select for action in actions]))
     if any(i not in positions for i in selected):
         rewriter.rewriting.report(
             f"routines before {merge.name}", "they get what enters the loop, not what comes round again"
@@ -99,8 +99,8 @@ def _insert_by_tensor(
     A routine gets None for the other values, and one tensor of a list.  refs: where the tensors are read now.
     """
     insertions, changed_refs = rewriter.insertions, dict[int, str]()
-    selected = side.selected([action.select for action in actions]) if actions else ()
-    values = {i: value for value in selected for i in side.flat([value]) if i in positions}
+    selected = side.selected_positions([action.select for action in actions]) if actions else ()
+    values = {i: value for value in selected for i in side.flat_positions([value]) if i in positions}
     for i, value in values.items():
         # Observers of the same rounds and branches share a node, which costs one call of Python instead of
         # many.
@@ -108,7 +108,7 @@ def _insert_by_tensor(
         shares = all(action.observer for action in actions) and insertions.can_share_node(op, [tensor])
         returned = [value] if is_plain(tensor) and not shares else []
         place = RoutineNode(actions, facts, side.count, [value], [None], returned)
-        place.depth = rewriter.rewriting.depths.get(facts.op_id, 0)
+        place.loop_depth = rewriter.rewriting.depths.get(facts.op_id, 0)
         place.dtypes = [tensor.dtype.base_dtype for _ in returned]
         if shares:
             insertions.observe(op, place, [refs[i]], [tensor], op_side(side).ahead)

@@ -60,7 +60,7 @@ def facts_of(
         op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),
         original=partial(eager_computation, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
-        device_of=lambda value: getattr(value, "device", None) or "", aliases=place.aliases,
+        device_of=lambda value: getattr(value, "device", None) or "", scope_aliases=place.aliases,
     )  # fmt: skip
 
 
@@ -226,7 +226,7 @@ class GraphTensorOps(EagerTensorOps, TensorOps):
         """Raise RoutineError: no operation of TensorFlow writes into tensors."""
         raise RoutineError("a TensorFlow tensor cannot be written")
 
-    def copied(self, value: Any) -> Any:
+    def differentiable_copy(self, value: Any) -> Any:
         """Return the value itself, since tensors are immutable."""
         return value
 
@@ -241,11 +241,11 @@ def _signature(value: Any) -> Hashable:
 class TensorFlowReads(Reads):
     """Reads with the plain values of TensorFlow and NumPy, and with the layers of Keras."""
 
-    plain: ClassVar = (*Reads.plain, tf.DType, tf.TensorShape, np.dtype, np.generic)
-    opaque: ClassVar = Reads.opaque | {"tensorflow", "keras", "tf_keras"}
+    plain_types: ClassVar = (*Reads.plain_types, tf.DType, tf.TensorShape, np.dtype, np.generic)
+    opaque_packages: ClassVar = Reads.opaque_packages | {"tensorflow", "keras", "tf_keras"}
     # A layer's `__call__` is code of Keras, which is opaque; it calls the user's `call`.
-    called: ClassVar = (*Reads.called, "call")
+    implicit_methods: ClassVar = (*Reads.implicit_methods, "call")
 
-    def look_into(self, value: Any) -> bool:
+    def follows_attributes(self, value: Any) -> bool:
         """Return True if routines read a value's attributes; of a framework's objects, those of layers."""
-        return super().look_into(value) or hasattr(type(value), "call")
+        return super().follows_attributes(value) or hasattr(type(value), "call")

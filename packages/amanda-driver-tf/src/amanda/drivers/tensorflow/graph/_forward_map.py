@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Attributes
+from amanda.backend import Patches
 from tensorflow.python import pywrap_tfe
 from tensorflow.python.eager import backprop, execute
 from tensorflow.python.eager import record as tape_record
@@ -261,15 +261,15 @@ def _record_gradient_ops_of(op: Any) -> Iterator[None]:
         _differentiated.ops.pop()
 
 
-def record_gradients(attributes: Attributes) -> None:
-    """Patch the functions that create gradients, until `attributes` are restored.
+def record_gradients(patches: Patches) -> None:
+    """Patch the functions that create gradients, until `patches` are restored.
 
     Call `forget_gradient_function` then.
     """
-    _patch_symbolic_gradients(attributes)
-    _patch_tapes(attributes)
-    _patch_backward_functions(attributes)
-    _patch_function_gradients(attributes)
+    _patch_symbolic_gradients(patches)
+    _patch_tapes(patches)
+    _patch_backward_functions(patches)
+    _patch_function_gradients(patches)
 
 
 def forget_gradient_function() -> None:
@@ -279,7 +279,7 @@ def forget_gradient_function() -> None:
         pywrap_tfe.TFE_Py_RegisterGradientFunction(backprop._gradient_function)
 
 
-def _patch_symbolic_gradients(attributes: Attributes) -> None:
+def _patch_symbolic_gradients(patches: Patches) -> None:
     """Patch `Graph._original_op`, within which `tf.gradients` creates ops, and the creation of ops."""
     enter = ops.Graph._original_op
     create = ops.Graph._create_op_internal
@@ -297,11 +297,11 @@ def _patch_symbolic_gradients(attributes: Attributes) -> None:
             records.record(created, _differentiated.ops[-1])
         return created
 
-    attributes.set(ops.Graph, "_original_op", original_op)
-    attributes.set(ops.Graph, "_create_op_internal", create_op_internal)
+    patches.set(ops.Graph, "_original_op", original_op)
+    patches.set(ops.Graph, "_create_op_internal", create_op_internal)
 
 
-def _patch_tapes(attributes: Attributes) -> None:
+def _patch_tapes(patches: Patches) -> None:
     """Patch the recording of graph ops on tapes, and the gradient function that tapes call for them."""
     record = execute.record_gradient
     compute = backprop._gradient_function
@@ -324,19 +324,19 @@ def _patch_tapes(attributes: Attributes) -> None:
         with _record_gradient_ops_of(attr_tuple[-1]()):
             return compute(op_name, attr_tuple[:-2], *positional)
 
-    attributes.set(execute, "record_gradient", record_gradient)
-    attributes.set(backprop, "_gradient_function", gradient_function)
+    patches.set(execute, "record_gradient", record_gradient)
+    patches.set(backprop, "_gradient_function", gradient_function)
     forget_gradient_function()
 
 
-def _patch_backward_functions(attributes: Attributes) -> None:
+def _patch_backward_functions(patches: Patches) -> None:
     """Patch the functions that record a backward function on tapes.
 
     Custom gradients (an IdentityN) and functions under a forward accumulator are recorded so. The ops of the
     backward function belong to the operation that computed the outputs.
     """
     for name in ("record_operation", "record_operation_backprop_only", "record_operation_forwardprop_only"):
-        attributes.set(tape_record, name, _stand_in_for_record_operation(getattr(tape_record, name)))
+        patches.set(tape_record, name, _stand_in_for_record_operation(getattr(tape_record, name)))
 
 
 def _stand_in_for_record_operation(original: Any) -> Any:
@@ -363,7 +363,7 @@ def _stand_in_for_record_operation(original: Any) -> Any:
     return record_operation
 
 
-def _patch_function_gradients(attributes: Attributes) -> None:
+def _patch_function_gradients(patches: Patches) -> None:
     """Patch the gradients of calls of functions by `tf.gradients`."""
     holder = concrete_function._DelayedRewriteGradientFunctions
     rewrite = holder._rewrite_forward_and_call_backward
@@ -373,4 +373,4 @@ def _patch_function_gradients(attributes: Attributes) -> None:
         with _record_gradient_ops_of(op):
             return rewrite(self, op, *doutputs)
 
-    attributes.set(holder, "_rewrite_forward_and_call_backward", rewrite_forward_and_call_backward)
+    patches.set(holder, "_rewrite_forward_and_call_backward", rewrite_forward_and_call_backward)

@@ -68,7 +68,7 @@ def function_body(
     forward_ops = _captured_operations(captured, operations, forward_graph)
     forwards = ForwardMap(operations, forward_ops, captured, forward_call, forward_is_elsewhere=backward)
     # A file keeps its backward ops as they are, whichever forward ops they belong to.
-    if forwards.guessed and not rewriting.written:
+    if forwards.guessed and not rewriting.is_for_file:
         _report_guesses(function.name, operations, forwards, rewriting)
     variable = _variable_lookup(graph, argument_variable or read_argument)
     return Body(

@@ -212,12 +212,12 @@ class Insertions:
 
         With several devices, several handles are passed as numbers; see `LentHandle`.
         """
-        slot, refs, input_types = self.rewriting.add(inserted), list(refs), list(input_types)
+        slot, refs, input_types = self.rewriting.add_slot(inserted), list(refs), list(input_types)
         handles = [i for i, kind in enumerate(input_types) if kind == RESOURCE]
         if len(handles) > 1 and self.rewriting.several_devices:
             inserted.loaned_positions = handles
             for i in handles:
-                loan = self.rewriting.add(LentHandle())
+                loan = self.rewriting.add_slot(LentHandle())
                 lender = py_func(f"amanda/{loan}", loan, [number, refs[i]], [RESOURCE], [INT64])
                 self.nodes.append(lender)
                 refs[i], input_types[i] = self.output_of(lender.name, 0), INT64

@@ -45,7 +45,7 @@ class BodyRewriter(RoutineRewriter):
         self.call_numbers: dict[str, str] = {}
         self.forward_ops = {op: forward for op in body.ops if (forward := body.forward_of(op)) is not None}
         # A file has no backward pass that could read saved values.
-        if self.forward_ops and not rewriting.written:
+        if self.forward_ops and not rewriting.is_for_file:
             rewriting.differentiated = True
         self.gradient_edges = GradientEdges(body, self.forward_ops)
         self.pullbacks = Pullbacks(self)
@@ -64,7 +64,7 @@ class BodyRewriter(RoutineRewriter):
             if forward.graph is op.graph and op.type not in _PUSHES
         }
         self._make_gradients_wait(forward_names)
-        self.refs = PresentRefs(body, self.current, forward_names, self.gradient_edges)
+        self.refs = PresentRefs(body, self.current_refs, forward_names, self.gradient_edges)
         self.insertions.dependencies.conditional_names = {body.node_name(op) for op in self._conditional_ops}
 
     def _make_gradients_wait(self, forward_names: Mapping[str, str]) -> None:
@@ -112,13 +112,13 @@ class BodyRewriter(RoutineRewriter):
         A gradient operation of a file is reported, and stays. Other operations of a backward pass stay, too.
         """
         forward = self.forward_ops.get(op)
-        if forward is not None and self.rewriting.written:
+        if forward is not None and self.rewriting.is_for_file:
             self.rewriting.report(f"the backward ops of {forward.name}", "only forward ops are, of a file")
         elif forward is not None:
             self._rewrite_backward(op, forward)
         elif not self.body.backward:
             facts, outputs = self.facts(op), grouped_outputs(op, self._node(op))
-            plan = self.rewriting.analysis.forward(facts, outputs)
+            plan = self.rewriting.analysis.analyse_forward(facts, outputs)
             if plan:  # most operations have no actions, and need no sides
                 self.insert_actions(op, plan, *self.sides(op), facts)
         self.rewrite_inner_graphs(op, replaced=False)
@@ -178,7 +178,7 @@ class BodyRewriter(RoutineRewriter):
             op, identity, rewriting.namespace, body.read_value, node, body.identity,
             body.variable_of, body.place_of(op),
         )  # fmt: skip
-        if rewriting.written:
+        if rewriting.is_for_file:
             facts.source = ""  # TensorFlow has the line that loads the file
         rewriting.facts_by_id.setdefault(op, {})[identity] = facts
         self._op_by_id[identity] = op
@@ -206,7 +206,7 @@ class BodyRewriter(RoutineRewriter):
 
     def _redirect_changed_inputs(self, op: tf.Operation, inputs: Side, facts: OpFacts) -> None:
         """Make an operation, and its gradient operations, read the inputs that routines have changed."""
-        changed = inputs.changed()
+        changed = inputs.replaced_positions()
         # Inputs are parsed only where a routine has changed one: most operations have no actions.
         edges = self.refs.vanilla_inputs(self._node(op)) if changed else []
         for i in changed:
@@ -217,13 +217,13 @@ class BodyRewriter(RoutineRewriter):
 
     def _redirect_changed_outputs(self, op: tf.Operation, outputs: Side, facts: OpFacts) -> None:
         """Make gradient operations of an operation read the outputs that routines have changed."""
-        for i in outputs.changed():
+        for i in outputs.replaced_positions():
             edge, tensor = Edge(self.body.node_name(op), i), outputs.symbols[i]
             self._redirect_gradients(op, facts.op_id, edge, tensor, op_side(outputs).op_refs[i])
             if op.type == "Identity":
                 self._redirect_gradients_of_readers(op, tensor, outputs.refs[i])
 
-    def follow(self, op: tf.Operation, inputs: Side, outputs: Side, replaced: bool) -> None:
+    def note_effects(self, op: tf.Operation, inputs: Side, outputs: Side, replaced: bool) -> None:
         """Record the refs of the outputs of a replaced operation."""
         if replaced:
             op_side(outputs).op_refs = list(outputs.refs)
@@ -259,7 +259,7 @@ class BodyRewriter(RoutineRewriter):
                     f"{identity:#018x}; no op that was analysed before {facts.name} in this graph has that id"
                 )
             side = inputs if op is inputs.op else self.refs.inputs(op)
-            for i in side.flat([position]):
+            for i in side.flat_positions([position]):
                 foreign_inputs.append(ForeignInput(Value(side.refs[i], side.symbols[i]), identity, i))
         return foreign_inputs
 
@@ -268,7 +268,7 @@ class BodyRewriter(RoutineRewriter):
     ) -> None:
         """Record what gradient operations read for a tensor that is several inputs, by position."""
         positions = [i for i, read_edge in enumerate(edges) if read_edge == edge]
-        changed = inputs.changed()
+        changed = inputs.replaced_positions()
         self.refs.gradient_reads_by_input[self.body.node_name(op), edge] = {
             i: inputs.refs[i] for i in positions
         }
@@ -329,26 +329,28 @@ class BodyRewriter(RoutineRewriter):
             # The gradient of a pass-through input is the tensor of other gradients, too, so only some of its
             # readers are redirected, one by one. Of another gradient all are, here.
             if i not in pass_through and ref != unchanged_ref:
-                self.current[self.body.syntax.write(self.refs.edge_of(tensor))] = ref
+                self.current_refs[self.body.syntax.write(self.refs.edge_of(tensor))] = ref
                 unchanged_ref = ref
             self.pass_through_ops.redirect_gradient(op, forward.inputs[i], tensor, ref, unchanged_ref)
 
     def _analyse_backward(self, op: tf.Operation, node: Any, forward_id: int, forward: OpFacts) -> None:
         """Analyse a backward operation, and put the recorded actions at it."""
         backward_id = digest(forward_id, self.body.identity, op.name)
-        facts = forward.at_backward(TensorFlowOperation(op.type, op.name, op), backward_id, replaceable=True)
+        facts = forward.for_backward_op(
+            TensorFlowOperation(op.type, op.name, op), backward_id, replaceable=True
+        )
         input_positions = self.gradient_edges.gradient_inputs(op)
         outputs = outputs_of(op, node)
         output_positions = [i for i in self.gradient_edges.gradient_outputs(op) if i < len(outputs)]
         facts.grad_outputs = [op.inputs[i] for i in input_positions]
-        plan = self.rewriting.analysis.backward(facts, [outputs[i] for i in output_positions])
+        plan = self.rewriting.analysis.analyse_backward(facts, [outputs[i] for i in output_positions])
         if not plan:
             return
         before = OpSide(op, True, [self.refs.of_input(op, i) for i in input_positions], facts.grad_outputs)
         refs = [self.body.syntax.write(Edge(node.name, i)) for i in output_positions]
         after = OpSide(op, False, refs, [outputs[i] for i in output_positions])
         self.insert_actions(op, plan, before, after, facts)
-        for i in before.changed():
+        for i in before.replaced_positions():
             self.refs.redirect(op, input_positions[i], before.refs[i])
 
     def _record_absent_forward(self, op: tf.Operation) -> tuple[int, OpFacts]:
@@ -361,7 +363,7 @@ class BodyRewriter(RoutineRewriter):
             op, identity, self.rewriting.namespace, self.body.read_value,
             variable_of=self.body.variable_of, place=self.body.place_of(op),
         )  # fmt: skip
-        self.rewriting.analysis.absent(facts, grouped_outputs(op, op.node_def))
+        self.rewriting.analysis.add_absent_op(facts, grouped_outputs(op, op.node_def))
         self.rewriting.facts_by_id.setdefault(op, {})[identity] = facts
         return identity, facts
 

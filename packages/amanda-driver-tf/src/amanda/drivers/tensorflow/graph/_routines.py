@@ -36,7 +36,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     removed: by the name of a replaced operation's node, the node that runs instead.
     """
 
-    insertion = RoutineNode
+    insertion_type = RoutineNode
     rewriting: TensorFlowRewriting
 
     def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
@@ -50,17 +50,17 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Return the operations, in order."""
         return self.body.ops
 
-    def keep(self, node: tf.Operation, inputs: Side, outputs: Side) -> None:
+    def write_node(self, node: tf.Operation, inputs: Side, outputs: Side) -> None:
         """Do nothing: nodes are edited once all routines are in place."""
 
-    def can_give(self, symbol: Any) -> bool:
+    def is_changeable(self, symbol: Any) -> bool:
         """Return True for a tensor that is neither a handle nor a reference."""
         return is_plain(symbol)
 
     def group(self, action: Action) -> Hashable:
         """Return the group of a routine; traceable routines of a group become one function."""
         # In a file each tool has functions of its own, so that an error names the tool.
-        tool = id(action.tool) if self.rewriting.written else 0
+        tool = id(action.tool) if self.rewriting.is_for_file else 0
         # Routines that read changing values run as Python, so they must not join a traced group.
         volatile = self.rewriting.volatile_name(action) if action.traceable else ""
         return action.observer, self._is_in_autodiff(action), action.traceable, volatile, tool
@@ -87,7 +87,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """
         all_outputs = range(outputs.count)
         if facts.backward_op is not None:
-            returned = outputs.where(all_outputs, is_plain)
+            returned = outputs.positions_where(all_outputs, is_plain)
             all_inputs = range(inputs.count)
             return bool(all_outputs) and self.insert([action], inputs, all_inputs, outputs, returned, facts)
         op = op_side(inputs).op
@@ -100,10 +100,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             )
             return False
         reads = self.foreign_inputs(action, op_side(inputs), facts)
-        if outputs.where(all_outputs, is_plain) != list(all_outputs):
+        if outputs.positions_where(all_outputs, is_plain) != list(all_outputs):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return False
-        input_positions = inputs.selected([action.select if action.reads else None])
+        input_positions = inputs.selected_positions([action.select if action.reads else None])
         foreign_values = [foreign.value for foreign in reads]
         if not self.insert([action], inputs, input_positions, outputs, all_outputs, facts, foreign_values):
             return False
@@ -117,39 +117,39 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Return the inputs of other operations that a replacement reads."""
 
     def complete_insertion(
-        self, place: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
+        self, insertion: Insertion, symbols: Sequence[Any], inputs_side: Side, outputs_side: Side
     ) -> Insertion:
         """Set the dtypes of a node with routines, its loops, and what it saves for gradients; return it.
 
         symbols: of the values that the node returns.
         """
-        assert isinstance(place, RoutineNode)
-        facts, action = place.facts, place.actions[0]
-        place.depth = self.rewriting.depths.get(facts.op_id, 0)
-        place.dtypes = [symbol.dtype.base_dtype for symbol in symbols]
+        assert isinstance(insertion, RoutineNode)
+        facts, action = insertion.facts, insertion.actions[0]
+        insertion.loop_depth = self.rewriting.depths.get(facts.op_id, 0)
+        insertion.dtypes = [symbol.dtype.base_dtype for symbol in symbols]
         if facts.backward_op is None and not action.observer and self.rewriting.differentiated:
-            self._save_for_gradients(place, op_side(inputs_side), outputs_side)
-        return place
+            self._save_for_gradients(insertion, op_side(inputs_side), outputs_side)
+        return insertion
 
     def _save_for_gradients(self, place: RoutineNode, side: OpSide, outputs_side: Side) -> None:
         """Make a node with routines save its values, if gradients of its op need them."""
         facts = place.facts
-        takes_part = place.replaces or self._is_in_autodiff(place.actions[0])
+        takes_part = place.is_replacement or self._is_in_autodiff(place.actions[0])
         is_in_one_graph = not self.body.gradients_elsewhere and facts.op.name not in self.body.stacked
         # Gradients in the same graph read the changed tensors directly.
         if is_in_one_graph and not takes_part:
             return
-        side_name = "instead" if place.replaces else "before" if side.ahead else "after"
+        side_name = "instead" if place.is_replacement else "before" if side.ahead else "after"
         count = self._saved_counts[facts.op_id] = self._saved_counts.get(facts.op_id, 0) + 1
         place.saved_as, place.in_autodiff = (facts.op_id, side_name, count), takes_part
         place.readers = self.rewriting.readers[place.saved_as]
         place.readers.read_once = is_in_one_graph
         if takes_part:
             name = f"amanda/{len(self.rewriting.table)}"  # the name that the next added node gets
-            input_positions = [*side.flat(place.input_positions), *[-1] * place.reads]
+            input_positions = [*side.flat_positions(place.input_positions), *[-1] * place.extra_input_count]
             autodiff_place = AutodiffPlace(
                 side_name, place.saved_as, (self.body.identity, name), input_positions,
-                outputs_side.flat(place.output_positions),
+                outputs_side.flat_positions(place.output_positions),
             )  # fmt: skip
             self.rewriting.autodiff_places.setdefault(facts.op_id, []).append(autodiff_place)
 
@@ -166,28 +166,28 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             )  # fmt: skip
             self.rewriting.autodiff_places.setdefault(reader_id, []).append(reader_place)
 
-    def untraced(self, place: Insertion) -> str | None:
+    def reason_not_to_trace(self, insertion: Insertion) -> str | None:
         """Return why routines are not traced, or "" for a reason that needs no report; None if traced."""
-        assert isinstance(place, RoutineNode)
-        facts, written = place.facts, self.rewriting.written
-        if place.replaces:
+        assert isinstance(insertion, RoutineNode)
+        facts, written = insertion.facts, self.rewriting.is_for_file
+        if insertion.is_replacement:
             return None if written else f"it replaces {getattr(facts.backward_op or facts.op, 'type', '')}"
-        if place.saved_as is not None:
-            return "it takes part in autodiff" if place.in_autodiff else _SAVED_FOR_GRADIENTS
-        if not place.dtypes:
+        if insertion.saved_as is not None:
+            return "it takes part in autodiff" if insertion.in_autodiff else _SAVED_FOR_GRADIENTS
+        if not insertion.dtypes:
             return "it is given nothing that it can change" if written else ""
-        if not place.actions[0].traceable:
+        if not insertion.actions[0].traceable:
             return ""
-        for action in place.actions:
+        for action in insertion.actions:
             if action.takes_run:
                 self._report_untraced(action, "it takes `run`, which belongs to one execution")
-        return "" if place.takes_run else None
+        return "" if insertion.takes_run else None
 
-    def report_python_call(self, place: Insertion, why: str) -> None:
+    def report_python_call(self, insertion: Insertion, why: str) -> None:
         """Report traceable routines that run as Python, except differentiable ones with saved values."""
-        assert isinstance(place, RoutineNode)
-        for action in place.actions:
-            if place.replaces or place.saved_as is None or not action.differentiable:
+        assert isinstance(insertion, RoutineNode)
+        for action in insertion.actions:
+            if insertion.is_replacement or insertion.saved_as is None or not action.differentiable:
                 self._report_untraced(action, why)
 
     def _report_untraced(self, action: Action, why: str) -> None:
@@ -196,42 +196,42 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             self.rewriting.report(f"traceable {action}", f"{why}, so it runs as Python")
 
     def inline(
-        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
+        self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Trace routines into a function, and add a node that calls it; return the node's results."""
-        assert isinstance(place, RoutineNode)
+        assert isinstance(insertion, RoutineNode)
         try:
-            routine = TracedRoutine(place, [value.symbol for value in inputs], self.rewriting)
+            routine = TracedRoutine(insertion, [value.symbol for value in inputs], self.rewriting)
         except Exception as error:
             reason = str(error).partition("\n")[0]
             raise NotTraceable(f"it cannot be traced: {reason}") from error
-        self.rewriting.traced += [(action, routine.constants) for action in place.actions]
+        self.rewriting.traced_actions += [(action, routine.constants) for action in insertion.actions]
         op, refs = op_side(side).op, [value.ref for value in inputs]
         result_types = list(map(dtype_enum, outputs))
-        control_inputs = self._control_inputs(op) if place.replaces else ()
-        ahead = op_side(side).ahead and not place.replaces
+        control_inputs = self._control_inputs(op) if insertion.is_replacement else ()
+        ahead = op_side(side).ahead and not insertion.is_replacement
         name = self.insertions.call_function(op, routine, refs, result_types, ahead, control_inputs)
-        return self._register_values(place, name, inputs, outputs, side)
+        return self._register_values(insertion, name, inputs, outputs, side)
 
-    def call(
-        self, place: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
+    def write_call(
+        self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
         """Add a node that calls routines in Python; observers share nodes with those of other operations."""
-        assert isinstance(place, RoutineNode)
+        assert isinstance(insertion, RoutineNode)
         op, refs = op_side(side).op, [value.ref for value in inputs]
         input_symbols = [value.symbol for value in inputs]
-        ahead, instead = op_side(side).ahead, place.replaces
-        if place.actions[0].observer:
-            self.insertions.observe(op, place, refs, input_symbols, ahead)
+        ahead, instead = op_side(side).ahead, insertion.is_replacement
+        if insertion.actions[0].observer:
+            self.insertions.observe(op, insertion, refs, input_symbols, ahead)
             return []
-        if place.facts.backward_op is not None and place.replaces:
+        if insertion.facts.backward_op is not None and insertion.is_replacement:
             ahead, instead = False, False  # the backward operation itself still runs
         result_types, types = list(map(dtype_enum, outputs)), list(map(dtype_enum, input_symbols))
-        control_inputs = self._control_inputs(op) if place.reads else None
+        control_inputs = self._control_inputs(op) if insertion.extra_input_count else None
         name = self.insertions.add_slot_call(
-            op, place, refs, types, result_types, ahead, instead, control_inputs
+            op, insertion, refs, types, result_types, ahead, instead, control_inputs
         )
-        return self._register_values(place, name, inputs, outputs, side)
+        return self._register_values(insertion, name, inputs, outputs, side)
 
     def _register_values(
         self, place: RoutineNode, name: str, values: Sequence[Value], symbols: Sequence[Any], side: Side
@@ -239,7 +239,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         """Return the results of a node; record these and its inputs in `saved_tensors`."""
         insertions = self.insertions
         refs = [insertions.output_of(name, k) for k in range(len(symbols))]
-        if not place.replaces:
+        if not place.is_replacement:
             for k, value in enumerate(values):
                 # An input that is the result of an earlier node is recorded as that.
                 insertions.saved_tensors.setdefault(value.ref, SavedTensor(place.saved_as, 0, k))
@@ -300,10 +300,10 @@ class TracedRoutine:
     @staticmethod
     def _outputs(place: RoutineNode, inputs: list[Any], rewriting: TensorFlowRewriting) -> list[Any]:
         """Run a node's routines on symbols; return their results in the dtypes of the graph."""
-        if place.replaces:
+        if place.is_replacement:
             flat = place.run_replacement(place.actions[0], _TENSORS, inputs, {})
         else:
-            flat = place.apply(place.actions, place.unflatten(inputs), _TENSORS, rewriting.state, {})
+            flat = place.call_routines(place.actions, place.unflatten(inputs), _TENSORS, rewriting.state, {})
         return [tf.identity(tf.cast(output, dtype)) for output, dtype in zip(flat, place.dtypes, strict=True)]
 
     def call(

@@ -44,7 +44,7 @@ class OpSide(Side):
         super().__init__(refs, tensors, sizes, [i for i, flag in enumerate(flags) if flag])
         self.op = op
         self.ahead = ahead
-        self.op_refs = self.before
+        self.op_refs = self.original_refs
 
 
 def op_side(side: Side) -> OpSide:

@@ -13,7 +13,16 @@ from itertools import count
 from typing import Any
 
 import tensorflow as tf
-from amanda.backend import Action, Execution, Executions, Insertion, Observed, failed, matched, picked_by
+from amanda.backend import (
+    Action,
+    Execution,
+    Executions,
+    Insertion,
+    Observed,
+    annotate_failure,
+    match_results,
+    selected_values,
+)
 from tensorflow.core.framework import attr_value_pb2
 from tensorflow.python.eager import context
 from tensorflow.python.framework.ops import EagerTensor
@@ -63,7 +72,7 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
         # `_numpy_internal` makes no copy, and skips the checks of `numpy()`.
         number = args[0]._numpy_internal().tolist()
         number, *rounds = number if isinstance(number, list) else (number,)
-        execution = Execution.of(number)
+        execution = Execution.by_number(number)
         outer, running.execution = running.execution, execution
         try:
             outputs = execution.call(self.index, args[1:], rounds)
@@ -139,7 +148,7 @@ class RoutineNode(Insertion):
             # Where readers may run several times, or never, nobody can count them: the values live as long as
             # the run.
             num_reads = self.readers.count if self.readers.read_once else 0
-            execution.store((self.saved_as, *rounds[: self.depth]), SavedValues(values, num_reads))
+            execution.store((self.saved_as, *rounds[: self.loop_depth]), SavedValues(values, num_reads))
         return values[1]
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
@@ -203,7 +212,7 @@ class _PlacedObserver:
         if layout is None:
             all_indices = self.place.unflatten(self.indices)
             select = self.action.select
-            layout = all_indices if select is None else picked_by(self.action, all_indices, self.facts)
+            layout = all_indices if select is None else selected_values(self.action, all_indices, self.facts)
             self.layout, self.is_flat = layout, all(isinstance(entry, int) for entry in layout)
         if self.is_flat:
             return [flat[i] for i in layout]
@@ -221,7 +230,7 @@ class _PlacedObserver:
         flat: the tensors of the node.  values: those that the observer was called with.
         """
         all_values = self.place.unflatten([flat[i] for i in self.indices])
-        explained = failed(error, self.action, all_values, values, self.facts)
+        explained = annotate_failure(error, self.action, all_values, values, self.facts)
         if explained is not None:
             raise explained from error
 
@@ -291,7 +300,7 @@ class PackedObservers:
         flat = resolve_handles(execution, flat, self.loaned_positions)
 
         def run_of(observer: _PlacedObserver) -> dict[Any, Any]:
-            return observer.place.run_of(execution, rounds)
+            return observer.place.run_dict(execution, rounds)
 
         for observer in self._single_observers:
             action = observer.action
@@ -305,7 +314,7 @@ class PackedObservers:
                 with action.tool._amanda.lock:
                     result = action.func(*values, **kwargs)
                 if result is not None:
-                    matched(action, result, values)
+                    match_results(action, result, values)
             except BaseException as error:
                 observer.explain(error, flat, values)
                 raise
@@ -353,7 +362,7 @@ def resolve_handles(execution: Execution, flat: Sequence[Any], positions: Sequen
         return flat
     tensors = list(flat)
     for i in positions:
-        (tensors[i],) = execution.stores.pop(_loan_key(int(flat[i])))
+        (tensors[i],) = execution.stored_values.pop(_loan_key(int(flat[i])))
     return tensors
 
 

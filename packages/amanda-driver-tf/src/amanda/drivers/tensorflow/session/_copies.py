@@ -67,7 +67,7 @@ def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) 
     # The rewrite edits the nodes in place.
     rewriting.vanilla_nodes = {name: _copy_node(node) for name, node in body.nodes.items()}
     rewriting.rewritten = rewrite(body, rewriting)
-    rewriting.changed = rewriting.rewritten.changed
+    rewriting.has_insertions = rewriting.rewritten.changed
     if forward.guessed:
         rewriting.report(
             "gradients of an imported graph",
@@ -172,7 +172,7 @@ def _draw_from_originals(
         op = graph.get_operation_by_name(node.name)
         # In a loop or branch the original op could not run on fed values.
         if can_run_alone(op) and frames.group(op, ()) == OUTSIDE:
-            slot = rewriting.add(OriginalDraw(node.name))
+            slot = rewriting.add_slot(OriginalDraw(node.name))
             stand_ins[node.name] = draw_node(node, op, slot, NUMBER)
         else:
             restarted.append(f"{node.name} ({node.op})")

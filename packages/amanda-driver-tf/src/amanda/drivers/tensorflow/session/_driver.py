@@ -12,13 +12,13 @@ from weakref import WeakKeyDictionary, finalize, ref
 import numpy as np
 
 from amanda import backend, interceptor
-from amanda.backend import Attributes, Execution, Exercise, GraphAnalysis, State
+from amanda.backend import Execution, GraphAnalysis, Patches, SelfTestProgram, State
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.client.session import BaseSession
 from tensorflow.python.eager import context
 from tensorflow.python.framework import errors_impl
 
-from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, session_exercise
+from .._requirements import NEWEST_TESTED, PRIVATE_NAMES, session_self_test
 from .._tensors import allow_tapes_in_routines
 from ..graph import GraphTensorOps, TensorFlowReads
 from ._copies import Route, SessionRewriting, SessionRun, add_copy, endpoint_of, request_of, rewrite_run
@@ -35,7 +35,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     newest_tested = NEWEST_TESTED
     private_names = PRIVATE_NAMES["graph"]
     tensors = GraphTensorOps()
-    reads = TensorFlowReads
+    reads_type = TensorFlowReads
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,18 +43,18 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
-        self._boundary.attach(self.attributes)
+        self._boundary.attach(self.patches)
 
-    def exercise(self) -> Exercise:
+    def self_test_program(self) -> SelfTestProgram:
         """Return a program of a session with one op, and its gradient."""
-        return session_exercise()
+        return session_self_test()
 
-    def rewriting(self) -> AbstractContextManager[Any]:
+    def rewriting_context(self) -> AbstractContextManager[Any]:
         """Return a context of eager mode, so that traced routines do not enter the user's graph."""
         eager: AbstractContextManager[Any] = context.eager_mode()
         return eager
 
-    def execution(self, state: State, table: Mapping[int, Any]) -> SessionExecution:
+    def new_execution(self, state: State, table: Mapping[int, Any]) -> SessionExecution:
         """Return the execution of one run of a copy."""
         return SessionExecution(state, self.tensors, table)
 
@@ -62,7 +62,7 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         """Rewrite the part of a session's graph that a request runs."""
         return rewrite_run(graph, analysis, self.namespace)
 
-    def runnable(self, graph: SessionRun, rewriting: SessionRewriting) -> Route:
+    def build_runnable(self, graph: SessionRun, rewriting: SessionRewriting) -> Route:
         """Put the copy beside the user's nodes."""
         return add_copy(graph, rewriting)
 
@@ -93,8 +93,8 @@ class SessionBoundary:
         self._partial: WeakKeyDictionary[Any, dict[str, _PartialRun]] = WeakKeyDictionary()
         self._local = threading.local()
 
-    def attach(self, attributes: Attributes) -> None:
-        """Patch the methods through which sessions run, until `attributes` are restored."""
+    def attach(self, patches: Patches) -> None:
+        """Patch the methods through which sessions run, until `patches` are restored."""
         callable_class = BaseSession._Callable
         for holder, name, stand_in in (
             (BaseSession, "_call_tf_sessionrun", self._stand_in_for_run),
@@ -103,8 +103,8 @@ class SessionBoundary:
             (BaseSession, "_make_callable_from_options", self._callables.make),
             (callable_class, "__call__", self._callables.call),
         ):
-            attributes.set(holder, name, _method_with_original(stand_in, vars(holder)[name]))
-        allow_tapes_in_routines(attributes)
+            patches.set(holder, name, _method_with_original(stand_in, vars(holder)[name]))
+        allow_tapes_in_routines(patches)
 
     def prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
         """Return the route to the copy for a run, and its execution; None where nothing is instrumented."""
@@ -143,7 +143,7 @@ class SessionBoundary:
         """
         tensorflow_error: BaseException | None = None
         try:
-            with execution.part() if is_part else execution.under_way():
+            with execution.raising_routine_error() if is_part else execution.running():
                 try:
                     yield
                 except errors_impl.OpError as error:

@@ -7,7 +7,7 @@ tells whether the numbers of an observed step are those of the same step without
 
 from typing import TYPE_CHECKING
 
-from amanda.backend import late_names
+from amanda.backend import lazy_getattr
 
 from ._driver import GraphDriver
 
@@ -18,6 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["Control", "GraphDriver", "control", "instrument"]
 
 # These are slow to import.
-__getattr__ = late_names(
+__getattr__ = lazy_getattr(
     __name__, {"Control": "_control", "control": "_control", "instrument": "_instrument"}
 )

@@ -16,7 +16,7 @@ import torch
 import torch._dynamo.eval_frame as eval_frame
 from amanda import interceptor
 from amanda.backend import State
-from amanda.graph import History
+from amanda.graph import ValueHistory
 from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.utils._pytree import tree_flatten
@@ -72,8 +72,8 @@ class GraphGeneration:
         finalize(self, _ENDED.append, self.entries).atexit = False
         self.converters: WeakKeyDictionary[Any, dict[bool, InstrumentingConverter]] = WeakKeyDictionary()
         limit = torch._dynamo.config.recompile_limit  # the user's, as it is outside of compilation
-        self.histories: defaultdict[CodeType | None, History] = defaultdict(
-            lambda: History(TorchReads, limit)
+        self.histories: defaultdict[CodeType | None, ValueHistory] = defaultdict(
+            lambda: ValueHistory(TorchReads, limit)
         )
         self.region = next(self._regions)
 

@@ -33,12 +33,12 @@ class GraphDriver(Driver):
     api = 1
     framework = "torch"
     modes: ClassVar = ("graph",)
-    tag = "pytorch"
+    namespace_tag = "pytorch"
 
     def attach(self) -> None:
         """Patch the place where dynamo chooses its callback, and the places where compiled code runs."""
-        self.attributes.when_imported("torch._dynamo.eval_frame", self._patch_callback_choice)
-        self.attributes.when_imported(_RUNTIME, self._hide_ops_of_compiled_code)
+        self.patches.when_imported("torch._dynamo.eval_frame", self._patch_callback_choice)
+        self.patches.when_imported(_RUNTIME, self._hide_ops_of_compiled_code)
 
     def _patch_callback_choice(self) -> None:
         """Patch dynamo to choose a callback that instruments graphs in scopes that ask for it."""
@@ -65,7 +65,7 @@ class GraphDriver(Driver):
             by_stance = functools.partial(_callback_by_stance, original, activation.state, module, caller)
             return by_stance(callback) if compiler is None else compiler.choose_callback(callback, by_stance)
 
-        self.attributes.set(module, "_callback_from_stance", callback_from_stance)
+        self.patches.set(module, "_callback_from_stance", callback_from_stance)
 
     def _hide_ops_of_compiled_code(self) -> None:
         """Patch AOTAutograd so that ops of compiled code, and of its compiler, do not reach eager mode."""
@@ -77,7 +77,7 @@ class GraphDriver(Driver):
             original = getattr(holder, name, None)
             if original is not None:
                 # The ops of torch's compiler are not the user's.
-                self.attributes.set(holder, name, hide_ops(original))
+                self.patches.set(holder, name, hide_ops(original))
 
 
 def _compiler_module(state: Any) -> ModuleType | None:

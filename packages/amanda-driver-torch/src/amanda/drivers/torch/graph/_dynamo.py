@@ -14,7 +14,7 @@ from weakref import ref
 
 import torch
 from amanda import interceptor
-from amanda.graph import History
+from amanda.graph import ValueHistory
 from torch._C._dynamo.eval_frame import _FrameAction as FrameAction
 from torch._C._dynamo.eval_frame import _FrameExecStrategy as FrameExecStrategy
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -72,14 +72,14 @@ def guard_by_identity(nodes: Sequence[Any]) -> None:
             install_guard(source.make_guard(GuardBuilder.ID_MATCH))
 
 
-def guard_by_reads(program: GraphProgram, history: History) -> None:
+def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
     """Guard the graph by the values that its routines read, so that a change retraces it.
 
     Reads that no guard can watch are reported.
     """
     reads = program.reads
-    reads.settle()
-    for entry in reads.unfollowed(program.traced, "a compiled graph"):
+    reads.drop_changed_places()
+    for entry in reads.unfollowed_entries(program.traced, "a compiled graph"):
         program.report(*entry)
     history.record(reads)
     # Weakly: dynamo keeps guards as long as the user's function, which must not keep the tools alive.
@@ -92,7 +92,7 @@ def guard_by_reads(program: GraphProgram, history: History) -> None:
         if not (instruments_compiled_code(state) and state.enabled):
             return True  # the graph runs without tools here, so their values do not matter
         reads = reference()
-        return reads is not None and reads.hold()
+        return reads is not None and reads.are_unchanged()
 
     def guard(builder: Any, new_guard: Any) -> None:
         explanation = ["what traceable routines of Amanda's tools read is as it was"]

@@ -78,7 +78,7 @@ class ExportedFile(Artefact):
         for action, (facts, reason) in program.called_as_python.items():
             inlining.refuse(action, facts, reason)
         for subject, reason, where in program.reports:
-            inlining.leave(subject, reason, where)
+            inlining.record_uninstrumented(subject, reason, where)
         self._exported = None
         if rewritten is None or program.called_as_python:
             return
@@ -88,7 +88,7 @@ class ExportedFile(Artefact):
         self._exported = torch.export.export(rewritten, args, kwargs, dynamic_shapes=sizes, strict=False)
         store_constants(self._exported, self._program.constants)
         for action in stored:
-            inlining.stored(action)
+            inlining.record_stored(action)
 
     def _copy_example(self) -> tuple[Any, Any]:
         """Return copies of the arguments that the program was exported with.

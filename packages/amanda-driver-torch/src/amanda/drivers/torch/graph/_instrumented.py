@@ -97,7 +97,7 @@ class InstrumentedNode(InstrumentedCall):
 def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
     """Run a native op with its routines, and hook its backward ops."""
     plan, facts = step.plan, step.facts
-    inputs = routines.run_all(plan.before, call.inputs, facts, call.mutable)
+    inputs = routines.run_all(plan.before, call.inputs, facts, call.written_positions)
     target = inputs[0] if _is_changed_in_place(step, call, inputs) else None
     if target is not None:
         # The op may save its result for the backward op: the op writes a clone, and the routine's value
@@ -110,8 +110,8 @@ def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> An
         outputs = routines.replace_op(plan.replace, call, inputs, facts)
     if outputs is NotImplemented:
         outputs = call.invoke(inputs)
-    values, rebuild = call.with_written(outputs, inputs, *TENSORS.flatten(outputs))
-    written = call.written(inputs, values)
+    values, rebuild = call.append_unreturned(outputs, inputs, *TENSORS.flatten(outputs))
+    written = call.target_tensors(inputs, values)
     if step.backward:
         tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
         for node, place in list(backward_nodes(tensors, start, sequence_number())):
@@ -127,7 +127,7 @@ def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> An
 
 def _is_changed_in_place(step: OpStep, call: Any, inputs: Sequence[Any]) -> bool:
     """Return True if routines may change what an op has written into the tensor that it is called on."""
-    in_place = call.targets == (0,) and isinstance(inputs[0], torch.Tensor)
+    in_place = call.target_positions == (0,) and isinstance(inputs[0], torch.Tensor)
     return in_place and any(action.select != () and not action.observer for action in step.plan.after)
 
 

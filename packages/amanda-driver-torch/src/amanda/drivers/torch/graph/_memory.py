@@ -155,7 +155,7 @@ def _changed_views(
 def _viewed_memory(call: NativeCall) -> set[int]:
     """Return the storages in which both an input of a call lies and an output that is none of its inputs."""
     eager_call = call.call
-    written = {id(eager_call.inputs[i]) for i in eager_call.targets}
+    written = {id(eager_call.inputs[i]) for i in eager_call.target_positions}
     new_outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
     return {*_storage_ids(eager_call.inputs)} & {*_storage_ids(new_outputs)}
 
@@ -164,7 +164,7 @@ def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, N
     """Yield each tensor that an op of the graph writes, with the node and the tensor's storage."""
     for node, node_run in node_runs.items():
         for call in node_run.calls:
-            written_inputs = [call.call.inputs[i] for i in call.call.mutable]
+            written_inputs = [call.call.inputs[i] for i in call.call.written_positions]
             for written in written_inputs:
                 yield from ((written, node, memory) for memory in _storage_ids(written))
 

@@ -61,7 +61,9 @@ class NativeCall:
     def values(self) -> list[Any]:
         """Return the outputs as tools see them: returned tensors, then tensors that the op only wrote."""
         call = self.call
-        values: list[Any] = call.with_written(self.outputs, call.inputs, *flatten_outputs(self.outputs))[0]
+        values: list[Any] = call.append_unreturned(self.outputs, call.inputs, *flatten_outputs(self.outputs))[
+            0
+        ]
         return values
 
 
@@ -109,7 +111,10 @@ class CallRecorder:
             native_call.outputs = native_call.results = site.invoke(args, kwargs)
             # What an op has written leads to nodes, too, as those of an op that returns nothing.
             tensors = _tensors_in(
-                [native_call.outputs, [native_call.call.inputs[i] for i in native_call.call.mutable]]
+                [
+                    native_call.outputs,
+                    [native_call.call.inputs[i] for i in native_call.call.written_positions],
+                ]
             )
             native_call.nodes = list(backward_nodes(tensors, start, sequence_number()))
             native_call.leaves = [

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from amanda import interceptor
-from amanda.backend import Action, Executions, Observed, OpFacts, matched
+from amanda.backend import Action, Executions, Observed, OpFacts, match_results
 from amanda.plan import Actions
 from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import _StopRecomputationError
@@ -228,7 +228,7 @@ class LateObservers:
                         with action.tool._amanda.lock:  # a tool's routines run on one thread at a time
                             result = action.func(**action.kwargs)
                         if result is not None:
-                            matched(action, result, ())
+                            match_results(action, result, ())
                     except BaseException as error:
-                        facts.explain(error, action)
+                        facts.annotate_error(error, action)
                         raise

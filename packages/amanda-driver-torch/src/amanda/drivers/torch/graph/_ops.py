@@ -26,7 +26,7 @@ from ._routine_inputs import TorchReads
 class ExportedTensors(TorchTensors):
     """`TensorOps` while a graph is exported: exported graphs have no backward pass."""
 
-    def call_isolated(
+    def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine."""
@@ -131,7 +131,7 @@ class GraphExecution(Execution):
         state = current_state()
         if program.every or state.stack is None:
             state = program.state
-        super().__init__(state, TENSORS, program.table, every=program.every)
+        super().__init__(state, TENSORS, program.table, runs_all_tools=program.every)
         self.program = program
         self.living[self.number] = self
 
@@ -204,13 +204,13 @@ def _call_taped(
     with torch.enable_grad():
         inputs = [_as_leaf(value) for value in values]
         outputs = execution.call_at(slot, inputs, numbers)
-    execution.stores[slot] = [TapedCall(inputs, outputs)]
+    execution.stored_values[slot] = [TapedCall(inputs, outputs)]
     return _copy_to_new_memory([output.detach() for output in outputs], likes)
 
 
 def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
     """Return the gradients of a taped routine's inputs."""
-    (taped,) = GraphExecution.of_token(token).stores[slot]
+    (taped,) = GraphExecution.of_token(token).stored_values[slot]
     pairs = [
         (output, gradient)
         for output, gradient in zip(taped.outputs, gradients, strict=True)

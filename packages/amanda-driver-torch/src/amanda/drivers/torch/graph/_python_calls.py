@@ -131,7 +131,7 @@ class PythonCall(Insertion):
             values[position] = fill_template(constant, self.numbers)
         return values
 
-    def check(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
+    def check_results(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError if a routine changed a value other than a tensor: graphs take tensors alone."""
         for position in self.constants:
             if _is_changed(values[position], before[position]):
@@ -140,7 +140,7 @@ class PythonCall(Insertion):
                     f"{action} changed {changed}; one that a compiled graph calls as Python changes "
                     "tensors alone: mark it @amanda.traceable if it is tensor code"
                 )
-                raise self.facts.explain(error, action)
+                raise self.facts.annotate_error(error, action)
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return empty tensors like the outputs, for a call whose outputs are not like its values."""
@@ -188,7 +188,7 @@ class ReplacementCall(PythonCall):
         """
         (action,) = self.actions
         values = self.unflatten(flat)
-        run = execution.runs.setdefault((self.facts.op_id, ()), {})
+        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})
         result: Any = NotImplemented
         if execution.runs_action(action):
             result = run_replacement(
@@ -225,7 +225,7 @@ class GradientReplacementCall(PythonCall):
         incoming, kernel_gradients = flat[:count], flat[count:]
         if not execution.runs_action(action):
             return list(kernel_gradients)
-        run = execution.runs.setdefault((self.facts.op_id, ()), {})
+        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})
         result = run_replacement(execution.ops, action, self.unflatten(incoming), self.facts, run)
         if result is NotImplemented:
             return list(kernel_gradients)

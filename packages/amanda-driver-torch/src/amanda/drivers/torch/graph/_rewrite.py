@@ -40,7 +40,7 @@ from ._symbols import GraphSymbols
 
 if TYPE_CHECKING:
     from amanda.backend import Action
-    from amanda.graph import History
+    from amanda.graph import ValueHistory
     from torch.fx import GraphModule, Node
 
     from ._observers import LateObservers
@@ -73,7 +73,7 @@ class FxRewriting:
         prefix: str = "",
         instance: int = 0,
         analysis: GraphAnalysis | None = None,
-        history: History | None = None,
+        history: ValueHistory | None = None,
         path_of: ParameterPaths | None = None,
         late: LateObservers | None = None,
         inlines_only: bool = False,
@@ -120,10 +120,10 @@ class FxRewriting:
                 self.report_left_out(node_runs)
                 return copy
         except BaseException:
-            self._analysis.forget()  # plans of a graph that will not run must not be cached
+            self._analysis.drop_plans()  # plans of a graph that will not run must not be cached
             raise
         finally:
-            self._analysis.finish()
+            self._analysis.release_symbols()
 
     def _wants_backward(self) -> bool:
         """Return True if a tool has routines for backward ops."""
@@ -165,13 +165,13 @@ class FxRewriting:
         for call in node_run.calls:
             facts = self._make_facts(node, call)
             facts.inputs = list(call.call.inputs)
-            plan = self._analysis.forward(facts, call.values)
+            plan = self._analysis.analyse_forward(facts, call.values)
             if plan.replace is not None and plan.replace.reads:
                 error = ActionError(
                     f"{plan.replace} of {facts.name} is to read inputs of other ops, which graphs of "
                     "PyTorch do not hand on: replace one op alone, or run op by op"
                 )
-                raise facts.explain(error, plan.replace)
+                raise facts.annotate_error(error, plan.replace)
             actions = plan if self._late is None else self._late.take_over(plan, facts)
             self._steps[node].append(OpStep(facts, self._refuse_python_calls(actions, facts, call)))
 
@@ -230,12 +230,12 @@ class FxRewriting:
         return OpFacts(
             eager_call.op, digest(place, self._occurrences[place]), self.namespace, eager_call.names,
             list(eager_call.inputs), attributes=eager_call.attributes(), scope=scope, source=source,
-            op_type=eager_call.op_type(), parameters=eager_call.parameters(),
+            op_type=eager_call.op_type(), variable_positions=eager_call.variable_positions(),
             graph=("graph", self.program.number),
             read_variables=lambda: read_parameters, read_value=self.symbols.read_value,
             variable_of=self.symbols.parameter_of, path_of=self._path_of, part_of=part_of,
-            device_of=_device_of, compute=eager_call.computation(),
-            samples=call.samples,
+            device_of=_device_of, compute=eager_call.as_function(),
+            sample_count=call.samples,
         )  # fmt: skip
 
     def _read_parameter(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
@@ -310,9 +310,9 @@ class FxRewriting:
         """
         node_type = AccumulateGrad if isinstance(node, torch.Tensor) else type(node)
         identity = forward.backward_id(node_type.__name__, place)
-        facts = forward.at_backward(node_type, identity, node_type is not AccumulateGrad)
+        facts = forward.for_backward_op(node_type, identity, node_type is not AccumulateGrad)
         facts.grad_outputs = incoming
-        plan = self._analysis.backward(facts, outgoing)
+        plan = self._analysis.analyse_backward(facts, outgoing)
         has_actions = bool(plan)
         if has_actions and node_type is AccumulateGrad:
             self._leaf_actions[id(node)] = plan.all

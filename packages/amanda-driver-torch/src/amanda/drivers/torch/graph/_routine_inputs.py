@@ -81,19 +81,20 @@ class _SubstitutingMode(TorchFunctionMode):
 class TorchReads(Reads):
     """`Reads` that knows tensors, modules, and PyTorch's plain values."""
 
-    plain: ClassVar = (
-        *Reads.plain, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
+    plain_types: ClassVar = (
+        *Reads.plain_types, torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format,
     )  # fmt: skip
-    opaque: ClassVar = Reads.opaque | {"torch"}  # torch's own code reads nothing that tools change
-    dynamic: ClassVar = (torch.nn.Module,)
+    # torch's own code reads nothing that tools change.
+    opaque_packages: ClassVar = Reads.opaque_packages | {"torch"}
+    dynamic_types: ClassVar = (torch.nn.Module,)
 
-    def look_into(self, value: Any) -> bool:
+    def follows_attributes(self, value: Any) -> bool:
         """Read what the modules in a module hold; tensors are skipped, as they become inputs of the graph."""
         if not isinstance(value, torch.nn.Module):
-            return not isinstance(value, torch.Tensor) and super().look_into(value)
-        self.reach(type(value).forward)
+            return not isinstance(value, torch.Tensor) and super().follows_attributes(value)
+        self.follow_value(type(value).forward)
         for module in value.modules():
-            self.read(module, "training")
+            self.record_attribute(module, "training")
             for members in (module._parameters, module._buffers, module._modules):
-                self.reach(members)
+                self.follow_value(members)
         return True

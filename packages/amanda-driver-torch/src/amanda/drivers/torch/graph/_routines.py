@@ -27,7 +27,7 @@ from ._python_calls import (
 from ._routine_inputs import HeldTensors
 
 if TYPE_CHECKING:
-    from amanda.graph import History
+    from amanda.graph import ValueHistory
 
     from ._instrumented import BackwardSite, InstrumentedCall, InstrumentedNode, OpStep
     from ._node_runs import NodeRun
@@ -93,22 +93,22 @@ class NodeRoutines:
         """
         if self.is_inlined(action):
             result = run_replacement(
-                tensor_ops(), action, inputs, facts, {}, call.targets, call.computation()
+                tensor_ops(), action, inputs, facts, {}, call.target_positions, call.as_function()
             )
-            return result if result is NotImplemented else call.formed(result)
+            return result if result is NotImplemented else call.in_form_of_result(result)
         # Autograd saves the clones, so that the writes into the targets below leave saved tensors alone.
-        values = PlaceValues(with_clones(inputs, call.targets))
-        compute, targets = call.computation(), call.targets
+        values = PlaceValues(with_clones(inputs, call.target_positions))
+        compute, targets = call.as_function(), call.target_positions
         slot = self._slot_of_call(
             action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
         )
         results = self._call_in_autograd(slot, values, [])
-        if call.targets:
-            for target, result in zip(call.targets, results, strict=True):
+        if call.target_positions:
+            for target, result in zip(call.target_positions, results, strict=True):
                 inputs[target].copy_(result)
-            written = [inputs[target] for target in call.targets]
+            written = [inputs[target] for target in call.target_positions]
             return written[0] if len(written) == 1 else tuple(written)
-        return call.formed(tuple(results)) if len(results) != 1 else results[0]
+        return call.in_form_of_result(tuple(results)) if len(results) != 1 else results[0]
 
     def hook_node(self, node: Any, facts: OpFacts, plan: Actions) -> None:
         """Put routines around a backward op of autograd's graph."""
@@ -274,7 +274,7 @@ class RoutineTrials:
     history: of values that routines read, for earlier graphs of the same code.
     """
 
-    def __init__(self, routines: NodeRoutines, symbols: GraphSymbols, history: History | None) -> None:
+    def __init__(self, routines: NodeRoutines, symbols: GraphSymbols, history: ValueHistory | None) -> None:
         self._routines = routines
         self._symbols = symbols
         self._history = history
@@ -327,9 +327,11 @@ class RoutineTrials:
         program, used_tensors = self._routines.program, HeldTensors()
         try:
             # A real tensor that the mode lets through would be a constant of the graph without notice.
-            with program.reads.tracing([action]), used_tensors.collecting(self._make_stand_in), patch.object(
-                self._symbols.fakes, "allow_non_fake_inputs", False
-            ):  # fmt: skip
+            with (
+                program.reads.record_tracing([action]),
+                used_tensors.collecting(self._make_stand_in),
+                patch.object(self._symbols.fakes, "allow_non_fake_inputs", False),
+            ):
                 changed = self._run_without_data(action, values, facts)
         except RoutineError:  # the routine breaks a rule, as it would in Python
             raise
