@@ -84,8 +84,6 @@ def differentiable(function: Callable[[list[Any]], list[Tensor]], inputs: list[A
 class CustomGradientCall(FakeCall):
     """A call whose op has a gradient that the driver gives, where a tool may have work at it."""
 
-    driver: ClassVar[Any] = None
-
     def invoke(self, inputs: list[Any]) -> Any:
         execution = getattr(Execution.current, "execution", None)
         if execution is None or self.mutable or self.op.__name__ in ("item", "cat"):
@@ -109,9 +107,7 @@ class CustomGradientDriver(RecipeDriver):
     """A driver of a framework in which a function may have a gradient of its own."""
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        call = CustomGradientCall(site, args, kwargs)
-        call.driver = self  # type: ignore[misc]
-        return call
+        return CustomGradientCall(self, site, args, kwargs)
 
     def differentiated(
         self,
@@ -128,8 +124,7 @@ class CustomGradientDriver(RecipeDriver):
         with Suspension():
             entering = step.before(list(grad_outputs))
             leaving = step.after(gradients(outputs, leaves, entering), entering)
-        if not trace.pending:
-            self.finish(trace)
+        self.finish(trace)
         return leaving
 
 
@@ -209,7 +204,7 @@ class CutDriver(RecipeDriver):
             holder.run_backward = self.followed(run_backward)  # type: ignore[attr-defined]
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return CutCall(site, args, kwargs)
+        return CutCall(self, site, args, kwargs)
 
     def storable(self, value: Any) -> Any:
         # What the program was given is a leaf: a trace that held it would keep its cut alive.
@@ -240,8 +235,7 @@ class CutDriver(RecipeDriver):
             with Suspension():
                 entering = step.before(grad_outputs)
                 grad_inputs = step.after(gradients(cut.results, cut.leaves, entering), entering)
-            if not trace.pending:
-                self.finish(trace)
+            self.finish(trace)
         for value, grad in zip(cut.inputs, grad_inputs, strict=True):
             if isinstance(value, Tensor) and value.requires_grad and grad is not None:
                 run_backward([value], [grad])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from amanda.action import Action
 from amanda.eager.backward import BackwardStep
-from amanda.eager.call import Call, Trace
+from amanda.eager.call import Call, SignatureCall, Trace
 from amanda.eager.driver import EagerDriver
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
@@ -27,6 +27,7 @@ from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import failed, matched, picked_by
 from amanda.plan.tensors import (
+    BoxedTensors,
     TensorMap,
     TensorOps,
     UnwrittenTensors,
@@ -34,7 +35,8 @@ from amanda.plan.tensors import (
     dtype_error,
     shape_error,
 )
-from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names
+from amanda.plan.trees import TreeSlot, TreeSlots, named_leaves, path_among
+from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names, code_within
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.report import hide_ops, report_unseen
 from amanda.scope.state import State
@@ -45,6 +47,7 @@ __all__ = [
     "Artefact",
     "Attributes",
     "BackwardStep",
+    "BoxedTensors",
     "Call",
     "CannotInstrument",
     "Driver",
@@ -67,13 +70,17 @@ __all__ = [
     "Rewriter",
     "Rewriting",
     "Side",
+    "SignatureCall",
     "State",
     "TensorMap",
     "TensorOps",
     "Trace",
+    "TreeSlot",
+    "TreeSlots",
     "UnwrittenTensors",
     "Value",
     "check_private_names",
+    "code_within",
     "complex_error",
     "digest",
     "dtype_error",
@@ -82,6 +89,8 @@ __all__ = [
     "lacking",
     "late_names",
     "matched",
+    "named_leaves",
+    "path_among",
     "path_of_call",
     "picked_by",
     "place_by_path",

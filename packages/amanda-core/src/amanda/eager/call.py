@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.plan.facts import OpFacts
 from amanda.plan.tensors import TensorOps, spread
@@ -132,6 +134,61 @@ class Call(ABC):
     def op_type(self) -> str:
         """Return the framework's own name for what the op computes, one for all its spellings."""
         return str(getattr(self.op, "__name__", self.op))
+
+
+class SignatureCall(Call):
+    """A call of an operator in Python, whose inputs are in the order of its signature.
+
+    driver: the driver, which knows tensors.  site: the operator.
+    keywords: names of arguments that the framework adds to a call, and that are no inputs.
+    """
+
+    keywords: ClassVar[Sequence[str]] = ()
+
+    def __init__(
+        self,
+        driver: TensorOps,
+        site: interceptor.Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        """function: has the signature; the site's original where none is given."""
+        self.driver, self.op, self._site, self._arguments = driver, site.op, site, (args, kwargs)
+        self._signature = _signature(function or site.original)
+        named = {name: value for name, value in kwargs.items() if name not in self.keywords}
+        arguments = self._signature.bind(*args, **named).arguments
+        self.names, self.inputs = list(arguments), list(arguments.values())
+        self.mutable = self.targets = [self.names.index("out")] if arguments.get("out") is not None else []
+
+    def unreturned(self, outputs: Any) -> Sequence[int]:
+        """Return the positions of what the operator has written and not returned."""
+        return [i for i in self.mutable if i not in self.targets]
+
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Run the operator, with each argument by position or by keyword as the program has it."""
+        if inputs is self.inputs:
+            return self._site.invoke(*self._arguments)
+        values = dict(zip(self.names, inputs, strict=True))
+        args, kwargs = [], dict(self._arguments[1])
+        for name, parameter in self._signature.parameters.items():
+            if name in kwargs:
+                kwargs[name] = values[name]
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                args += values.get(name, ())
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                kwargs |= values.get(name, {})
+            elif name in values:
+                args.append(values[name])
+        return self._site.invoke(tuple(args), kwargs)
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the arguments that are no tensors and no lists of tensors, by name."""
+        named = zip(self.names, self.inputs, strict=True)
+        return {name: value for name, value in named if self.driver.read_each(value, id) is None}
+
+
+_signature = lru_cache(4096)(inspect.signature)
 
 
 def _single_value(values: list[Any]) -> Any:

@@ -430,11 +430,12 @@ class EagerDriver(EagerOps, Driver):
         return self.views is not None and self.views.watches_writes and op_id in stack.writing_ops
 
     def finish(self, trace: Trace, may_run_again: bool = True) -> None:
-        """Mark the backward ops of an execution as analysed.
+        """Mark the backward ops of an execution as analysed, unless some of them are pending.
 
         may_run_again: whether another backward pass may run these ops.
         """
-        trace.finish(may_run_again)
+        if not trace.pending:
+            trace.finish(may_run_again)
 
     def closing(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced; report the others."""

@@ -93,7 +93,6 @@ def followed(driver: EagerDriver, original: Callable[..., Any]) -> Callable[...,
             # A new step begins after a backward pass, so ids at the top level count anew.
             interceptor.reset_root()
             for trace in traces.values():
-                if not trace.pending:
-                    driver.finish(trace)
+                driver.finish(trace)
 
     return backward_pass

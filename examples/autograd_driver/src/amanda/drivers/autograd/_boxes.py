@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from amanda.errors import RoutineError
+from amanda.backend import complex_error, shape_error
 from autograd.builtins import SequenceBox
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import defjvp, defvjp, primitive, vspace
@@ -37,27 +37,16 @@ def nodes(value: Any) -> Iterator[Node]:
         value = value._value
 
 
-def each(value: Any, read: Callable[[Any], Any]) -> Any:
-    """Read something of a tensor's array, or of each tensor of a list; None for other values."""
-    if is_tensor(value):
-        return read(getval(value))
-    if type(value) in (list, tuple):
-        return tuple(read(getval(tensor)) for tensor in value if is_tensor(tensor)) or None
-    return None
-
-
 @primitive  # type: ignore[untyped-decorator]
 def straight_through(original: Any, value: Any) -> Any:
     """Return a copy of a value in the element type of a tensor, to which its gradient goes unchanged."""
-    dtype, shape, copy = np.result_type(original), np.shape(original), np.array(value)
-    if copy.shape != shape:
-        raise RoutineError(
-            f"a routine returned shape {copy.shape} where shape {shape} was given; mark it "
-            "@amanda.differentiable if it is meant to change shapes"
-        )
+    copy = np.array(value)
+    if copy.shape != original.shape:
+        raise shape_error(copy.shape, original.shape)
     if np.iscomplexobj(copy) != np.iscomplexobj(original):
-        raise RoutineError(f"a routine returned {copy.dtype} where {dtype} was given")
-    return copy.astype(dtype) if isinstance(original, np.ndarray) else copy.astype(dtype)[()]
+        raise complex_error(copy.dtype, original.dtype)
+    # An array without axes stays an array, and a scalar a scalar.
+    return copy.astype(original.dtype)[... if isinstance(original, np.ndarray) else ()]
 
 
 defvjp(straight_through, lambda ans, original, value: lambda g: g, None)

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
 
 import autograd.numpy as anp
-from amanda.backend import Call, EagerDriver, Exercise, OpFacts, State, Trace, recomputed
+from amanda.backend import (
+    BoxedTensors,
+    Call,
+    EagerDriver,
+    Exercise,
+    OpFacts,
+    SignatureCall,
+    State,
+    Trace,
+    code_within,
+    path_among,
+    path_of_call,
+    recomputed,
+)
 from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import Region, followed
-from amanda.drivers.autograd._boxes import each, plain
+from amanda.drivers.autograd._boxes import plain
 from amanda.drivers.autograd._slots import Module, Slot, leaves, mark_parameters, slot_of
 from amanda.errors import DriverError
 from amanda.interceptor import Detour, Site, Suspension, active
@@ -40,45 +50,21 @@ def _is_operator(primitive: Any) -> bool:
     return home not in ("autograd.core", "autograd.builtins", _boxes.__name__)
 
 
-_signature = functools.lru_cache(4096)(inspect.signature)
+class PrimitiveCall(SignatureCall):
+    """A call of a primitive, whose arguments come after its parameters."""
 
+    keywords = ("called_by_autograd_dispatcher",)
 
-class PrimitiveCall(Call):
-    """A call bound to the primitive's signature; trailing defaults are left out."""
-
-    def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.op, self._site, self._call = site.op, site, (args, kwargs)
-        self.slots = tuple(value for value in args if type(value) is Slot)
-        self._signature = _signature(site.op.fun)
-        named = {name: value for name, value in kwargs.items() if name != "called_by_autograd_dispatcher"}
-        arguments = self._signature.bind(*args[len(self.slots) :], **named).arguments
-        # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
-        self.names = list(arguments)[:: -1 if site.op.__name__ == "concatenate_args" else 1]
-        self.inputs = [arguments[name] for name in self.names]
-        self.targets = [self.names.index("out")] if arguments.get("out") is not None else []
-        self.mutable = [0] if site.op.__name__ in _WRITTEN else self.targets
-
-    def unreturned(self, outputs: Any) -> Sequence[int]:
-        return [i for i in self.mutable if i not in self.targets]
-
-    def invoke(self, inputs: list[Any]) -> Any:
-        if inputs is self.inputs:
-            return self._site.invoke(*self._call)
-        args, kwargs = list(self.slots), dict(self._call[1])
-        values = dict(zip(self.names, inputs, strict=True))
-        for name, parameter in self._signature.parameters.items():
-            # autograd differentiates positional arguments alone: each stays in its form.
-            if parameter.kind is parameter.VAR_POSITIONAL:
-                args += values.get(name, ())
-            elif name in kwargs:
-                kwargs[name] = values[name]
-            elif name in values and parameter.kind is not parameter.VAR_KEYWORD:
-                args.append(values[name])
-        return self._site.invoke(tuple(args), kwargs)
-
-    def attributes(self) -> dict[str, Any]:
-        named = zip(self.names, self.inputs, strict=True)
-        return {name: value for name, value in named if each(value, id) is None}
+    def __init__(
+        self, driver: EagerDriver, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        self.slots = [value for value in args if type(value) is Slot]
+        super().__init__(driver, site, args[len(self.slots) :], kwargs, site.op.fun)
+        if site.op.__name__ == "concatenate_args":
+            # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
+            self.names, self.inputs = self.names[::-1], self.inputs[::-1]
+        if site.op.__name__ in _WRITTEN:
+            self.mutable = [0]
 
 
 def _stub(f_raw: Any, f_wrapped: Any, is_ufunc: Any) -> Any:
@@ -91,17 +77,11 @@ def _stub(f_raw: Any, f_wrapped: Any, is_ufunc: Any) -> Any:
     return stub.__code__
 
 
-def _code_within(function: Any, name: str) -> Any:
-    """Return the code of a function that is defined within another; None without one."""
-    codes = (code for code in function.__code__.co_consts if isinstance(code, CodeType))
-    return next((code for code in codes if code.co_name == name), None)
-
-
 _STUB = _stub(None, None, None)
 _DECORATOR_STUB = (lambda f_raw: primitive.stand_in(f_raw)).__code__  # type: ignore[name-defined] # noqa: F821
 """Code of a stand-in of the decorator `primitive`, in whose module the name is defined."""
-_PRIMITIVE = _code_within(tracer.primitive, "f_wrapped")
-_CHECKPOINT = _code_within(differential_operators.checkpoint, "wrapped_grad")
+_PRIMITIVE = code_within(tracer.primitive, "f_wrapped")
+_CHECKPOINT = code_within(differential_operators.checkpoint, "wrapped_grad")
 _recomputing: set[Callable[..., Any]] = set()
 """Functions of checkpoints that run."""
 
@@ -148,7 +128,7 @@ def _noted(trace: Callable[..., Any]) -> Callable[..., Any]:
     return traced
 
 
-class AutogradDriver(EagerDriver):
+class AutogradDriver(BoxedTensors, EagerDriver):
     """autograd, whose primitives are the operators."""
 
     api = 1
@@ -163,10 +143,8 @@ class AutogradDriver(EagerDriver):
         Programs import primitives by name, and tables of derivatives have them as keys. So a primitive stays
         the object that it is, and its code is changed.
         """
-        if _PRIMITIVE is None or _PRIMITIVE.co_freevars != _STUB.co_freevars:
+        if _PRIMITIVE.co_freevars != _STUB.co_freevars:
             raise DriverError("this version of autograd has primitives whose code the driver does not know")
-        self._rerouted: list[tuple[Any, CodeType]] = []
-        self.attributes.on_restore(self._restore)
         for primitive in {*tracer.trace_primitives_map.values(), *core.primitive_vjps}:
             self._intercept(primitive)
         self._reroute(tracer.primitive, _DECORATOR_STUB, self._followed)
@@ -180,23 +158,17 @@ class AutogradDriver(EagerDriver):
         )
 
     def _reroute(self, function: Any, stub: CodeType, stand_in_of: Callable[[Any], Any]) -> None:
-        """Give a function the code of a stub, which calls the stand-in, until `_restore`.
+        """Give a function the code of a stub, which calls the stand-in, until everything is restored.
 
         stand_in_of: returns the stand-in, for a function with the original code.
         """
         original = FunctionType(function.__code__, tracer.__dict__, None, None, function.__closure__)
         original.__kwdefaults__ = function.__kwdefaults__
+        # The last step is the first to be undone: the code calls the stand-in.
+        self.attributes.on_restore(functools.partial(vars(function).pop, "stand_in", None))
+        self.attributes.on_restore(functools.partial(setattr, function, "__code__", function.__code__))
         function.stand_in = stand_in_of(original)
-        self._rerouted.append((function, function.__code__))
         function.__code__ = stub
-
-    def _restore(self) -> None:
-        """Give functions their own code."""
-        while self._rerouted:
-            function, code = self._rerouted[-1]
-            function.__code__ = code
-            vars(function).pop("stand_in", None)
-            self._rerouted.pop()
 
     def _intercept(self, primitive: Any) -> Any:
         """Bring the calls of a primitive to the tools; return the primitive."""
@@ -233,10 +205,10 @@ class AutogradDriver(EagerDriver):
         return stand_in
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return PrimitiveCall(site, args, kwargs)
+        return PrimitiveCall(self, site, args, kwargs)
 
     def identities(self, call: Call) -> list[Any]:
-        return list(call.slots) if isinstance(call, PrimitiveCall) else []
+        return call.slots if isinstance(call, PrimitiveCall) else []
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         with Suspension():
@@ -249,41 +221,25 @@ class AutogradDriver(EagerDriver):
         names = function.__code__.co_names if isinstance(function, FunctionType) else ()
         if any(function.__globals__.get(name) is anp for name in names):
             State.current().report(call.op.__name__, "the primitives that it calls are part of it")
-        pairs = pairwise(subjects)
-        paths = (path for outer, inner in pairs for path, part in leaves(outer, Module) if part is inner)
-        facts.scope = ".".join(path for path in paths if path)
+        facts.scope = path_of_call(subjects, lambda outer, inner: path_among(leaves(outer, Module), inner))
         facts.variable_of, facts.path_of = slot_of, lambda slot: slot.path or None
         return facts
 
     def is_tensor(self, value: Any) -> bool:
         return _boxes.is_tensor(value)
 
+    def unboxed(self, value: Any) -> Any:
+        return plain(value)
+
     def unwrapped(self, values: list[Any]) -> list[Any]:
         return [plain(value) for value in values]
 
-    def isolated(self) -> AbstractContextManager[Any]:
-        # Autodiff records what is in boxes, and isolated routines get arrays.
-        return nullcontext()
-
-    def call_isolated(self, func: Any, values: Sequence[Any], kwargs: Any) -> Any:
-        """Call a routine with arrays; return the values themselves for arrays that it hands back."""
-        arrays = [plain(value) for value in values]
-        boxes = {id(array): value for array, value in zip(arrays, values, strict=True)}
-        boxes |= {id(getval(x)): x for value in values if type(value) in (list, tuple) for x in value}
-        result = func(*arrays, **kwargs)
-        if type(result) in (list, tuple) and id(result) not in boxes:
-            return type(result)(boxes.get(id(value), value) for value in result)
-        return boxes.get(id(result), result)
-
     def version(self, value: Any) -> Any:
         # NumPy counts no writes.
-        return each(value, lambda array: hash(array.tobytes()))
+        return self.read_each(value, lambda array: hash(getval(array).tobytes()))
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        return tuple(each(value, lambda array: (np.result_type(array), np.ndim(array))) for value in inputs)
-
-    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(each(value, np.shape) for value in inputs)
+        return tuple(self.read_each(value, lambda array: (array.dtype, array.ndim)) for value in inputs)
 
     def straight_through(self, original: Any, value: Any) -> Any:
         with Suspension():

@@ -154,8 +154,7 @@ class TappedExecution:
         step, trace, with_symbols = _thread.steps.pop(self)
         incoming_grads, trace.run = with_symbols(carried_symbols)
         grads = self._run(step.after, grads, incoming_grads)
-        if not trace.pending:
-            self._driver.finish(trace)
+        self._driver.finish(trace)
         return grads
 
 

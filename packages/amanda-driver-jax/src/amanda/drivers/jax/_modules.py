@@ -15,7 +15,16 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Attributes, State, TensorMap, digest, type_as_path
+from amanda.backend import (
+    Attributes,
+    State,
+    TreeSlot,
+    TreeSlots,
+    digest,
+    path_among,
+    path_of_call,
+    type_as_path,
+)
 from amanda.interceptor import Enclosure
 from amanda.plan import spread
 from jax._src import core
@@ -228,7 +237,7 @@ def places_among(subjects: Sequence[Any]) -> list[ModulePlace]:
 
 def module_path(subjects: Sequence[ModulePlace]) -> str:
     """Return the path of the last module in the first: "layers.0.conv"."""
-    return ".".join(place.name for place in subjects[1:] if place.name)
+    return path_of_call(subjects, lambda outer, inner: inner.name)
 
 
 def _all_subclasses(kind: type) -> Iterator[type]:
@@ -247,35 +256,25 @@ def _name_within(outer: Any, inner: Any) -> str:
     ):  # Linen's and Keras' modules know their names
         return name
     leaves, _ = jax.tree_util.tree_flatten_with_path(outer, is_leaf=lambda leaf: leaf is inner)
-    return next((_dotted_path(path) for path, leaf in leaves if leaf is inner), "")
+    return path_among(((_dotted_path(path), leaf) for path, leaf in leaves), inner)
 
 
 CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
 """Primitives whose result is the same weight, in another element type."""
 
 
-class WeightSlot:
-    """The slot of a weight in a model, or in the arguments of a function; arrays in it change between calls.
+class WeightSlot(TreeSlot):
+    """The slot of a weight in a model, or in the arguments of a function.
 
     root: class of the model, with its number unless it is the first of its class; "" for arguments.
-    path: "layers.0.kernel", "params.dense.kernel".
-    framework: the attribute by which tools choose the tensors of a framework.
     """
 
-    __slots__ = ("__weakref__", "path", "root")
+    __slots__ = ()
     framework = "jax"
 
-    def __init__(self, root: str, path: str) -> None:
-        self.root, self.path = root, path
 
-    def __repr__(self) -> str:
-        return f"<weight {self.path}{' of ' * bool(self.root)}{self.root}>"
-
-
-@cache
-def slot_at(root: str, path: str) -> WeightSlot:
-    """Return the slot of a path; there is one object for each."""
-    return WeightSlot(root, path)
+_SLOTS = TreeSlots(WeightSlot)
+"""Slots of weights, also by arrays or symbols into which a weight is converted."""
 
 
 class WeightStack(WeightSlot):
@@ -334,15 +333,11 @@ def part_of(stack: WeightStack, numbers: tuple[int, ...]) -> WeightSlice:
     return WeightSlice(stack, numbers)
 
 
-_CONVERTED: TensorMap[WeightSlot] = TensorMap()
-"""Slots of weights in another element type, by the converted arrays or symbols."""
-
-
 def follow_conversion(value: Any, result: Any, subjects: Sequence[ModulePlace]) -> None:
     """Record that an array is another, which may be a weight, in another element type."""
     weight = variable_of(value, subjects)
     if weight is not None:
-        _CONVERTED[ORIGINALS.of(result)] = weight
+        _SLOTS[ORIGINALS.of(result)] = weight
         copy_slice(result, value)
 
 
@@ -380,21 +375,21 @@ def stacks_of(values: Sequence[Any], subjects: Sequence[ModulePlace]) -> dict[We
 def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | None:
     """Return the slot of a whole array, also of a weight in another element type."""
     value = ORIGINALS.of(value)
-    weight = _CONVERTED.get(value)
+    weight = _SLOTS.get(value)
     if weight is not None:
         return weight
     path, argument = _path_in_model(value, subjects), dotted(argument_name(value) or "")
-    if path is not None:
+    if path:
         root, number = subjects[0].root, model_number(subjects[0])
-        return slot_at(f"{root} {number}" if number else root, path)
+        return _SLOTS.at(f"{root} {number}" if number else root, path)
     if subjects or "." not in argument:  # an argument that is one array may be anything
         return None
-    return slot_at("", argument)
+    return _SLOTS.at("", argument)
 
 
-def _path_in_model(array: Any, subjects: Sequence[ModulePlace]) -> str | None:
-    """Return the path of an array in the outermost module; None where no module holds it."""
+def _path_in_model(array: Any, subjects: Sequence[ModulePlace]) -> str:
+    """Return the path of an array in the outermost module; "" where no module holds it."""
     model = subjects[0].module if subjects else None
     if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
-        return None
-    return next((path for path, leaf in held_arrays(model) if ORIGINALS.of(leaf) is array), None)
+        return ""
+    return path_among(((path, ORIGINALS.of(leaf)) for path, leaf in held_arrays(model)), array)

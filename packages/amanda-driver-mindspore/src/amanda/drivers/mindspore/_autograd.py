@@ -244,8 +244,7 @@ class _HookedPass:
     def finish(self) -> None:
         """Finish the traces of ops whose backward ops have all been analysed."""
         for trace in self._traces.values():
-            if not trace.pending:
-                self._driver.finish(trace)
+            self._driver.finish(trace)
 
 
 class _NodeHooks:

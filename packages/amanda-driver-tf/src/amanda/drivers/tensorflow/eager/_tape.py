@@ -84,8 +84,7 @@ class Tape:
             # A nested pass may be differentiated, which makes more backward ops of the same executions.
             if not nested:
                 for trace in backward_pass.traces.values():
-                    if not trace.pending:
-                        self._driver.finish(trace)
+                    self._driver.finish(trace)
             return result
 
         return run_backward_pass

@@ -1,0 +1,75 @@
+"""Parameters of functional frameworks: places in trees of arrays, where new arrays come after each step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from typing import Any, ClassVar, TypeVar
+
+from amanda.plan.tensors import TensorMap
+
+
+class TreeSlot:
+    """A parameter: a place in the tree of a model, or in that of an argument of a function.
+
+    root: tells trees apart, such as the class of a model, or the code of a function; "" for any.
+    path: of the place in the tree, "layers.0.kernel".
+    framework: the attribute by which tools choose tensors and the store of parameters.
+    tensor: returns the array that was put there last; None once it is dead.
+    """
+
+    __slots__ = ("__weakref__", "path", "root", "tensor")
+    framework: ClassVar[str]
+
+    def __init__(self, root: Hashable, path: str) -> None:
+        self.root, self.path = root, path
+        self.tensor: Callable[[], Any] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"<weight {self.path}{f' of {self.root}' if self.root else ''}>"
+
+
+S = TypeVar("S", bound=TreeSlot)
+
+
+class TreeSlots(TensorMap[S]):
+    """The slots of a framework: those of arrays that lie in one, and one object for each root and path."""
+
+    def __init__(self, kind: type[S]) -> None:
+        super().__init__()
+        self._kind = kind
+        self._by_root: dict[Hashable, dict[str, S]] = {}
+
+    def __setitem__(self, tensor: Any, slot: S) -> None:
+        super().__setitem__(tensor, slot)
+        slot.tensor = weakref.ref(tensor)
+
+    def at(self, root: Hashable, path: str, slot: S | None = None) -> S:
+        """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot."""
+        return self._by_root.setdefault(root, {}).setdefault(path, slot or self._kind(root, path))
+
+    def roots(self, paths: Collection[str]) -> list[Hashable]:
+        """Return the roots whose slots have these paths and no others."""
+        return [root for root, slots in self._by_root.items() if slots.keys() == set(paths)]
+
+
+def named_leaves(
+    tree: Any, kind: type, content: Callable[[Any], Any] = lambda node: node, path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield what is of a type in a tree of dicts, lists and tuples, with its path: "layers.0.weight".
+
+    content: returns what is in a box, or the attributes of a module; another node as it is.
+    """
+    if isinstance(tree, kind):
+        yield path, tree
+    inner = content(tree)
+    if inner is not tree:
+        yield from named_leaves(inner, kind, content, path)
+    members = enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for name, member in tree.items() if isinstance(tree, dict) else members:
+        yield from named_leaves(member, kind, content, f"{path}.{name}".lstrip("."))
+
+
+def path_among(leaves: Iterable[tuple[str, Any]], value: Any) -> str:
+    """Return the path of a value among leaves with paths; "" for a value that is not among them."""
+    return next((path for path, leaf in leaves if leaf is value), "")
