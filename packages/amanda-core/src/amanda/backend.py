@@ -8,7 +8,7 @@ graphs first, of `GraphDriver`; a file that holds a model, of `Artefact`, in the
 from __future__ import annotations
 
 from amanda.action import Action
-from amanda.eager.backward import BackwardStep
+from amanda.eager.backward import BackwardPass, BackwardStep
 from amanda.eager.call import Call, SignatureCall, Trace
 from amanda.eager.driver import EagerDriver
 from amanda.export.artefacts import Artefact
@@ -46,6 +46,7 @@ __all__ = [
     "Action",
     "Artefact",
     "Attributes",
+    "BackwardPass",
     "BackwardStep",
     "BoxedTensors",
     "Call",

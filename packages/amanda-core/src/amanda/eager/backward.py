@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from amanda import interceptor
@@ -324,6 +325,29 @@ class BackwardStep:
             f"which {len(required_positions)} are wanted (positions {required_positions})"
         )
         raise self._facts.explain(error, action)
+
+
+class BackwardPass(AbstractContextManager["BackwardPass"]):
+    """One backward pass: the steps at its backward ops, and its end.
+
+    At its end the executions whose backward ops are all analysed are finished, and ids outside of modules
+    count anew, as a new step of the program begins.
+    """
+
+    def __init__(self, driver: EagerDriver, state: State) -> None:
+        """state: the state at the start of the pass."""
+        self._driver, self._state = driver, state
+        self._traces: dict[int, Trace] = {}
+
+    def step(self, trace: Trace, op: Any, place: int, replaceable: bool = True) -> BackwardStep:
+        """Return the step at a backward op of an execution; see `BackwardStep`."""
+        self._traces[id(trace)] = trace
+        return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
+
+    def __exit__(self, *_: object) -> None:
+        interceptor.reset_root()
+        for trace in self._traces.values():
+            self._driver.finish(trace)
 
 
 def _with_their_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:

@@ -182,6 +182,10 @@ class BoxedTensors(TensorOps):
     def unboxed(self, value: Any) -> Any:
         """Return a value without the boxes of autodiff, or a list of such values."""
 
+    def unwrapped(self, values: list[Any]) -> list[Any]:
+        """Return the values for analysis routines, without boxes."""
+        return [self.unboxed(value) for value in values]
+
     def isolated(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing: autodiff records what is in boxes."""
         return nullcontext()

@@ -10,13 +10,12 @@ from weakref import WeakKeyDictionary
 
 from amanda import interceptor
 from amanda.backend import (
-    BackwardStep,
+    BackwardPass,
     Call,
     EagerDriver,
     Exercise,
     OpFacts,
     SignatureCall,
-    State,
     TensorOps,
     Trace,
     code_within,
@@ -153,30 +152,26 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
         if activation is None:
             return original(outputs, grads)
         nodes = list(_reachable([edge[0] for output in outputs if (edge := _autograd._edge(output))]))
-        origins = _origins(nodes)
-        removals = [_hook(driver, node, origin, activation.state) for node, origin in origins.items()]
-        try:
-            original(outputs, grads)
-        finally:
-            # Also after an error: a graph that is kept must not call the hooks of this pass again.
-            for remove in removals:
-                remove()
-            # A new step begins after a backward pass, so ids at the top level count anew.
-            interceptor.reset_root()
-        for trace in {id(origin.trace): origin.trace for origin in origins.values()}.values():
-            driver.finish(trace)
+        with BackwardPass(driver, activation.state) as backward_pass:
+            removals = [_hook(backward_pass, node, origin) for node, origin in _origins(nodes).items()]
+            try:
+                original(outputs, grads)
+            finally:
+                # Also after an error: a graph that is kept must not call the hooks of this pass again.
+                for remove in removals:
+                    remove()
 
     return run_backward
 
 
-def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Callable[[], None]:
+def _hook(backward_pass: BackwardPass, node: Node, origin: _Origin) -> Callable[[], None]:
     """Put the routines of the open tools around a node; return a function that takes them away."""
     is_leaf = isinstance(node, _autograd.AccumulateGrad)
     place = node.number - origin.start
     if isinstance(node, _autograd.AccumulateGrad):
         # By the leaf and not by a number, since one node serves every op that reads the leaf.
         place = _LEAF_PLACE + interceptor.ordinal(node.leaf)
-    step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not is_leaf)
+    step = backward_pass.step(origin.trace, type(node), place, replaceable=not is_leaf)
     if not step.has_work:
         return lambda: None
 

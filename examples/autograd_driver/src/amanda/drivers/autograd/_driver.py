@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from types import CodeType, FunctionType
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,6 @@ from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import Region, followed
 from amanda.drivers.autograd._boxes import plain
 from amanda.drivers.autograd._slots import Module, Slot, leaves, mark_parameters, slot_of
-from amanda.errors import DriverError
 from amanda.interceptor import Detour, Site, Suspension, active
 from autograd import core, differential_operators, tracer
 from autograd.tracer import getval
@@ -67,19 +66,6 @@ class PrimitiveCall(SignatureCall):
             self.mutable = [0]
 
 
-def _stub(f_raw: Any, f_wrapped: Any, is_ufunc: Any) -> Any:
-    """Return a function whose code fits into a primitive: it has the same variables around it."""
-
-    def stub(*args: Any, **kwargs: Any) -> Any:
-        nonlocal f_raw, is_ufunc
-        return f_wrapped.stand_in(*args, **kwargs)
-
-    return stub.__code__
-
-
-_STUB = _stub(None, None, None)
-_DECORATOR_STUB = (lambda f_raw: primitive.stand_in(f_raw)).__code__  # type: ignore[name-defined] # noqa: F821
-"""Code of a stand-in of the decorator `primitive`, in whose module the name is defined."""
 _PRIMITIVE = code_within(tracer.primitive, "f_wrapped")
 _CHECKPOINT = code_within(differential_operators.checkpoint, "wrapped_grad")
 _recomputing: set[Callable[..., Any]] = set()
@@ -138,51 +124,40 @@ class AutogradDriver(BoxedTensors, EagerDriver):
     identity_types = (Slot,)
 
     def attach(self) -> None:
-        """Give every primitive other code; follow new primitives, traces and backward passes.
+        """Reroute every primitive; follow new primitives, traces and backward passes.
 
-        Programs import primitives by name, and tables of derivatives have them as keys. So a primitive stays
-        the object that it is, and its code is changed.
+        Programs import primitives by name, and tables of derivatives have them as keys: each has to stay the
+        object that it is.
         """
-        if _PRIMITIVE.co_freevars != _STUB.co_freevars:
-            raise DriverError("this version of autograd has primitives whose code the driver does not know")
         for primitive in {*tracer.trace_primitives_map.values(), *core.primitive_vjps}:
             self._intercept(primitive)
-        self._reroute(tracer.primitive, _DECORATOR_STUB, self._followed)
+        self.attributes.reroute(tracer.primitive, self._followed)
         passes = {core.backward_pass: followed(self, core.backward_pass), core.trace: _noted(core.trace)}
         self.attributes.replace(passes, [core])
         self.attributes.enclose(Module)
 
     def _followed(self, decorator: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the decorator of primitives, so that calls of new ones come to the tools, too."""
         return lambda function: (
             decorator(function) if function in _recomputing else self._intercept(decorator(function))
         )
 
-    def _reroute(self, function: Any, stub: CodeType, stand_in_of: Callable[[Any], Any]) -> None:
-        """Give a function the code of a stub, which calls the stand-in, until everything is restored.
-
-        stand_in_of: returns the stand-in, for a function with the original code.
-        """
-        original = FunctionType(function.__code__, tracer.__dict__, None, None, function.__closure__)
-        original.__kwdefaults__ = function.__kwdefaults__
-        # The last step is the first to be undone: the code calls the stand-in.
-        self.attributes.on_restore(functools.partial(vars(function).pop, "stand_in", None))
-        self.attributes.on_restore(functools.partial(setattr, function, "__code__", function.__code__))
-        function.stand_in = stand_in_of(original)
-        function.__code__ = stub
-
     def _intercept(self, primitive: Any) -> Any:
         """Bring the calls of a primitive to the tools; return the primitive."""
         if getattr(primitive, "__code__", None) is _PRIMITIVE:
-            self._reroute(primitive, _STUB, functools.partial(functools.partial, self._first_call, primitive))
+            self.attributes.reroute(primitive, functools.partial(self._stand_in, primitive))
         return primitive
 
-    def _first_call(self, primitive: Any, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Choose what is called instead of a primitive, now that it has its derivative; call it."""
-        if _is_checkpoint(primitive):
-            primitive.stand_in = _checkpointed(primitive.fun, original)
-        else:
-            primitive.stand_in = self._operator(primitive, original) if _is_operator(primitive) else original
-        return primitive.stand_in(*args, **kwargs)
+    def _stand_in(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what is called instead of a primitive: chosen by its derivative, which comes after it."""
+
+        @functools.cache
+        def choice() -> Callable[..., Any]:
+            if _is_checkpoint(primitive):
+                return _checkpointed(primitive.fun, original)
+            return self._operator(primitive, original) if _is_operator(primitive) else original
+
+        return lambda *args, **kwargs: choice()(*args, **kwargs)
 
     def _operator(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that calls a primitive as an operator, with its parameters before the arguments.
@@ -231,9 +206,6 @@ class AutogradDriver(BoxedTensors, EagerDriver):
     def unboxed(self, value: Any) -> Any:
         return plain(value)
 
-    def unwrapped(self, values: list[Any]) -> list[Any]:
-        return [plain(value) for value in values]
-
     def version(self, value: Any) -> Any:
         # NumPy counts no writes.
         return self.read_each(value, lambda array: hash(getval(array).tobytes()))
@@ -265,7 +237,7 @@ class AutogradDriver(BoxedTensors, EagerDriver):
         nodes.begin(inputs)
 
     def attach_trace(self, trace: Trace, nodes: Region, values: list[Any]) -> None:
-        nodes.mark(self, trace, values)
+        nodes.mark(trace, values)
 
     def exercise(self) -> Exercise:
         return Exercise(_run_tanh, "tanh", "tanh")

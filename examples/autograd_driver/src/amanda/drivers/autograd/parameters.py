@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,8 @@ from amanda.tools.weights import ParameterError, ParameterStore, StoredParameter
 class AutogradParameters(ParameterStore):
     """Arrays in nested dicts, lists, tuples and modules, which ops read as a whole."""
 
-    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
-        return self.identity(parameter), None
-
     def read(self, parameter: Any, part: Any) -> Any:
-        return parameter.array()
+        return parameter.tensor()
 
     def parameters(self, model: Any) -> Iterator[StoredParameter]:
         arrays = dict(leaves(mark_parameters(model)))
@@ -32,9 +28,5 @@ class AutogradParameters(ParameterStore):
 class AutogradParameter(StoredParameter):
     """An array of a model."""
 
-    def change(self, update: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
-        old = self.read()
-        new = update(old)
-        if undo is not None:
-            undo.append(partial(np.copyto, self._parameter, old))
-        np.copyto(self._parameter, new)
+    def write(self, values: Any) -> None:
+        np.copyto(self._parameter, values)

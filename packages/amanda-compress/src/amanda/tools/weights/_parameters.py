@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -69,6 +69,10 @@ class StoredParameter:
         """Return the values of the whole parameter, in its own shape and element type, without autograd."""
         return np.array(to_numpy(self._parameter))
 
+    def write(self, values: Any) -> None:
+        """Write values into the whole parameter."""
+        do("assign", self._parameter, values, like=self._parameter)
+
     def change(self, update: ValueUpdate, part: Any = None, undo: Undo | None = None) -> None:
         """Write the values that `update` returns for the present values of a part.
 
@@ -79,8 +83,8 @@ class StoredParameter:
         old = self.read()
         new = update(old.copy())
         if undo is not None:
-            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
-        do("assign", self._parameter, new, like=self._parameter)
+            undo.append(partial(self.write, old))
+        self.write(new)
 
 
 class ParameterStore:
@@ -108,8 +112,7 @@ class ParameterStore:
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
         """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
-        # Without views nothing but identity shows that a value is a parameter: a copy counts as computed.
-        return (self.identity(parameter), None) if parameter is weight else None
+        return self.identity(parameter), None
 
     def whole(self, parameter: Any) -> Any:
         """Return the part that is all of a parameter, where parts overlap; None where they do not."""
@@ -276,8 +279,8 @@ class MindSporeParameter(StoredParameter):
         view = memory.reshape(old.shape) if part is None else _view_in_layout(memory, part)
         view[...] = update(view.copy())
         if undo is not None:
-            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
-        do("assign", self._parameter, memory.reshape(old.shape), like=self._parameter)
+            undo.append(partial(self.write, old))
+        self.write(memory.reshape(old.shape))
 
 
 def _view_in_layout(memory: NDArray[Any], layout: StridedLayout) -> NDArray[Any]:
@@ -293,10 +296,6 @@ class Initializers(ParameterStore):
     def identity(self, parameter: Any) -> Any:
         """Return the graph and the name."""
         return parameter
-
-    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the initializer, of which a weight is all, if in another form."""
-        return parameter, None
 
     def parameters(self, model: Any) -> Iterator[StoredParameter]:
         """Raise ParameterError: a session of ONNX Runtime keeps its weights to itself."""
