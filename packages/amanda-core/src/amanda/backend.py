@@ -35,7 +35,7 @@ from amanda.plan.tensors import (
     dtype_error,
     shape_error,
 )
-from amanda.plan.trees import TreeSlot, TreeSlots, named_leaves, path_among
+from amanda.plan.trees import TreeSlot, TreeSlots, named_leaves, path_among, with_slots, without_slots
 from amanda.scope.driver import DRIVER_API, Driver, Exercise, check_private_names, code_within
 from amanda.scope.replay import Recomputation, recomputed, replayed
 from amanda.scope.report import hide_ops, report_unseen
@@ -101,4 +101,6 @@ __all__ = [
     "shape_error",
     "type_as_path",
     "when_imported",
+    "with_slots",
+    "without_slots",
 ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.plan.facts import OpFacts
 from amanda.plan.tensors import TensorOps, spread
+from amanda.plan.trees import TreeSlot
 
 if TYPE_CHECKING:
     from amanda import interceptor
@@ -30,6 +31,7 @@ class Call(ABC):
     names: names of the inputs in the schema, as many as there are inputs.
     mutable: positions of the inputs that the op writes into.
     targets: positions of the inputs that the op writes and returns: `self` of an in-place op, `out=`.
+    slots: slots of parameters, see `with_slots`.
     """
 
     __slots__ = ("inputs", "mutable", "names", "op", "targets")
@@ -39,6 +41,7 @@ class Call(ABC):
     names: Sequence[str]
     mutable: Sequence[int]
     targets: Sequence[int]
+    slots: Sequence[TreeSlot] = ()
 
     @abstractmethod
     def invoke(self, inputs: list[Any]) -> Any:
@@ -154,6 +157,8 @@ class SignatureCall(Call):
         function: Callable[..., Any] | None = None,
     ) -> None:
         """function: has the signature; the site's original where none is given."""
+        self.slots = [value for value in args if isinstance(value, TreeSlot)]
+        args = args[len(self.slots) :]
         self.driver, self.op, self._site, self._arguments = driver, site.op, site, (args, kwargs)
         self._signature = _signature(function or site.original)
         named = {name: value for name, value in kwargs.items() if name not in self.keywords}

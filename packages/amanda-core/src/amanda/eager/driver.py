@@ -405,9 +405,10 @@ class EagerDriver(EagerOps, Driver):
     def identities(self, call: Call) -> list[Any]:
         """Return the values that distinguish the call's op; its plan is dropped when any of these dies.
 
-        They are those of `identity_types` among the inputs, unless a driver overrides it.
+        They are the slots, and those of `identity_types` among the inputs, unless a driver overrides it.
         """
-        return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
+        parameters = (value for value in spread(call.inputs) if isinstance(value, self.identity_types))
+        return [*call.slots, *parameters]
 
     def _store_call_cache(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
         """Put the stack's plans of an op into the interceptor's table; None for an op without work.

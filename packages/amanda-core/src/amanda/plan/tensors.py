@@ -186,6 +186,10 @@ class BoxedTensors(TensorOps):
         """Return the values for analysis routines, without boxes."""
         return [self.unboxed(value) for value in values]
 
+    def storable(self, value: Any) -> Any:
+        """Return the value without boxes."""
+        return self.unboxed(value)
+
     def isolated(self) -> AbstractContextManager[Any]:
         """Return a context that does nothing: autodiff records what is in boxes."""
         return nullcontext()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, TypeVar
 
+from amanda import interceptor
+from amanda.errors import AmandaError
 from amanda.plan.tensors import TensorMap
 
 
@@ -48,9 +50,43 @@ class TreeSlots(TensorMap[S]):
         """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot."""
         return self._by_root.setdefault(root, {}).setdefault(path, slot or self._kind(root, path))
 
-    def roots(self, paths: Collection[str]) -> list[Hashable]:
-        """Return the roots whose slots have these paths and no others."""
-        return [root for root, slots in self._by_root.items() if slots.keys() == set(paths)]
+    def put(self, arrays: Mapping[str, Any], root: Hashable = None) -> None:
+        """Put arrays into the slots at their paths; an array that lies in a slot stays there.
+
+        root: None for that whose slots have the same paths; where no root has them, the slots are new.
+        Raises AmandaError if several roots have them.
+        """
+        if root is None and "" not in arrays and not all(map(self.get, arrays.values())):  # "": no tree
+            roots = [root for root, slots in self._by_root.items() if slots.keys() == arrays.keys()]
+            if len(roots) > 1:
+                raise AmandaError(
+                    f"there are parameters with these paths of {' and of '.join(map(str, roots))}"
+                )
+            root = next(iter(roots), None)
+        for path, array in arrays.items():
+            slot = self.get(array)
+            place = (slot or self._kind(root, path)) if root is None else self.at(root, path, slot)
+            if slot is None:
+                self[array] = place
+
+
+def with_slots(detour: Callable[..., Any], slot_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that calls a detour with the slots of the arguments before these.
+
+    Slots enter the ids of ops so, where the interceptor does not see parameters among the arguments.
+    The detour's site is that of `without_slots`; `SignatureCall` takes the slots away.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        slots = [slot for value in args if (slot := slot_of(value))] if interceptor.active() else ()
+        return detour(*slots, *args, **kwargs)
+
+    return call
+
+
+def without_slots(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls another without the slots among its arguments."""
+    return lambda *args, **kwargs: function(*(x for x in args if not isinstance(x, TreeSlot)), **kwargs)
 
 
 def named_leaves(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any
 
@@ -13,31 +12,25 @@ from amanda import interceptor
 from amanda.backend import BackwardPass, EagerDriver, Operation, Trace
 from amanda.drivers.autograd._boxes import dense, elements, nodes
 from autograd.core import VJPNode
+from autograd.tracer import Node
 
 
-class Region(AbstractContextManager["Region"]):
-    """The nodes between the inputs of an op and its results, which are the op's."""
+def mark(trace: Trace, ends: Sequence[Sequence[Node]], values: Sequence[Any]) -> None:
+    """Leave a trace with the nodes between the inputs of an op and its results, if they have none already.
 
-    def __exit__(self, *_: object) -> None:
-        """The nodes are found from the results."""
-
-    def begin(self, inputs: Sequence[Any]) -> None:
-        """Note the inputs of the op."""
-        self.inputs = [list(nodes(value)) for value in inputs]
-
-    def mark(self, trace: Trace, values: Sequence[Any]) -> None:
-        """Leave a trace with the op's nodes, except those that have one already."""
-        visited = {node for input_nodes in self.inputs for node in input_nodes}
-        # One trace after another: in a derivative of a derivative the nodes of each have a pass of their own.
-        for traced in zip_longest(*map(nodes, values)):
-            waiting = [node for node in traced if node is not None]
-            # The loop follows the list as it grows.
-            for place, node in enumerate(waiting):
-                if node in visited or not isinstance(node, VJPNode) or isinstance(node.vjp, BackwardOp):
-                    continue
-                visited.add(node)
-                waiting += node.parents
-                node.vjp = BackwardOp(trace, place, node, self.inputs)
+    ends: nodes of each input.  values: the results.
+    """
+    visited = {node for nodes_of_input in ends for node in nodes_of_input}
+    # One trace after another: in a derivative of a derivative the nodes of each have a pass of their own.
+    for traced in zip_longest(*map(nodes, values)):
+        waiting = [node for node in traced if node is not None]
+        # The loop follows the list as it grows.
+        for place, node in enumerate(waiting):
+            if node in visited or not isinstance(node, VJPNode) or isinstance(node.vjp, BackwardOp):
+                continue
+            visited.add(node)
+            waiting += node.parents
+            node.vjp = BackwardOp(trace, place, node, ends)
 
 
 _running = threading.local()
@@ -47,7 +40,7 @@ _running = threading.local()
 class BackwardOp:
     """The gradient of an op, which its node has in the place of autograd's."""
 
-    def __init__(self, trace: Trace, place: int, node: VJPNode, ends: list[Any]) -> None:
+    def __init__(self, trace: Trace, place: int, node: VJPNode, ends: Sequence[Sequence[Node]]) -> None:
         """Take the place of a node's gradient; ends: nodes of each input of the op."""
         self.trace, self.place, self.vjp = trace, place, node.vjp
         positions = [i for i, nodes in enumerate(ends) if any(end in node.parents for end in nodes)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,13 +12,7 @@ from amanda.backend import complex_error, shape_error
 from autograd.builtins import SequenceBox
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import defjvp, defvjp, primitive, vspace
-from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Node, getval, isbox
-
-
-def is_tensor(value: Any) -> bool:
-    """Return True for an array, a NumPy scalar, and for either in a box."""
-    return isinstance(value, (np.ndarray, np.generic, ArrayBox))
 
 
 def plain(value: Any) -> Any:
@@ -58,14 +53,8 @@ def elements(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if not isinstance(outputs, (SequenceBox, list, tuple)):
         return [outputs], lambda changed: changed[0]
     kind = type(getval(outputs))
-    values = [outputs[index] for index in range(len(outputs))]
-
-    def rebuild(changed: list[Any]) -> Any:
-        if all(new is old for new, old in zip(changed, values, strict=True)):
-            return outputs
-        return kind(*changed) if hasattr(kind, "_fields") else kind(changed)
-
-    return list(values), rebuild
+    values, form = [outputs[index] for index in range(len(outputs))], getattr(kind, "_make", kind)
+    return [*values], lambda changed: outputs if all(map(operator.is_, changed, values)) else form(changed)
 
 
 def dense(gradient: Any) -> Any:

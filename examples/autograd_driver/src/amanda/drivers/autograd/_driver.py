@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -23,14 +24,17 @@ from amanda.backend import (
     path_among,
     path_of_call,
     recomputed,
+    with_slots,
+    without_slots,
 )
 from amanda.drivers.autograd import _boxes
-from amanda.drivers.autograd._backward import Region, followed
+from amanda.drivers.autograd._backward import followed, mark
 from amanda.drivers.autograd._boxes import plain
 from amanda.drivers.autograd._slots import Module, Slot, leaves, mark_parameters, slot_of
-from amanda.interceptor import Detour, Site, Suspension, active
+from amanda.interceptor import Detour, Site, Suspension
 from autograd import core, differential_operators, tracer
-from autograd.tracer import getval
+from autograd.numpy.numpy_boxes import ArrayBox
+from autograd.tracer import Node, getval
 
 _WRITTEN = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
 """NumPy's functions that write into their first argument and return None."""
@@ -50,15 +54,14 @@ def _is_operator(primitive: Any) -> bool:
 
 
 class PrimitiveCall(SignatureCall):
-    """A call of a primitive, whose arguments come after its parameters."""
+    """A call of a primitive."""
 
     keywords = ("called_by_autograd_dispatcher",)
 
     def __init__(
         self, driver: EagerDriver, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        self.slots = [value for value in args if type(value) is Slot]
-        super().__init__(driver, site, args[len(self.slots) :], kwargs, site.op.fun)
+        super().__init__(driver, site, args, kwargs, site.op.fun)
         if site.op.__name__ == "concatenate_args":
             # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
             self.names, self.inputs = self.names[::-1], self.inputs[::-1]
@@ -160,30 +163,21 @@ class AutogradDriver(BoxedTensors, EagerDriver):
         return lambda *args, **kwargs: choice()(*args, **kwargs)
 
     def _operator(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls a primitive as an operator, with its parameters before the arguments.
+        """Return a function that calls a primitive as an operator.
 
-        Parameters enter the id of an op. They lie in boxes, where the interceptor does not see them.
+        Its parameters enter the id of the op. They lie in boxes, where the interceptor does not see them.
         """
 
         def invoke(*args: Any, **kwargs: Any) -> Any:
             # For each trace that has boxes among the arguments the primitive calls itself without them.
             with Suspension():
-                return original(*(value for value in args if type(value) is not Slot), **kwargs)
+                return original(*args, **kwargs)
 
         key = f"{getattr(primitive.fun, '__module__', '')}.{primitive.__name__}"
-        detour = Detour(self.site(invoke, primitive, key))
-
-        def stand_in(*args: Any, **kwargs: Any) -> Any:
-            slots = [slot for value in args if (slot := slot_of(value))] if active() else ()
-            return detour(*slots, *args, **kwargs)
-
-        return stand_in
+        return with_slots(Detour(self.site(without_slots(invoke), primitive, key)), slot_of)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         return PrimitiveCall(self, site, args, kwargs)
-
-    def identities(self, call: Call) -> list[Any]:
-        return call.slots if isinstance(call, PrimitiveCall) else []
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         with Suspension():
@@ -201,7 +195,7 @@ class AutogradDriver(BoxedTensors, EagerDriver):
         return facts
 
     def is_tensor(self, value: Any) -> bool:
-        return _boxes.is_tensor(value)
+        return isinstance(value, (np.ndarray, np.generic, ArrayBox))
 
     def unboxed(self, value: Any) -> Any:
         return plain(value)
@@ -220,9 +214,6 @@ class AutogradDriver(BoxedTensors, EagerDriver):
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         np.copyto(target, self.straight_through(target, plain(value)))
 
-    def storable(self, value: Any) -> Any:
-        return plain(value)
-
     def copied(self, value: Any) -> Any:
         return self.straight_through(value, plain(value)) if self.is_tensor(value) else value
 
@@ -230,14 +221,14 @@ class AutogradDriver(BoxedTensors, EagerDriver):
         needs = tuple(len(list(_boxes.nodes(value))) for value in inputs)
         return needs if any(needs) else None
 
-    def tracing(self) -> Region:
-        return Region()
+    def tracing(self) -> nullcontext[list[list[Node]]]:
+        return nullcontext([])
 
-    def begin(self, nodes: Region, inputs: Sequence[Any]) -> None:
-        nodes.begin(inputs)
+    def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
+        nodes.enter_result[:] = [list(_boxes.nodes(value)) for value in inputs]
 
-    def attach_trace(self, trace: Trace, nodes: Region, values: list[Any]) -> None:
-        nodes.mark(trace, values)
+    def attach_trace(self, trace: Trace, nodes: list[list[Node]], values: list[Any]) -> None:
+        mark(trace, nodes, values)
 
     def exercise(self) -> Exercise:
         return Exercise(_run_tanh, "tanh", "tanh")

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from amanda.backend import TreeSlot, TreeSlots, named_leaves
-from amanda.errors import AmandaError
 from autograd.tracer import getval
 
 
@@ -31,26 +30,16 @@ _SLOTS = TreeSlots(Slot)
 
 def slot_of(value: Any) -> Slot | None:
     """Return the parameter that an array is, in a box or not; None for another value."""
-    array = getval(value)
-    return _SLOTS.get(array) if isinstance(array, np.ndarray) else None
+    return _SLOTS.get(getval(value))
 
 
 def mark_parameters(tree: Any, function: Callable[..., Any] | None = None) -> Any:
     """Make parameters of the arrays in a tree, as if the program differentiated a function; return the tree.
 
     Without a function, new arrays are those of the function whose tree has the same places.
+    Raises AmandaError where several functions have such a tree.
     """
-    arrays = dict(leaves(tree))
-    root = None if function is None else _code_of(function)
-    if function is None and "" not in arrays and not all(map(slot_of, arrays.values())):  # "": one array
-        root, *others = _SLOTS.roots(arrays) or [None]
-        if others:
-            raise AmandaError("several functions have such parameters; use mark_parameters(tree, function)")
-    for path, array in arrays.items():
-        slot = slot_of(array)
-        place = slot or Slot(root, path) if root is None else _SLOTS.at(root, path, slot)
-        if slot is None:
-            _SLOTS[array] = place
+    _SLOTS.put(dict(leaves(tree)), None if function is None else _code_of(function))
     return tree
 
 
