@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary, ref
 import pytest
 
 from amanda import interceptor
-from amanda.backend import BackwardStep, Call, State, Trace
-from amanda.interceptor import Detour, Site, Suspension
+from amanda.backend import BackwardStep, State, Trace
+from amanda.interceptor import Detour, Suspension
 from amanda.testing import DriverTests, FakeDriver, Sample, fake, never
 from amanda.testing._fake_driver import FakeCall, _replaying
 from amanda.testing.fake import Tensor, _autograd, _operators
@@ -106,8 +106,7 @@ class CustomGradientCall(FakeCall):
 class CustomGradientDriver(RecipeDriver):
     """A driver of a framework in which a function may have a gradient of its own."""
 
-    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return CustomGradientCall(self, site, args, kwargs)
+    call_type = CustomGradientCall
 
     def differentiated(
         self,
@@ -194,6 +193,7 @@ class CutCall(FakeCall):
 class CutDriver(RecipeDriver):
     """A driver of a framework whose backward pass is one native call, without hooks and custom gradients."""
 
+    call_type = CutCall
     cuts: ClassVar[WeakValueDictionary[int, Cut]] = WeakValueDictionary()
     numbers: ClassVar[Any] = count()
 
@@ -202,9 +202,6 @@ class CutDriver(RecipeDriver):
         super().introduce()
         for holder in (fake, _autograd):
             holder.run_backward = self.followed(run_backward)  # type: ignore[attr-defined]
-
-    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return CutCall(self, site, args, kwargs)
 
     def storable(self, value: Any) -> Any:
         # What the program was given is a leaf: a trace that held it would keep its cut alive.

@@ -218,6 +218,7 @@ class Saved:
 class EagerOps(TensorOps):
     """Primitives of a framework's calls and tensors, which a driver implements.
 
+    call_type: class of the calls of operators in Python.
     identity_types: types of the values that distinguish ops, such as parameters.
     slot_of: returns the name of the slot in which an object holds a parameter; None where the object does not
     hold the parameter. Another tensor in the same slot, as after offloading, is the same parameter to tools.
@@ -227,6 +228,7 @@ class EagerOps(TensorOps):
     views: links between values and the views that they replaced; None where tensors never share memory.
     """
 
+    call_type: type[SignatureCall] = SignatureCall
     identity_types: tuple[type, ...] = ()
     slot_of: SlotOf | None = None
     reader: interceptor.Reader | None = None
@@ -235,9 +237,9 @@ class EagerOps(TensorOps):
 
     namespace: Any
 
-    @abstractmethod
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order."""
+        """Return the call with its inputs in schema order: of `call_type`, unless a driver overrides it."""
+        return self.call_type(self, site, args, kwargs)
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's result as a list, and a function that puts such a list back into its form.

@@ -53,9 +53,11 @@ class TensorOps(ABC):
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor of the framework."""
 
-    @abstractmethod
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype, rank and device of every tensor among the inputs."""
+        """Return dtype and rank of every tensor among the inputs, and its device where there are several."""
+        return tuple(
+            self.read_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs
+        )
 
     def device_of(self, value: Any) -> str:
         """Name the device of a value, in the framework's words; "" where it is not a tensor or has none."""

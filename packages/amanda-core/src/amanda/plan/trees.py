@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any
 
 from amanda import interceptor
 from amanda.errors import AmandaError
@@ -14,41 +14,41 @@ from amanda.plan.tensors import TensorMap
 class TreeSlot:
     """A parameter: a place in the tree of a model, or in that of an argument of a function.
 
-    root: tells trees apart, such as the class of a model, or the code of a function; "" for any.
+    framework: the name by which tools choose tensors and the store of parameters.
+    root: tells trees apart, such as the class of a model, or the code of a function.
     path: of the place in the tree, "layers.0.kernel".
-    framework: the attribute by which tools choose tensors and the store of parameters.
     tensor: returns the array that was put there last; None once it is dead.
     """
 
-    __slots__ = ("__weakref__", "path", "root", "tensor")
-    framework: ClassVar[str]
+    __slots__ = ("__weakref__", "framework", "path", "root", "tensor")
 
-    def __init__(self, root: Hashable, path: str) -> None:
-        self.root, self.path = root, path
+    def __init__(self, framework: str, root: Hashable, path: str) -> None:
+        self.framework, self.root, self.path = framework, root, path
         self.tensor: Callable[[], Any] = lambda: None
 
     def __repr__(self) -> str:
         return f"<weight {self.path}{f' of {self.root}' if self.root else ''}>"
 
 
-S = TypeVar("S", bound=TreeSlot)
-
-
-class TreeSlots(TensorMap[S]):
+class TreeSlots(TensorMap[TreeSlot]):
     """The slots of a framework: those of arrays that lie in one, and one object for each root and path."""
 
-    def __init__(self, kind: type[S]) -> None:
+    def __init__(self, framework: str) -> None:
         super().__init__()
-        self._kind = kind
-        self._by_root: dict[Hashable, dict[str, S]] = {}
+        self._framework = framework
+        self._by_root: dict[Hashable, dict[str, TreeSlot]] = {}
 
-    def __setitem__(self, tensor: Any, slot: S) -> None:
+    def __setitem__(self, tensor: Any, slot: TreeSlot) -> None:
         super().__setitem__(tensor, slot)
         slot.tensor = weakref.ref(tensor)
 
-    def at(self, root: Hashable, path: str, slot: S | None = None) -> S:
-        """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot."""
-        return self._by_root.setdefault(root, {}).setdefault(path, slot or self._kind(root, path))
+    def at(self, root: Hashable, path: str, slot: TreeSlot | None = None) -> TreeSlot:
+        """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot.
+
+        root: None for a tree that is never met again; each of its slots is new.
+        """
+        slots = {} if root is None else self._by_root.setdefault(root, {})
+        return slots.setdefault(path, slot or TreeSlot(self._framework, root, path))
 
     def put(self, arrays: Mapping[str, Any], root: Hashable = None) -> None:
         """Put arrays into the slots at their paths; an array that lies in a slot stays there.
@@ -65,7 +65,7 @@ class TreeSlots(TensorMap[S]):
             root = next(iter(roots), None)
         for path, array in arrays.items():
             slot = self.get(array)
-            place = (slot or self._kind(root, path)) if root is None else self.at(root, path, slot)
+            place = self.at(root, path, slot)
             if slot is None:
                 self[array] = place
 

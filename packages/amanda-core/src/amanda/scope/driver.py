@@ -168,10 +168,15 @@ def check_private_names(names: Iterable[str], subject: str, framework: str, newe
 
 
 def code_within(function: Any, name: str) -> CodeType:
-    """Return the code of a function that is defined within another; raise DriverError if there is none."""
-    for constant in function.__code__.co_consts:
-        if isinstance(constant, CodeType) and constant.co_name == name:
-            return constant
+    """Return the code of a function that is defined within another, at any depth.
+
+    Raises DriverError if there is none of the name.
+    """
+    codes_within = [function.__code__]
+    for code in codes_within:  # the loop follows the list as it grows
+        if code.co_name == name and code is not function.__code__:
+            return code
+        codes_within += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     raise DriverError(f"{function.__module__}.{function.__qualname__} defines no function {name}")
 
 

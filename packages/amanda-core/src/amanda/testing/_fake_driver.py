@@ -80,12 +80,6 @@ class FakeTensors(TensorOps):
         needs = tuple(self.read_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
         return needs if fake.is_grad_enabled() and "True" in str(needs) else None
 
-    def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype and rank of each tensor."""
-        return tuple(
-            self.read_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs
-        )
-
 
 def _cast_copy(original: Tensor, value: Tensor) -> Tensor:
     """A copy of a value in the type of an original."""
@@ -227,6 +221,7 @@ class FakeDriver(FakeTensors, EagerDriver):
     framework = "amanda.testing.fake"
     modes = ("eager",)
     newest_tested = "1.0"
+    call_type = FakeCall
     identity_types = (fake.Parameter,)
 
     def __init__(self) -> None:
@@ -249,10 +244,6 @@ class FakeDriver(FakeTensors, EagerDriver):
     def exercise(self) -> Exercise:
         """Return a program of one op and its backward op."""
         return Exercise(_run_relu, "relu", "relu")
-
-    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with its inputs in the order of the operator's signature."""
-        return FakeCall(self, site, args, kwargs)
 
     def obstacle(self, site: Site) -> tuple[str, str] | None:
         """Return what keeps a call from being instrumented, and why."""

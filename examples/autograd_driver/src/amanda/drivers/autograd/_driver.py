@@ -20,6 +20,7 @@ from amanda.backend import (
     SignatureCall,
     State,
     Trace,
+    TreeSlot,
     code_within,
     path_among,
     path_of_call,
@@ -30,11 +31,10 @@ from amanda.backend import (
 from amanda.drivers.autograd import _boxes
 from amanda.drivers.autograd._backward import followed, mark
 from amanda.drivers.autograd._boxes import plain
-from amanda.drivers.autograd._slots import Module, Slot, leaves, mark_parameters, slot_of
+from amanda.drivers.autograd._slots import Module, leaves, mark_parameters, slot_of
 from amanda.interceptor import Detour, Site, Suspension
-from autograd import core, differential_operators, tracer
+from autograd import core, differential_operators, tracer, wrap_util
 from autograd.numpy.numpy_boxes import ArrayBox
-from autograd.tracer import Node, getval
 
 _WRITTEN = {"copyto", "fill_diagonal", "place", "put", "put_along_axis", "putmask"}
 """NumPy's functions that write into their first argument and return None."""
@@ -58,10 +58,8 @@ class PrimitiveCall(SignatureCall):
 
     keywords = ("called_by_autograd_dispatcher",)
 
-    def __init__(
-        self, driver: EagerDriver, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        super().__init__(driver, site, args, kwargs, site.op.fun)
+    def __init__(self, driver: EagerDriver, site: Site, *arguments: Any) -> None:
+        super().__init__(driver, site, *arguments, site.op.fun)
         if site.op.__name__ == "concatenate_args":
             # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
             self.names, self.inputs = self.names[::-1], self.inputs[::-1]
@@ -71,6 +69,8 @@ class PrimitiveCall(SignatureCall):
 
 _PRIMITIVE = code_within(tracer.primitive, "f_wrapped")
 _CHECKPOINT = code_within(differential_operators.checkpoint, "wrapped_grad")
+_UNARY = code_within(wrap_util.unary_to_nary, "unary_f")
+"""Code of the functions of one argument that `grad` and others make of those of the program."""
 _recomputing: set[Callable[..., Any]] = set()
 """Functions of checkpoints that run."""
 
@@ -106,9 +106,8 @@ def _noted(trace: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(trace)
     def traced(start_node: Any, fun: Any, x: Any) -> Any:
         function = fun
-        while (code := getattr(function, "__code__", None)) and code.co_name == "unary_f":
-            # `grad` and others make functions of one argument.
-            function = function.__closure__[code.co_freevars.index("fun")].cell_contents
+        while getattr(function, "__code__", None) is _UNARY:
+            function = function.__closure__[_UNARY.co_freevars.index("fun")].cell_contents
         # Arguments of a checkpoint are activations.
         if all(function is not run for run in _recomputing):
             mark_parameters(x, function)
@@ -124,7 +123,8 @@ class AutogradDriver(BoxedTensors, EagerDriver):
     framework = "autograd"
     modes = ("eager",)
     newest_tested = "1.9"
-    identity_types = (Slot,)
+    call_type = PrimitiveCall
+    identity_types = (TreeSlot,)
 
     def attach(self) -> None:
         """Reroute every primitive; follow new primitives, traces and backward passes.
@@ -163,10 +163,7 @@ class AutogradDriver(BoxedTensors, EagerDriver):
         return lambda *args, **kwargs: choice()(*args, **kwargs)
 
     def _operator(self, primitive: Any, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that calls a primitive as an operator.
-
-        Its parameters enter the id of the op. They lie in boxes, where the interceptor does not see them.
-        """
+        """Return a function that calls a primitive as an operator, whose id its parameters enter."""
 
         def invoke(*args: Any, **kwargs: Any) -> Any:
             # For each trace that has boxes among the arguments the primitive calls itself without them.
@@ -174,10 +171,8 @@ class AutogradDriver(BoxedTensors, EagerDriver):
                 return original(*args, **kwargs)
 
         key = f"{getattr(primitive.fun, '__module__', '')}.{primitive.__name__}"
+        # Parameters lie in boxes, where the interceptor does not see them.
         return with_slots(Detour(self.site(without_slots(invoke), primitive, key)), slot_of)
-
-    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return PrimitiveCall(self, site, args, kwargs)
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         with Suspension():
@@ -202,10 +197,7 @@ class AutogradDriver(BoxedTensors, EagerDriver):
 
     def version(self, value: Any) -> Any:
         # NumPy counts no writes.
-        return self.read_each(value, lambda array: hash(getval(array).tobytes()))
-
-    def signature(self, inputs: Sequence[Any]) -> Hashable:
-        return tuple(self.read_each(value, lambda array: (array.dtype, array.ndim)) for value in inputs)
+        return self.read_each(value, lambda array: hash(plain(array).tobytes()))
 
     def straight_through(self, original: Any, value: Any) -> Any:
         with Suspension():
@@ -221,13 +213,13 @@ class AutogradDriver(BoxedTensors, EagerDriver):
         needs = tuple(len(list(_boxes.nodes(value))) for value in inputs)
         return needs if any(needs) else None
 
-    def tracing(self) -> nullcontext[list[list[Node]]]:
+    def tracing(self) -> nullcontext[list[Any]]:
         return nullcontext([])
 
     def begin(self, nodes: Any, inputs: Sequence[Any]) -> None:
         nodes.enter_result[:] = [list(_boxes.nodes(value)) for value in inputs]
 
-    def attach_trace(self, trace: Trace, nodes: list[list[Node]], values: list[Any]) -> None:
+    def attach_trace(self, trace: Trace, nodes: list[Any], values: list[Any]) -> None:
         mark(trace, nodes, values)
 
     def exercise(self) -> Exercise:

@@ -17,18 +17,10 @@ import numpy as np
 from amanda.backend import TreeSlot, TreeSlots, named_leaves
 from autograd.tracer import getval
 
-
-class Slot(TreeSlot):
-    """A parameter, which is one array after another."""
-
-    __slots__ = ()
-    framework = "autograd"
+_SLOTS = TreeSlots("autograd")
 
 
-_SLOTS = TreeSlots(Slot)
-
-
-def slot_of(value: Any) -> Slot | None:
+def slot_of(value: Any) -> TreeSlot | None:
     """Return the parameter that an array is, in a box or not; None for another value."""
     return _SLOTS.get(getval(value))
 

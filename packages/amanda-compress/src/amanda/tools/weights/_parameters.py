@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
 from amanda import interceptor
-from amanda.backend import ParameterSlot
+from amanda.backend import ParameterSlot, TreeSlot
 from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do, to_numpy
@@ -59,7 +59,7 @@ class StoredParameter:
     """A parameter of a model that can be read and written, wherever its values are.
 
     identity: the number or name by which tools know it, see `ParameterStore.identity`.
-    This class serves libraries whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
+    This class serves NumPy, and libraries whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
     """
 
     def __init__(self, identity: Any, parameter: Any) -> None:
@@ -71,6 +71,9 @@ class StoredParameter:
 
     def write(self, values: Any) -> None:
         """Write values into the whole parameter."""
+        if isinstance(self._parameter, np.ndarray):
+            self._parameter[...] = values
+            return
         do("assign", self._parameter, values, like=self._parameter)
 
     def change(self, update: ValueUpdate, part: Any = None, undo: Undo | None = None) -> None:
@@ -128,7 +131,7 @@ class ParameterStore:
 
     def read(self, parameter: Any, part: Any) -> Any:
         """Return the present values of a part."""
-        return parameter
+        return parameter.tensor() if isinstance(parameter, TreeSlot) else parameter
 
     def overlaps(self, part: Any, other_part: Any, whole: Any) -> bool:
         """Return True if two parts have elements in common."""

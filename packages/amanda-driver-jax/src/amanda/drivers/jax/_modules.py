@@ -263,21 +263,14 @@ CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
 """Primitives whose result is the same weight, in another element type."""
 
 
-class WeightSlot(TreeSlot):
-    """The slot of a weight in a model, or in the arguments of a function.
+_SLOTS = TreeSlots("jax")
+"""Slots of weights, also by arrays or symbols into which a weight is converted.
 
-    root: class of the model, with its number unless it is the first of its class; "" for arguments.
-    """
-
-    __slots__ = ()
-    framework = "jax"
+Their root is the class of the model, with its number unless it is the first; "" for arguments of a function.
+"""
 
 
-_SLOTS = TreeSlots(WeightSlot)
-"""Slots of weights, also by arrays or symbols into which a weight is converted."""
-
-
-class WeightStack(WeightSlot):
+class WeightStack(TreeSlot):
     """A slot with several weights in one array: each slice of the array is a weight.
 
     axes: of the array, along which it is sliced, the outermost first.  extents: of these axes.
@@ -285,8 +278,8 @@ class WeightStack(WeightSlot):
 
     __slots__ = ("axes", "extents")
 
-    def __init__(self, whole: WeightSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> None:
-        super().__init__(whole.root, whole.path)
+    def __init__(self, whole: TreeSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> None:
+        super().__init__(whole.framework, whole.root, whole.path)
         self.extents, self.axes = extents, axes
 
     def parts(self) -> "list[WeightSlice]":
@@ -299,13 +292,14 @@ class WeightStack(WeightSlot):
         return None if numbers is None else part_of(self, numbers)
 
 
-class WeightSlice(WeightSlot):
+class WeightSlice(TreeSlot):
     """The slot of one slice of a stack: "layers.kernel[0]"."""
 
     __slots__ = ("numbers", "stack")
 
     def __init__(self, stack: WeightStack, numbers: tuple[int, ...]) -> None:
-        super().__init__(stack.root, stack.path + "".join(f"[{number}]" for number in numbers))
+        path = stack.path + "".join(f"[{number}]" for number in numbers)
+        super().__init__(stack.framework, stack.root, path)
         self.stack, self.numbers = stack, numbers
 
     def place(self) -> tuple[Any, ...]:
@@ -322,7 +316,7 @@ class WeightSlice(WeightSlot):
 
 
 @cache
-def stack_of(whole: WeightSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> WeightStack:
+def stack_of(whole: TreeSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> WeightStack:
     """Return the stack in a slot; there is one object for each."""
     return WeightStack(whole, extents, axes)
 
@@ -341,7 +335,7 @@ def follow_conversion(value: Any, result: Any, subjects: Sequence[ModulePlace]) 
         copy_slice(result, value)
 
 
-def variable_of(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | None:
+def variable_of(value: Any, subjects: Sequence[ModulePlace]) -> TreeSlot | None:
     """Return the slot of an array of the model that is called; None for other arrays.
 
     Outside of models, leaves of a function's arguments have slots.  An array of which a scan reads a slice
@@ -372,7 +366,7 @@ def stacks_of(values: Sequence[Any], subjects: Sequence[ModulePlace]) -> dict[We
     return stacks
 
 
-def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | None:
+def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> TreeSlot | None:
     """Return the slot of a whole array, also of a weight in another element type."""
     value = ORIGINALS.of(value)
     weight = _SLOTS.get(value)
