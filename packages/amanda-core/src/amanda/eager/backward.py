@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from amanda import interceptor
 from amanda.eager.program import program_on_values
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _NO_ACTIONS = Actions()
+Pass = TypeVar("Pass", bound="BackwardPass")
 
 
 def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeStep | None:
@@ -327,7 +327,7 @@ class BackwardStep:
         raise self._facts.explain(error, action)
 
 
-class BackwardPass(AbstractContextManager["BackwardPass"]):
+class BackwardPass:
     """One backward pass: the steps at its backward ops, and its end.
 
     At its end the executions whose backward ops are all analysed are finished, and ids outside of modules
@@ -343,6 +343,9 @@ class BackwardPass(AbstractContextManager["BackwardPass"]):
         """Return the step at a backward op of an execution; see `BackwardStep`."""
         self._traces[id(trace)] = trace
         return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
+
+    def __enter__(self: Pass) -> Pass:
+        return self
 
     def __exit__(self, *_: object) -> None:
         interceptor.reset_root()

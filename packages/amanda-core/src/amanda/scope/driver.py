@@ -172,7 +172,7 @@ def code_within(function: Any, name: str) -> CodeType:
 
     Raises DriverError if there is none of the name.
     """
-    codes_within = [function.__code__]
+    codes_within: list[CodeType] = [function.__code__]
     for code in codes_within:  # the loop follows the list as it grows
         if code.co_name == name and code is not function.__code__:
             return code

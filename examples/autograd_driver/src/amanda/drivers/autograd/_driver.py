@@ -58,8 +58,8 @@ class PrimitiveCall(SignatureCall):
 
     keywords = ("called_by_autograd_dispatcher",)
 
-    def __init__(self, driver: EagerDriver, site: Site, *arguments: Any) -> None:
-        super().__init__(driver, site, *arguments, site.op.fun)
+    def __init__(self, driver: EagerDriver, site: Site, args: Any, kwargs: Any) -> None:
+        super().__init__(driver, site, args, kwargs, site.op.fun)
         if site.op.__name__ == "concatenate_args":
             # `concatenate_args(axis, *args)` is `concatenate(arrays, axis)` to programs.
             self.names, self.inputs = self.names[::-1], self.inputs[::-1]

@@ -7,7 +7,7 @@ array in the same place is the same parameter to tools.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import unwrap
 from typing import Any
@@ -35,7 +35,7 @@ def mark_parameters(tree: Any, function: Callable[..., Any] | None = None) -> An
     return tree
 
 
-def _code_of(function: Any) -> Hashable:
+def _code_of(function: Any) -> Any:
     """Return what stays of a function that a program makes anew in each step: its code, or its class."""
     while isinstance(function, partial):
         function = function.func
