@@ -59,9 +59,8 @@ class TreeSlots(TensorMap[TreeSlot]):
         if root is None and "" not in arrays and not all(map(self.get, arrays.values())):  # "": no tree
             roots = [root for root, slots in self._by_root.items() if slots.keys() == arrays.keys()]
             if len(roots) > 1:
-                raise AmandaError(
-                    f"there are parameters with these paths of {' and of '.join(map(str, roots))}"
-                )
+                names = " and ".join(map(str, roots))
+                raise AmandaError(f"several trees have such parameters, those of {names}; name the one")
             root = next(iter(roots), None)
         for path, array in arrays.items():
             slot = self.get(array)
