@@ -45,7 +45,7 @@ class TreeSlots(TensorMap[TreeSlot]):
     def at(self, root: Hashable, path: str, slot: TreeSlot | None = None) -> TreeSlot:
         """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot.
 
-        root: None for a tree that is never met again; each of its slots is new.
+        root: None for a tree that resembles no other; each of its slots is new.
         """
         slots = {} if root is None else self._by_root.setdefault(root, {})
         return slots.setdefault(path, slot or TreeSlot(self._framework, root, path))
@@ -72,7 +72,7 @@ class TreeSlots(TensorMap[TreeSlot]):
 def with_slots(detour: Callable[..., Any], slot_of: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return a function that calls a detour with the slots of the arguments before these.
 
-    Slots enter the ids of ops so, where the interceptor does not see parameters among the arguments.
+    So slots enter the ids of ops where the interceptor does not see parameters among the arguments.
     The detour's site is that of `without_slots`; `SignatureCall` takes the slots away.
     """
 

@@ -114,7 +114,10 @@ class ParameterStore:
         return None
 
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
-        """Return the identity of a parameter, and the part that a weight is of it; None if unknown."""
+        """Return the identity of a parameter, and the part that a weight is of it; None if unknown.
+
+        The base returns None for the part, which is all of the parameter.
+        """
         return self.identity(parameter), None
 
     def whole(self, parameter: Any) -> Any:
