@@ -238,7 +238,10 @@ class EagerOps(TensorOps):
     namespace: Any
 
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order: of `call_type`, unless a driver overrides it."""
+        """Return the call with its inputs in schema order.
+
+        The base returns a call of `call_type`.
+        """
         return self.call_type(self, site, args, kwargs)
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from amanda import interceptor
@@ -15,14 +15,14 @@ class TreeSlot:
     """A parameter: a place in the tree of a model, or in that of an argument of a function.
 
     framework: the name by which tools choose tensors and the store of parameters.
-    root: tells trees apart, such as the class of a model, or the code of a function.
+    root: name of what tells trees apart, such as the class of a model, or the code of a function.
     path: of the place in the tree, "layers.0.kernel".
     tensor: returns the array that was put there last; None once it is dead.
     """
 
     __slots__ = ("__weakref__", "framework", "path", "root", "tensor")
 
-    def __init__(self, framework: str, root: Hashable, path: str) -> None:
+    def __init__(self, framework: str, root: str, path: str) -> None:
         self.framework, self.root, self.path = framework, root, path
         self.tensor: Callable[[], Any] = lambda: None
 
@@ -36,32 +36,37 @@ class TreeSlots(TensorMap[TreeSlot]):
     def __init__(self, framework: str) -> None:
         super().__init__()
         self._framework = framework
-        self._by_root: dict[Hashable, dict[str, TreeSlot]] = {}
+        # A root that is an object, such as code, is held weakly: a later one may have the same paths.
+        self._by_object: weakref.WeakKeyDictionary[Any, dict[str, TreeSlot]] = weakref.WeakKeyDictionary()
+        self._by_name: dict[str, dict[str, TreeSlot]] = {}
 
     def __setitem__(self, tensor: Any, slot: TreeSlot) -> None:
         super().__setitem__(tensor, slot)
         slot.tensor = weakref.ref(tensor)
 
-    def at(self, root: Hashable, path: str, slot: TreeSlot | None = None) -> TreeSlot:
+    def at(self, root: Any, path: str, slot: TreeSlot | None = None) -> TreeSlot:
         """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot.
 
         root: None for a tree that resembles no other; each of its slots is new.
         """
-        slots = {} if root is None else self._by_root.setdefault(root, {})
-        return slots.setdefault(path, slot or TreeSlot(self._framework, root, path))
+        by_root: Any = self._by_name if isinstance(root, str) else self._by_object
+        slots: dict[str, TreeSlot] = {} if root is None else by_root.setdefault(root, {})
+        name = "" if root is None else str(root)
+        return slots.setdefault(path, slot or TreeSlot(self._framework, name, path))
 
-    def put(self, arrays: Mapping[str, Any], root: Hashable = None) -> None:
+    def put(self, arrays: Mapping[str, Any], root: Any = None) -> None:
         """Put arrays into the slots at their paths; an array that lies in a slot stays there.
 
         root: None for that whose slots have the same paths; where no root has them, the slots are new.
-        Raises AmandaError if several roots have them.
+        Raises AmandaError if several roots have them, and not the same slots there.
         """
         if root is None and "" not in arrays and not all(map(self.get, arrays.values())):  # "": no tree
-            roots = [root for root, slots in self._by_root.items() if slots.keys() == arrays.keys()]
-            if len(roots) > 1:
-                names = " and ".join(map(str, roots))
+            by_root = [*self._by_name.items(), *self._by_object.items()]
+            candidates = [(root, slots) for root, slots in by_root if slots.keys() == arrays.keys()]
+            if any(slots != candidates[0][1] for _, slots in candidates):
+                names = " and ".join(str(root) for root, _ in candidates)
                 raise AmandaError(f"several trees have such parameters, those of {names}; name the one")
-            root = next(iter(roots), None)
+            root = candidates[0][0] if candidates else None
         for path, array in arrays.items():
             slot = self.get(array)
             place = self.at(root, path, slot)
