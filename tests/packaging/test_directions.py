@@ -40,6 +40,8 @@ OWN = {
 }
 
 
+EXAMPLE = "../examples/autograd_driver"
+"""A driver as others write one, of a functional framework with operators in Python."""
 TOOLS = ("amanda-tools", "amanda-compress", "amanda-labs")
 """From the bottom up: each imports those before it."""
 
@@ -115,7 +117,7 @@ def test_an_ordinary_driver_needs_no_second_tier(distribution: str) -> None:
 
 
 def test_every_name_that_the_core_offers_to_drivers_is_used_by_one() -> None:
-    used = {name for distribution in OWN for name in from_the_core(distribution)}
+    used = {name for distribution in (*OWN, EXAMPLE) for name in from_the_core(distribution)}
     offered = {f"amanda.backend.{name}" for name in amanda.backend.__all__} | second_tier()
     # A driver states the number that it was written for, which this one may have left behind.
     assert sorted(offered - used) == ["amanda.backend.DRIVER_API"]

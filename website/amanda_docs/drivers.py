@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from amanda.backend import (
+    BackwardPass,
     BackwardStep,
     Call,
     EagerDriver,
@@ -20,6 +21,8 @@ from amanda.backend import (
     Recomputation,
     State,
     Trace,
+    TreeSlot,
+    TreeSlots,
 )
 from amanda.testing._ladder import CAPABILITIES, member_summary
 from amanda.testing._suite import RUNGS
@@ -35,7 +38,10 @@ OVERRIDDEN: dict[str, tuple[type, str]] = {
 
 HANDED: dict[str, type] = {
     "An execution, for its backward ops": Trace,
+    "A backward pass": BackwardPass,
     "A backward op in a backward pass": BackwardStep,
+    "A parameter of a functional framework": TreeSlot,
+    "The parameters of a functional framework": TreeSlots,
     "The state of a thread": State,
     "Changes to the framework": Patches,
     "A part of the program that runs again": Recomputation,
@@ -115,7 +121,7 @@ def default(kind: type, name: str) -> str:
         return "required"
     if isinstance(value, (types.FunctionType, property, functools.cached_property)):
         return _body(value)
-    return f"`{value!r}`"
+    return f"`{value.__name__ if isinstance(value, type) else repr(value)}`"
 
 
 def _body(value: Any) -> str:

@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary, ref
 import pytest
 
 from amanda import interceptor
-from amanda.backend import BackwardStep, Call, State, Trace
-from amanda.interceptor import Detour, Site, Suspension
+from amanda.backend import BackwardStep, State, Trace
+from amanda.interceptor import Detour, Suspension
 from amanda.testing import DriverTests, FakeDriver, Sample, fake, never
 from amanda.testing._fake_driver import FakeCall, _replaying
 from amanda.testing.fake import Tensor, _autograd, _operators
@@ -84,8 +84,6 @@ def differentiable(function: Callable[[list[Any]], list[Tensor]], inputs: list[A
 class CustomGradientCall(FakeCall):
     """A call whose op has a gradient that the driver gives, where a tool may have work at it."""
 
-    driver: ClassVar[Any] = None
-
     def invoke(self, inputs: list[Any]) -> Any:
         execution = getattr(Execution.current, "execution", None)
         if execution is None or self.written_positions or self.op.__name__ in ("item", "cat"):
@@ -108,10 +106,7 @@ class CustomGradientCall(FakeCall):
 class CustomGradientDriver(RecipeDriver):
     """A driver of a framework in which a function may have a gradient of its own."""
 
-    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        call = CustomGradientCall(site, args, kwargs)
-        call.driver = self  # type: ignore[misc]
-        return call
+    call_type = CustomGradientCall
 
     def differentiated(
         self,
@@ -128,8 +123,7 @@ class CustomGradientDriver(RecipeDriver):
         with Suspension():
             entering = step.run_before(list(grad_outputs))
             leaving = step.run_after(gradients(outputs, leaves, entering), entering)
-        if not trace.unanalysed_ids:
-            self.mark_backward_analysed(trace)
+        self.mark_backward_analysed(trace)
         return leaving
 
 
@@ -199,6 +193,7 @@ class CutCall(FakeCall):
 class CutDriver(RecipeDriver):
     """A driver of a framework whose backward pass is one native call, without hooks and custom gradients."""
 
+    call_type = CutCall
     cuts: ClassVar[WeakValueDictionary[int, Cut]] = WeakValueDictionary()
     numbers: ClassVar[Any] = count()
 
@@ -207,9 +202,6 @@ class CutDriver(RecipeDriver):
         super().register_framework()
         for holder in (fake, _autograd):
             holder.run_backward = self.followed(run_backward)  # type: ignore[attr-defined]
-
-    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        return CutCall(site, args, kwargs)
 
     def detach_value(self, value: Any) -> Any:
         # What the program was given is a leaf: a trace that held it would keep its cut alive.
@@ -240,8 +232,7 @@ class CutDriver(RecipeDriver):
             with Suspension():
                 entering = step.run_before(grad_outputs)
                 grad_inputs = step.run_after(gradients(cut.results, cut.leaves, entering), entering)
-            if not trace.unanalysed_ids:
-                self.mark_backward_analysed(trace)
+            self.mark_backward_analysed(trace)
         for value, grad in zip(cut.inputs, grad_inputs, strict=True):
             if isinstance(value, Tensor) and value.requires_grad and grad is not None:
                 run_backward([value], [grad])

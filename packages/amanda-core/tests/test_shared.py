@@ -15,8 +15,10 @@ from amanda.backend import (
     ImmutableTensorOps,
     Operation,
     Patches,
+    SignatureCall,
     TensorMap,
     check_private_names,
+    code_within,
     complex_error,
     digest,
     dtype_error,
@@ -197,3 +199,40 @@ def test_a_tensor_that_nothing_writes_into_refuses_a_value() -> None:
         value,
         value,
     )
+
+
+def test_code_within_a_function_is_found_at_any_depth() -> None:
+    def enclosing() -> Any:
+        def middle() -> Any:
+            def inner() -> None:
+                """Return None."""
+
+            return inner
+
+        return middle
+
+    assert code_within(enclosing, "inner") is enclosing()().__code__
+    with pytest.raises(DriverError, match=r"enclosing defines no function outer"):
+        code_within(enclosing, "outer")
+
+
+def test_a_call_keeps_the_form_of_its_arguments() -> None:
+    forms: list[Any] = []
+
+    def operator(x: Any, /, y: Any = 0, *rest: Any, axis: Any = None, out: Any = None, **more: Any) -> None:
+        """Take arguments of each kind."""
+
+    class FrameworkCall(SignatureCall):
+        keywords = ("flag",)
+
+    driver = FakeDriver()
+    site = driver.site(lambda *args, **kwargs: forms.append((args, kwargs)), operator, "operator")
+    kwargs = {"axis": 1, "flag": True, "name": "n"}
+    call = FrameworkCall(driver, site, (fake.tensor([1.0]), 2, 3), kwargs, operator)
+    assert list(call.names) == ["x", "y", "rest", "axis", "more"]
+    assert call.attributes() == {"y": 2, "rest": (3,), "axis": 1, "more": {"name": "n"}}
+    call.invoke(["new", 4, (5, 6), 7, {"name": "other"}])
+    assert forms == [(("new", 4, 5, 6), {"axis": 7, "flag": True, "name": "other"})]
+    assert not call.target_positions
+    written = SignatureCall(driver, site, (1,), {"out": fake.tensor([1.0])}, operator)
+    assert (written.written_positions, written.target_positions) == ([1], [1])

@@ -557,11 +557,13 @@ def test_gauges_of_opentelemetry_have_the_last_numbers() -> None:
 def test_a_tool_in_an_open_scope_is_refused() -> None:
     tool = FlopsTool()
     live = LiveTool(tool, MemoryWriter())
-    with pytest.raises(
-        LiveError, match=r"this FlopsTool is in an open scope already; .* another FlopsTool\(\)"
+    with (
+        pytest.raises(
+            LiveError, match=r"this FlopsTool is in an open scope already; .* another FlopsTool\(\)"
+        ),
+        amanda.apply(tool, live),
     ):
-        with amanda.apply(tool, live):
-            pass
+        pass
     with amanda.apply(tool), pytest.raises(LiveError), amanda.apply(live):
         pass
     with amanda.apply(live):

@@ -1,7 +1,6 @@
 """The fake framework's ops in the words of StandardMapping, its arithmetic, and where its parameters are."""
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -65,9 +64,6 @@ register_function("amanda", "transpose", _transpose)
 class FakeParameters(ParameterStore):
     """Parameters of the fake framework's modules, which ops read as a whole."""
 
-    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
-        return self.identity(parameter), None
-
     def read(self, parameter: Any, part: Any) -> Any:
         return parameter.detach()
 
@@ -84,9 +80,5 @@ class FakeParameter(StoredParameter):
     def read(self) -> Any:
         return FakeTensors().to_numpy(self._parameter)
 
-    def change(self, update: Callable[[Any], Any], part: Any = None, undo: Any = None) -> None:
-        old = self._parameter.detach()
-        new = update(old)
-        if undo is not None:
-            undo.append(partial(self._parameter.assign, old))
-        self._parameter.assign(FakeTensors().cast(FakeTensors().copy(new), old))
+    def write(self, values: Any) -> None:
+        self._parameter.assign(FakeTensors().cast(values, self._parameter))

@@ -8,8 +8,8 @@ graphs first, of `GraphDriver`; a file that holds a model, of `Artefact`, in the
 from __future__ import annotations
 
 from amanda.action import Action
-from amanda.eager.backward import BackwardStep
-from amanda.eager.call import Call, Trace
+from amanda.eager.backward import BackwardPass, BackwardStep
+from amanda.eager.call import Call, SignatureCall, Trace
 from amanda.eager.driver import EagerDriver
 from amanda.export.artefacts import Artefact
 from amanda.export.inlining import Inlining
@@ -27,6 +27,7 @@ from amanda.plan.lifetime import ParameterSlot
 from amanda.plan.observers import Executions, Observed
 from amanda.plan.routine import annotate_failure, match_results, selected_values
 from amanda.plan.tensors import (
+    BoxedTensors,
     ImmutableTensorOps,
     TensorMap,
     TensorOps,
@@ -34,7 +35,8 @@ from amanda.plan.tensors import (
     dtype_error,
     shape_error,
 )
-from amanda.scope.driver import DRIVER_API, Driver, SelfTestProgram, check_private_names
+from amanda.plan.trees import TreeSlot, TreeSlots, named_leaves, path_among, with_slots, without_slots
+from amanda.scope.driver import DRIVER_API, Driver, SelfTestProgram, check_private_names, code_within
 from amanda.scope.replay import Recomputation, bind_to_current_place, recomputable
 from amanda.scope.report import hide_ops, report_unseen
 from amanda.scope.state import State
@@ -43,7 +45,9 @@ __all__ = [
     "DRIVER_API",
     "Action",
     "Artefact",
+    "BackwardPass",
     "BackwardStep",
+    "BoxedTensors",
     "Call",
     "CannotInstrument",
     "Driver",
@@ -68,14 +72,18 @@ __all__ = [
     "Rewriting",
     "SelfTestProgram",
     "Side",
+    "SignatureCall",
     "State",
     "TensorMap",
     "TensorOps",
     "Trace",
+    "TreeSlot",
+    "TreeSlots",
     "Value",
     "annotate_failure",
     "bind_to_current_place",
     "check_private_names",
+    "code_within",
     "complex_error",
     "digest",
     "dtype_error",
@@ -83,6 +91,8 @@ __all__ = [
     "lazy_getattr",
     "match_results",
     "missing_names",
+    "named_leaves",
+    "path_among",
     "path_of_call",
     "place_by_path",
     "recomputable",
@@ -91,4 +101,6 @@ __all__ = [
     "shape_error",
     "type_as_path",
     "when_imported",
+    "with_slots",
+    "without_slots",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from amanda import interceptor
 from amanda.eager.program import program_on_values
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 
 _NO_ACTIONS = Actions()
+Pass = TypeVar("Pass", bound="BackwardPass")
 
 
 def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeHooks | None:
@@ -324,6 +325,32 @@ class BackwardStep:
             f"which {len(required_positions)} are wanted (positions {required_positions})"
         )
         raise self._facts.annotate_error(error, action)
+
+
+class BackwardPass:
+    """One backward pass: the steps at its backward ops, and its end.
+
+    At its end the executions whose backward ops are all analysed are finished, and ids outside of modules
+    count anew, as a new step of the program begins.
+    """
+
+    def __init__(self, driver: EagerDriver, state: State) -> None:
+        """state: the state at the start of the pass."""
+        self._driver, self._state = driver, state
+        self._traces: dict[int, Trace] = {}
+
+    def step(self, trace: Trace, op: Any, place: int, replaceable: bool = True) -> BackwardStep:
+        """Return the step at a backward op of an execution; see `BackwardStep`."""
+        self._traces[id(trace)] = trace
+        return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
+
+    def __enter__(self: Pass) -> Pass:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        interceptor.reset_root()
+        for trace in self._traces.values():
+            self._driver.mark_backward_analysed(trace)
 
 
 def _with_their_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from amanda.plan.facts import OpFacts
 from amanda.plan.tensors import TensorOps, spread
+from amanda.plan.trees import TreeSlot
 
 if TYPE_CHECKING:
     from amanda import interceptor
@@ -29,6 +32,7 @@ class Call(ABC):
     written_positions: positions of the inputs that the op writes into.
     target_positions: positions of the inputs that the op writes and returns: `self` of an in-place op,
     `out=`.
+    slots: slots of parameters, see `with_slots`.
     """
 
     __slots__ = ("inputs", "names", "op", "target_positions", "written_positions")
@@ -38,6 +42,7 @@ class Call(ABC):
     names: Sequence[str]
     written_positions: Sequence[int]
     target_positions: Sequence[int]
+    slots: Sequence[TreeSlot] = ()
 
     @abstractmethod
     def invoke(self, inputs: list[Any]) -> Any:
@@ -135,6 +140,64 @@ class Call(ABC):
         return str(getattr(self.op, "__name__", self.op))
 
 
+class SignatureCall(Call):
+    """A call of an operator in Python, whose inputs are in the order of its signature.
+
+    driver: the driver, which knows tensors.  site: the operator.
+    keywords: names of arguments that the framework adds to a call, and that are no inputs.
+    """
+
+    keywords: ClassVar[Sequence[str]] = ()
+
+    def __init__(
+        self,
+        driver: TensorOps,
+        site: interceptor.Site,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        function: Callable[..., Any] | None = None,
+    ) -> None:
+        """function: has the signature; the site's original where none is given."""
+        self.slots = [value for value in args if isinstance(value, TreeSlot)]
+        args = args[len(self.slots) :]
+        self.driver, self.op, self._site, self._arguments = driver, site.op, site, (args, kwargs)
+        self._signature = _signature(function or site.original)
+        named = {name: value for name, value in kwargs.items() if name not in self.keywords}
+        arguments = self._signature.bind(*args, **named).arguments
+        self.names, self.inputs = list(arguments), list(arguments.values())
+        out_positions = [self.names.index("out")] if arguments.get("out") is not None else []
+        self.written_positions = self.target_positions = out_positions
+
+    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
+        """Return the positions of what the operator has written and not returned."""
+        return [i for i in self.written_positions if i not in self.target_positions]
+
+    def invoke(self, inputs: list[Any]) -> Any:
+        """Run the operator, with each argument by position or by keyword as the program has it."""
+        if inputs is self.inputs:
+            return self._site.invoke(*self._arguments)
+        values = dict(zip(self.names, inputs, strict=True))
+        args, kwargs = [], dict(self._arguments[1])
+        for name, parameter in self._signature.parameters.items():
+            if name in kwargs:
+                kwargs[name] = values[name]
+            elif parameter.kind is parameter.VAR_POSITIONAL:
+                args += values.get(name, ())
+            elif parameter.kind is parameter.VAR_KEYWORD:
+                kwargs |= values.get(name, {})
+            elif name in values:
+                args.append(values[name])
+        return self._site.invoke(tuple(args), kwargs)
+
+    def attributes(self) -> dict[str, Any]:
+        """Return the arguments that are no tensors and no lists of tensors, by name."""
+        named = zip(self.names, self.inputs, strict=True)
+        return {name: value for name, value in named if self.driver.read_each(value, id) is None}
+
+
+_signature = lru_cache(4096)(inspect.signature)
+
+
 def _single_value(values: list[Any]) -> Any:
     return values[0]
 
@@ -157,6 +220,7 @@ class SavedTensors:
 class EagerOps(TensorOps):
     """Primitives of a framework's calls and tensors, which a driver implements.
 
+    call_type: class of the calls of operators in Python.
     identity_types: types of the values that distinguish ops, such as parameters.
     slot_of: returns the name of the slot in which an object holds a parameter; None where the object does not
     hold the parameter. Another tensor in the same slot, as after offloading, is the same parameter to tools.
@@ -166,6 +230,7 @@ class EagerOps(TensorOps):
     views: links between values and the views that they replaced; None where tensors never share memory.
     """
 
+    call_type: type[SignatureCall] = SignatureCall
     identity_types: tuple[type, ...] = ()
     slot_of: SlotOf | None = None
     reader: interceptor.Reader | None = None
@@ -174,9 +239,12 @@ class EagerOps(TensorOps):
 
     namespace: Any
 
-    @abstractmethod
     def bind(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order."""
+        """Return the call with its inputs in schema order.
+
+        The base returns a call of `call_type`.
+        """
+        return self.call_type(self, site, args, kwargs)
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return an op's result as a list, and a function that puts such a list back into its form.

@@ -423,9 +423,10 @@ class EagerDriver(EagerOps, Driver):
     def identity_values(self, call: Call) -> list[Any]:
         """Return the values that distinguish the call's op; its plan is dropped when any of these dies.
 
-        They are those of `identity_types` among the inputs, unless a driver overrides it.
+        They are the slots, and those of `identity_types` among the inputs, unless a driver overrides it.
         """
-        return [value for value in spread(call.inputs) if isinstance(value, self.identity_types)]
+        parameters = (value for value in spread(call.inputs) if isinstance(value, self.identity_types))
+        return [*call.slots, *parameters]
 
     def _store_call_cache(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
         """Put the stack's plans of an op into the interceptor's table; None for an op without work.
@@ -448,11 +449,12 @@ class EagerDriver(EagerOps, Driver):
         return self.views is not None and self.views.watches_writes and op_id in stack.writing_ops
 
     def mark_backward_analysed(self, trace: Trace, may_run_again: bool = True) -> None:
-        """Mark the backward ops of an execution as analysed.
+        """Mark the backward ops of an execution as analysed, unless the analysis of some is due.
 
         may_run_again: whether another backward pass may run these ops.
         """
-        trace.mark_backward_analysed(may_run_again)
+        if not trace.unanalysed_ids:
+            trace.mark_backward_analysed(may_run_again)
 
     def before_detach(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced; report the others."""

@@ -106,6 +106,23 @@ class Patches:
         call = vars(kind)["__call__"]
         self.set(kind, "__call__", Enclosure(call) if place is None else Enclosure(call, place))
 
+    def reroute(self, function: types.FunctionType, stand_in_of: Callable[[Any], Callable[..., Any]]) -> None:
+        """Lead the calls of a Python function to a stand-in until `restore`, wherever the program has it.
+
+        The function gets other code, and stays the object that it is in closures and tables.
+        stand_in_of: returns the stand-in, for a function with the original code.
+        """
+        code = function.__code__
+        original = types.FunctionType(
+            code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+        )
+        original.__kwdefaults__ = function.__kwdefaults__
+        call, stand_in = _calling_code(code.co_freevars), stand_in_of(original)
+        constants = tuple(stand_in if constant == _STAND_IN else constant for constant in call.co_consts)
+        # Recorded first, since an interrupt may come between setting and recording.
+        self.on_restore(functools.partial(setattr, function, "__code__", code))
+        function.__code__ = call.replace(co_consts=constants)
+
     def on_new_subclass(self, base: Any, change: Callable[[type], object]) -> None:
         """Call `change` with each subclass, at any depth, that a program makes of a class until `restore`."""
         hook: Any = vars(base).get("__init_subclass__")
@@ -164,6 +181,26 @@ class Patches:
 
 _outlived_stand_ins: weakref.WeakValueDictionary[tuple[Any, str], Any] = weakref.WeakValueDictionary()
 """Stand-ins in whose place the program has put something, by holder and name."""
+
+
+_STAND_IN = 0.5
+"""Constant of code in whose place a stand-in is put."""
+
+
+@functools.cache
+def _calling_code(free_variables: Sequence[str]) -> types.CodeType:
+    """Return code that calls the constant `_STAND_IN`, for a function with these free variables."""
+    # Compiled and not only renamed: a reader of a frame's variables trusts that code has made its cells.
+    source = f"""
+def enclosing({", ".join(free_variables)}):
+    def call(*call_args, **call_kwargs):
+        {"nonlocal" * bool(free_variables)} {", ".join(free_variables)}
+        return ({_STAND_IN}).__call__(*call_args, **call_kwargs)
+"""
+    code = compile(source, __file__, "exec")
+    for _ in range(2):
+        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return code
 
 
 def _leads_to(function: Any, stand_in: Any) -> bool:

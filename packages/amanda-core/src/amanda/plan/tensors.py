@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from math import prod
@@ -53,17 +53,27 @@ class TensorOps(ABC):
     def is_tensor(self, value: Any) -> bool:
         """Return True for a tensor of the framework."""
 
-    @abstractmethod
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype, rank and device of every tensor among the inputs."""
+        """Return dtype and rank of every tensor among the inputs, and its device where there are several."""
+        return tuple(
+            self.read_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs
+        )
 
     def device_of(self, value: Any) -> str:
         """Name the device of a value, in the framework's words; "" where it is not a tensor or has none."""
         return str(getattr(value, "device", "")) if self.is_tensor(value) else ""
 
-    @abstractmethod
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of each input: a tuple for a tensor, a tuple of shapes for a list, else None."""
+        return tuple(self.read_each(value, lambda tensor: tuple(tensor.shape)) for value in inputs)
+
+    def read_each(self, value: Any, read: Callable[[Any], Any]) -> Any:
+        """Return what `read` returns for a tensor; a tuple of that for a list of tensors, else None."""
+        if self.is_tensor(value):
+            return read(value)
+        if isinstance(value, (list, tuple)):
+            return tuple(read(tensor) for tensor in value if self.is_tensor(tensor)) or None
+        return None
 
     @abstractmethod
     def without_autodiff(self) -> AbstractContextManager[Any]:
@@ -165,6 +175,39 @@ class ImmutableTensorOps(TensorOps):
     def differentiable_copy(self, value: Any) -> Any:
         """Return the value."""
         return value
+
+
+class BoxedTensors(TensorOps):
+    """Primitives of tensors that autodiff keeps in boxes; isolated routines get what is in the boxes."""
+
+    @abstractmethod
+    def unboxed(self, value: Any) -> Any:
+        """Return a value without the boxes of autodiff, or a list of such values."""
+
+    def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
+        """Return the values for analysis routines, without boxes."""
+        return [self.unboxed(value) for value in values]
+
+    def detach_value(self, value: Any) -> Any:
+        """Return the value without boxes."""
+        return self.unboxed(value)
+
+    def without_autodiff(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: autodiff records what is in boxes."""
+        return nullcontext()
+
+    def call_without_autodiff(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call a routine with unboxed values; return the program's values for those that it hands back."""
+        unboxed = [self.unboxed(value) for value in values]
+        pairs = list(zip(unboxed, values, strict=True))
+        for inner, value in zip(unboxed, values, strict=True):
+            pairs += zip(inner, value, strict=True) if isinstance(value, (list, tuple)) else ()
+        value_of = {id(inner): value for inner, value in pairs}
+        with self.without_autodiff():
+            result = func(*unboxed, **kwargs)
+        if isinstance(result, (list, tuple)) and id(result) not in value_of:
+            return [value_of.get(id(item), item) for item in result]
+        return value_of.get(id(result), result)
 
 
 class TensorMap(Generic[T]):

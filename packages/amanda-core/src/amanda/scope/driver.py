@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 from types import CodeType
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from amanda.errors import DriverError
 from amanda.interceptor import codes
@@ -171,6 +171,19 @@ def check_private_names(names: Iterable[str], subject: str, framework: str, newe
     raise DriverError(
         f"{framework} {version} lacks {absent}, without which {subject} cannot be instrumented; {fix}"
     )
+
+
+def code_within(function: Any, name: str) -> CodeType:
+    """Return the code of a function that is defined within another, at any depth.
+
+    Raises DriverError if there is none of the name.
+    """
+    codes_within: list[CodeType] = [function.__code__]
+    for code in codes_within:  # the loop follows the list as it grows
+        if code.co_name == name and code is not function.__code__:
+            return code
+        codes_within += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    raise DriverError(f"{function.__module__}.{function.__qualname__} defines no function {name}")
 
 
 def _code_locations(name: str) -> Iterator[str]:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import functools
-import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import pairwise
-from types import CodeType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from amanda import interceptor
 from amanda.backend import (
-    BackwardStep,
+    BackwardPass,
     Call,
     EagerDriver,
     OpFacts,
     SelfTestProgram,
-    State,
+    SignatureCall,
     TensorOps,
     Trace,
+    code_within,
     complex_error,
+    path_among,
+    path_of_call,
     recomputable,
     shape_error,
 )
@@ -45,7 +44,7 @@ class FakeTensors(TensorOps):
 
     def version(self, value: Any) -> Any:
         """Return how often a tensor was written into; of each, for a list."""
-        return _read_each(value, lambda tensor: tensor.version)
+        return self.read_each(value, lambda tensor: tensor.version)
 
     def straight_through(self, original: Tensor, value: Tensor) -> Tensor:
         """`value` with an edge of the tape to `original`."""
@@ -78,25 +77,8 @@ class FakeTensors(TensorOps):
 
     def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors require a gradient."""
-        needs = tuple(_read_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
+        needs = tuple(self.read_each(value, lambda tensor: tensor.requires_grad) for value in inputs)
         return needs if fake.is_grad_enabled() and "True" in str(needs) else None
-
-    def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """dtype and rank of each tensor."""
-        return tuple(_read_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs)
-
-    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Shape of each tensor."""
-        return tuple(_read_each(value, lambda tensor: tensor.shape) for value in inputs)
-
-
-def _read_each(value: Any, read: Callable[[Tensor], Any]) -> Any:
-    """Read something of a tensor, or of each tensor of a list; None for other values."""
-    if isinstance(value, Tensor):
-        return read(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(read(tensor) for tensor in value if isinstance(tensor, Tensor)) or None
-    return None
 
 
 def _cast_copy(original: Tensor, value: Tensor) -> Tensor:
@@ -112,39 +94,15 @@ _WRITTEN = {"add_": "input", "batch_norm": "running_mean"}
 """Names of the inputs that an operator writes into, beside `out`."""
 
 
-class FakeCall(Call):
-    """A call bound to the operator's signature; trailing defaults are left out."""
+class FakeCall(SignatureCall):
+    """A call of an operator, some of which write into an input."""
 
-    def __init__(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._site = site
-        self._arguments = args, kwargs
-        self._signature = inspect.signature(site.original)
-        bound = self._signature.bind(*args, **kwargs)
-        self.op = site.op
-        self.inputs = list(bound.arguments.values())
-        self.names = list(bound.arguments)
-        written = ("out", _WRITTEN.get(site.key))
-        self.written_positions = [i for i, name in enumerate(self.names) if name in written]
-        # The running mean of a batch normalization is written, and not returned.
-        self.target_positions = [] if site.key == "batch_norm" else self.written_positions
-
-    def unreturned_positions(self, outputs: Any) -> Sequence[int]:
-        """Return the positions of what the operator has written and not returned."""
-        return [i for i in self.written_positions if i not in self.target_positions]
-
-    def invoke(self, inputs: list[Any]) -> Any:
-        """Run the operator."""
-        # The program's own call, positions and keywords as they were.
-        if inputs is self.inputs:
-            return self._site.invoke(*self._arguments)
-        arguments = OrderedDict(zip(self.names, inputs, strict=True))
-        bound = inspect.BoundArguments(self._signature, arguments)
-        return self._site.invoke(bound.args, bound.kwargs)
-
-    def attributes(self) -> dict[str, Any]:
-        """Return the arguments that are not tensors, by name."""
-        named = zip(self.names, self.inputs, strict=True)
-        return {name: value for name, value in named if not isinstance(value, (Tensor, list, tuple))}
+    def __init__(self, driver: TensorOps, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__(driver, site, args, kwargs)
+        if site.key in _WRITTEN:
+            self.written_positions = [self.names.index(_WRITTEN[site.key])]
+            # The running mean of a batch normalization is written, and not returned.
+            self.target_positions = [] if site.key == "batch_norm" else self.written_positions
 
 
 _KEY = "amanda"
@@ -188,31 +146,26 @@ def followed(driver: EagerDriver, original: Callable[..., None]) -> Callable[...
         if activation is None:
             return original(outputs, grads)
         nodes = list(_reachable([edge[0] for output in outputs if (edge := _autograd._edge(output))]))
-        origins = _origins(nodes)
-        removals = [_hook(driver, node, origin, activation.state) for node, origin in origins.items()]
-        try:
-            original(outputs, grads)
-        finally:
-            # Also after an error: a graph that is kept must not call the hooks of this pass again.
-            for remove in removals:
-                remove()
-            # A new step begins after a backward pass, so ids at the top level count anew.
-            interceptor.reset_root()
-        for trace in {id(origin.trace): origin.trace for origin in origins.values()}.values():
-            if not trace.unanalysed_ids:
-                driver.mark_backward_analysed(trace)
+        with BackwardPass(driver, activation.state) as backward_pass:
+            removals = [_hook(backward_pass, node, origin) for node, origin in _origins(nodes).items()]
+            try:
+                original(outputs, grads)
+            finally:
+                # Also after an error: a graph that is kept must not call the hooks of this pass again.
+                for remove in removals:
+                    remove()
 
     return run_backward
 
 
-def _hook(driver: EagerDriver, node: Node, origin: _Origin, state: State) -> Callable[[], None]:
+def _hook(backward_pass: BackwardPass, node: Node, origin: _Origin) -> Callable[[], None]:
     """Put the routines of the open tools around a node; return a function that takes them away."""
     is_leaf = isinstance(node, _autograd.AccumulateGrad)
     place = node.number - origin.start
     if isinstance(node, _autograd.AccumulateGrad):
         # By the leaf and not by a number, since one node serves every op that reads the leaf.
         place = _LEAF_PLACE + interceptor.ordinal(node.leaf)
-    step = BackwardStep(driver, origin.trace, type(node), place, state, replaceable=not is_leaf)
+    step = backward_pass.step(origin.trace, type(node), place, replaceable=not is_leaf)
     if not step.has_work:
         return lambda: None
 
@@ -268,6 +221,7 @@ class FakeDriver(FakeTensors, EagerDriver):
     framework = "amanda.testing.fake"
     modes = ("eager",)
     newest_tested = "1.0"
+    call_type = FakeCall
     identity_types = (fake.Parameter,)
 
     def __init__(self) -> None:
@@ -277,7 +231,7 @@ class FakeDriver(FakeTensors, EagerDriver):
         """Mark the code that is not the user's: what a checkpoint calls belongs to where it ran first."""
         super().register_framework()
         checkpoint = _operators.checkpoint
-        self.skip_code(checkpoint.__code__, _code_of(checkpoint, "backward"))
+        self.skip_code(checkpoint.__code__, code_within(checkpoint, "backward"))
 
     def attach(self) -> None:
         """Replace every operator, enclose module calls, follow backward passes and checkpoints."""
@@ -291,10 +245,6 @@ class FakeDriver(FakeTensors, EagerDriver):
         """Return a program of one op and its backward op."""
         return SelfTestProgram(_run_relu, "relu", "relu")
 
-    def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """The call with its inputs in the order of the operator's signature."""
-        return FakeCall(site, args, kwargs)
-
     def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return what keeps a call from being instrumented, and why."""
         # Said in the report and not passed over: a user must know what tools did not see.
@@ -303,7 +253,7 @@ class FakeDriver(FakeTensors, EagerDriver):
     def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
         """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
         facts = super().describe(call, subjects)
-        facts.scope = _module_path(subjects)
+        facts.scope = path_of_call(subjects, lambda outer, inner: path_among(outer.named_modules(), inner))
         facts.variable_of, facts.path_of = _parameter_of, _parameter_paths(subjects)
         return facts
 
@@ -334,26 +284,6 @@ def _replaying(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(recomputable(function), input)
 
     return checkpoint
-
-
-def _code_of(function: Any, name: str) -> CodeType:
-    """Return the code of a function that is defined within another."""
-    return next(
-        constant
-        for constant in function.__code__.co_consts
-        if isinstance(constant, CodeType) and constant.co_name == name
-    )
-
-
-def _module_path(subjects: Sequence[Any]) -> str:
-    """Path of the last module within the first."""
-    paths = (
-        path
-        for outer, inner in pairwise(subjects)
-        for path, module in outer.named_modules()
-        if module is inner
-    )
-    return ".".join(path for path in paths if path)
 
 
 def _parameter_of(value: Any) -> fake.Parameter | None:

@@ -56,6 +56,10 @@ class SymbolTensors(FakeTensors):
         """Return True for a tensor, and for what stands for one."""
         return isinstance(value, (Tensor, NamedSymbol))
 
+    def read_each(self, value: Any, read: Callable[[Any], Any]) -> Any:
+        """Return what `read` returns for a tensor, and None for a symbol, which has no properties."""
+        return super().read_each(value, lambda x: None if isinstance(x, NamedSymbol) else read(x))
+
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` in the type of `original`; a symbol as it is."""
         return value if isinstance(value, NamedSymbol) else super().straight_through(original, value)

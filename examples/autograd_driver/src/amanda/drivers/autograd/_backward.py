@@ -5,51 +5,44 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from itertools import zip_longest
 from typing import Any
 
 from amanda import interceptor
-from amanda.backend import BackwardStep, EagerDriver, Operation, Trace
+from amanda.backend import BackwardPass, EagerDriver, Operation, Trace
 from amanda.drivers.autograd._boxes import dense, elements, nodes
 from autograd.core import VJPNode
+from autograd.tracer import Node
 
 
-class Region(AbstractContextManager["Region"]):
-    """The nodes between the inputs of an op and its results, which are the op's."""
+def mark(trace: Trace, ends: Sequence[Sequence[Node]], values: Sequence[Any]) -> None:
+    """Leave a trace with the nodes between the inputs of an op and its results, if they have none already.
 
-    def __exit__(self, *_: object) -> None:
-        """The nodes are found from the results."""
-
-    def begin(self, inputs: Sequence[Any]) -> None:
-        """Note the inputs of the op."""
-        self.inputs = [list(nodes(value)) for value in inputs]
-
-    def mark(self, driver: EagerDriver, trace: Trace, values: Sequence[Any]) -> None:
-        """Leave a trace with the op's nodes, except those that have one already."""
-        visited = {node for input_nodes in self.inputs for node in input_nodes}
-        # One trace after another: in a derivative of a derivative the nodes of each have a pass of their own.
-        for traced in zip_longest(*map(nodes, values)):
-            waiting = [node for node in traced if node is not None]
-            # The loop follows the list as it grows.
-            for place, node in enumerate(waiting):
-                if node in visited or not isinstance(node, VJPNode) or isinstance(node.vjp, BackwardOp):
-                    continue
-                visited.add(node)
-                waiting += node.parents
-                node.vjp = BackwardOp(driver, trace, place, node, self.inputs)
+    ends: nodes of each input.  values: the results.
+    """
+    visited = {node for nodes_of_input in ends for node in nodes_of_input}
+    # One trace after another: in a derivative of a derivative the nodes of each have a pass of their own.
+    for traced in zip_longest(*map(nodes, values)):
+        waiting = [node for node in traced if node is not None]
+        # The loop follows the list as it grows.
+        for place, node in enumerate(waiting):
+            if node in visited or not isinstance(node, VJPNode) or isinstance(node.vjp, BackwardOp):
+                continue
+            visited.add(node)
+            waiting += node.parents
+            node.vjp = BackwardOp(trace, place, node, ends)
 
 
 _running = threading.local()
-"""The backward pass on a thread: `state` at its start, and `traces` of its backward ops."""
+"""The backward pass on a thread, as `backward_pass`."""
 
 
 class BackwardOp:
     """The gradient of an op, which its node has in the place of autograd's."""
 
-    def __init__(self, driver: EagerDriver, trace: Trace, place: int, node: VJPNode, ends: list[Any]) -> None:
+    def __init__(self, trace: Trace, place: int, node: VJPNode, ends: Sequence[Sequence[Node]]) -> None:
         """Take the place of a node's gradient; ends: nodes of each input of the op."""
-        self.driver, self.trace, self.place, self.vjp = driver, trace, place, node.vjp
+        self.trace, self.place, self.vjp = trace, place, node.vjp
         positions = [i for i, nodes in enumerate(ends) if any(end in node.parents for end in nodes)]
         # The node of a list of tensors, or one within a replacement, has gradients of other values.
         is_aligned = len(positions) == len(node.parents)
@@ -57,14 +50,12 @@ class BackwardOp:
 
     def __call__(self, gradient: Any) -> Any:
         """Return the gradients that leave the op; interception is suspended for the whole pass."""
-        state, facts = getattr(_running, "state", None), self.trace.facts
-        if state is None or facts is None:
+        backward_pass, facts = getattr(_running, "backward_pass", None), self.trace.facts
+        if backward_pass is None or facts is None:
             return self.vjp(gradient)
-        kind = Operation(f"{facts.op.__name__}_vjp")
-        step = BackwardStep(self.driver, self.trace, kind, self.place, state)
+        step = backward_pass.step(self.trace, Operation(f"{facts.op.__name__}_vjp"), self.place)
         if not step.has_work:
             return self.vjp(gradient)
-        _running.traces[id(self.trace)] = self.trace
         grad_outputs, rebuild = elements(dense(gradient))
         grad_outputs = step.run_before(grad_outputs)
         grads = dict(zip(self.positions, map(dense, self.vjp(rebuild(grad_outputs))), strict=True))
@@ -82,18 +73,11 @@ def followed(driver: EagerDriver, original: Callable[..., Any]) -> Callable[...,
         activation = interceptor.active()
         if activation is None:  # no scope is open, or this is part of a pass, as that of a checkpoint
             return original(gradient, end_node)
-        traces: dict[int, Trace] = {}
-        _running.state, _running.traces = activation.state, traces
         try:
             # Primitives that compute gradients are no ops of the program.
-            with interceptor.Suspension():
+            with BackwardPass(driver, activation.state) as _running.backward_pass, interceptor.Suspension():
                 return original(gradient, end_node)
         finally:
-            _running.state = _running.traces = None
-            # A new step begins after a backward pass, so ids at the top level count anew.
-            interceptor.reset_root()
-            for trace in traces.values():
-                if not trace.unanalysed_ids:
-                    driver.mark_backward_analysed(trace)
+            _running.backward_pass = None
 
     return backward_pass

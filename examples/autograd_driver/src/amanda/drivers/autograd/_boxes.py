@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from amanda.errors import RoutineError
+from amanda.backend import complex_error, shape_error
 from autograd.builtins import SequenceBox
 from autograd.core import sparse_add, sparse_object_types
 from autograd.extend import defjvp, defvjp, primitive, vspace
-from autograd.numpy.numpy_boxes import ArrayBox
 from autograd.tracer import Node, getval, isbox
-
-
-def is_tensor(value: Any) -> bool:
-    """Return True for an array, a NumPy scalar, and for either in a box."""
-    return isinstance(value, (np.ndarray, np.generic, ArrayBox))
 
 
 def plain(value: Any) -> Any:
@@ -37,27 +32,16 @@ def nodes(value: Any) -> Iterator[Node]:
         value = value._value
 
 
-def each(value: Any, read: Callable[[Any], Any]) -> Any:
-    """Read something of a tensor's array, or of each tensor of a list; None for other values."""
-    if is_tensor(value):
-        return read(getval(value))
-    if type(value) in (list, tuple):
-        return tuple(read(getval(tensor)) for tensor in value if is_tensor(tensor)) or None
-    return None
-
-
 @primitive  # type: ignore[untyped-decorator]
 def straight_through(original: Any, value: Any) -> Any:
     """Return a copy of a value in the element type of a tensor, to which its gradient goes unchanged."""
-    dtype, shape, copy = np.result_type(original), np.shape(original), np.array(value)
-    if copy.shape != shape:
-        raise RoutineError(
-            f"a routine returned shape {copy.shape} where shape {shape} was given; mark it "
-            "@amanda.differentiable if it is meant to change shapes"
-        )
+    copy = np.array(value)
+    if copy.shape != original.shape:
+        raise shape_error(copy.shape, original.shape)
     if np.iscomplexobj(copy) != np.iscomplexobj(original):
-        raise RoutineError(f"a routine returned {copy.dtype} where {dtype} was given")
-    return copy.astype(dtype) if isinstance(original, np.ndarray) else copy.astype(dtype)[()]
+        raise complex_error(copy.dtype, original.dtype)
+    # An array without axes stays an array, and a scalar a scalar.
+    return copy.astype(original.dtype)[... if isinstance(original, np.ndarray) else ()]
 
 
 defvjp(straight_through, lambda ans, original, value: lambda g: g, None)
@@ -69,14 +53,8 @@ def elements(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     if not isinstance(outputs, (SequenceBox, list, tuple)):
         return [outputs], lambda changed: changed[0]
     kind = type(getval(outputs))
-    values = [outputs[index] for index in range(len(outputs))]
-
-    def rebuild(changed: list[Any]) -> Any:
-        if all(new is old for new, old in zip(changed, values, strict=True)):
-            return outputs
-        return kind(*changed) if hasattr(kind, "_fields") else kind(changed)
-
-    return list(values), rebuild
+    values, form = [outputs[index] for index in range(len(outputs))], getattr(kind, "_make", kind)
+    return [*values], lambda changed: outputs if all(map(operator.is_, changed, values)) else form(changed)
 
 
 def dense(gradient: Any) -> Any:

@@ -89,7 +89,7 @@ class SweepResult(PlottedResult):
         """Return the meaning of a drop, and a sentence if points are missing."""
         notes = [f"drop is {self.metric} without the tool minus with it."]
         if not self.complete:
-            notes.append("The sweep was not finished; run(), or the command with the same --resume FILE, does the rest.")
+            notes.append("The sweep was not finished; run(), or --resume with the same file, does the rest.")
         elif all(point.site is ALL for point in self.points):
             notes.append("The tool acted at no op.")
         return notes

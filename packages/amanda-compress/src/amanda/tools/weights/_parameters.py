@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import amanda
 from amanda import interceptor
-from amanda.backend import ParameterSlot
+from amanda.backend import ParameterSlot, TreeSlot
 from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do, to_numpy
@@ -58,7 +58,7 @@ class StridedLayout(NamedTuple):
 class StoredParameter:
     """A parameter of a model that can be read and written, wherever its values are.
 
-    This class serves libraries whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
+    This class serves NumPy, and libraries whose `to_numpy`, and `assign(parameter, array)`, autoray knows.
 
     Args:
         identity: The number or name by which tools know it, see `ParameterStore.identity`.
@@ -71,6 +71,13 @@ class StoredParameter:
     def read(self) -> Any:
         """Return the values of the whole parameter, in its own shape and element type, without autograd."""
         return np.array(to_numpy(self._parameter))
+
+    def write(self, values: Any) -> None:
+        """Write values into the whole parameter."""
+        if isinstance(self._parameter, np.ndarray):
+            self._parameter[...] = values
+            return
+        do("assign", self._parameter, values, like=self._parameter)
 
     def change(self, update: ValueUpdate, part: Any = None, undo: Undo | None = None) -> None:
         """Write the values that `update` returns for the present values of a part.
@@ -87,8 +94,8 @@ class StoredParameter:
         old = self.read()
         new = update(old.copy())
         if undo is not None:
-            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
-        do("assign", self._parameter, new, like=self._parameter)
+            undo.append(partial(self.write, old))
+        self.write(new)
 
 
 class ParameterStore:
@@ -118,12 +125,9 @@ class ParameterStore:
     def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any] | None:
         """Return the identity of a parameter, and the part that a weight is of it; None if unknown.
 
-        Args:
-            parameter: As `context.get_variable` returns it.
-            weight: The value that the op reads.
+        The base returns None for the part, which is all of the parameter.
         """
-        # Without views nothing but identity shows that a value is a parameter: a copy counts as computed.
-        return (self.identity(parameter), None) if parameter is weight else None
+        return self.identity(parameter), None
 
     def whole(self, parameter: Any) -> Any:
         """Return the part that is all of a parameter, where parts overlap; None where they do not."""
@@ -138,13 +142,8 @@ class ParameterStore:
         return None
 
     def read(self, parameter: Any, part: Any) -> Any:
-        """Return the present values of a part.
-
-        Args:
-            parameter: As `context.get_variable` returns it.
-            part: Part of the parameter.
-        """
-        return parameter
+        """Return the present values of a part."""
+        return parameter.tensor() if isinstance(parameter, TreeSlot) else parameter
 
     def overlaps(self, part: Any, other_part: Any, whole: Any) -> bool:
         """Return True if two parts have elements in common.
@@ -319,8 +318,8 @@ class MindSporeParameter(StoredParameter):
         view = memory.reshape(old.shape) if part is None else _view_in_layout(memory, part)
         view[...] = update(view.copy())
         if undo is not None:
-            undo.append(lambda: do("assign", self._parameter, old, like=self._parameter))
-        do("assign", self._parameter, memory.reshape(old.shape), like=self._parameter)
+            undo.append(partial(self.write, old))
+        self.write(memory.reshape(old.shape))
 
 
 def _view_in_layout(memory: NDArray[Any], layout: StridedLayout) -> NDArray[Any]:
@@ -336,10 +335,6 @@ class Initializers(ParameterStore):
     def identity(self, parameter: Any) -> Any:
         """Return the graph and the name."""
         return parameter
-
-    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Any]:
-        """Return the initializer, of which a weight is all, if in another form."""
-        return parameter, None
 
     def parameters(self, model: Any) -> Iterator[StoredParameter]:
         """Raise ParameterError: a session of ONNX Runtime keeps its weights to itself."""

@@ -16,10 +16,6 @@ class Slots(ParameterStore):
         """Return the slot, of which there is one object for each path."""
         return parameter
 
-    def locate(self, parameter: Any, weight: Any) -> tuple[Any, None]:
-        """Return the slot, of which a weight is all, if in another element type."""
-        return parameter, None
-
     def slices(self, parameter: Any) -> Sequence[Any]:
         """Return the slots of the slices of a weight stack; () for another slot."""
         return parameter.parts() if hasattr(parameter, "parts") else ()

@@ -20,8 +20,8 @@ class SeeingTests(
     Rung,
     title="seeing ops",
     implement=(
-        "attach", "site", "bind", "flatten", "describe", "signature", "shapes", "namespace", "Call.op",
-        "Call.inputs", "Call.names", "Call.invoke", "Call.attributes", "Call.op_type",
+        "attach", "site", "call_type", "bind", "flatten", "describe", "signature", "shapes", "namespace",
+        "Call.op", "Call.inputs", "Call.names", "Call.invoke", "Call.attributes", "Call.op_type",
     ),
 ):  # fmt: skip
     """Each call of an operator in a scope comes to the tools."""

@@ -154,8 +154,7 @@ class TappedExecution:
         step, trace, with_symbols = _thread.steps.pop(self)
         incoming_grads, trace.run = with_symbols(carried_symbols)
         grads = self._run(step.run_after, grads, incoming_grads)
-        if not trace.unanalysed_ids:
-            self._driver.mark_backward_analysed(trace)
+        self._driver.mark_backward_analysed(trace)
         return grads
 
 

@@ -15,7 +15,16 @@ import numpy as np
 
 import jax
 from amanda import interceptor
-from amanda.backend import Patches, State, TensorMap, digest, type_as_path
+from amanda.backend import (
+    Patches,
+    State,
+    TreeSlot,
+    TreeSlots,
+    digest,
+    path_among,
+    path_of_call,
+    type_as_path,
+)
 from amanda.interceptor import Enclosure
 from amanda.plan import spread
 from jax._src import core
@@ -228,7 +237,7 @@ def places_among(subjects: Sequence[Any]) -> list[ModulePlace]:
 
 def module_path(subjects: Sequence[ModulePlace]) -> str:
     """Return the path of the last module in the first: "layers.0.conv"."""
-    return ".".join(place.name for place in subjects[1:] if place.name)
+    return path_of_call(subjects, lambda outer, inner: inner.name)
 
 
 def _all_subclasses(kind: type) -> Iterator[type]:
@@ -247,38 +256,21 @@ def _name_within(outer: Any, inner: Any) -> str:
     ):  # Linen's and Keras' modules know their names
         return name
     leaves, _ = jax.tree_util.tree_flatten_with_path(outer, is_leaf=lambda leaf: leaf is inner)
-    return next((_dotted_path(path) for path, leaf in leaves if leaf is inner), "")
+    return path_among(((_dotted_path(path), leaf) for path, leaf in leaves), inner)
 
 
 CONVERSIONS = frozenset({"convert_element_type", "copy", "copy_p"})
 """Primitives whose result is the same weight, in another element type."""
 
 
-class WeightSlot:
-    """The slot of a weight in a model, or in the arguments of a function; arrays in it change between calls.
+_SLOTS = TreeSlots("jax")
+"""Slots of weights, also by arrays or symbols into which a weight is converted.
 
-    root: class of the model, with its number unless it is the first of its class; "" for arguments.
-    path: "layers.0.kernel", "params.dense.kernel".
-    framework: the attribute by which tools choose the tensors of a framework.
-    """
-
-    __slots__ = ("__weakref__", "path", "root")
-    framework = "jax"
-
-    def __init__(self, root: str, path: str) -> None:
-        self.root, self.path = root, path
-
-    def __repr__(self) -> str:
-        return f"<weight {self.path}{' of ' * bool(self.root)}{self.root}>"
+Their root is the class of the model, with its number unless it is the first; "" for arguments of a function.
+"""
 
 
-@cache
-def slot_at(root: str, path: str) -> WeightSlot:
-    """Return the slot of a path; there is one object for each."""
-    return WeightSlot(root, path)
-
-
-class WeightStack(WeightSlot):
+class WeightStack(TreeSlot):
     """A slot with several weights in one array: each slice of the array is a weight.
 
     axes: of the array, along which it is sliced, the outermost first.  extents: of these axes.
@@ -286,8 +278,8 @@ class WeightStack(WeightSlot):
 
     __slots__ = ("axes", "extents")
 
-    def __init__(self, whole: WeightSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> None:
-        super().__init__(whole.root, whole.path)
+    def __init__(self, whole: TreeSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> None:
+        super().__init__(whole.framework, whole.root, whole.path)
         self.extents, self.axes = extents, axes
 
     def parts(self) -> "list[WeightSlice]":
@@ -300,13 +292,14 @@ class WeightStack(WeightSlot):
         return None if numbers is None else part_of(self, numbers)
 
 
-class WeightSlice(WeightSlot):
+class WeightSlice(TreeSlot):
     """The slot of one slice of a stack: "layers.kernel[0]"."""
 
     __slots__ = ("numbers", "stack")
 
     def __init__(self, stack: WeightStack, numbers: tuple[int, ...]) -> None:
-        super().__init__(stack.root, stack.path + "".join(f"[{number}]" for number in numbers))
+        path = stack.path + "".join(f"[{number}]" for number in numbers)
+        super().__init__(stack.framework, stack.root, path)
         self.stack, self.numbers = stack, numbers
 
     def place(self) -> tuple[Any, ...]:
@@ -323,7 +316,7 @@ class WeightSlice(WeightSlot):
 
 
 @cache
-def stack_of(whole: WeightSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> WeightStack:
+def stack_of(whole: TreeSlot, extents: tuple[int, ...], axes: tuple[int, ...]) -> WeightStack:
     """Return the stack in a slot; there is one object for each."""
     return WeightStack(whole, extents, axes)
 
@@ -334,19 +327,15 @@ def part_of(stack: WeightStack, numbers: tuple[int, ...]) -> WeightSlice:
     return WeightSlice(stack, numbers)
 
 
-_CONVERTED: TensorMap[WeightSlot] = TensorMap()
-"""Slots of weights in another element type, by the converted arrays or symbols."""
-
-
 def follow_conversion(value: Any, result: Any, subjects: Sequence[ModulePlace]) -> None:
     """Record that an array is another, which may be a weight, in another element type."""
     weight = variable_of(value, subjects)
     if weight is not None:
-        _CONVERTED[ORIGINALS.of(result)] = weight
+        _SLOTS[ORIGINALS.of(result)] = weight
         copy_slice(result, value)
 
 
-def variable_of(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | None:
+def variable_of(value: Any, subjects: Sequence[ModulePlace]) -> TreeSlot | None:
     """Return the slot of an array of the model that is called; None for other arrays.
 
     Outside of models, leaves of a function's arguments have slots.  An array of which a scan reads a slice
@@ -377,24 +366,24 @@ def stacks_of(values: Sequence[Any], subjects: Sequence[ModulePlace]) -> dict[We
     return stacks
 
 
-def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> WeightSlot | None:
+def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> TreeSlot | None:
     """Return the slot of a whole array, also of a weight in another element type."""
     value = ORIGINALS.of(value)
-    weight = _CONVERTED.get(value)
+    weight = _SLOTS.get(value)
     if weight is not None:
         return weight
     path, argument = _path_in_model(value, subjects), dotted(argument_name(value) or "")
-    if path is not None:
+    if path:
         root, number = subjects[0].root, model_number(subjects[0])
-        return slot_at(f"{root} {number}" if number else root, path)
+        return _SLOTS.at(f"{root} {number}" if number else root, path)
     if subjects or "." not in argument:  # an argument that is one array may be anything
         return None
-    return slot_at("", argument)
+    return _SLOTS.at("", argument)
 
 
-def _path_in_model(array: Any, subjects: Sequence[ModulePlace]) -> str | None:
-    """Return the path of an array in the outermost module; None where no module holds it."""
+def _path_in_model(array: Any, subjects: Sequence[ModulePlace]) -> str:
+    """Return the path of an array in the outermost module; "" where no module holds it."""
     model = subjects[0].module if subjects else None
     if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
-        return None
-    return next((path for path, leaf in held_arrays(model) if ORIGINALS.of(leaf) is array), None)
+        return ""
+    return path_among(((path, ORIGINALS.of(leaf)) for path, leaf in held_arrays(model)), array)

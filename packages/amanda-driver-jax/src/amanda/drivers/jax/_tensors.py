@@ -1,20 +1,21 @@
 """Operations for the core on JAX's arrays, and on the symbols of arrays in traced code."""
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 
 import jax
-from amanda.backend import ImmutableTensorOps, complex_error, shape_error
+from amanda.backend import BoxedTensors, ImmutableTensorOps, complex_error, shape_error
 from jax.extend.core import set_current_trace
 
 from ._primitives import ORIGINALS, straight_through
 from ._traces import base_trace, is_staged, is_tensor, needs_gradient, primal
 
 
-class Arrays(ImmutableTensorOps):
-    """JAX's arrays."""
+class Arrays(BoxedTensors, ImmutableTensorOps):
+    """JAX's arrays, which are in tracers of derivatives."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is an array or stands for one."""
@@ -23,7 +24,7 @@ class Arrays(ImmutableTensorOps):
     def signature(self, inputs: Sequence[Any]) -> Hashable:
         """Return dtype and rank of each array, and the type of a symbol."""
         return tuple(
-            _map_tensors(value, lambda array: (array.dtype, array.ndim, _symbol_type(array)))
+            self.read_each(value, lambda array: (array.dtype, array.ndim, _symbol_type(array)))
             for value in inputs
         )
 
@@ -34,27 +35,19 @@ class Arrays(ImmutableTensorOps):
             return ""
         return str(getattr(value, "device", ""))
 
-    def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of each array."""
-        return tuple(_map_tensors(value, lambda array: tuple(array.shape)) for value in inputs)
+    def without_autodiff(self) -> AbstractContextManager[Any]:
+        """Return a context below the traces of derivatives."""
+        context: AbstractContextManager[Any] = set_current_trace(base_trace())
+        return context
 
-    def call_without_autodiff(
-        self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Call a routine on the values without the tracers of derivatives.
+    def unboxed(self, value: Any) -> Any:
+        """Return a value without the tracers of derivatives.
 
-        For the result of a function that ran twice, the routine gets the result of its ops.
+        For the result of a function that ran twice, the result of its ops.
         """
-        lent_values = [_value_by_ops(without_derivative(value)) for value in values]
-        with set_current_trace(base_trace()):
-            result = func(*lent_values, **kwargs)
-        # A routine that returns a value unchanged must give back the tracer with its derivative.
-        value_of_lent = {
-            id(lent): value for lent, value in zip(lent_values, values, strict=True) if is_tensor(value)
-        }
-        if isinstance(result, (list, tuple)):
-            return [value_of_lent.get(id(item), item) for item in result]
-        return value_of_lent.get(id(result), result)
+        value = without_derivative(value)
+        original = ORIGINALS.of(value) if isinstance(value, jax.Array) else value
+        return value if isinstance(original, jax.core.Tracer) else original
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` with the tangent of `original`."""
@@ -69,14 +62,9 @@ class Arrays(ImmutableTensorOps):
 
     def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which inputs are differentiated; None where none is."""
-        needs = tuple(_map_tensors(value, needs_gradient) for value in inputs)
+        needs = tuple(self.read_each(value, needs_gradient) for value in inputs)
         # The flags nest as lists of inputs do; their text shows if any of them is set.
         return needs if "True" in str(needs) else None
-
-
-def _value_by_ops(value: Any) -> Any:
-    original = ORIGINALS.of(value) if isinstance(value, jax.Array) else value
-    return value if isinstance(original, jax.core.Tracer) else original
 
 
 def without_derivative(value: Any) -> Any:
@@ -108,12 +96,3 @@ def cast_to_fit(original: Any, value: Any) -> Any:
 def _symbol_type(value: Any) -> Hashable:
     value = primal(value)
     return type(value).__name__ if isinstance(value, jax.core.Tracer) else None
-
-
-def _map_tensors(value: Any, read: Callable[[Any], Any]) -> Any:
-    """Read a tensor, or each tensor of a list; return None for anything else."""
-    if is_tensor(value):
-        return read(value)
-    if isinstance(value, (list, tuple)):
-        return tuple(read(item) for item in value if is_tensor(item)) or None
-    return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import mindspore._c_expression as native
 from amanda import interceptor
-from amanda.backend import BackwardStep, EagerDriver, Operation, Patches, State, Trace
+from amanda.backend import BackwardPass, BackwardStep, EagerDriver, Operation, Patches, State, Trace
 from amanda.interceptor import Suspension
 from mindspore import Parameter, Tensor
 from mindspore.graph import api
@@ -157,34 +157,32 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         if activation is None or not self._marks:
             interceptor.reset_root()
             return run()
-        backward_pass = _HookedPass(self, activation.state)
-        try:
+        with _HookedPass(self, activation.state) as backward_pass:
             with Suspension():
                 backward_pass.add_hooks([tensor._grad_node for tensor in results])
             gradients = run()
-        finally:
-            backward_pass.remove_hooks()
-            interceptor.reset_root()
-            backward_pass.finish()
         backward_pass.raise_failure()
         return gradients
 
 
-class _HookedPass:
+class _HookedPass(BackwardPass):
     """A backward pass, with its hooks."""
 
     def __init__(self, driver: MindSporeAutograd, state: State) -> None:
-        self._driver = driver
-        self._state = state
+        super().__init__(driver, state)
+        self._autograd = driver
         self._removers: list[Callable[[], object]] = []
-        self._traces: dict[int, Trace] = {}
         self._failures: list[BaseException] = []
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove_hooks()
+        super().__exit__(*exception)
 
     def add_hooks(self, roots: Iterable[Any]) -> None:
         """Add hooks at the nodes and leaves below the roots where a tool has an analysis or routines."""
         marked = []
         for node in _reachable(roots, lambda node: True):
-            mark = self._driver.mark_of(node)
+            mark = self._autograd.mark_of(node)
             if mark is not None:
                 marked.append((mark, node))
         leaves: dict[int, NodeMark] = {}
@@ -192,7 +190,7 @@ class _HookedPass:
         for mark, node in sorted(marked, key=lambda pair: pair[0].number):
             for leaf in _leaves_of(node):
                 leaves.setdefault(leaf, mark)
-            step = self._backward_step(mark.trace, backward_operation(node.name()), mark.place, True)
+            step = self.step(mark.trace, backward_operation(node.name()), mark.place)
             if step.has_work:
                 hooks = _NodeHooks(step, self._failures)
                 self._removers += [
@@ -208,7 +206,7 @@ class _HookedPass:
         """
         counts: dict[int, int] = {}  # of leaves that are not parameters, by the trace of their op
         for node_id, mark in leaves.items():
-            trace, leaf = mark.trace, self._driver._leaves.get(node_id, mark.leaves.get(node_id))
+            trace, leaf = mark.trace, self._autograd._leaves.get(node_id, mark.leaves.get(node_id))
             if leaf is None:
                 continue
             if isinstance(leaf, Parameter):
@@ -220,13 +218,9 @@ class _HookedPass:
                 count = counts.get(id(trace), 0)
                 counts[id(trace)] = count + 1
                 place = 2 * _LEAF_PLACE + count
-            step = self._backward_step(trace, ACCUMULATE_GRAD, place, False)
+            step = self.step(trace, ACCUMULATE_GRAD, place, False)
             if step.has_work:
                 self._removers.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).of_leaf))
-
-    def _backward_step(self, trace: Trace, op: Any, place: int, replaceable: bool) -> BackwardStep:
-        self._traces[id(trace)] = trace
-        return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
 
     def remove_hooks(self) -> None:
         """Remove all hooks; after an interrupt, another call removes the rest."""
@@ -240,12 +234,6 @@ class _HookedPass:
         """Raise the exception of a routine at a leaf, once the pass has ended."""
         if self._failures:
             raise self._failures.pop()
-
-    def finish(self) -> None:
-        """Finish the traces of ops whose backward ops have all been analysed."""
-        for trace in self._traces.values():
-            if not trace.unanalysed_ids:
-                self._driver.mark_backward_analysed(trace)
 
 
 class _NodeHooks:

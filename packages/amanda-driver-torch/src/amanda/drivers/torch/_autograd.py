@@ -398,7 +398,7 @@ class _BackwardPass:
         for trace in {id(trace): trace for trace in self._traces_with_steps}.values():
             # Once a stack differentiates twice, an op that no second-order pass has reached may get more too.
             may_get_more = trace.stack.double_backward and id(trace.plan) not in second_order_plans
-            if not trace.unanalysed_ids and not may_get_more:
+            if not may_get_more:
                 self._driver.mark_backward_analysed(trace, keeps_graph)
 
 

@@ -1,4 +1,4 @@
-"""Logs of tools' findings by step of a training that runs: TensorBoard, MLflow, W&B, OpenTelemetry, JSON lines.
+"""Logs of tools' findings by step of a training: TensorBoard, MLflow, W&B, OpenTelemetry, JSON lines.
 
 with amanda.apply(LiveTool(StatsTool(module="layers.*"), TensorBoardWriter("runs/1"), every=50)):
     train()

@@ -346,8 +346,8 @@ _WANDB_STEP = "amanda/step"
 class OpenTelemetryWriter:
     """Set gauges of OpenTelemetry: one for each tool, whose attribute `name` is the rest of a number's name.
 
-    The gauges are "amanda.stats", "amanda.flops" and so on, and "amanda.step".  Where they go, and how often, is
-    up to the program's provider of meters; without one the numbers go nowhere.
+    The gauges are "amanda.stats", "amanda.flops" and so on, and "amanda.step".  Where they go, and how often,
+    is up to the program's provider of meters; without one the numbers go nowhere.
 
     Args:
         meter: Meter that makes the gauges; None for that of the global provider.

@@ -267,7 +267,7 @@ class StatsTool(TensorTool[_OpStreams]):
 
     @staticmethod
     def log_options(options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return options for a tool that is logged: no histogram, which logs lack, unless one is asked for."""
+        """Return options for a tool that is logged: no histogram unless one is asked for."""
         return options if {"bins", "quantiles"} & options.keys() else {**options, "bins": 0}
 
     @checked

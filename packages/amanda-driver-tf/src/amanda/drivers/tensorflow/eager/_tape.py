@@ -84,8 +84,7 @@ class Tape:
             # A nested pass may be differentiated, which makes more backward ops of the same executions.
             if not nested:
                 for trace in backward_pass.traces.values():
-                    if not trace.unanalysed_ids:
-                        self._driver.mark_backward_analysed(trace)
+                    self._driver.mark_backward_analysed(trace)
             return result
 
         return run_backward_pass

@@ -1,0 +1,115 @@
+"""Parameters of functional frameworks: places in trees of arrays, where new arrays come after each step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from amanda import interceptor
+from amanda.errors import AmandaError
+from amanda.plan.tensors import TensorMap
+
+
+class TreeSlot:
+    """A parameter: a place in the tree of a model, or in that of an argument of a function.
+
+    framework: the name by which tools choose tensors and the store of parameters.
+    root: name of what tells trees apart, such as the class of a model, or the code of a function.
+    path: of the place in the tree, "layers.0.kernel".
+    tensor: returns the array that was put there last; None once it is dead.
+    """
+
+    __slots__ = ("__weakref__", "framework", "path", "root", "tensor")
+
+    def __init__(self, framework: str, root: str, path: str) -> None:
+        self.framework, self.root, self.path = framework, root, path
+        self.tensor: Callable[[], Any] = lambda: None
+
+    def __repr__(self) -> str:
+        return f"<weight {self.path}{f' of {self.root}' if self.root else ''}>"
+
+
+class TreeSlots(TensorMap[TreeSlot]):
+    """The slots of a framework: those of arrays that lie in one, and one object for each root and path."""
+
+    def __init__(self, framework: str) -> None:
+        super().__init__()
+        self._framework = framework
+        # A root that is an object, such as code, is held weakly: a later one may have the same paths.
+        self._by_object: weakref.WeakKeyDictionary[Any, dict[str, TreeSlot]] = weakref.WeakKeyDictionary()
+        self._by_name: dict[str, dict[str, TreeSlot]] = {}
+
+    def __setitem__(self, tensor: Any, slot: TreeSlot) -> None:
+        super().__setitem__(tensor, slot)
+        slot.tensor = weakref.ref(tensor)
+
+    def at(self, root: Any, path: str, slot: TreeSlot | None = None) -> TreeSlot:
+        """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot.
+
+        root: None for a tree that resembles no other; each of its slots is new.
+        """
+        by_root: Any = self._by_name if isinstance(root, str) else self._by_object
+        slots: dict[str, TreeSlot] = {} if root is None else by_root.setdefault(root, {})
+        name = "" if root is None else str(root)
+        return slots.setdefault(path, slot or TreeSlot(self._framework, name, path))
+
+    def put(self, arrays: Mapping[str, Any], root: Any = None) -> None:
+        """Put arrays into the slots at their paths; an array that lies in a slot stays there.
+
+        root: None for that whose slots have the same paths; where no root has them, the slots are new.
+        Raises AmandaError if several roots have them, and not the same slots there.
+        """
+        if root is None and "" not in arrays and not all(map(self.get, arrays.values())):  # "": no tree
+            by_root = [*self._by_name.items(), *self._by_object.items()]
+            candidates = [(root, slots) for root, slots in by_root if slots.keys() == arrays.keys()]
+            if any(slots != candidates[0][1] for _, slots in candidates):
+                names = " and ".join(str(root) for root, _ in candidates)
+                raise AmandaError(f"several trees have such parameters, those of {names}; name the one")
+            root = candidates[0][0] if candidates else None
+        for path, array in arrays.items():
+            slot = self.get(array)
+            place = self.at(root, path, slot)
+            if slot is None:
+                self[array] = place
+
+
+def with_slots(detour: Callable[..., Any], slot_of: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that calls a detour with the slots of the arguments before these.
+
+    So slots enter the ids of ops where the interceptor does not see parameters among the arguments.
+    The detour's site is that of `without_slots`; `SignatureCall` takes the slots away.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        slots = [slot for value in args if (slot := slot_of(value))] if interceptor.active() else ()
+        return detour(*slots, *args, **kwargs)
+
+    return call
+
+
+def without_slots(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls another without the slots among its arguments."""
+    return lambda *args, **kwargs: function(*(x for x in args if not isinstance(x, TreeSlot)), **kwargs)
+
+
+def named_leaves(
+    tree: Any, kind: type, content: Callable[[Any], Any] = lambda node: node, path: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """Yield what is of a type in a tree of dicts, lists and tuples, with its path: "layers.0.weight".
+
+    content: returns what is in a box, or the attributes of a module; another node as it is.
+    """
+    if isinstance(tree, kind):
+        yield path, tree
+    inner = content(tree)
+    if inner is not tree:
+        yield from named_leaves(inner, kind, content, path)
+    members = enumerate(tree) if isinstance(tree, (list, tuple)) else ()
+    for name, member in tree.items() if isinstance(tree, dict) else members:
+        yield from named_leaves(member, kind, content, f"{path}.{name}".lstrip("."))
+
+
+def path_among(leaves: Iterable[tuple[str, Any]], value: Any) -> str:
+    """Return the path of a value among leaves with paths; "" for a value that is not among them."""
+    return next((path for path, leaf in leaves if leaf is value), "")
