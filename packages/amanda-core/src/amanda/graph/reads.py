@@ -147,7 +147,7 @@ class Reads:
     def unfollowed_entries(
         self, traced: Sequence[tuple[Action, Sequence[Any]]], graph: str = "a graph"
     ) -> list[tuple[str, str]]:
-        """Return descriptions of values that graphs do not follow, with reasons, for the reports of scopes.
+        """Return entries for reports of scopes: names that routines set, and tensors no name leads to.
 
         traced: actions, with the tensors that their routines hold.  graph: the word for the traced program.
         """

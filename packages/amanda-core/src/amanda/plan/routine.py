@@ -405,7 +405,7 @@ _NUMBERS = (bool, int, float)
 
 
 def _number_like(original: float, result: float) -> float:
-    """Return a result as a number of the original's type; raise RoutineError where that changes its value."""
+    """Return a result, as an int or bool if the original is one; RoutineError if that changes its value."""
     # An op chooses its kernel by the type of a number, so an int stays an int; a float takes any number.
     number = result if isinstance(original, float) else type(original)(result)
     if number != result:

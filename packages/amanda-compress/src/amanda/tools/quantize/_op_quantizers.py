@@ -300,7 +300,7 @@ class SampledValue:
             yield numbers, data[numbers]
 
     def joined(self, parts: Sequence[Any]) -> Any:
-        """Return new values of the parts as one value under the transforms, without a gradient."""
+        """Stack plain new values of the parts, and wrap them in the transforms again; without a gradient."""
         front = tuple(range(len(self._axes)))
         # Within a transform the result of each operation belongs to its level.
         with self.samples.outside():

@@ -202,7 +202,11 @@ class Campaign:
         return self._run_restoring(program, self._memory.outlasting)
 
     def _run_without_faults(self, program: Program) -> tuple[Any, list[Site]]:
-        """Return the output without faults, and the sites at which faults fit."""
+        """Run twice without faults; return the output, and the sites at which faults fit.
+
+        Sets the limit of executions from which on a run hangs.
+        Raises InjectError where no op has a tensor for the fault, and where the outputs differ.
+        """
         self._watch.limit = float("inf")
         self._memory.clear()
         with self._tool.calibrating():

@@ -214,7 +214,7 @@ def pack_tensor(tensor: Any) -> tuple[TensorHeader, RawBytes]:
 
 
 def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:
-    """Return a new tensor of PyTorch with this header and these bytes."""
+    """Return a new tensor of the element type, shape and order of dimensions in memory of a header."""
     import torch
 
     tensor = torch.empty_permuted(header.shape, header.order, dtype=getattr(torch, header.dtype))

@@ -285,7 +285,7 @@ class TorchRuntime:
         )
 
     def _on_meta_device(self, value: Any) -> Any:
-        """Return a tensor without memory like this one; other values as they are."""
+        """Return a tensor without memory like this one, and the meta device for a device; else the value."""
         torch = self.torch
         if not isinstance(value, torch.Tensor):
             return torch.device("meta") if isinstance(value, torch.device) else value

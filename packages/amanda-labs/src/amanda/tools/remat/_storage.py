@@ -112,7 +112,7 @@ class Storage(_WeaklyReferenced):
 
     @property
     def is_gone(self) -> bool:
-        """True for a storage without memory that a backward op may still read."""
+        """True if the memory is freed, and autograd or an unfinished backward pass may ask for it again."""
         if self.maker is None or self.live_memory is not None:
             return False
         # Once the backward pass is over nobody asks for the storage again, and its cost counts no more.

@@ -266,7 +266,9 @@ class Search:
                 self._study.drop_proposals()
 
     def _next_architectures(self, trials: int | None) -> list[dict[str, str]]:
-        """Return the architectures of the next batch; fewer, or none, where no others are left.
+        """Return the architectures of the rest of a batch; fewer, or none, where no others are left.
+
+        One may come again where shared weights are trained between trials.
 
         trials: number after which the search ends; None for no such number.
         """

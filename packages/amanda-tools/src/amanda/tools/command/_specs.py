@@ -233,6 +233,8 @@ class ToolSpec:
     def parse(cls, text: str) -> ToolSpec:
         """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes.
 
+        An option without a value is "true"; the values of one that is repeated are a list.
+
         Raises SpecError for a text without a name, and for a quotation mark without its twin.
         """
         name, _, options_text = text.partition(":")

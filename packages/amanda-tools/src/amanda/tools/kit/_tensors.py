@@ -213,7 +213,7 @@ class Tensors:
         return 0
 
     def blocks(self, numbers: Array) -> Iterator[Array]:
-        """Yield stored values in rows of float64, or the device's widest; on the host arrays of NumPy."""
+        """Yield stored values in flat pieces of float64, or the device's widest; on the host in NumPy."""
         flat = numbers.reshape(-1)
         for start in range(0, flat.shape[0], self.cached_block):
             # Memory that nobody wrote to may have signalling NaNs, of which NumPy would warn.

@@ -71,7 +71,7 @@ class TensorFlowTensorLibrary(Tensors):
         return x if is_wide else tf.cast(x, tf.float32)
 
     def blocks(self, numbers: Any) -> Iterator[Any]:
-        """Yield rows in float64; of what is on the host, arrays of NumPy."""
+        """Yield flat pieces in float64; of what is on the host, arrays of NumPy."""
         if "CPU" in numbers.device:
             yield from super().blocks(numbers.numpy())
             return

@@ -159,7 +159,7 @@ class TorchTensorLibrary(Tensors):
         return np.asarray(_BorrowedMemory(x, _NUMPY[x.dtype]))
 
     def blocks(self, numbers: Tensor) -> Iterator[Any]:
-        """Yield rows in the widest floating type of the device; of what is on the host, arrays of NumPy."""
+        """Yield flat pieces in the device's widest floating type; of what is on the host, arrays of NumPy."""
         device = numbers.device.type
         wide = torch.float32 if device == "mps" else torch.float64
         size = self.cached_block if device == "cpu" else self.device_block

@@ -161,7 +161,7 @@ def _inputs(model: Any, config: Any) -> Iterator[Input]:
 
 
 def _tokens(name: str, config: Any) -> Input:
-    """Return an input of token numbers, as long as the model takes."""
+    """Return an input of token numbers, as long as the model takes, and at most `TOKENS`."""
     limits = [
         getattr(config, field, None)
         for field in ("max_position_embeddings", "n_positions", "max_target_positions")

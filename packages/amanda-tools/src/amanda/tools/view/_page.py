@@ -161,6 +161,8 @@ def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[
 def _columns(source: Source) -> list[dict[str, Any]]:
     """Return the columns of a table: those that the file describes, then those of its first row.
 
+    Each has a name, whether all its values are numbers, whether it has a total, and a unit.
+
     Raises AmandaError for rows without any column.
     """
     rows, columns = source.list_of("rows"), source.content.get("columns")

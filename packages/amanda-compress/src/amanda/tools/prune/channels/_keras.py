@@ -112,7 +112,7 @@ class KerasModel(PrunableModel):
         return mask
 
     def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
-        """Return the weights that an op reads, None for other inputs.
+        """Return the weights that an op reads; None for other inputs, and for values of unknown rank.
 
         A reshaped weight is another input: the reshape has read the weight, and was masked.
         """

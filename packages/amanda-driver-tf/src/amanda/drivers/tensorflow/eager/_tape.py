@@ -31,7 +31,7 @@ class Tape:
         self._earlier_tapes = EarlierTapes()
 
     def patch(self, patches: Patches) -> None:
-        """Patch the functions of tapes until `patches` are restored; call `register` then."""
+        """Patch the functions of tapes until `patches` are restored, and make native code call them."""
         # An interrupt of an earlier scope may have left its op, gradient function or pass here.
         local.backward_pass = local.gradient_call = local.marking = None
         self._earlier_tapes.patch(patches)
