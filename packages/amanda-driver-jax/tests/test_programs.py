@@ -132,6 +132,23 @@ def test_what_was_compiled_ahead_of_time_is_reported() -> None:
     assert len(list(scope.report)) == 1
 
 
+def _loop(x: Any) -> Any:
+    return jax.lax.fori_loop(0, 3, lambda _, carry: jnp.tanh(carry) * 2, x)
+
+
+@pytest.mark.parametrize("function", [_loop, jax.grad(lambda x: _loop(x).sum()), jax.vmap(_loop)])
+def test_a_function_is_lowered_and_exported_in_a_scope_as_without(function: Any) -> None:
+    def results() -> list[Any]:
+        jitted = jax.jit(function)
+        exported = jax.export.export(jitted)(X[0])
+        compiled = jitted.lower(X[0]).compile()
+        return [exported.mlir_module(), exported.serialize(), compiled.cost_analysis()]
+
+    alone = results()
+    with amanda.apply(Counting()):
+        assert results() == alone
+
+
 def test_run_goes_from_the_forward_to_the_backward_routine_of_one_execution() -> None:
     tool, sums = amanda.Tool(), []
 

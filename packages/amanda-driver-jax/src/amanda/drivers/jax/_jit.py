@@ -4,7 +4,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial, wraps
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import jax
@@ -71,8 +71,21 @@ def instrument_jit(patches: Patches) -> None:
     wrap_optional(
         patches, "custom_partitioning:custom_partitioning.__call__", partial(_report_and_run, PARTITIONED)
     )
-    for function in FUNCTIONS_OF_OPS:
+    # `jit(f).lower` lowers the user's program; the rules for loops and others trace parts of it anew.
+    for function in (*FUNCTIONS_OF_OPS, "stages:Traced.lower"):
         wrap_optional(patches, function, without_tools())
+
+
+def _is_trace_request(frame: FrameType | None) -> bool:
+    """Return True if `jit(f).trace` calls for the program of `f`, from this frame or a few above."""
+    # Within jax2tf AutoGraph calls its own copies of JAX's functions, `tf__jit_trace` by way of two others.
+    for _ in range(8):
+        if frame is None:
+            break
+        if frame.f_code.co_name.endswith("jit_trace"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -85,8 +98,7 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
         if activation is None:
             return original(fun, info, args, kwargs)
         # `jit(f).trace` asks for the user's program, and ops on tangents are not the user's.
-        is_trace_request = sys._getframe(1).f_code.co_name == "jit_trace"
-        if is_trace_request or is_tangent(jax.tree_util.tree_leaves((args, kwargs))):
+        if _is_trace_request(sys._getframe(1)) or is_tangent(jax.tree_util.tree_leaves((args, kwargs))):
             with without_tools():
                 return original(fun, info, args, kwargs)
         if is_within_jit():

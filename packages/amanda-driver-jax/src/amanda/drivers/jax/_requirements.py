@@ -61,6 +61,7 @@ OPTIONAL = {
     "export._export:Exported.call": "exported programs are not reported",
     **{name: f"ops inside of {part} are seen" for name, part in FUNCTIONS_OF_OPS.items()},
     "stages:Compiled.__call__": "executables that were compiled ahead of time are not reported",
+    "stages:Traced.lower": "functions with loops cannot be lowered by hand in a scope",
 }
 """Consequences of the absence of optional names, which the log states."""
 
