@@ -45,7 +45,7 @@ NOT_OPTIONS = {
     "amanda.tools.mapping": """InstalledEntries are_transposed backend_of distributed is_partial itemsize
         local product_of share spatial_axes torch_dtype torch_shape torch_word weight_gradient whole""",
     "amanda.tools.steps": "execution_number",
-    "amanda.tools.stats": "Accumulator numbers",
+    "amanda.tools.stats": "Accumulator Sketch numbers",
     "amanda.tools.quantize": """choose_qparams extremes fake_quantize fake_quantize_gradient gradient_scale
         lsq_gradients lsq_plus_scale lsq_quantize lsq_scale quantized_states sqnr convert""",
     "amanda.tools.prune.channels": """concatenated convolution extents_of fresh linear same_channels

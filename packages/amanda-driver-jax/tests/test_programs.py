@@ -149,6 +149,23 @@ def test_a_function_is_lowered_and_exported_in_a_scope_as_without(function: Any)
         assert results() == alone
 
 
+@pytest.mark.parametrize("routine", [lambda *_: None, lambda value: np.array(value)])
+def test_weak_types_of_a_program_stay(routine: Any) -> None:
+    def program(x: Any) -> list[Any]:
+        factor = jnp.where(x.sum() > 0, 2.0, 1.0)  # weak, so that the product has the type of `x`
+        half = lax.fori_loop(0, 3, lambda _, value: value * 0.5, 1.0)
+        return [factor, half, x * factor * half]
+
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_after_op(routine, outputs=[0]))
+    alone = jax.jit(program)(jnp.ones(3, jnp.bfloat16))
+    with amanda.apply(tool):
+        results = jax.jit(program)(jnp.ones(3, jnp.bfloat16))
+    for result, expected in zip(results, alone, strict=True):
+        assert (result.dtype, result.weak_type) == (expected.dtype, expected.weak_type)
+        assert np.array_equal(result, expected)
+
+
 def test_run_goes_from_the_forward_to_the_backward_routine_of_one_execution() -> None:
     tool, sums = amanda.Tool(), []
 

@@ -126,6 +126,10 @@ class ParameterStore:
         """Return the identity of a parameter, and the part that a weight is of it; None if unknown.
 
         The base returns None for the part, which is all of the parameter.
+
+        Args:
+            parameter: As `context.get_variable` returns it.
+            weight: The value that the op reads.
         """
         return self.identity(parameter), None
 
@@ -142,7 +146,12 @@ class ParameterStore:
         return None
 
     def read(self, parameter: Any, part: Any) -> Any:
-        """Return the present values of a part."""
+        """Return the present values of a part.
+
+        Args:
+            parameter: As `context.get_variable` returns it.
+            part: Part of the parameter.
+        """
         return parameter.tensor() if isinstance(parameter, TreeSlot) else parameter
 
     def overlaps(self, part: Any, other_part: Any, whole: Any) -> bool:

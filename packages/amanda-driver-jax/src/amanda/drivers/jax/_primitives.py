@@ -156,10 +156,9 @@ def with_mapped_axis_first(args: Any, dims: Any) -> list[Any]:
 
 
 def _straight_aval(original: Any, value: Any) -> Any:
-    # Weak types decide promotion in ops that follow: the value must not be weaker or stronger.
-    if original.dtype != value.dtype:
-        return value
-    return original.update(weak_type=original.weak_type and value.weak_type)
+    # Weak types decide promotion in ops that follow: those of the program, not of the value, whose type is
+    # never weak where Python computed it.
+    return value if original.dtype != value.dtype else original
 
 
 def _straight_batched(args: Any, dims: Any) -> Any:
