@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from onnx_models import random, session_of, two_layers
-from raising import Patches, failures
+from raising import InstalledPatches, failures
 
 import amanda
 
@@ -42,7 +42,7 @@ def test_nothing_stays_behind(error: type[BaseException]) -> None:
     def run() -> Any:
         return session.run(None, {"x": x})[0]
 
-    bare, patches = run(), Patches(run)
+    bare, patches = run(), InstalledPatches(run)
     with amanda.apply(Tenfold()):
         tenfold = run()
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from raising import Patches, failures
+from raising import InstalledPatches, failures
 from tensorflow.python import pywrap_tfe
 
 import amanda
@@ -90,7 +90,7 @@ def test_nothing_stays_behind(
     program: Callable[[], Callable[[], list[Any]]], error: type[BaseException]
 ) -> None:
     run = program()
-    bare, patches = _bits(run()), Patches(run)
+    bare, patches = _bits(run()), InstalledPatches(run)
     with amanda.apply(Tenfold()):
         tenfold = _bits(run())
 
