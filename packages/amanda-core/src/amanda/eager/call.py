@@ -178,7 +178,6 @@ class SignatureCall(Call):
         kwargs: dict[str, Any],
         function: Callable[..., Any] | None = None,
     ) -> None:
-        """function: has the signature; the site's original where none is given."""
         self.slots = [value for value in args if isinstance(value, TreeSlot)]
         args = args[len(self.slots) :]
         self.driver, self.op, self._site, self._arguments = driver, site.op, site, (args, kwargs)

@@ -44,7 +44,12 @@ class Artefact(ABC):
 
     @abstractmethod
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the instrumented model to a path that does not exist, with `about` in its metadata."""
+        """Write the instrumented model.
+
+        Args:
+            path: File or folder that does not exist yet.
+            about: Entries for the metadata of the model.
+        """
 
 
 def artefact_kind(path: Path) -> type[Artefact]:

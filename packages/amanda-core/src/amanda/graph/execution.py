@@ -234,8 +234,8 @@ class Execution:
         run_dicts: Dicts `run` of the routines, by forward op id and the rounds of the loops around; None for
             none yet.
         runs_all_tools: Whether the routines of all tools run; else only those of tools with an open scope.
-        stored_values: Values of a forward pass for its backward pass, a list by the place that stored them and
-            the rounds of the loops around it; None for none yet.
+        stored_values: Values of a forward pass for its backward pass, in lists by the place that stored them
+            and the rounds of the loops around it; None for none yet.
     """
 
     _numbers = _ExecutionNumbers()

@@ -201,7 +201,10 @@ def has_run(func: Routine) -> bool:
 def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     """Return True if a routine has a parameter of this name; False where its signature is unknown, as in C.
 
-    keyword_only: whether the parameter has to be keyword-only.
+    Args:
+        func: The routine.
+        name: Name of the parameter.
+        keyword_only: Whether the parameter has to be keyword-only.
     """
     # The first argument of a bound method is `self`, which no caller passes.
     function, first_index = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
@@ -241,9 +244,13 @@ _UNMARKED: frozenset[str] = frozenset()
 
 
 def with_marks(func: RoutineT, mark_names: Iterable[str]) -> RoutineT:
-    """Add marks to a routine, by the names that `marks` returns, such as those of a routine that it wraps.
+    """Add marks to a routine, such as those of a routine that it wraps.
 
     Returns the routine itself, or a wrapper of a routine that takes no attributes.
+
+    Args:
+        func: The routine.
+        mark_names: Names of decorators, as `marks` returns them.
     """
     for mark in mark_names:
         func = _add_mark(func, mark)

@@ -104,7 +104,13 @@ def annotate_failure(
     An exception is returned where the routine's signature does not accept the values.  It bears the note
     then. None means that the caller raises `error`; `error` itself is not returned, since a frame that holds
     an exception keeps the exception's frames alive.
-    values: all values that the op has there.  selection: values that the routine received.
+
+    Args:
+        error: Exception that the routine raised.
+        action: Action of the routine.
+        values: All values that the op has at this point.
+        selection: Values that the routine received.
+        facts: Facts of the op.
     """
     # Outputs and gradients have no names in a schema.
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
@@ -222,7 +228,16 @@ def _accept_positional_inputs(op: Callable[[Sequence[Any]], Any]) -> Callable[..
 
 
 def selected_values(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any]:
-    """Return the values that a routine selects; raise RoutineError where the op has fewer values."""
+    """Return the values that a routine selects.
+
+    Args:
+        action: Action of the routine, with positions that it selects.
+        values: All values that the op has at this point.
+        facts: Facts of the op, for the error.
+
+    Raises:
+        RoutineError: Where the op has fewer values.
+    """
     assert action.select is not None
     try:
         return [values[position] for position in action.select]
@@ -330,7 +345,14 @@ def match_results(action: Action, result: Any, arguments: Sequence[Any]) -> Sequ
     """Return the routine's result as a sequence with one value for each argument; None for no change.
 
     For one argument the result may be the value itself, or a sequence of it.
-    arguments: the values that the routine selects.  Raises RoutineError for another number of values.
+
+    Args:
+        action: Action of the routine, for the error.
+        result: Value that the routine returned.
+        arguments: Values that the routine selects.
+
+    Raises:
+        RoutineError: For another number of values.
     """
     if result is None:
         return None
