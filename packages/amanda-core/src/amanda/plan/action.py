@@ -90,16 +90,21 @@ REPLACE_OP = ActionType.REPLACE_OP
 class Action:
     """One instrumentation routine at one op.
 
-    select: positions of the values that the routine receives; None for all values.
-    kwargs: keyword arguments from the tool, passed in every call of the routine.
     differentiable, traceable, observer, opening, innermost: whether the routine has the mark of this name.
-    reads: for a replacement in a graph, inputs of other ops that it receives: op ids and positions.
     gathered: routine that takes many executions in one call; None where there is none.
     takes_run: whether the routine has a parameter `run`, the dict that routines of one execution share.
     takes_shapes: whether the routine has a keyword `shapes`; False for a replacement.
     takes_recomputed: whether the routine has a parameter `recomputed`, True in a recomputation.
     takes_original: whether a replacement has a parameter `original`, a function that computes the op.
     parameters: a replacement's parameters that inputs of the op may fill; None for a routine written in C.
+
+    Args:
+        type: Kind of the action.
+        func: The routine.
+        tool: Tool that records the action.
+        select: Positions of the values that the routine receives; None for all values.
+        kwargs: Keyword arguments from the tool, passed in every call of the routine.
+        reads: For a replacement in a graph, inputs of other ops that it receives: op ids and positions.
     """
 
     __slots__ = (
