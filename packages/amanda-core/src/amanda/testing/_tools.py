@@ -201,7 +201,12 @@ SCALE: Any = 1.0
 
 
 class Scaling(Tool):
-    """Multiplies the output of the sample's op by a held value: a number or a tensor."""
+    """Multiplies the output of the sample's op by a held value: a number or a tensor.
+
+    Args:
+        sample: Framework's graphs, with the op whose output is multiplied.
+        held: Number or tensor with which the op's output is multiplied.
+    """
 
     def __init__(self, sample: GraphSample, held: Any) -> None:
         self.sample = sample
