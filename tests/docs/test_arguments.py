@@ -33,7 +33,9 @@ ROOMS = [
     "amanda.graph",
     "amanda.interceptor",
     "amanda.options",
+    "amanda.plan",
     "amanda.plugins",
+    "amanda.scope",
     "amanda.testing",
     *sorted(TOOLS - LEFT_OUT),
 ]

@@ -75,7 +75,11 @@ class Call(ABC):
         return spread(inputs[i] for i in self.target_positions) if self.target_positions else []
 
     def unreturned_positions(self, outputs: Any) -> Sequence[int]:
-        """Return the positions of inputs that the op has written and did not return.  outputs: its result."""
+        """Return the positions of inputs that the op has written and did not return.
+
+        Args:
+            outputs: The op's result, as the framework returns it.
+        """
         return ()
 
     def append_unreturned(
@@ -163,7 +167,7 @@ class SignatureCall(Call):
     Args:
         driver: Driver whose tensors are among the arguments.
         site: Site of the operator.
-        args: Positional arguments of the call, after the slots of `with_slots` if there are any.
+        args: Positional arguments of the call; slots from `with_slots` come first.
         kwargs: Keyword arguments of the call.
         function: Function with the operator's signature; None for the site's original.
     """
@@ -310,7 +314,7 @@ class EagerOps(TensorOps):
             inputs: Values with which the op ran.
 
         Returns:
-            The flat result, and a function that puts such a list back into the result's form.
+            The flat result, and a function that puts a list of such values back into the result's form.
         """
         return call.append_unreturned(outputs, inputs, *self.flatten(outputs))
 
@@ -487,7 +491,8 @@ class Trace:
     def copy_for_double_backward(self, shapes: tuple[Any, ...] | None = None) -> Trace:
         """Return a copy of the trace for backward ops of this execution's backward ops.
 
-        shapes: those of the execution's mark; None for those of the trace.
+        Args:
+            shapes: Shapes of the execution's mark; None for those of the trace.
         """
         # The copy shares plan, facts and `run`, but each pass has its own ids of incomplete backward ops.
         trace = copy(self)

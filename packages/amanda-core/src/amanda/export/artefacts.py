@@ -33,7 +33,14 @@ class Artefact(ABC):
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
-        """Read a file. Raises ArtefactError, or an error of the framework, where it is not of this kind."""
+        """Read a file or folder.
+
+        Args:
+            path: File or folder that exists.
+
+        Raises:
+            ArtefactError: Where the path is not of this kind; or an error of the framework.
+        """
 
     @abstractmethod
     def instrument(self, inlining: Inlining) -> None:

@@ -118,7 +118,10 @@ class Reads:
     def drop_changed_places(self, places: Iterable[ReadPlace] | None = None) -> None:
         """Drop places whose value has changed since it was read: the traced routines have set them.
 
-        Their names are added to `written`.  places: the places to look at; None for all.
+        Their names are added to `names_written`.
+
+        Args:
+            places: Places to look at; None for all.
         """
         for name in self._names_set:
             attributes = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)

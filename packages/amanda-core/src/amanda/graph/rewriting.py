@@ -318,7 +318,8 @@ class Side:
     def read_replaced_values(self, current_refs: Mapping[Any, Any]) -> None:
         """Read the results of earlier routines in place of the values that they replaced.
 
-        current_refs: the name of each result, by the name of the replaced value.
+        Args:
+            current_refs: Name of each result, by the name of the replaced value.
         """
         self.refs = [current_refs.get(ref, ref) for ref in self.refs]
         self.original_refs = list(self.refs)

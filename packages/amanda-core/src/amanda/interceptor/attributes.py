@@ -80,7 +80,11 @@ class Patches:
                     self.set(holder, name, stand_in_of[id(value)])
 
     def place_stubs(self, sites: Iterable[Site]) -> None:
-        """Place the native stubs of sites until `restore`.  sites: the same at each iteration."""
+        """Place the native stubs of sites until `restore`.
+
+        Args:
+            sites: Sites, the same at each iteration.
+        """
         # Recorded first, since an interrupt may come between placing and recording.
         self._placed_sites.append(sites)
         for site in sites:
@@ -312,7 +316,8 @@ def type_as_path(module: Any) -> str:
 def place_by_path(path_within: Callable[[Any, Any], str]) -> Callable[[Any, Any], tuple[int, bool]]:
     """Return the `place` of `Patches.track_module_calls` for modules that are told apart by their paths.
 
-    path_within: returns the path of the second module in the first, or `type_as_path` of the second.
+    Args:
+        path_within: Returns the path of the second module in the first, or `type_as_path` of the second.
     """
 
     def place(outer: Any, inner: Any) -> tuple[int, bool]:

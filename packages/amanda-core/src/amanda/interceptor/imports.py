@@ -26,7 +26,8 @@ def is_imported(name: str) -> bool:
 def missing_names(names: Iterable[str]) -> list[str]:
     """Import the modules of some names; return the names that do not exist.
 
-    names: module and path of attributes: "package.module:Class.method".
+    Args:
+        names: Module and path of attributes: "package.module:Class.method".
     """
     return [name for name in names if not _can_be_imported(name)]
 

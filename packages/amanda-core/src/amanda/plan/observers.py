@@ -136,7 +136,7 @@ class Executions(Sequence[Observed]):
     Args:
         executions: Sequence of executions; a driver may create each `Observed` when it is read.
         tensors: Values for the property `tensors`; None to take those of the executions.
-        prepared: Driver's cache for executions that are gathered together again; None for no cache.
+        prepared: Driver's cache for executions that are gathered together again; None for a new one.
         values: Returns the result of the method `values` without creating each `Observed`; None to create
             them.
     """

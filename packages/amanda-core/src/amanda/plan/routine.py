@@ -34,11 +34,18 @@ def run_routine(
 ) -> list[Any]:
     """Call a routine on the selected values; return `values` itself if nothing changed, else a new list.
 
-    autodiff: whether every routine takes part in the backward pass.
-    mutable: positions of the user's tensors that the op writes into; a change is copied into them.
-    returned: the routine's result, where the routine has been called already.
-    shapes: shapes of the execution, for a routine that takes shapes.
-    copy_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
+    Args:
+        ops: Primitives of the framework's tensors.
+        action: Action of the routine.
+        values: All values that the op has at this point.
+        facts: Facts of the op.
+        run: Dict that the routines of this execution share.
+        autodiff: Whether every routine takes part in the backward pass.
+        mutable: Positions of the user's tensors that the op writes into; a change is copied into them.
+        returned: Routine's result, where the routine has been called already.
+        copy_saved: Copies values that backward ops have saved of the user's tensors, before a write into
+            these; None for no copies.
+        shapes: Shapes of the execution, for a routine that takes shapes.
     """
     if ops.has_symbolic_tensors and returned is NOT_CALLED:
         future_values = ops.trace_routine(action, values, facts, run, autodiff, shapes)
@@ -135,8 +142,15 @@ def run_replacement(
 ) -> Any:
     """Call a routine instead of an op; return its result, or NotImplemented where the op has to run.
 
-    targets: positions of the user's tensors that the op would have written and returned.
-    original: computes the op.  reads: values that the routine reads of other ops.
+    Args:
+        ops: Primitives of the framework's tensors.
+        action: Action of the routine.
+        values: Inputs of the op, or gradients that enter a backward op.
+        facts: Facts of the op.
+        run: Dict that the routines of this execution share.
+        targets: Positions of the user's tensors that the op would have written and returned.
+        original: Computes the op; None where nothing can.
+        reads: Values that the routine reads of other ops.
     """
     if ops.has_symbolic_tensors:
         ops.note_replacement(action, facts)

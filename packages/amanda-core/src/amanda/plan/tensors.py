@@ -47,8 +47,7 @@ class TensorOps(ABC):
             facts: Facts of the op.
             run: Dict that the routines of this execution share.
             autodiff: Whether routines without a mark take part in autodiff too.
-            shapes: Argument `shapes` of routines that take it: shapes of the op's inputs, then of its
-                outputs; else None.
+            shapes: Shapes of the execution, for a routine that takes shapes; else None.
 
         Returns:
             The values with the routine's future results; None where the routine has to be called now.
@@ -176,7 +175,7 @@ class TensorOps(ABC):
 
         Args:
             target: The user's tensor.
-            value: Tensor from a routine, with the target's shape.
+            value: Tensor from a routine.
             isolated: Whether the routine took no part in autodiff.
         """
 
@@ -318,7 +317,12 @@ def spread(values: Iterable[Any]) -> list[Any]:
 
 
 def is_among(value: Any, tensors: Sequence[Any]) -> bool:
-    """Return True if a value is one of the tensors, or a list of some of them."""
+    """Return True if a value is one of the tensors, or a list of some of them.
+
+    Args:
+        value: Tensor, or list of tensors, compared by identity.
+        tensors: Tensors, or lists of tensors.
+    """
     if isinstance(value, (list, tuple)):
         return bool(value) and all(is_among(tensor, tensors) for tensor in value)
     return any(value is tensor for tensor in tensors)

@@ -177,7 +177,8 @@ class Silent(Unchanged):
 class EqualCopies(Unchanged):
     """Routines at every point of every op, which give equal new values.
 
-    copied: makes a tensor equal to the one that it is given, and hands back what is not a tensor.
+    Args:
+        copied: Makes a tensor equal to its argument, and hands back an argument that is no tensor.
     """
 
     def __init__(self, copied: Callable[[Any], Any]) -> None:

@@ -28,7 +28,8 @@ class Resumption(NamedTuple):
 class ShapeCounter:
     """Counts of executions by the shapes of their values.
 
-    limit: for native code, which counts so many different shapes without a call of Python.
+    Args:
+        limit: Number of different shapes that native code counts without a call of Python.
     """
 
     def __init__(self, limit: int = 1024) -> None:
@@ -37,7 +38,8 @@ class ShapeCounter:
     def add(self, shapes: Any) -> None:
         """Count an execution.
 
-        shapes: a tuple for the inputs, one for the outputs, ..., each with the shape of each value.
+        Args:
+            shapes: A tuple for the inputs, one for the outputs, ..., each with the shape of each value.
         """
         self._calls[shapes] = self._calls.get(shapes, 0) + 1
 
