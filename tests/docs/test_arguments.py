@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from amanda.interceptor import _fallback
 from amanda.tools.results import Result
 from amanda_docs.pages import ROOT
 
@@ -23,16 +24,25 @@ TOOLS = {
 LEFT_OUT = {f"amanda.tools.{room}" for room in ("libraries", "command", "kit", "mapping", "results")}
 ROOMS = [
     "amanda",
+    "amanda.action",
+    "amanda.backend",
+    "amanda.context",
+    "amanda.eager",
     "amanda.errors",
     "amanda.files",
+    "amanda.graph",
+    "amanda.interceptor",
     "amanda.options",
+    "amanda.plan",
     "amanda.plugins",
+    "amanda.scope",
+    "amanda.testing",
     *sorted(TOOLS - LEFT_OUT),
 ]
 # What Amanda makes, and hands to routines and rules: a user never calls these constructors.
 MADE_BY_AMANDA = {
-    "amanda.Action", "amanda.OpContext", "amanda.tools.rewrite.Match", "amanda.tools.rewrite.OpCall",
-    "amanda.tools.search.Site", "amanda.tools.weights.Weight",
+    "amanda.OpContext", "amanda.context.OpContext", "amanda.tools.rewrite.Match",
+    "amanda.tools.rewrite.OpCall", "amanda.tools.search.Site", "amanda.tools.weights.Weight",
 }  # fmt: skip
 # Called by the tool of the same room alone.
 OF_THE_TOOL = {
@@ -68,6 +78,9 @@ def callables(room: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
     """Yield name, function and docstring of functions, constructors and methods of a room."""
     module = importlib.import_module(room)
     values = {name: getattr(module, name) for name in module.__all__}
+    if room == "amanda.interceptor":
+        # The callables of the native interceptor have no signatures, and the reference shows those in Python.
+        values.update((name, getattr(_fallback, name)) for name in values if hasattr(_fallback, name))
     # A method of a protocol says what the methods of all its classes do.
     protocols = [kind for kind in values.values() if getattr(kind, "_is_protocol", False)]
     for name, value in values.items():
@@ -84,10 +97,10 @@ def callables(room: str) -> Iterator[tuple[str, Callable[..., Any], str]]:
 
 
 def methods_of(kind: type) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield public methods, but those that override a method with the same arguments."""
+    """Yield public methods, but those that override a method with the same arguments, and tests."""
     for name, value in vars(kind).items():
         function = getattr(value, "__func__", value)
-        if name.startswith("_") or not inspect.isfunction(function):
+        if name.startswith(("_", "test_")) or not inspect.isfunction(function):
             continue
         overridden = [vars(base)[name] for base in kind.__mro__[1:] if name in vars(base)]
         overridden = [getattr(base, "__func__", base) for base in overridden]

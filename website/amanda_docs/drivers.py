@@ -63,7 +63,8 @@ def tables() -> str:
         rows = ["| name | what it is or gives |", "|---|---|"]
         make = vars(kind).get("__init__")
         if text := make and make.__doc__:
-            rows.append(_row(f"`{kind.__name__}{_parameters(make)}`", " ".join(text.split())))
+            arguments = text.partition("Args:")[2]
+            rows.append(_row(f"`{kind.__name__}{_parameters(make)}`", " ".join(arguments.split())))
         rows += [_row(spelling(kind, name), member_summary(kind, name)) for name in public_names(kind)]
         parts.append(f"### {title}: `{kind.__name__}`\n\n" + "\n".join(rows))
     return "\n\n".join(parts)

@@ -117,13 +117,18 @@ class BackwardStep:
         self, driver: EagerDriver, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
         order: int = 1, shapes: tuple[Any, ...] | None = None,
     ) -> None:  # fmt: skip
-        """ops: the driver.  trace: what `attach_trace` was given for the op's execution.
+        """Find the actions and the tools that are due at the op.
 
-        op: the type of the backward op, whose `__name__` tools see.
-        place: a number that tells the backward ops of one execution apart, the same in each execution.
-        state: the state at the start of the pass.  replaceable: whether tools may replace the backward op.
-        order: 2 for a backward op of a backward op.
-        shapes: shapes of the op in this execution, where the mark at the node has them.
+        Args:
+            driver: Driver of the framework.
+            trace: Trace that the driver has attached to the op's execution.
+            op: Type of the backward op, whose `__name__` tools see.
+            place: Number that tells the backward ops of one execution apart, the same in each execution.
+            state: State at the start of the pass.
+            replaceable: Whether tools may replace the backward op.
+            order: 2 for a backward op of a backward op, else 1.
+            shapes: Shapes of the op in this execution, where the mark at the node has them; None for those of
+                the trace.
         """
         assert trace.facts is not None
         self._ops = driver
@@ -199,6 +204,12 @@ class BackwardStep:
         """Return native hooks for all passes through a backward op; None where a `BackwardStep` is needed.
 
         Call this method where the state `reuses_native_hooks`, for a trace of the state's own stack.
+
+        Args:
+            driver: Driver of the framework.
+            trace: Trace that the driver has attached to the op's execution.
+            op: Type of the backward op.
+            place: Number that tells the backward ops of one execution apart.
         """
         # Executions of one op have nodes of the same types (`op`) at the same places.
         hooks = trace.plan.backward.native_hooks.get((op, place))
@@ -259,7 +270,12 @@ class BackwardStep:
         return pending.plan
 
     def run_after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
-        """Run the replacement, analyses and routines after the op; return the gradients that leave the op."""
+        """Run the replacement, analyses and routines after the op; return the gradients that leave the op.
+
+        Args:
+            grad_inputs: Gradients that the op has computed.
+            grad_outputs: Gradients that entered the op, after `run_before`.
+        """
         grads = list(grad_inputs)
         replacement = single_replacement(actions.replace for actions in self._actions)
         if replacement is not None and self._is_open(replacement):
@@ -335,12 +351,24 @@ class BackwardPass:
     """
 
     def __init__(self, driver: EagerDriver, state: State) -> None:
-        """state: the state at the start of the pass."""
+        """Begin a pass.
+
+        Args:
+            driver: Driver of the framework.
+            state: State at the start of the pass.
+        """
         self._driver, self._state = driver, state
         self._traces: dict[int, Trace] = {}
 
     def step(self, trace: Trace, op: Any, place: int, replaceable: bool = True) -> BackwardStep:
-        """Return the step at a backward op of an execution; see `BackwardStep`."""
+        """Return the step at a backward op of an execution; see `BackwardStep`.
+
+        Args:
+            trace: Trace that the driver has attached to the op's execution.
+            op: Type of the backward op, whose `__name__` tools see.
+            place: Number that tells the backward ops of one execution apart, the same in each execution.
+            replaceable: Whether tools may replace the backward op.
+        """
         self._traces[id(trace)] = trace
         return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
 

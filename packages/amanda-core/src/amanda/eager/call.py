@@ -66,11 +66,20 @@ class Call(ABC):
         return self.invoke(list(inputs))
 
     def target_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Return the user's tensors that the op has written and returned."""
+        """Return the user's tensors that the op has written and returned.
+
+        Args:
+            inputs: Values with which the op ran, in the order of its schema.
+            outputs: The op's flat outputs.
+        """
         return spread(inputs[i] for i in self.target_positions) if self.target_positions else []
 
     def unreturned_positions(self, outputs: Any) -> Sequence[int]:
-        """Return the positions of inputs that the op has written and did not return.  outputs: its result."""
+        """Return the positions of inputs that the op has written and did not return.
+
+        Args:
+            outputs: The op's result, as the framework returns it.
+        """
         return ()
 
     def append_unreturned(
@@ -78,8 +87,13 @@ class Call(ABC):
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return the op's flat result with the inputs that the op wrote without returning them at its end.
 
-        values, rebuild: the flat result, and a function that puts it back into form.  The function that is
-        returned ignores the added inputs.
+        The function that is returned ignores the added inputs.
+
+        Args:
+            outputs: The op's result, as the framework returns it.
+            inputs: Values with which the op ran.
+            values: The flat result, from `EagerOps.flatten`.
+            rebuild: Puts the flat result back into its form.
         """
         # A batch normalization writes running statistics that it does not return.
         written = [inputs[i] for i in self.unreturned_positions(outputs)]
@@ -89,7 +103,12 @@ class Call(ABC):
         return [*values, *written], lambda changed: rebuild(list(changed[:result_count]))
 
     def written_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Return the user's tensors that the op has written, for `Views.copy_writes`."""
+        """Return the user's tensors that the op has written, for `Views.copy_writes`.
+
+        Args:
+            inputs: Values with which the op ran, in the order of its schema.
+            outputs: The op's flat outputs.
+        """
         return [*spread(inputs[i] for i in self.written_positions), *self.target_tensors(inputs, outputs)]
 
     # True here: an op that is not known to be harmless is checked for writes at its first execution.
@@ -143,8 +162,14 @@ class Call(ABC):
 class SignatureCall(Call):
     """A call of an operator in Python, whose inputs are in the order of its signature.
 
-    driver: the driver, which knows tensors.  site: the operator.
     keywords: names of arguments that the framework adds to a call, and that are no inputs.
+
+    Args:
+        driver: Driver whose tensors are among the arguments.
+        site: Site of the operator.
+        args: Positional arguments of the call; slots from `with_slots` come first.
+        kwargs: Keyword arguments of the call.
+        function: Function with the operator's signature; None for the site's original.
     """
 
     keywords: ClassVar[Sequence[str]] = ()
@@ -157,7 +182,6 @@ class SignatureCall(Call):
         kwargs: dict[str, Any],
         function: Callable[..., Any] | None = None,
     ) -> None:
-        """function: has the signature; the site's original where none is given."""
         self.slots = [value for value in args if isinstance(value, TreeSlot)]
         args = args[len(self.slots) :]
         self.driver, self.op, self._site, self._arguments = driver, site.op, site, (args, kwargs)
@@ -210,7 +234,12 @@ class SavedTensors:
     """Tensors that the backward ops of an op save, which may share memory with tensors written later."""
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op and record the tensors that its backward ops save; the base records none."""
+        """Run an op and record the tensors that its backward ops save; the base records none.
+
+        Args:
+            call: Call of the op.
+            inputs: Values with which the op runs.
+        """
         return call.invoke(inputs)
 
     def copy_before_write(self) -> None:
@@ -243,6 +272,11 @@ class EagerOps(TensorOps):
         """Return the call with its inputs in schema order.
 
         The base returns a call of `call_type`.
+
+        Args:
+            site: Site of the operator.
+            args: Positional arguments, as the program passes them.
+            kwargs: Keyword arguments, as the program passes them.
         """
         return self.call_type(self, site, args, kwargs)
 
@@ -260,13 +294,28 @@ class EagerOps(TensorOps):
         return [outputs], _single_value
 
     def invoke(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Make a call as the program does."""
+        """Make a call as the program does.
+
+        Args:
+            site: Site of the operator.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         return site.invoke(args, kwargs)
 
     def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return the result of `flatten` for a call, with inputs that the op wrote and did not return."""
+        """Return the result of `flatten` for a call, with inputs that the op wrote and did not return.
+
+        Args:
+            call: Call of the op.
+            outputs: The op's result, as the framework returns it.
+            inputs: Values with which the op ran.
+
+        Returns:
+            The flat result, and a function that puts a list of such values back into the result's form.
+        """
         return call.append_unreturned(outputs, inputs, *self.flatten(outputs))
 
     @abstractmethod
@@ -287,7 +336,9 @@ class EagerOps(TensorOps):
     def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
         """Return the tensors that backward ops have saved of the values that their op has just written.
 
-        outputs: the op's outputs, from which its backward ops are found as well.
+        Args:
+            written: Tensors that the op has written.
+            outputs: The op's outputs, from which its backward ops are found as well.
         """
         return SavedTensors()
 
@@ -301,12 +352,22 @@ class EagerOps(TensorOps):
         """Return the routines' results with the same role in autodiff as the op's outputs have.
 
         A leaf that the op creates stays a leaf, and an input that the op returns keeps its gradient.
-        original_inputs: the op's inputs.  inputs: values with which the op ran.
+
+        Args:
+            original_inputs: The op's inputs, as the program passes them.
+            inputs: Values with which the op ran.
+            outputs: The op's outputs, before the routines.
+            results: The outputs after the routines.
         """
         return results
 
     def is_program_tensor(self, value: Any, inputs: Sequence[Any]) -> bool:
-        """Return True for an output that is a tensor of the program, such as an input, not a new tensor."""
+        """Return True for an output that is a tensor of the program, such as an input, not a new tensor.
+
+        Args:
+            value: Output of the op.
+            inputs: Inputs of the op, which may be lists of tensors.
+        """
         return self.is_tensor(value) and any(value is tensor for tensor in spread(inputs))
 
     def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
@@ -318,7 +379,10 @@ class EagerOps(TensorOps):
 
         A driver extends what the call itself tells by the facts `scope`, `scope_aliases`, `variable_of`,
         `path_of` and `part_of`. Functions among the facts are called later, and keep no module alive.
-        subjects: objects of the enclosing calls, such as modules, the outermost first.
+
+        Args:
+            call: First call of the op.
+            subjects: Objects of the enclosing calls, such as modules, the outermost first.
         """
         return OpFacts(
             call.op, 0, self.namespace, call.names, self.unwrap_for_analysis(call.inputs),
@@ -342,27 +406,38 @@ class EagerOps(TensorOps):
         """Record the inputs of the op, or of its replacement, before the context `capture` is entered.
 
         The inputs may be results of routines; backward ops of these results do not belong to the op.
+
+        Args:
+            capture: Context from `capture_backward_ops`.
+            inputs: Values with which the op, or its replacement, is to run.
         """
 
     @abstractmethod
     def attach_trace(self, trace: Trace, nodes: Any, values: list[Any]) -> None:
         """Attach the trace to the backward ops that `capture_backward_ops` has found.
 
-        nodes: what the context returned as it was entered.
-        values: the op's outputs, and the inputs that it wrote.
+        Args:
+            trace: Record of the op's execution.
+            nodes: Value that the context returned as it was entered.
+            values: The op's outputs, and the inputs that it wrote.
         """
 
     def backward_ops_between(self, before_routines: int, op_start: int, op_end: int) -> Any:
         """Return what `capture_backward_ops` gives, from readings of the clock of the driver's `reader`.
 
-        before_routines: reading before the routines.  op_start, op_end: readings before and after the op.
+        Args:
+            before_routines: Reading of the clock before the routines at the inputs.
+            op_start: Reading before the op.
+            op_end: Reading after the op.
         """
         raise NotImplementedError
 
     def native_trace_marker(self, trace: Trace, writes_input: bool) -> Any:
         """Return an argument of a `Program` with which native code attaches this trace to each execution.
 
-        writes_input: whether the op writes into an input tensor.
+        Args:
+            trace: Record that the executions share.
+            writes_input: Whether the op writes into an input tensor.
         """
         raise NotImplementedError
 
@@ -371,14 +446,17 @@ class EagerOps(TensorOps):
 class Trace:
     """The record that an execution leaves for its backward ops; it lives as long as their graph.
 
-    op_id: id of the op.  stack: the tools of the scope of the execution.
-    run: the dict that routines of this execution share.
-    needs_grad: which inputs needed a gradient.
-    plan: the op's plan in the scope of the execution.
+    stack: the tools of the scope of the execution.
     shapes: shapes of the op's inputs and outputs; None where marks have them, or no routine takes shapes.
-    uncached: whether backward ops are analysed in each pass, as without the cache.
-    facts: facts for contexts of backward ops; None until `keep`, which comes before `attach_trace`.
+    facts: facts for contexts of backward ops; None until `store_facts`, which comes before `attach_trace`.
     unanalysed_ids: ids of backward ops whose analysis is incomplete.
+
+    Args:
+        op_id: Id of the op.
+        needs_grad: Key for which inputs needed a gradient, from `EagerOps.needs_grad`.
+        plan: The op's plan in the scope of the execution.
+        run: Dict that routines of this execution share.
+        uncached: Whether backward ops are analysed in each pass, as without the cache.
     """
 
     __slots__ = (
@@ -413,7 +491,8 @@ class Trace:
     def copy_for_double_backward(self, shapes: tuple[Any, ...] | None = None) -> Trace:
         """Return a copy of the trace for backward ops of this execution's backward ops.
 
-        shapes: those of the execution's mark; None for those of the trace.
+        Args:
+            shapes: Shapes of the execution's mark; None for those of the trace.
         """
         # The copy shares plan, facts and `run`, but each pass has its own ids of incomplete backward ops.
         trace = copy(self)
@@ -424,7 +503,14 @@ class Trace:
     def store_facts(
         self, ops: TensorOps, forward_facts: OpFacts, inputs: list[Any], outputs: list[Any]
     ) -> None:
-        """Store facts for contexts of backward ops, with the values if backward ops have to be analysed."""
+        """Store facts for contexts of backward ops, with the values if backward ops have to be analysed.
+
+        Args:
+            ops: Primitives of the tensors, to detach them from autodiff.
+            forward_facts: Facts of the op; the trace stores a copy.
+            inputs: Values with which the op ran.
+            outputs: The op's outputs.
+        """
         # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
         # when the call ends.
         facts = forward_facts.for_backward_op(None, 0, True)

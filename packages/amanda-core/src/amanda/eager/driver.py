@@ -46,8 +46,11 @@ class EagerDriver(EagerOps, Driver):
     def site(self, target: Any, op: Any, key: str, flags: int = 0) -> interceptor.Site:
         """Return the site of an operator, whose calls come to `handle`.
 
-        target: the callable that the program calls.  op: the op that tools see.  key: name of the operator,
-        unique in the framework, which enters op ids.  flags: flags of `amanda.interceptor`.
+        Args:
+            target: Callable that the program calls.
+            op: Operator that tools see.
+            key: Name of the operator, unique in the framework, which enters op ids.
+            flags: Flags of `amanda.interceptor`, such as `TRANSPARENT`, in one number.
         """
         return interceptor.Site(
             target, op, key, digest(self._short_name, key), self.handle, flags, self.reader
@@ -68,9 +71,20 @@ class EagerDriver(EagerOps, Driver):
 
         Tools see nothing of a call for which the op's only plan has no work, or that has an
         `uninstrumented_reason`.
-        call_cache: native programs and plans of the op; None before its first execution.
-        key: key of the call's form, under which a program may be stored; 0 where none may.
-        resumption: where to go on with an execution that native code has begun; None where the call starts.
+
+        Args:
+            state: State of the thread that calls.
+            call_cache: Native programs and plans of the op; None before its first execution.
+            op_id: Id of the op.
+            site: Site of the operator.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+            key: Key of the call's form, under which a program may be stored; 0 where none may.
+            resumption: Where to go on with an execution that native code has begun; None where the call
+                starts.
+
+        Returns:
+            The result for the program.
         """
         stack = state.stack
         assert stack is not None
@@ -451,7 +465,9 @@ class EagerDriver(EagerOps, Driver):
     def mark_backward_analysed(self, trace: Trace, may_run_again: bool = True) -> None:
         """Mark the backward ops of an execution as analysed, unless the analysis of some is due.
 
-        may_run_again: whether another backward pass may run these ops.
+        Args:
+            trace: Record of the execution.
+            may_run_again: Whether another backward pass may run these ops.
         """
         if not trace.unanalysed_ids:
             trace.mark_backward_analysed(may_run_again)

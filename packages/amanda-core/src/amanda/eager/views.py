@@ -51,7 +51,9 @@ class Tie(ABC):
     def copy_across(self, start: Hashable, written: Any) -> Any:
         """Copy written elements from one end to the other; return the elements written there, None if none.
 
-        start: the memory that was written.  written: which part of the memory.
+        Args:
+            start: Memory that was written.
+            written: Part of the memory that was written, as `Views.written_parts` returns it.
         """
 
     @abstractmethod
@@ -87,7 +89,12 @@ class Views(ABC):
         return (value,)
 
     def keeps_alive(self, view: Any, value: Any) -> bool:
-        """Return True if the framework keeps a tensor while the program has a view of it."""
+        """Return True if the framework keeps a tensor while the program has a view of it.
+
+        Args:
+            view: View of the tensor, such as an output of an op.
+            value: The tensor.
+        """
         return True
 
     @abstractmethod
@@ -101,13 +108,22 @@ class Views(ABC):
     ) -> Tie:  # fmt: skip
         """Tie a value to a view.
 
-        is_input: whether the view is an input of the op, not an output.
-        holders: the program's tensors in whose memory the value lies, if the program does not hold the value.
+        Args:
+            view: Tensor of the program.
+            value: Tensor from a routine, which replaced the view.
+            is_input: Whether the view is an input of the op, not an output.
+            on_death: Called with the tie once the program has dropped the value.
+            holders: Program's tensors in whose memory the value lies, if the program does not hold the value.
         """
 
     @abstractmethod
     def copy_in_layout(self, view: Any, value: Any) -> Any:
-        """Return a differentiable copy of a tensor with its own memory and, if possible, a view's strides."""
+        """Return a differentiable copy of a tensor with its own memory and, if possible, a view's strides.
+
+        Args:
+            view: Tensor with the strides.
+            value: Tensor to copy.
+        """
 
     @abstractmethod
     def shares_memory(self, value: Any) -> bool:
@@ -115,7 +131,12 @@ class Views(ABC):
 
     @abstractmethod
     def have_same_layout(self, first: Any, second: Any) -> bool:
-        """Return True if two tensors have the same layout, so that an op returns views of both or neither."""
+        """Return True if two tensors have the same layout, so that an op returns views of both or neither.
+
+        Args:
+            first: A tensor.
+            second: A tensor of the same shape.
+        """
 
     @abstractmethod
     def written_parts(self, values: Sequence[Any]) -> dict[Hashable, Any]:
@@ -134,7 +155,12 @@ class Views(ABC):
     ) -> None:
         """Tie values that replaced inputs to these inputs, where outputs of the op lie in the values' memory.
 
-        rerun: runs the op on its original inputs, to see whether the outputs are views of these.
+        Args:
+            originals: Inputs of the op, as the program passes them.
+            replacements: Values with which the op ran.
+            outputs: Outputs of the op.
+            rerun: Runs the op on its original inputs, to see whether the outputs are views of these.
+            label: Name and source line of the op, for the report.
         """
         flat_outputs = spread(outputs)
         memories_of_outputs = [self._memories(output) for output in flat_outputs]
@@ -166,7 +192,14 @@ class Views(ABC):
     def tie_outputs(
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
     ) -> list[Any]:
-        """Tie values that replaced outputs to these outputs if they are views; return the values to use."""
+        """Tie values that replaced outputs to these outputs if they are views; return the values to use.
+
+        Args:
+            inputs: Values with which the op ran.
+            outputs: Outputs of the op.
+            replacements: Outputs after the routines.
+            label: Name and source line of the op, for the report.
+        """
         # Read before any output is linked, which changes what lies in which memory.
         input_memories = {id(tensor): self._memories(tensor) for tensor in spread(inputs)}
         return [

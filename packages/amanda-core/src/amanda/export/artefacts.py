@@ -33,7 +33,14 @@ class Artefact(ABC):
 
     @abstractmethod
     def __init__(self, path: Path) -> None:
-        """Read a file. Raises ArtefactError, or an error of the framework, where it is not of this kind."""
+        """Read a file or folder.
+
+        Args:
+            path: File or folder that exists.
+
+        Raises:
+            ArtefactError: Where the path is not of this kind; or an error of the framework.
+        """
 
     @abstractmethod
     def instrument(self, inlining: Inlining) -> None:
@@ -44,7 +51,12 @@ class Artefact(ABC):
 
     @abstractmethod
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the instrumented model to a path that does not exist, with `about` in its metadata."""
+        """Write the instrumented model.
+
+        Args:
+            path: File or folder that does not exist yet.
+            about: Entries for the metadata of the model.
+        """
 
 
 def artefact_kind(path: Path) -> type[Artefact]:

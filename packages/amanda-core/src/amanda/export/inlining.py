@@ -96,7 +96,10 @@ class Inlining:
     ) -> GraphAnalysis:
         """Return an analysis of a graph's forward ops, whose plans have only routines that may be inlined.
 
-        on_plan: called with the plan and the facts of each op, before the facts drop their values.
+        Args:
+            ops: Primitives of the framework's tensors.
+            on_plan: Called with the plan and the facts of each op, before the facts drop their values; None
+                for no call.
         """
         return _InliningAnalysis(self, ops, on_plan)
 
@@ -106,12 +109,24 @@ class Inlining:
         self._stored.add(id(action))
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
-        """Record that a routine cannot be inlined; then nothing is written."""
+        """Record that a routine cannot be inlined; then nothing is written.
+
+        Args:
+            action: Action of the routine.
+            facts: Facts of its op.
+            why: Reason for the error that `amanda.instrument` raises.
+        """
         # Names, not facts: the error outlives the model.
         self._refused.append(_Refusal(facts.name, facts.scope, type(action.tool).__name__, str(action), why))
 
     def record_uninstrumented(self, subject: str, reason: str, where: str = "") -> None:
-        """Record an uninstrumented part for the result, once.  where: the line of the program, if known."""
+        """Record an uninstrumented part for the result, once.
+
+        Args:
+            subject: Description of the part.
+            reason: Reason why it is not instrumented.
+            where: Line of the program; "" if unknown.
+        """
         entry = Uninstrumented(subject, reason, where)
         # `instrument` of an artefact may be called more than once, for preparation and for the file.
         if entry not in self.left:
@@ -139,7 +154,12 @@ class Inlining:
         ]  # fmt: skip
 
     def record_plan(self, plan: Plan, facts: OpFacts) -> None:
-        """Record an op and the actions of its plan; refuse actions that cannot be inlined, and drop them."""
+        """Record an op and the actions of its plan; refuse actions that cannot be inlined, and drop them.
+
+        Args:
+            plan: Plan of the op.
+            facts: Facts of the op, with their values.
+        """
         self.analysed += 1
         op_type = str(plan.context.get("type") or facts.op_type or facts.name)
         self._types.setdefault(op_type)

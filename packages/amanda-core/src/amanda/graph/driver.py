@@ -27,7 +27,12 @@ RunnableT = TypeVar("RunnableT")
 
 
 class CannotInstrument(Exception):
-    """Raised for a graph that has to run uninstrumented; with a description and a reason for reports."""
+    """Raised for a graph that has to run uninstrumented.
+
+    Args:
+        subject: Description of the graph for reports.
+        reason: The reason for reports.
+    """
 
     def __init__(self, subject: str, reason: str) -> None:
         super().__init__(subject, reason)
@@ -72,16 +77,28 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
 
     @abstractmethod
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> RewritingT:
-        """Rewrite a graph; `analysis` is for the `Rewriting`.
+        """Rewrite a graph; return the rewriting.
 
-        Raises CannotInstrument where the graph cannot be rewritten, and exceptions of analysis routines.
+        Exceptions of analysis routines pass through.
+
+        Args:
+            graph: Graph of the framework.
+            analysis: Analysis of the graph's ops, for the `Rewriting`.
+
+        Raises:
+            CannotInstrument: Where the graph cannot be rewritten.
         """
 
     @abstractmethod
     def build_runnable(self, graph: Any, rewriting: RewritingT) -> RunnableT:
         """Build the object that runs instead of a graph, from a rewriting that has changed the graph.
 
-        Raises CannotInstrument where the framework refuses the copy.
+        Args:
+            graph: Graph of the framework.
+            rewriting: Result of `rewrite`.
+
+        Raises:
+            CannotInstrument: Where the framework refuses the copy.
         """
 
     def rewriting_context(self) -> AbstractContextManager[Any]:
@@ -89,7 +106,12 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         return nullcontext()
 
     def new_execution(self, state: State, table: Mapping[int, Any]) -> Execution:
-        """Return the execution of one run of a copy."""
+        """Return the execution of one run of a copy.
+
+        Args:
+            state: State of the thread that runs the graph.
+            table: Routines of the copy by slot.
+        """
         return Execution(state, self.tensors, table)
 
     def prepare(
@@ -97,8 +119,11 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     ) -> tuple[RunnableT, Execution] | None:
         """Return the copy that runs instead of a graph, and its execution; None where the graph runs itself.
 
-        key: key that distinguishes copies of a graph, such as the fetched tensors.
-        owner: object with which the copies die, referenced weakly; by default the graph.
+        Args:
+            graph: Graph of the framework.
+            state: State of the thread that runs the graph.
+            key: Key that distinguishes copies of a graph, such as the fetched tensors.
+            owner: Object with which the copies die, referenced weakly; None for the graph.
         """
         copy = self.find_or_build_copy(graph, state, key, owner)
         # At each run, since a scope may have opened that has no entries of this copy yet.
@@ -115,8 +140,12 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     ) -> RewrittenCopy[RunnableT]:
         """Return a copy of a graph that is valid for the present values; build one where there is none.
 
-        key, owner: see `prepare`.  forward: the copy of the forward graph, where this graph computes the
-        gradients of another graph in another run.
+        Args:
+            graph: Graph of the framework.
+            state: State of the thread that runs the graph.
+            key: Key that distinguishes copies of a graph, such as the fetched tensors.
+            owner: Object with which the copies die, referenced weakly; None for the graph.
+            forward: Copy of the graph whose gradients this graph computes in another run; None for none.
         """
         stack = state.stack if forward is None else forward.stack
         assert stack is not None

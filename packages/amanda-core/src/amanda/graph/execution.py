@@ -27,13 +27,17 @@ if TYPE_CHECKING:
 class Insertion:
     """Routines that run at one place of a rewritten graph, one after another.
 
-    input_positions: positions of the op's values that the routines receive.
-    value_count: number of values that the op has at this place.
-    output_positions: positions of the values that the routines return to the graph, in order.
-    list_lengths: for each received value the length if it is a list; None for a single tensor.
     loop_depth: number of loops around the forward op; each round has its own `run`.
     original: computes the op, if it is replaced.
     extra_input_count: number of tensors of other ops, which follow the op's tensors.
+
+    Args:
+        actions: Actions in the order in which the routines run.
+        facts: Facts of the op.
+        value_count: Number of values that the op has at this place.
+        input_positions: Positions of the op's values that the routines receive.
+        list_lengths: For each received value the length if it is a list; None for a single tensor.
+        output_positions: Positions of the values that the routines return to the graph, in order.
     """
 
     __slots__ = (
@@ -86,7 +90,10 @@ class Insertion:
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run the routines; return the flat tensors that go back into the graph.
 
-        rounds: number of the round of each loop around the place, the outermost loop first.
+        Args:
+            execution: Run of the graph.
+            flat: Flat tensors that the graph passes.
+            rounds: Number of the round of each loop around the place, the outermost loop first.
         """
         run = self.run_dict(execution, rounds) if self.takes_run else {}
         if self.is_replacement:
@@ -96,14 +103,27 @@ class Insertion:
         return self.call_routines(actions, self.unflatten(flat), execution.ops, execution.state, run)
 
     def run_dict(self, execution: Execution, rounds: Sequence[int]) -> dict[Any, Any]:
-        """Return the dict `run` that the routines of one execution of the op share."""
+        """Return the dict `run` that the routines of one execution of the op share.
+
+        Args:
+            execution: Run of the graph.
+            rounds: Number of the round of each loop around the place, the outermost loop first.
+        """
         # A loop within the forward op's loop adds numbers at the end, which do not tell its rounds apart.
         return execution.run_dicts.setdefault((self.facts.op_id, tuple(rounds[: self.loop_depth])), {})
 
     def call_routines(
         self, actions: Sequence[Action], values: list[Any], ops: TensorOps, state: State, run: dict[str, Any]
     ) -> list[Any]:
-        """Call routines on values; return the flat tensors that go back into the graph."""
+        """Call routines on values; return the flat tensors that go back into the graph.
+
+        Args:
+            actions: Actions whose tools have an open scope.
+            values: The op's values at this place.
+            ops: Primitives of the framework's tensors.
+            state: State of the run of the graph.
+            run: Dict that the routines of this execution of the op share.
+        """
         for action in actions:
             new_values = run_routine(ops, action, values, self.facts, run, state.autodiff)
             if new_values is not values:
@@ -115,7 +135,11 @@ class Insertion:
         """Raise RoutineError where a routine changed a value that cannot go back into the graph.
 
         Does nothing unless a subclass overrides it.
-        before, values: the op's values before and after the routine.
+
+        Args:
+            action: Action whose routine has run.
+            before: The op's values before the routine.
+            values: The op's values after the routine.
         """
 
     def flat_results(self, values: Sequence[Any]) -> list[Any]:
@@ -127,7 +151,14 @@ class Insertion:
     ) -> list[Any]:
         """Call a replacement on the flat tensors; return the flat tensors that go back into the graph.
 
-        Raises RoutineError for another number of results than outputs, and for NotImplemented.
+        Args:
+            action: The replacement.
+            ops: Primitives of the framework's tensors.
+            flat: Flat tensors that the graph passes, those of other ops last.
+            run: Dict that the routines of this execution of the op share.
+
+        Raises:
+            RoutineError: For another number of results than outputs, and for NotImplemented.
         """
         input_count = len(flat) - self.extra_input_count
         values, reads = self.unflatten(flat[:input_count]), flat[input_count:]
@@ -194,11 +225,17 @@ class _ExecutionNumbers:
 class Execution:
     """One run of a rewritten graph: the routines that it calls, their shared dicts, their first exception.
 
-    table: the routines by slot.  error: the first exception of a routine.
-    runs_all_tools: whether the routines of all tools run; else only those of tools with an open scope.
-    run_dicts: dicts `run` of the routines at an op, by forward op id and the rounds of the loops around.
-    stored_values: values of a forward pass for its backward pass, by the place that stored them and the
-    rounds of the loops around it; in a loop without known rounds a list with a value for each round.
+    error: the first exception of a routine.
+
+    Args:
+        state: State of the thread that runs the graph.
+        ops: Primitives of the framework's tensors.
+        table: Routines by slot.
+        run_dicts: Dicts `run` of the routines, by forward op id and the rounds of the loops around; None for
+            none yet.
+        runs_all_tools: Whether the routines of all tools run; else only those of tools with an open scope.
+        stored_values: Values of a forward pass for its backward pass, in lists by the place that stored them
+            and the rounds of the loops around it; None for none yet.
     """
 
     _numbers = _ExecutionNumbers()
@@ -237,7 +274,12 @@ class Execution:
         return cls._running[number]
 
     def store(self, place: Hashable, entry: Any) -> None:
-        """Store a value for the backward pass."""
+        """Store a value for the backward pass.
+
+        Args:
+            place: Key under which the backward pass finds the value.
+            entry: The value.
+        """
         self.stored_values.setdefault(place, []).append(entry)
 
     def stored_value(self, place: Hashable, reader: Any) -> Any:
@@ -245,6 +287,10 @@ class Execution:
 
         The gradient of a loop runs the rounds in reverse.  A reader that has had all gets the first value
         again.
+
+        Args:
+            place: Key under which the values were stored.
+            reader: Key that tells the readers of one place apart.
         """
         entries = self.stored_values[place]
         unread_count = self._unread_counts.get((reader, place), len(entries))
@@ -298,7 +344,10 @@ class Execution:
     def call(self, slot: int, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run the routines of a slot; return the tensors that go back into the graph.
 
-        rounds: number of the round of each loop around the place, the outermost loop first.
+        Args:
+            slot: Slot of the routines in the table.
+            flat: Flat tensors that the graph passes.
+            rounds: Number of the round of each loop around the place, the outermost loop first.
         """
         try:
             with interceptor.Suspension(), serving(self._caller):

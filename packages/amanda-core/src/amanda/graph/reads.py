@@ -73,7 +73,12 @@ class Reads:
 
     @classmethod
     def is_same(cls, value: Any, before: Any) -> bool:
-        """Return True if two values are the same object, or equal plain values."""
+        """Return True if two values are the same object, or equal plain values.
+
+        Args:
+            value: Present value.
+            before: Value at an earlier reading.
+        """
         if value is before:
             return True
         # 1, 1.0 and True are equal, but a graph that was traced with one of them computes something else.
@@ -113,7 +118,10 @@ class Reads:
     def drop_changed_places(self, places: Iterable[ReadPlace] | None = None) -> None:
         """Drop places whose value has changed since it was read: the traced routines have set them.
 
-        Their names are added to `written`.  places: the places to look at; None for all.
+        Their names are added to `names_written`.
+
+        Args:
+            places: Places to look at; None for all.
         """
         for name in self._names_set:
             attributes = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
@@ -149,7 +157,12 @@ class Reads:
     ) -> list[tuple[str, str]]:
         """Return entries for reports of scopes: names that routines set, and tensors no name leads to.
 
-        traced: actions, with the tensors that their routines hold.  graph: the word for the traced program.
+        Args:
+            traced: Actions, with the tensors that their routines hold.
+            graph: Word for the traced program.
+
+        Returns:
+            Pairs of a subject and a reason.
         """
         entries = []
         if self.names_written:
@@ -210,7 +223,12 @@ class Reads:
                     self.follow_value(method)
 
     def record_attribute(self, holder: Any, name: str) -> Any:
-        """Record an attribute; return its value, or None if each reading creates another value."""
+        """Record an attribute; return its value, or None if each reading creates another value.
+
+        Args:
+            holder: Object with the attribute.
+            name: Name of the attribute.
+        """
         return self._read_place(_attribute_or_missing, holder, name)
 
     def __contains__(self, value: Any) -> bool:
@@ -360,8 +378,10 @@ _MAX_COPIES = 32
 class ValueHistory:
     """Values that traceable routines have read for the graphs of some code, which are rebuilt on changes.
 
-    reads: the driver's class.  limit: number of distinct values after which a place is volatile; graphs are
-    not rebuilt for a volatile place.
+    Args:
+        reads: The driver's class of reads.
+        limit: Number of distinct values after which a place is volatile; graphs are not rebuilt for a
+            volatile place.
     """
 
     def __init__(self, reads: type[Reads], limit: int = _MAX_VALUES) -> None:
@@ -414,7 +434,12 @@ class GuardedCopies(Generic[CopyT]):
         return None
 
     def add(self, copy: CopyT, reads: Reads) -> None:
-        """Store a copy with the values that its routines have read; called under the driver's lock."""
+        """Store a copy with the values that its routines have read; called under the driver's lock.
+
+        Args:
+            copy: Copy of the graph.
+            reads: Values that its routines have read.
+        """
         self.history.record(reads)
         # A tuple is replaced as a whole, so that `find` needs no lock.
         self._entries = ((reads, copy), *self._entries)[:_MAX_VALUES]

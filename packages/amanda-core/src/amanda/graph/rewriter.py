@@ -40,8 +40,11 @@ class Rewriter(ABC, Generic[NodeT]):
     `run` handles each node in order: routines at its inputs, the node itself or its replacement, routines at
     its outputs.  A traceable routine becomes part of the graph (`inline`); others are called (`call`).
 
-    current_refs: for each replaced value of the graph, by name, the value that readers use instead.
-    calls_python: False where no routine can run as Python, such as in a body of control flow.
+    Args:
+        rewriting: State of the rewrite, which graphs within the graph share.
+        current_refs: For each replaced value of the graph, by name, the value that readers use instead; None
+            for none.
+        calls_python: False where no routine can run as Python, such as in a body of control flow.
     """
 
     insertion_type: type[Insertion] = Insertion
@@ -64,11 +67,22 @@ class Rewriter(ABC, Generic[NodeT]):
 
     @abstractmethod
     def facts(self, node: NodeT, inputs: Side) -> OpFacts:
-        """Return the facts of a node, with `compute` and `original` where the node can be called."""
+        """Return the facts of a node, with `compute` and `original` where the node can be called.
+
+        Args:
+            node: Node of the graph.
+            inputs: Its inputs, from `sides`.
+        """
 
     @abstractmethod
     def write_node(self, node: NodeT, inputs: Side, outputs: Side) -> None:
-        """Write a node to the new graph; it reads `inputs.refs`."""
+        """Write a node to the new graph; it reads `inputs.refs`.
+
+        Args:
+            node: Node of the graph.
+            inputs: Its inputs, with the values that routines have replaced.
+            outputs: Its outputs, under whose names it is written.
+        """
 
     @abstractmethod
     def is_changeable(self, symbol: Any) -> bool:
@@ -84,16 +98,26 @@ class Rewriter(ABC, Generic[NodeT]):
     ) -> list[Value]:
         """Write a Python call of routines, in a slot of `rewriting.add`; return the call's results.
 
-        inputs: values that the routines receive.  outputs: symbols of the values that the results replace;
-        none for observers.  side: all values of the op at this place; observers run after these are computed.
+        Args:
+            insertion: Routines to call.
+            inputs: Values that the routines receive.
+            outputs: Symbols of the values that the results replace; none for observers.
+            side: All values of the op at this place; observers run after these are computed.
         """
 
     def inline(
         self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write traceable routines as nodes; return their results.  The arguments are those of `call`.
+        """Write traceable routines as nodes; return their results.
 
-        Raises NotTraceable.
+        Args:
+            insertion: Routines to write.
+            inputs: Values that the routines receive.
+            outputs: Symbols of the values that the results replace.
+            side: All values of the op at this place.
+
+        Raises:
+            NotTraceable: For an operation that the graph cannot express, and in the base.
         """
         raise NotTraceable("the driver writes no routines into graphs")
 
@@ -110,8 +134,13 @@ class Rewriter(ABC, Generic[NodeT]):
     ) -> Insertion:
         """Set the additional fields of a driver's subclass of Insertion; return the insertion.
 
-        The base sets none.  symbols: of the values that the insertion returns.  inputs_side, outputs_side:
-        sides of the values that it receives and of the values that it returns.
+        The base sets none.
+
+        Args:
+            insertion: Object of `insertion_type`.
+            symbols: Symbols of the values that the insertion returns.
+            inputs_side: Side of the values that the insertion receives.
+            outputs_side: Side of the values that the insertion returns.
         """
         return insertion
 
@@ -119,10 +148,21 @@ class Rewriter(ABC, Generic[NodeT]):
         """Record a node's effects; called before routines are inserted after it.
 
         The base has none to record.
+
+        Args:
+            node: Node of the graph.
+            inputs: Its inputs.
+            outputs: Its outputs.
+            replaced: Whether a routine stands in the place of the node.
         """
 
     def rewrite_inner_graphs(self, node: NodeT, replaced: bool) -> None:
-        """Rewrite the graphs inside a node, such as bodies of loops; none in the base."""
+        """Rewrite the graphs inside a node, such as bodies of loops; none in the base.
+
+        Args:
+            node: Node of the graph.
+            replaced: Whether a routine stands in the place of the node.
+        """
 
     def run(self) -> None:
         """Analyse every node, and insert the actions that tools record between the nodes."""
@@ -148,7 +188,15 @@ class Rewriter(ABC, Generic[NodeT]):
     def insert_actions(
         self, node: NodeT, plan: Plan | Actions, inputs: Side, outputs: Side, facts: OpFacts
     ) -> bool:
-        """Insert the actions of a plan before, instead of and after a node; return True if it is replaced."""
+        """Insert the actions of a plan before, instead of and after a node; return True if it is replaced.
+
+        Args:
+            node: Node of the graph.
+            plan: Actions at the node.
+            inputs: Inputs of the node.
+            outputs: Outputs of the node.
+            facts: Facts of the node.
+        """
         self.insert_all(plan.before, inputs, facts)
         replaced = plan.replace is not None and self.replace(plan.replace, inputs, outputs, facts)
         if not replaced:
@@ -158,7 +206,13 @@ class Rewriter(ABC, Generic[NodeT]):
         return replaced
 
     def insert_all(self, actions: Sequence[Action], side: Side, facts: OpFacts) -> None:
-        """Insert routines at a side; consecutive routines of one group go into one insertion."""
+        """Insert routines at a side; consecutive routines of one group go into one insertion.
+
+        Args:
+            actions: Actions in the order in which the routines run.
+            side: Values that the routines receive and replace.
+            facts: Facts of the node.
+        """
         # Only consecutive ones, so that routines run in the order of tools.
         for _, group in groupby(actions, self.group):
             group_actions = list(group)
@@ -175,7 +229,14 @@ class Rewriter(ABC, Generic[NodeT]):
         return action.observer, action if action.traceable else None
 
     def replace(self, action: Action, inputs: Side, outputs: Side, facts: OpFacts) -> bool:
-        """Insert a routine in the place of a node; return False if it was refused, so that the node stays."""
+        """Insert a routine in the place of a node; return False if it was refused, so that the node stays.
+
+        Args:
+            action: The replacement.
+            inputs: Inputs of the node, which the routine receives.
+            outputs: Outputs of the node, which the routine computes.
+            facts: Facts of the node.
+        """
         output_positions = outputs.selected_positions([None])
         if outputs.positions_where(output_positions, self.is_computable) != output_positions:
             self.rewriting.refuse([action], facts, "what the op gives is no tensor")
@@ -199,8 +260,16 @@ class Rewriter(ABC, Generic[NodeT]):
     ) -> bool:
         """Insert routines that read values of one side and replace values of one; return False if refused.
 
-        Updates `output_side`: the names and symbols of the replaced values.
-        extra_inputs: values of other nodes that the routines receive besides.
+        Updates the names and symbols of the replaced values.
+
+        Args:
+            actions: Actions of one group, in the order in which the routines run.
+            input_side: Side of the values that the routines receive.
+            input_positions: Positions of these values.
+            output_side: Side of the values that the results replace.
+            output_positions: Positions of these values.
+            facts: Facts of the node.
+            extra_inputs: Values of other nodes that the routines receive besides.
         """
         sizes = [input_side.sizes[i] for i in input_positions]
         inputs = [
@@ -281,7 +350,12 @@ class Rewriter(ABC, Generic[NodeT]):
         return None
 
     def report_python_call(self, insertion: Insertion, why: str) -> None:
-        """Report traceable routines that run as Python calls."""
+        """Report traceable routines that run as Python calls.
+
+        Args:
+            insertion: Routines, of which only traceable ones are reported.
+            why: Reason why they are not traced.
+        """
         for action in insertion.actions:
             if action.traceable:
                 subject = f"traceable {action} of {insertion.facts.name}"
@@ -299,7 +373,12 @@ class Rewriter(ABC, Generic[NodeT]):
         )
 
     def run_routines(self, insertion: Insertion, values: Sequence[Any]) -> list[Any]:
-        """Return the routines' results for constants, or for symbols that record computations."""
+        """Return the routines' results for constants, or for symbols that record computations.
+
+        Args:
+            insertion: Routines to call.
+            values: Flat values that the routines receive: constants or symbols.
+        """
         return insertion.run(Execution(self.rewriting.state, self.rewriting.ops, {}), values)
 
     def _fold_constants(

@@ -28,7 +28,12 @@ class GraphAnalysis:
 
     plans: plans of the analysed ops, by op id.
     scopes_closed: whether the tools' scopes are closed, so that backward ops have no plans.
-    history: values that traceable routines have read for earlier copies of the graph; None for no copies.
+
+    Args:
+        state: State whose tools analyse the ops.
+        ops: Primitives of the framework's tensors.
+        stack: Tools of a graph of gradients, those of its forward graph; None for the tools of the state.
+        history: Values that traceable routines have read for earlier copies of the graph; None for no copies.
     """
 
     def __init__(
@@ -50,7 +55,12 @@ class GraphAnalysis:
         self._facts: list[OpFacts] = []
 
     def analyse_forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
-        """Run the analysis routines of a forward op; return its plan.  outputs: its symbolic outputs."""
+        """Run the analysis routines of a forward op; return its plan.
+
+        Args:
+            facts: Facts of the op, with its symbolic inputs.
+            outputs: Its symbolic outputs.
+        """
         key = self.stack.plan_key(self.ops, facts.inputs or ())
         analysis = OpAnalysis(facts, self.ops, self.stack, key, self.state.cache)
         facts.outputs = list(outputs)
@@ -62,7 +72,12 @@ class GraphAnalysis:
         return plan
 
     def add_absent_op(self, facts: OpFacts, outputs: Sequence[Any]) -> None:
-        """Register an op that does not run itself although its backward ops do; no forward analysis runs."""
+        """Register an op that does not run itself although its backward ops do; no forward analysis runs.
+
+        Args:
+            facts: Facts of the op, with its symbolic inputs.
+            outputs: Its symbolic outputs.
+        """
         facts.outputs = list(outputs)
         plan: Plan | None = None
         for stack in self.stack.chain:
@@ -74,7 +89,9 @@ class GraphAnalysis:
     def analyse_backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
         """Analyse a backward op of an analysed op; return its actions.
 
-        facts: from `OpFacts.for_backward_op`.
+        Args:
+            facts: Facts of the backward op, from `OpFacts.for_backward_op`, with the gradients that enter it.
+            grad_inputs: Symbols of the gradients that leave the backward op.
         """
         backward_id = facts.backward_op_id
         assert backward_id is not None
@@ -170,7 +187,12 @@ class Rewriting:
         return slot
 
     def report(self, subject: str, reason: str) -> None:
-        """Record a part that is not instrumented, for the report at each execution."""
+        """Record a part that is not instrumented, for the report at each execution.
+
+        Args:
+            subject: Description of the part.
+            reason: Reason why it is not instrumented.
+        """
         # A dict as an ordered set: a graph may give one reason at hundreds of nodes.
         self.reports.setdefault((subject, reason))
 
@@ -179,7 +201,13 @@ class Rewriting:
         self.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
 
     def refuse(self, actions: Sequence[Action], facts: OpFacts, why: str) -> None:
-        """Record that routines do not run at all, and notify their tools."""
+        """Record that routines do not run at all, and notify their tools.
+
+        Args:
+            actions: Actions of the routines.
+            facts: Facts of their op.
+            why: Reason why the routines do not run.
+        """
         for action in actions:
             self.refused.append((facts, action, why))
             if not self.is_for_file:
@@ -207,9 +235,13 @@ class Side:
 
     A value may be a list of tensors; flat positions count each tensor of a list.
 
-    refs: name of each flat value for its readers.  original_refs: the names before routines replaced values.
-    symbols: each flat value as an analysis sees it.  sizes: for each value the length of a list; None for a
-    single tensor.  unread: flat positions of values that routines do not receive.
+    original_refs: the names of the flat values before routines replaced values.
+
+    Args:
+        refs: Name of each flat value for its readers.
+        symbols: Each flat value as an analysis sees it.
+        sizes: For each value the length of a list; None for a single tensor.
+        unread: Flat positions of values that routines do not receive.
     """
 
     def __init__(
@@ -267,7 +299,12 @@ class Side:
         return [i for position in positions for i in self._range(position)]
 
     def positions_where(self, positions: Sequence[int], holds: Callable[[Any], bool]) -> list[int]:
-        """Return the positions among `positions` where a condition holds for each symbol."""
+        """Return the positions among `positions` where a condition holds for each symbol.
+
+        Args:
+            positions: Positions of values.
+            holds: Condition for one symbol.
+        """
         return [
             position for position in positions if all(holds(self.symbols[i]) for i in self._range(position))
         ]
@@ -281,7 +318,8 @@ class Side:
     def read_replaced_values(self, current_refs: Mapping[Any, Any]) -> None:
         """Read the results of earlier routines in place of the values that they replaced.
 
-        current_refs: the name of each result, by the name of the replaced value.
+        Args:
+            current_refs: Name of each result, by the name of the replaced value.
         """
         self.refs = [current_refs.get(ref, ref) for ref in self.refs]
         self.original_refs = list(self.refs)

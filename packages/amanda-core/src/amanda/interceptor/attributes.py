@@ -42,6 +42,11 @@ class Patches:
         """Set an attribute of a module or class until `restore`.
 
         Where the program has wrapped an earlier stand-in, in a scope that is closed, that one serves again.
+
+        Args:
+            holder: Module or class.
+            name: Name of the attribute.
+            value: Stand-in for the attribute's value.
         """
         if self.wraps_earlier_stand_in(holder, name):
             return
@@ -59,8 +64,9 @@ class Patches:
     ) -> None:
         """Set the stand-in of a target wherever a module or class has the target as an attribute.
 
-        stand_ins: by target, or pairs, for targets that are equal and not identical.
-        holders: the modules and classes.
+        Args:
+            stand_ins: Stand-ins by target, or pairs, for targets that are equal and not identical.
+            holders: Modules and classes whose attributes are compared with the targets.
         """
         pairs = stand_ins.items() if isinstance(stand_ins, Mapping) else stand_ins
         stand_in_of = {id(target): stand_in for target, stand_in in pairs}
@@ -74,7 +80,11 @@ class Patches:
                     self.set(holder, name, stand_in_of[id(value)])
 
     def place_stubs(self, sites: Iterable[Site]) -> None:
-        """Place the native stubs of sites until `restore`.  sites: the same at each iteration."""
+        """Place the native stubs of sites until `restore`.
+
+        Args:
+            sites: Sites, the same at each iteration.
+        """
         # Recorded first, since an interrupt may come between placing and recording.
         self._placed_sites.append(sites)
         for site in sites:
@@ -88,10 +98,14 @@ class Patches:
     ) -> None:
         """Make each call of an object a region of the program: the ops in the call belong to the object.
 
-        kind: a class with a `__call__` of its own, written in Python.
-        place: the second argument of an `Enclosure`, for objects that are told apart by where they lie.
-        through: names of the methods by which such a call reaches code of the user.
-        Raises TypeError for another class.
+        Args:
+            kind: Class with a `__call__` of its own, written in Python.
+            place: Second argument of an `Enclosure`, for objects that are told apart by where they lie; None
+                for others.
+            through: Names of the methods by which such a call reaches code of the user.
+
+        Raises:
+            TypeError: For a class without such a `__call__`, or without one of the methods in Python.
         """
         for name in through:
             code = getattr(getattr(kind, name, None), "__code__", None)
@@ -110,7 +124,10 @@ class Patches:
         """Lead the calls of a Python function to a stand-in until `restore`, wherever the program has it.
 
         The function gets other code, and stays the object that it is in closures and tables.
-        stand_in_of: returns the stand-in, for a function with the original code.
+
+        Args:
+            function: Function whose calls are led to the stand-in.
+            stand_in_of: Returns the stand-in, for a function with the original code.
         """
         code = function.__code__
         original = types.FunctionType(
@@ -124,7 +141,12 @@ class Patches:
         function.__code__ = call.replace(co_consts=constants)
 
     def on_new_subclass(self, base: Any, change: Callable[[type], object]) -> None:
-        """Call `change` with each subclass, at any depth, that a program makes of a class until `restore`."""
+        """Call `change` with each subclass, at any depth, that a program makes of a class until `restore`.
+
+        Args:
+            base: Class that programs derive from.
+            change: Called with each subclass.
+        """
         hook: Any = vars(base).get("__init_subclass__")
 
         def init_subclass(kind: Any, /, **kwargs: Any) -> None:
@@ -140,7 +162,12 @@ class Patches:
         self.set(base, "__init_subclass__", classmethod(init_subclass))
 
     def when_imported(self, module: str, callback: Callable[[], object]) -> None:
-        """Call `callback` once the module has been imported, unless `restore` comes first."""
+        """Call `callback` once the module has been imported, unless `restore` comes first.
+
+        Args:
+            module: Name of the module.
+            callback: Called on the thread that imports the module; now if the module is imported already.
+        """
         self._undo_steps.append(when_imported(module, callback))
 
     def on_restore(self, step: Callable[[], object]) -> None:
@@ -149,7 +176,12 @@ class Patches:
 
     @staticmethod
     def wraps_earlier_stand_in(holder: Any, name: str) -> bool:
-        """Return True if the attribute is a function of the program around a stand-in of an earlier scope."""
+        """Return True if the attribute is a function of the program around a stand-in of an earlier scope.
+
+        Args:
+            holder: Module or class.
+            name: Name of the attribute.
+        """
         return _leads_to(vars(holder).get(name), _outlived_stand_ins.get((holder, name)))
 
     def restore(self) -> None:
@@ -268,7 +300,9 @@ def _inheriting_classes(holder: type, name: str) -> Iterator[type]:
 def path_of_call(subjects: Sequence[Any], path_within: Callable[[Any, Any], str]) -> str:
     """Return the path from the first of the modules whose calls are under way to the last: "layer1.conv".
 
-    subjects: the outermost first.  path_within: returns the path of the second module in the first.
+    Args:
+        subjects: Modules whose calls are under way, the outermost first.
+        path_within: Returns the path of the second module in the first.
     """
     parts = [path_within(outer, inner) for outer, inner in pairwise(subjects) if inner is not outer]
     return ".".join(part for part in parts if part)
@@ -282,7 +316,8 @@ def type_as_path(module: Any) -> str:
 def place_by_path(path_within: Callable[[Any, Any], str]) -> Callable[[Any, Any], tuple[int, bool]]:
     """Return the `place` of `Patches.track_module_calls` for modules that are told apart by their paths.
 
-    path_within: returns the path of the second module in the first, or `type_as_path` of the second.
+    Args:
+        path_within: Returns the path of the second module in the first, or `type_as_path` of the second.
     """
 
     def place(outer: Any, inner: Any) -> tuple[int, bool]:

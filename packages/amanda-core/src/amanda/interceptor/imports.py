@@ -26,7 +26,8 @@ def is_imported(name: str) -> bool:
 def missing_names(names: Iterable[str]) -> list[str]:
     """Import the modules of some names; return the names that do not exist.
 
-    names: module and path of attributes: "package.module:Class.method".
+    Args:
+        names: Module and path of attributes: "package.module:Class.method".
     """
     return [name for name in names if not _can_be_imported(name)]
 
@@ -34,7 +35,9 @@ def missing_names(names: Iterable[str]) -> list[str]:
 def lazy_getattr(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a `__getattr__` for a package, which imports a name from its module at the first use.
 
-    package: its `__name__`.  homes: the module of each name, below the package.
+    Args:
+        package: `__name__` of the package.
+        homes: Module of each name, below the package.
     """
 
     def import_name(name: str) -> Any:
@@ -50,8 +53,15 @@ def when_imported(name: str, callback: Callback) -> Callable[[], object]:
     """Call `callback` once, when the module has been imported; now if it is imported already.
 
     Otherwise the callback runs on the thread that imports, after the module's body, where its exceptions are
-    logged.  Returns a function that cancels the watch.  Raises the exception of a callback that is called
-    now. While no module is watched, sys.meta_path is as before.
+    logged; a callback that is called now raises its exception here.  While no module is watched,
+    sys.meta_path is as before.
+
+    Args:
+        name: Name of the module.
+        callback: Function without arguments.
+
+    Returns:
+        A function that cancels the watch.
     """
     return _watch.add(name, callback)
 

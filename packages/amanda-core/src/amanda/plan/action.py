@@ -90,16 +90,21 @@ REPLACE_OP = ActionType.REPLACE_OP
 class Action:
     """One instrumentation routine at one op.
 
-    select: positions of the values that the routine receives; None for all values.
-    kwargs: keyword arguments from the tool, passed in every call of the routine.
     differentiable, traceable, observer, opening, innermost: whether the routine has the mark of this name.
-    reads: for a replacement in a graph, inputs of other ops that it receives: op ids and positions.
     gathered: routine that takes many executions in one call; None where there is none.
     takes_run: whether the routine has a parameter `run`, the dict that routines of one execution share.
     takes_shapes: whether the routine has a keyword `shapes`; False for a replacement.
     takes_recomputed: whether the routine has a parameter `recomputed`, True in a recomputation.
     takes_original: whether a replacement has a parameter `original`, a function that computes the op.
     parameters: a replacement's parameters that inputs of the op may fill; None for a routine written in C.
+
+    Args:
+        type: Kind of the action.
+        func: The routine.
+        tool: Tool that records the action.
+        select: Positions of the values that the routine receives; None for all values.
+        kwargs: Keyword arguments from the tool, passed in every call of the routine.
+        reads: For a replacement in a graph, inputs of other ops that it receives: op ids and positions.
     """
 
     __slots__ = (
@@ -201,7 +206,10 @@ def has_run(func: Routine) -> bool:
 def has_parameter(func: Routine, name: str, keyword_only: bool = False) -> bool:
     """Return True if a routine has a parameter of this name; False where its signature is unknown, as in C.
 
-    keyword_only: whether the parameter has to be keyword-only.
+    Args:
+        func: The routine.
+        name: Name of the parameter.
+        keyword_only: Whether the parameter has to be keyword-only.
     """
     # The first argument of a bound method is `self`, which no caller passes.
     function, first_index = (func.__func__, 1) if isinstance(func, MethodType) else (func, 0)
@@ -241,9 +249,13 @@ _UNMARKED: frozenset[str] = frozenset()
 
 
 def with_marks(func: RoutineT, mark_names: Iterable[str]) -> RoutineT:
-    """Add marks to a routine, by the names that `marks` returns, such as those of a routine that it wraps.
+    """Add marks to a routine, such as those of a routine that it wraps.
 
     Returns the routine itself, or a wrapper of a routine that takes no attributes.
+
+    Args:
+        func: The routine.
+        mark_names: Names of decorators, as `marks` returns them.
     """
     for mark in mark_names:
         func = _add_mark(func, mark)

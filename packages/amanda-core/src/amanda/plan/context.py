@@ -90,9 +90,12 @@ class OpContext(dict[str, Any]):
     def get_op_type(self) -> str:
         """Return the framework's own name for what the op computes, one for all its spellings.
 
-        PyTorch: "add" for `a + b`, `torch.add` and `Tensor.__radd__`.  TensorFlow: the operation's type.
-        For a backward op: the word that tables show, `context["backward_type"]` of StandardMapping, such as
-        "linear_backward".  Raises AmandaError for a backward op where no StandardMapping has written it.
+        PyTorch: "add" for `a + b`, `torch.add` and `Tensor.__radd__`.  TensorFlow: the operation's type. For
+        a backward op: the word that tables show, `context["backward_type"]` of StandardMapping, such as
+        "linear_backward".
+
+        Raises:
+            AmandaError: For a backward op where no StandardMapping has written the word.
         """
         if self.is_forward():
             return self._facts.op_type
@@ -117,7 +120,8 @@ class OpContext(dict[str, Any]):
     def get_inputs(self) -> list[Any]:
         """Return the op's inputs in the order of its schema.
 
-        Raises AmandaError when they were dropped: they live until the op's first backward pass.
+        Raises:
+            AmandaError: When the inputs were dropped: they live until the op's first backward pass.
         """
         return self._require_values(self._facts.inputs, "inputs")
 
@@ -129,8 +133,11 @@ class OpContext(dict[str, Any]):
         """Return the shape of each input: a tuple for a tensor, a tuple of these for a list, None for others.
 
         After this call the op's actions are for these shapes alone: for other shapes the op is analysed
-        again. Raises AmandaError outside of forward analysis routines, for a tool without a routine with
-        `guard="read"` or "shape", and in graphs, where tensors may have no shape yet.
+        again.
+
+        Raises:
+            AmandaError: Outside of forward analysis routines, for a tool without a routine with
+                `guard="read"` or "shape", and in graphs, where tensors may have no shape yet.
         """
         tool = self._tool
         guards = [] if tool is None else [routine.guard for routine in tool._amanda.analyses]
@@ -155,7 +162,8 @@ class OpContext(dict[str, Any]):
     def get_outputs(self) -> list[Any] | None:
         """Return the op's outputs.
 
-        Raises AmandaError in an analysis routine that is registered for points before the op alone.
+        Raises:
+            AmandaError: In an analysis routine that is registered for points before the op alone.
         """
         if self._facts.outputs is None and not self._facts.has_dropped_values:
             if self.is_forward():
@@ -164,7 +172,11 @@ class OpContext(dict[str, Any]):
         return self._require_values(self._facts.outputs, "outputs")
 
     def get_backward_op(self) -> Any:
-        """Return the backward op.  Raises AmandaError in an analysis routine of the forward pass alone."""
+        """Return the backward op.
+
+        Raises:
+            AmandaError: In an analysis routine of the forward pass alone.
+        """
         if self._facts.backward_op is None:
             self._check_point("get_backward_op", is_backward=True)
         return self._facts.backward_op
@@ -183,7 +195,8 @@ class OpContext(dict[str, Any]):
     def get_grad_outputs(self) -> list[Any] | None:
         """Return the gradients of the forward op's outputs, which enter the backward op.
 
-        Raises AmandaError in an analysis routine of the forward pass alone.
+        Raises:
+            AmandaError: In an analysis routine of the forward pass alone.
         """
         if self._facts.grad_outputs is None:
             self._check_point("get_grad_outputs", is_backward=True)
@@ -192,7 +205,8 @@ class OpContext(dict[str, Any]):
     def get_grad_inputs(self) -> list[Any] | None:
         """Return the gradients of the forward op's inputs, which leave the backward op.
 
-        Raises AmandaError in an analysis routine of the forward pass, or before the backward op, alone.
+        Raises:
+            AmandaError: In an analysis routine of the forward pass, or before the backward op, alone.
         """
         if self._facts.grad_inputs is None:
             self._check_point("get_grad_inputs", is_backward=True, is_after=True)
@@ -244,7 +258,9 @@ class OpContext(dict[str, Any]):
         """Return the device of the op's first tensor, in the framework's words: "cpu", "cuda:0".
 
         "" where no tensor has one yet: frameworks place the ops of a graph when it runs.
-        Raises AmandaError when the values were dropped, as `get_inputs` does.
+
+        Raises:
+            AmandaError: When the values were dropped, as in `get_inputs`.
         """
         values = [*self.get_inputs(), *(self._facts.outputs or ())]
         return next((name for name in map(self._facts.device_of, spread(values)) if name), "")
@@ -265,8 +281,10 @@ class OpContext(dict[str, Any]):
         """Return a function that runs the op on other inputs, as many as `get_inputs` gives, in their order.
 
         The function holds no values, and computes values, not symbols, also for a graph's op.  In a routine,
-        where instrumentation is off, no tool sees its calls.  Raises AmandaError for an op without a
-        function.
+        where instrumentation is off, no tool sees its calls.
+
+        Raises:
+            AmandaError: For an op without a function.
         """
         # Graphs give `original`, which computes values instead of symbols; eager calls give `compute`.
         if self._facts.original is not None:

@@ -112,14 +112,23 @@ class OpFacts:
         return self.part_of(values[0], variable) if len(values) == 1 else ""
 
     def backward_id(self, name: str, place: int) -> int:
-        """Return the id of a backward op of this op: by its name, and its place among the backward ops."""
+        """Return the id of a backward op of this op.
+
+        Args:
+            name: Name of the backward op's type.
+            place: Number that tells the backward ops of one execution apart, the same in each execution.
+        """
         # The tables of native code take 0 for "no op".
         return mix(mix(self.op_id, _digest_of(name)), place) or 1
 
     def for_backward_op(self, op: Any, op_id: int, replaceable: bool, order: int = 1) -> OpFacts:
         """Return facts of a backward op of this op: those of the op, without gradients.
 
-        order: 1 for a backward op of the op, 2 for a backward op of that.
+        Args:
+            op: Type of the backward op, whose `__name__` tools see.
+            op_id: Id of the backward op, from `backward_id`.
+            replaceable: Whether tools may replace the backward op.
+            order: 1 for a backward op of the op, 2 for a backward op of that.
         """
         facts = OpFacts(*_fields_of(self))  # takes a fifth of the time of `dataclasses.replace`
         facts.backward_op, facts.backward_op_id, facts.backward_order = op, op_id, order
@@ -129,7 +138,12 @@ class OpFacts:
         return facts
 
     def annotate_error(self, error: ErrorT, action: Action) -> ErrorT:
-        """Add a note to an error with the op and the tool's routine that raised it; return the error."""
+        """Add a note to an error with the op and the tool's routine that raised it; return the error.
+
+        Args:
+            error: Exception that a routine raised.
+            action: Action of the routine.
+        """
         add_note(error, error_note(self, action.tool, str(action)))
         return error
 
@@ -149,12 +163,15 @@ class Operation:
     """An operator by name: equal to another object of its class with the same name and key.
 
     __name__: the framework's name of the operator: "dot_general", "Conv2D".
+
+    Args:
+        name: Framework's name of the operator, which becomes its `__name__`: "dot_general", "Conv2D".
+        *key: Values that distinguish operators of one name.
     """
 
     __slots__ = ("__name__", "__weakref__", "_key")
 
     def __init__(self, name: str, *key: Hashable) -> None:
-        """key: distinguishes operators of one name."""
         self.__name__ = name
         self._key = (name, *key)
 

@@ -85,13 +85,14 @@ class ParameterSlot:
     It is the variable of the op that reads the slot, as `context.get_variable` returns it.  A driver keeps
     the object as long as the module lives.
     identity: ordinal of the first value in the slot, and so of a parameter that lies there in other calls.
+
+    Args:
+        owner: Module with the slot.
+        slot: Key of the slot, as the driver's `slot_of` returns it for a parameter there.
+        value: Parameter in the slot now; slots that share it, as of tied parameters, have one identity.
     """
 
     def __init__(self, owner: Any, slot: Hashable, value: Any) -> None:
-        """owner: the module.  slot: as the driver's function `slot_of` returns it for a parameter there.
-
-        value: what lies in the slot now; slots that share it, as of tied parameters, have one identity.
-        """
         owner_ordinal, value_ordinal = interceptor.ordinal(owner), interceptor.ordinal(value)
         self.identity = parameter_slots.record_at(owner_ordinal, slot, value_ordinal)
 

@@ -100,7 +100,12 @@ _GATHERED = "__amanda_gathered__"
 class Observed:
     """One execution of an op, gathered instead of a call of its observer.
 
-    values: values that the observer selects.  kwargs: keyword arguments from the tool.
+    Args:
+        values: Values that the observer selects.
+        kwargs: Keyword arguments from the tool.
+        place: The op's facts and the action of the observer there.
+        run_of: Returns the dict that routines of this execution share, for a place; called when `run` is
+            read.
     """
 
     __slots__ = ("_place", "_run_of", "kwargs", "values")
@@ -128,9 +133,12 @@ class Executions(Sequence[Observed]):
 
     An iteration remembers the execution that it has reached, so that an exception names the right op.
 
-    executions: a sequence; a driver may create each `Observed` when it is read.
-    tensors: see the property.  prepared: the driver's cache for executions that are gathered together again.
-    values: function that returns the result of the method `values` without creating each `Observed`.
+    Args:
+        executions: Sequence of executions; a driver may create each `Observed` when it is read.
+        tensors: Values for the property `tensors`; None to take those of the executions.
+        prepared: Driver's cache for executions that are gathered together again; None for a new one.
+        values: Returns the result of the method `values` without creating each `Observed`; None to create
+            them.
     """
 
     def __init__(

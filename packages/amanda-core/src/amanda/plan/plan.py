@@ -148,6 +148,11 @@ class Plan(Actions):
     context_changes: changes of the context by the stack's own tools after the op and at backward ops, by the
     id of the backward op, if any, and the point.
     changes_to_undo: changes that lead from the context back to its state before the op.
+
+    Args:
+        stack: Tools whose analysis routines record the actions.
+        context: Context of the forward analyses.
+        outer: Plan of the stack around; None for the outermost stack.
     """
 
     __slots__ = (
@@ -208,7 +213,8 @@ class Plan(Actions):
     def actions(self, is_recomputation: bool) -> Actions:
         """Return the actions at an execution; in a recomputation without routines that are not called again.
 
-        is_recomputation: whether a framework runs the execution again.
+        Args:
+            is_recomputation: Whether a framework runs the execution again.
         """
         if not is_recomputation:
             return self
@@ -232,7 +238,9 @@ class Plan(Actions):
     def run_dicts(self, ops: TensorOps, recomputable: bool) -> RunDicts:
         """Return the dicts `run` of the executions under way.
 
-        recomputable: whether executions may be recomputations, or be recomputed.
+        Args:
+            ops: Primitives of the framework's tensors.
+            recomputable: Whether executions may be recomputations, or be recomputed.
         """
         if recomputable:
             if self._recorded_run_dicts is None:
@@ -258,7 +266,12 @@ class Plan(Actions):
         return any(action.takes_shapes for actions in at_backward_ops for action in actions.all)
 
     def tools_to_analyse(self, backward_id: int, tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
-        """Return the tools among `tools`, of the plan's stack, that have not analysed a backward op."""
+        """Return the tools among `tools` that have not analysed a backward op.
+
+        Args:
+            backward_id: Id of the backward op.
+            tools: Tools of the plan's stack.
+        """
         partial_records = self.backward.partial_records.get(backward_id)
         if partial_records is None:  # all tools have analysed the op, or none
             return () if backward_id in self.backward.actions else tools
@@ -281,7 +294,9 @@ class Plan(Actions):
         """Return True if backward ops of an execution have to be analysed, or have actions.
 
         Records in `backward.inactive_for` if they have not.
-        needs_grad: which inputs need a gradient; None where autodiff records nothing.
+
+        Args:
+            needs_grad: Key for which inputs need a gradient; None where autodiff records nothing.
         """
         if not self.has_backward_routines or needs_grad in self.backward.inactive_for:
             return False

@@ -34,11 +34,18 @@ def run_routine(
 ) -> list[Any]:
     """Call a routine on the selected values; return `values` itself if nothing changed, else a new list.
 
-    autodiff: whether every routine takes part in the backward pass.
-    mutable: positions of the user's tensors that the op writes into; a change is copied into them.
-    returned: the routine's result, where the routine has been called already.
-    shapes: shapes of the execution, for a routine that takes shapes.
-    copy_saved: copies values that backward ops have saved of the user's tensors, before a write into these.
+    Args:
+        ops: Primitives of the framework's tensors.
+        action: Action of the routine.
+        values: All values that the op has at this point.
+        facts: Facts of the op.
+        run: Dict that the routines of this execution share.
+        autodiff: Whether every routine takes part in the backward pass.
+        mutable: Positions of the user's tensors that the op writes into; a change is copied into them.
+        returned: Routine's result, where the routine has been called already.
+        copy_saved: Copies values that backward ops have saved of the user's tensors, before a write into
+            these; None for no copies.
+        shapes: Shapes of the execution, for a routine that takes shapes.
     """
     if ops.has_symbolic_tensors and returned is NOT_CALLED:
         future_values = ops.trace_routine(action, values, facts, run, autodiff, shapes)
@@ -104,7 +111,13 @@ def annotate_failure(
     An exception is returned where the routine's signature does not accept the values.  It bears the note
     then. None means that the caller raises `error`; `error` itself is not returned, since a frame that holds
     an exception keeps the exception's frames alive.
-    values: all values that the op has there.  selection: values that the routine received.
+
+    Args:
+        error: Exception that the routine raised.
+        action: Action of the routine.
+        values: All values that the op has at this point.
+        selection: Values that the routine received.
+        facts: Facts of the op.
     """
     # Outputs and gradients have no names in a schema.
     names = facts.names if action.type is INSERT_BEFORE_OP else ()
@@ -129,8 +142,15 @@ def run_replacement(
 ) -> Any:
     """Call a routine instead of an op; return its result, or NotImplemented where the op has to run.
 
-    targets: positions of the user's tensors that the op would have written and returned.
-    original: computes the op.  reads: values that the routine reads of other ops.
+    Args:
+        ops: Primitives of the framework's tensors.
+        action: Action of the routine.
+        values: Inputs of the op, or gradients that enter a backward op.
+        facts: Facts of the op.
+        run: Dict that the routines of this execution share.
+        targets: Positions of the user's tensors that the op would have written and returned.
+        original: Computes the op; None where nothing can.
+        reads: Values that the routine reads of other ops.
     """
     if ops.has_symbolic_tensors:
         ops.note_replacement(action, facts)
@@ -222,7 +242,16 @@ def _accept_positional_inputs(op: Callable[[Sequence[Any]], Any]) -> Callable[..
 
 
 def selected_values(action: Action, values: Sequence[Any], facts: OpFacts) -> list[Any]:
-    """Return the values that a routine selects; raise RoutineError where the op has fewer values."""
+    """Return the values that a routine selects.
+
+    Args:
+        action: Action of the routine, with positions that it selects.
+        values: All values that the op has at this point.
+        facts: Facts of the op, for the error.
+
+    Raises:
+        RoutineError: Where the op has fewer values.
+    """
     assert action.select is not None
     try:
         return [values[position] for position in action.select]
@@ -330,7 +359,14 @@ def match_results(action: Action, result: Any, arguments: Sequence[Any]) -> Sequ
     """Return the routine's result as a sequence with one value for each argument; None for no change.
 
     For one argument the result may be the value itself, or a sequence of it.
-    arguments: the values that the routine selects.  Raises RoutineError for another number of values.
+
+    Args:
+        action: Action of the routine, for the error.
+        result: Value that the routine returned.
+        arguments: Values that the routine selects.
+
+    Raises:
+        RoutineError: For another number of values.
     """
     if result is None:
         return None

@@ -39,7 +39,18 @@ class TensorOps(ABC):
     ) -> list[Any] | None:  # fmt: skip
         """Put a routine into the program that is traced; return the values with the routine's future results.
 
-        None where the routine has to be called now.  Called only for a driver that `has_symbolic_tensors`.
+        Called only for a driver that `has_symbolic_tensors`.
+
+        Args:
+            action: Routine, with the positions that it selects.
+            values: The op's values at this point.
+            facts: Facts of the op.
+            run: Dict that the routines of this execution share.
+            autodiff: Whether routines without a mark take part in autodiff too.
+            shapes: Shapes of the execution, for a routine that takes shapes; else None.
+
+        Returns:
+            The values with the routine's future results; None where the routine has to be called now.
         """
         return None
 
@@ -47,6 +58,10 @@ class TensorOps(ABC):
         """Record that a replacement runs now, perhaps in a program that is traced.
 
         Called only for a driver that `has_symbolic_tensors`.
+
+        Args:
+            action: The replacement.
+            facts: Facts of the op that it replaces.
         """
 
     @abstractmethod
@@ -68,7 +83,12 @@ class TensorOps(ABC):
         return tuple(self.read_each(value, lambda tensor: tuple(tensor.shape)) for value in inputs)
 
     def read_each(self, value: Any, read: Callable[[Any], Any]) -> Any:
-        """Return what `read` returns for a tensor; a tuple of that for a list of tensors, else None."""
+        """Return what `read` returns for a tensor; a tuple of that for a list of tensors, else None.
+
+        Args:
+            value: An input or output of an op.
+            read: Function of one tensor.
+        """
         if self.is_tensor(value):
             return read(value)
         if isinstance(value, (list, tuple)):
@@ -89,7 +109,13 @@ class TensorOps(ABC):
         return [self.version(value) for value in values]
 
     def call_without_autodiff(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a routine where autodiff records nothing."""
+        """Call a routine where autodiff records nothing.
+
+        Args:
+            func: The routine.
+            values: Values that it receives by position.
+            kwargs: Keyword arguments from the tool, and those that Amanda adds, such as `run`.
+        """
         with self.without_autodiff():
             return func(*values, **kwargs)
 
@@ -98,15 +124,31 @@ class TensorOps(ABC):
         """Return True if two tensors certainly have the same class, dtype, shape and bits.
 
         Returns False unless a driver overrides it.
+
+        Args:
+            first: Tensor of the program.
+            second: Tensor from a routine.
         """
         return False
 
     def call_observer(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a routine that changes no value, with the overrides of tensor subclasses switched off."""
+        """Call a routine that changes no value, with the overrides of tensor subclasses switched off.
+
+        Args:
+            func: The observer.
+            values: Values that it receives by position.
+            kwargs: Keyword arguments from the tool, and those that Amanda adds, such as `run`.
+        """
         return self.call_without_autodiff(func, values, kwargs)
 
     def call_in_autodiff(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Call a routine that computes for the program, such as a replacement."""
+        """Call a routine that computes for the program, such as a replacement.
+
+        Args:
+            func: The routine.
+            values: Values that it receives by position.
+            kwargs: Keyword arguments from the tool, and those that Amanda adds, such as `run`.
+        """
         return func(*values, **kwargs)
 
     def without_overrides(self) -> AbstractContextManager[Any]:
@@ -117,13 +159,25 @@ class TensorOps(ABC):
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` so that its gradient passes unchanged to `original`.
 
-        Casts between floating types.  Raises RoutineError where the shapes differ, or where only one of the
-        two is complex.
+        Casts between floating types.
+
+        Args:
+            original: Tensor of the program, which the value replaces.
+            value: Tensor from a routine.
+
+        Raises:
+            RoutineError: Where the shapes differ, or where only one of the two is complex.
         """
 
     @abstractmethod
     def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor; where isolated, the gradient passes straight through."""
+        """Copy a value into the user's tensor; where isolated, the gradient passes straight through.
+
+        Args:
+            target: The user's tensor.
+            value: Tensor from a routine.
+            isolated: Whether the routine took no part in autodiff.
+        """
 
     @abstractmethod
     def detach_value(self, value: Any) -> Any:
@@ -135,7 +189,12 @@ class TensorOps(ABC):
 
 
 def shape_error(shape: Any, original: Any) -> RoutineError:
-    """Return the error for a routine's value of another shape than the original's."""
+    """Return the error for a routine's value of another shape than the original's.
+
+    Args:
+        shape: Shape of the routine's value.
+        original: Shape of the value that it replaces.
+    """
     return RoutineError(
         f"a routine returned shape {shape} where shape {original} was given; mark it "
         "@amanda.differentiable if it is meant to change shapes"
@@ -143,12 +202,23 @@ def shape_error(shape: Any, original: Any) -> RoutineError:
 
 
 def dtype_error(dtype: Any, original: Any, remedy: str = "return a floating type") -> RoutineError:
-    """Return the error for a routine's value of a type that cannot stand for the original's."""
+    """Return the error for a routine's value of a type that cannot stand for the original's.
+
+    Args:
+        dtype: Type of the routine's value.
+        original: Type of the value that it replaces.
+        remedy: Advice at the end of the message.
+    """
     return RoutineError(f"a routine returned {dtype} where {original} was given; {remedy}")
 
 
 def complex_error(dtype: Any, original: Any) -> RoutineError:
-    """Return the error for a complex value in the place of a real one, or the reverse."""
+    """Return the error for a complex value in the place of a real one, or the reverse.
+
+    Args:
+        dtype: Type of the routine's value.
+        original: Type of the value that it replaces.
+    """
     # A cast from complex would drop the imaginary part without notice.
     return dtype_error(dtype, original, "it may not turn real into complex or back")
 
@@ -247,7 +317,12 @@ def spread(values: Iterable[Any]) -> list[Any]:
 
 
 def is_among(value: Any, tensors: Sequence[Any]) -> bool:
-    """Return True if a value is one of the tensors, or a list of some of them."""
+    """Return True if a value is one of the tensors, or a list of some of them.
+
+    Args:
+        value: Tensor, or list of tensors, compared by identity.
+        tensors: Tensors, or lists of tensors.
+    """
     if isinstance(value, (list, tuple)):
         return bool(value) and all(is_among(tensor, tensors) for tensor in value)
     return any(value is tensor for tensor in tensors)

@@ -14,10 +14,13 @@ from amanda.plan.tensors import TensorMap
 class TreeSlot:
     """A parameter: a place in the tree of a model, or in that of an argument of a function.
 
-    framework: the name by which tools choose tensors and the store of parameters.
-    root: name of what tells trees apart, such as the class of a model, or the code of a function.
-    path: of the place in the tree, "layers.0.kernel".
     tensor: returns the array that was put there last; None once it is dead.
+
+    Args:
+        framework: Name by which tools choose tensors and the store of parameters.
+        root: Name of the object that tells trees apart, such as the class of a model, or the code of a
+            function.
+        path: Path of the place in the tree, "layers.0.kernel".
     """
 
     __slots__ = ("__weakref__", "framework", "path", "root", "tensor")
@@ -45,9 +48,13 @@ class TreeSlots(TensorMap[TreeSlot]):
         slot.tensor = weakref.ref(tensor)
 
     def at(self, root: Any, path: str, slot: TreeSlot | None = None) -> TreeSlot:
-        """Return the slot at a path.  slot: becomes that of a path without one, instead of a new slot.
+        """Return the slot at a path; a path without a slot gets one.
 
-        root: None for a tree that resembles no other; each of its slots is new.
+        Args:
+            root: Name or object that tells trees apart; None for a tree that resembles no other, whose slots
+                are new.
+            path: Path of the place in the tree.
+            slot: Slot for a path that has none; None for a new one.
         """
         by_root: Any = self._by_name if isinstance(root, str) else self._by_object
         slots: dict[str, TreeSlot] = {} if root is None else by_root.setdefault(root, {})
@@ -57,8 +64,13 @@ class TreeSlots(TensorMap[TreeSlot]):
     def put(self, arrays: Mapping[str, Any], root: Any = None) -> None:
         """Put arrays into the slots at their paths; an array that lies in a slot stays there.
 
-        root: None for that whose slots have the same paths; where no root has them, the slots are new.
-        Raises AmandaError if several roots have them, and not the same slots there.
+        Args:
+            arrays: Arrays by path.
+            root: Name or object that tells trees apart; None for the root whose slots have the same paths, if
+                there is one, and new slots else.
+
+        Raises:
+            AmandaError: If several roots have slots at these paths, and not the same slots.
         """
         if root is None and "" not in arrays and not all(map(self.get, arrays.values())):  # "": no tree
             by_root = [*self._by_name.items(), *self._by_object.items()]
@@ -79,6 +91,10 @@ def with_slots(detour: Callable[..., Any], slot_of: Callable[[Any], Any]) -> Cal
 
     So slots enter the ids of ops where the interceptor does not see parameters among the arguments.
     The detour's site is that of `without_slots`; `SignatureCall` takes the slots away.
+
+    Args:
+        detour: Stand-in of a callable, which takes slots before the arguments.
+        slot_of: Returns the slot of an argument; None for an argument without one.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +114,11 @@ def named_leaves(
 ) -> Iterator[tuple[str, Any]]:
     """Yield what is of a type in a tree of dicts, lists and tuples, with its path: "layers.0.weight".
 
-    content: returns what is in a box, or the attributes of a module; another node as it is.
+    Args:
+        tree: Dicts, lists and tuples, and boxes or modules that `content` opens.
+        kind: Type of the leaves.
+        content: Returns the value in a box, or the attributes of a module; another node as it is.
+        path: Path of the tree itself, before those of its leaves.
     """
     if isinstance(tree, kind):
         yield path, tree
@@ -111,5 +131,10 @@ def named_leaves(
 
 
 def path_among(leaves: Iterable[tuple[str, Any]], value: Any) -> str:
-    """Return the path of a value among leaves with paths; "" for a value that is not among them."""
+    """Return the path of a value among leaves with paths; "" for a value that is not among them.
+
+    Args:
+        leaves: Pairs of a path and a leaf.
+        value: Object that is compared by identity.
+    """
     return next((path for path, leaf in leaves if leaf is value), "")

@@ -176,7 +176,12 @@ def check_private_names(names: Iterable[str], subject: str, framework: str, newe
 def code_within(function: Any, name: str) -> CodeType:
     """Return the code of a function that is defined within another, at any depth.
 
-    Raises DriverError if there is none of the name.
+    Args:
+        function: Function with the code of the others.
+        name: Name of the inner function.
+
+    Raises:
+        DriverError: If there is none of the name.
     """
     codes_within: list[CodeType] = [function.__code__]
     for code in codes_within:  # the loop follows the list as it grows

@@ -62,11 +62,23 @@ class Recomputation:
             self._record.drop_tensors()
 
     def run_first(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a function, which is the part of the program, for the first time; record its executions."""
+        """Run a function, which is the part of the program, for the first time; record its executions.
+
+        Args:
+            function: Function that computes the part of the program.
+            *args: Positional arguments of the function.
+            **kwargs: Keyword arguments of the function.
+        """
         return self._at_place(self._run_recorded, function, *args, **kwargs)  # type: ignore[return-value]
 
     def rerun(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the function again, as if at the place of the first run, on any thread."""
+        """Run the function again, as if at the place of the first run, on any thread.
+
+        Args:
+            function: Function that computes the part of the program.
+            *args: Positional arguments of the function.
+            **kwargs: Keyword arguments of the function.
+        """
         return self._at_place(self._run_recomputed, function, *args, **kwargs)  # type: ignore[return-value]
 
     def _run_recorded(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -195,8 +195,10 @@ class Scope(interceptor.Extent):
     def update_routines(self) -> None:
         """Activate the present routines and dependencies of the tools from the next op on.
 
-        Notifies new dependencies that the scope has opened.  Raises DependencyCycleError; then nothing has
-        changed.
+        Notifies new dependencies that the scope has opened.
+
+        Raises:
+            DependencyCycleError: For tools that depend on each other; then nothing has changed.
         """
         joined_earlier = self._joined_tools
         further_tools = [

@@ -60,7 +60,13 @@ class Sample(ABC):
 
     @abstractmethod
     def tensor(self, values: Any, dtype: Any = None, requires_grad: bool = False) -> Any:
-        """A tensor of nested lists of numbers; a leaf.  Under `grad` also one without axes, of a number."""
+        """A leaf tensor of some numbers.
+
+        Args:
+            values: Nested lists of numbers; under `grad` also a number, for a tensor without axes.
+            dtype: One of `dtypes`; None for the first.
+            requires_grad: Whether the tensor gets a gradient.
+        """
 
     @abstractmethod
     def parameter(self, values: Sequence[Any]) -> Any:
@@ -80,7 +86,12 @@ class Sample(ABC):
 
     @abstractmethod
     def cast(self, tensor: Any, dtype: Any) -> Any:
-        """A tensor in another of `dtypes`."""
+        """A tensor in another of `dtypes`.
+
+        Args:
+            tensor: Tensor of one of `dtypes`.
+            dtype: Another of `dtypes`.
+        """
 
     def overwrite(self, tensor: Any) -> None:
         """Write other values into a tensor's memory."""
@@ -167,7 +178,12 @@ class Sample(ABC):
         """many(x, y), for x and y of one square shape: an op with several backward ops."""
 
     def checkpoint(self, function: Op, tensor: Any) -> Any:
-        """function(tensor), computed again in the backward pass."""
+        """function(tensor), computed again in the backward pass.
+
+        Args:
+            function: Function of one tensor.
+            tensor: Argument of the function.
+        """
         self._raise_missing("checkpoint", "checkpoints")
 
     def vmap(self, function: Op) -> Op:

@@ -177,7 +177,8 @@ class Silent(Unchanged):
 class EqualCopies(Unchanged):
     """Routines at every point of every op, which give equal new values.
 
-    copied: makes a tensor equal to the one that it is given, and hands back what is not a tensor.
+    Args:
+        copied: Makes a tensor equal to its argument, and hands back an argument that is no tensor.
     """
 
     def __init__(self, copied: Callable[[Any], Any]) -> None:
@@ -201,7 +202,12 @@ SCALE: Any = 1.0
 
 
 class Scaling(Tool):
-    """Multiplies the output of the sample's op by a held value: a number or a tensor."""
+    """Multiplies the output of the sample's op by a held value: a number or a tensor.
+
+    Args:
+        sample: Framework's graphs, with the op whose output is multiplied.
+        held: Number or tensor with which the op's output is multiplied.
+    """
 
     def __init__(self, sample: GraphSample, held: Any) -> None:
         self.sample = sample

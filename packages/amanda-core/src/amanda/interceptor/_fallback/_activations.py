@@ -17,7 +17,12 @@ class PlanTable:
         return self._plans.get(op_id, NotImplemented)
 
     def set(self, op_id: int, plan: Any) -> None:
-        """Store a plan under an op id; None means that nothing is inserted."""
+        """Store a plan under an op id.
+
+        Args:
+            op_id: Id of the op.
+            plan: Plan, or the `CallCache` with the op's plans; None where nothing is inserted.
+        """
         self._plans[op_id] = plan
 
     def discard(self, op_id: int) -> None:
@@ -55,7 +60,15 @@ class Lock:
 
 
 class Activation:
-    """The tools and switches of an execution context."""
+    """The tools and switches of an execution context.
+
+    Args:
+        table: Plans by op id; None where every call comes to the handler without a plan.
+        state: Object that handlers receive.
+        active: Whether calls are intercepted.
+        caches: Whether native programs of call caches may run.
+        variant: Number for which call caches have programs of their own.
+    """
 
     def __init__(
         self,

@@ -190,8 +190,13 @@ def configure(
     """Set the functions that describe code, and that are called at the death of an object with an ordinal.
 
     Cached descriptions of code are dropped.
-    adopt: called with the object that encloses a call, an argument and its ordinal; returns the ordinal of
-    the first object in the same slot of the enclosing object, and True if that is final.
+
+    Args:
+        describe: Returns hash, kind and first words of a code object.
+        on_death: Called with the ordinal of an object that has died.
+        adopt: Called with the object that encloses a call, an argument and its ordinal; returns the ordinal
+            of the first object in the same slot of the enclosing object, and True if that is final; None for
+            no slots.
     """
     place_state.describe = describe
     place_state.on_death = on_death
@@ -211,7 +216,12 @@ def add_identity_type(kind: type) -> None:
 
 
 def set_leaf_type(kind: type, is_leaf: Callable[[Any], bool]) -> None:
-    """Set the type of tensors, and the test for leaves, that distinguish ops in a loop outside of modules."""
+    """Set the type of tensors, and the test for leaves, that distinguish ops in a loop outside of modules.
+
+    Args:
+        kind: Type of tensors.
+        is_leaf: Returns True for a leaf of autodiff that needs a gradient.
+    """
     place_state.leaf_type, place_state.is_leaf = kind, is_leaf
 
 
@@ -309,7 +319,13 @@ class Snapshot:
         self._region = region
 
     def replay(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function as if at the place of the snapshot, with the counts of that moment."""
+        """Call a function as if at the place of the snapshot, with the counts of that moment.
+
+        Args:
+            function: Function to call.
+            *args: Positional arguments of the function.
+            **kwargs: Keyword arguments of the function.
+        """
         region = self._region.copy(self._region.tail, self._region.way)
         region.entry = sys._getframe(1)
         outer, key = thread.top, thread.key

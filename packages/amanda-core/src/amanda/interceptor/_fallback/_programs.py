@@ -28,7 +28,8 @@ class Resumption(NamedTuple):
 class ShapeCounter:
     """Counts of executions by the shapes of their values.
 
-    limit: for native code, which counts so many different shapes without a call of Python.
+    Args:
+        limit: Number of different shapes that native code counts without a call of Python.
     """
 
     def __init__(self, limit: int = 1024) -> None:
@@ -37,7 +38,8 @@ class ShapeCounter:
     def add(self, shapes: Any) -> None:
         """Count an execution.
 
-        shapes: a tuple for the inputs, one for the outputs, ..., each with the shape of each value.
+        Args:
+            shapes: A tuple for the inputs, one for the outputs, ..., each with the shape of each value.
         """
         self._calls[shapes] = self._calls.get(shapes, 0) + 1
 
@@ -54,13 +56,23 @@ class ShapeCounter:
 
 
 class CallCache:
-    """An op's plans; without native code there are no programs to cache beside them."""
+    """An op's plans; without native code there are no programs to cache beside them.
+
+    Args:
+        plans: Plans of the op by plan key.
+        sized: Whether the forms of calls have the sizes of tensors.
+    """
 
     def __init__(self, plans: dict[Any, Any], sized: bool = False) -> None:
         self.plans = plans
 
     def learn(self, key: int, program: "Program | None") -> None:
-        """Do nothing: native code alone runs programs."""
+        """Do nothing: native code alone runs programs.
+
+        Args:
+            key: Key of a call's form.
+            program: Program for calls of this form; None for no routines.
+        """
 
     def forget(self) -> None:
         """Do nothing: there are no programs to drop."""
@@ -99,7 +111,11 @@ class Program(_NativeAlone):
     def hook(self, reader: "Reader", resume: Callable[..., Any], actions: Any, shapes: Any = None) -> Hook:
         """Return a callable that runs the routines on a tuple of values.
 
-        resume: continues in Python after a result that native code cannot put in place.
+        Args:
+            reader: Reader of tensors of the framework.
+            resume: Continues in Python after a result that native code cannot put in place.
+            actions: Actions of the routines, which `resume` receives.
+            shapes: Argument `shapes` for routines that take it; None where no routine does.
         """
         raise NotImplementedError
 
@@ -127,11 +143,22 @@ class Reader(_NativeAlone):
     """A reader of tensors for native code."""
 
     def key(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, sized: bool = False) -> int:
-        """Return 64 bits for the form of a call, by which programs are cached; 0 for an unknown form."""
+        """Return 64 bits for the form of a call, by which programs are cached; 0 for an unknown form.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call; None for none.
+            sized: Whether the sizes of tensors are part of the form.
+        """
         raise NotImplementedError
 
     def can_substitute(self, original: Any, value: Any) -> bool:
-        """Return True if native code may put a value in the place of a tensor."""
+        """Return True if native code may put a value in the place of a tensor.
+
+        Args:
+            original: Tensor of the program.
+            value: Value that a routine returned.
+        """
         raise NotImplementedError
 
     def memory(self, value: Any) -> int:
@@ -144,9 +171,15 @@ class Reader(_NativeAlone):
 
 
 class Mark:
-    """The record of one execution at its backward ops, which have numbers from `start` to before `end`.
+    """The record of one execution at its backward ops, whose numbers tell which execution made them.
 
-    begin: number before the routines, whose backward ops have numbers from `begin` to before `start`.
+    Args:
+        trace: The driver's record of the execution.
+        begin: First number of backward ops that routines before the op made.
+        start: First number of the op's own backward ops.
+        end: Number after the last of the op's backward ops.
+        order: 0 for the backward ops of an op, 1 for those of its backward ops, and so on.
+        shapes: Shapes of the execution's values; None where no routine takes shapes.
     """
 
     _alive = 0
@@ -174,10 +207,16 @@ class Mark:
 class Graphs:
     """A framework's graphs of backward ops, read by the names of attributes.
 
-    tensors: type of tensors.  leaf: type of the nodes that accumulate a leaf's gradient.
-    maker, base: attributes of a tensor: the node that made the tensor, and the tensor that it is a view of.
-    next, notes, number: attributes of a node: its successors, its dict of metadata, and its number's method.
-    key: key of a mark in the metadata.  sampled: called with a sample of the nodes.
+    Args:
+        tensors: Type of tensors.
+        leaf: Type of the nodes that accumulate a leaf's gradient.
+        maker: Attribute of a tensor: the node that made it.
+        base: Attribute of a tensor: the tensor that it is a view of.
+        next: Attribute of a node: its successors.
+        notes: Attribute of a node: its dict of metadata.
+        number: Attribute of a node: the method that returns its number.
+        key: Key of a mark in the metadata.
+        sampled: Called with a sample of the nodes.
     """
 
     def __init__(
@@ -195,9 +234,14 @@ class Graphs:
         self._sampled = sampled
 
     def mark(self, values: Any, mark: Mark, bases: bool = True) -> None:
-        """Mark the nodes of an execution that made these tensors and, with `bases`, their bases.
+        """Mark the nodes of an execution that made some tensors.
 
         A node that has a mark keeps it.
+
+        Args:
+            values: Tensors, in nested lists and tuples; other values are skipped.
+            mark: Record of the execution.
+            bases: Whether the nodes of the tensors' bases are marked too.
         """
         if isinstance(values, self._tensors):
             for tensor in (values, getattr(values, self._base) if bases else None):
@@ -244,7 +288,12 @@ class Graphs:
         return 0
 
     def marker(self, trace: Any, writes: bool) -> Any:
-        """Raise TypeError: a marker lets a native program leave traces, and there are no programs here."""
+        """Raise TypeError: a marker lets a native program leave traces, and there are no programs here.
+
+        Args:
+            trace: The driver's record of the executions.
+            writes: Whether the op writes into an input tensor.
+        """
         raise TypeError("programs are for the native interceptor")
 
     def _spread_marks(

@@ -103,7 +103,14 @@ def statistics() -> dict[str, Any]:
 class Site:
     """One callable and the handler of its calls.
 
-    op: the op that tools see.  key: canonical name of the op.  hash: 64 bits of the name, for op ids.
+    Args:
+        target: Callable of the framework.
+        op: Operator that tools see.
+        key: Canonical name of the op.
+        hash: 64 bits of the name, for op ids.
+        handler: Called instead of the target: `handler(state, plan, op_id, site, args, kwargs)`.
+        flags: `TRANSPARENT`, `IMPLEMENTATION` and `ONE_PLACE`, in one number.
+        reader: Reader of tensors, for native programs; None for no programs.
     """
 
     def __init__(
@@ -132,7 +139,12 @@ class Site:
         """Do nothing: the target was never placed."""
 
     def invoke(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
-        """Call the target itself; ops within the call are intercepted, even if a suspension is in force."""
+        """Call the target itself; ops within the call are intercepted, even if a suspension is in force.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call; None for none.
+        """
         # A thread with a lock that nobody holds is not suspended.
         outer, thread.suspension = thread.suspension, RLock()
         try:
@@ -141,7 +153,12 @@ class Site:
             thread.suspension = outer
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the target with its canonical name as that of the running op."""
+        """Call the target with its canonical name as that of the running op.
+
+        Args:
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
+        """
         key, thread.key = thread.key, None if self.flags & TRANSPARENT else self.key
         try:
             return self.original(*args, **kwargs)
@@ -149,7 +166,12 @@ class Site:
             thread.key = key
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the handler, or the target where no activation is in force, or within another op's code."""
+        """Call the handler, or the target where no activation is in force, or within another op's code.
+
+        Args:
+            *args: Positional arguments of the call.
+            **kwargs: Keyword arguments of the call.
+        """
         activation = active()
         is_within_op = thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)
         if activation is None or is_within_op:
@@ -274,9 +296,13 @@ class _ReadDetour(Detour):
 class Enclosure(_Wrapped):
     """A method whose calls are regions, to which the ops in them belong.
 
-    path: returns, for the subject of the enclosing call and that of this one, 64 bits for the place of the
-    latter in the former, and True if the place is lasting. Without it, subjects are distinguished by
-    ordinals.
+    The subject of a call is its first argument, such as a module.
+
+    Args:
+        function: The method.
+        path: Returns, for the subject of the enclosing call and that of this one, 64 bits for the place of
+            the latter in the former, and True if the place is lasting; None to distinguish subjects by
+            ordinals.
     """
 
     def __init__(self, function: Any, path: PathOf | None = None) -> None:
