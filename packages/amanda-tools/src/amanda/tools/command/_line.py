@@ -224,10 +224,7 @@ def read_config(path: Path) -> Config:
 
 
 def _read_table(path: Path) -> Any:
-    """Return the content of a TOML or YAML file.
-
-    Raises SpecError for a file that cannot be read or parsed, and for another suffix.
-    """
+    """Return the content of a TOML or YAML file; raise SpecError for any other."""
     try:
         with parsing(path, "configuration"):
             text = read_text(path).decode()

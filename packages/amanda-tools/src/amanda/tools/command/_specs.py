@@ -375,10 +375,7 @@ def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
 
 @functools.cache  # a forked process need not look them up again
 def _class(name: str) -> Any:
-    """Return what a distribution registers as a tool, or the class at an import path.
-
-    Raises SpecError for a class that cannot be imported.
-    """
+    """Return the registered tool or the class at an import path; raise SpecError where import fails."""
     where, dot, kind = name.rpartition(".")
     if not dot:
         return tool_class(name)

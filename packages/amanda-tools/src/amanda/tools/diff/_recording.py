@@ -279,10 +279,7 @@ class RecordedRuns:
                 self._start.restore()
 
     def measure_expected(self, control: Control | Source | None) -> Expected | None:
-        """Return the relative error that the control shows of each op of a; None without a control.
-
-        Raises AmandaError for a control that cannot be run.
-        """
+        """Return each op's relative error in the control; None without one; raise AmandaError if it fails."""
         if control is None:
             return None
         is_named = isinstance(control, str) and control in get_args(Control)
@@ -297,10 +294,7 @@ class RecordedRuns:
         return expected_errors(self.a, run)
 
     def _control(self, control: Control) -> Run:
-        """Record the control: a in float64, or a once more.
-
-        Raises AmandaError for a dump as run a, and for a float64 that was asked for and cannot be.
-        """
+        """Record the control, a in float64 or once more; raise AmandaError where that cannot be."""
         program = self._programs[0]
         if program is None:
             raise AmandaError(

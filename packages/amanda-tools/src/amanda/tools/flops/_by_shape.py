@@ -256,7 +256,6 @@ def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return True for a tensor or parameter of PyTorch's own classes."""
     # By name: PyTorch is not imported here, and the shape of a subclass may say less than its values.
     kind = type(value)
     return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"

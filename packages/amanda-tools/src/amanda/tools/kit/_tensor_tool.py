@@ -50,10 +50,7 @@ def torch_tensors(values: Iterable[Any], structures: bool = False) -> list[Any]:
 
 
 def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
-    """Return the positions of inputs that are parameters or views of one, or were read from a variable.
-
-    Tensors in lists are left out.
-    """
+    """Return positions of inputs, but lists, that are parameters or views of one, or read from a variable."""
     variables = {
         i: context.get_variable(i)
         for i, value in enumerate(context.get_inputs())
@@ -83,10 +80,7 @@ def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:
 
 
 def unread_sentence(role: str, reason: str, kind: str, where: str) -> str:
-    """Return a sentence for a result on a tensor that is not read.
-
-    role: "Input 0".  kind: the op's type.  where: its module, or the line that calls it.
-    """
+    """Return a sentence as `OpTensor.unread` does; role: "Input 0"."""
     return f"{role} of {kind} of {where}{_NOT_READ}{reason}."
 
 
@@ -356,10 +350,7 @@ def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
 
 
 class _GraphObserver:
-    """One observer in a graph, where element types of its values never change.
-
-    first: position of the first value among the op's inputs or outputs.
-    """
+    """One observer in a graph, where element types never change.  first: position of the first value."""
 
     def __init__(
         self, record: Any, role: str, dtype: Dtype, first: int = 0,

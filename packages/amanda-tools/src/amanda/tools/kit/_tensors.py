@@ -53,7 +53,6 @@ class RequiredNames:
 Array = Any
 """An array of NumPy, or a tensor of PyTorch: what tools compute masks and statistics with."""
 
-
 Save = Callable[[], Callable[[], None]]
 """Copies the content of memory and returns a function that restores every byte of it."""
 
@@ -137,10 +136,7 @@ class Tensors:
             raise AmandaError(f"{dtype!r} is no element type that numpy or ml_dtypes knows") from error
 
     def is_parameter(self, x: Any) -> bool:
-        """Return False for a leaf of autograd that a program created, True for another variable of an op.
-
-        x: as `context.get_variable` returns it.
-        """
+        """Return False for an autograd leaf that a program made, True for another variable of an op."""
         return True
 
     def is_strided(self, x: Any) -> bool:
@@ -157,10 +153,7 @@ class Tensors:
         return np.asarray(to_numpy(x))
 
     def exact(self, x: Any) -> NDArray[Any]:
-        """Return a copy as an array of the same element type, one of ml_dtypes where NumPy lacks the type.
-
-        Raises AmandaError for a type that neither has.
-        """
+        """Return a copy in the same type of NumPy or ml_dtypes; raise AmandaError where neither has it."""
         # A copy: the memory of the tensor may be written by the next op.
         return np.array(to_numpy(x), order="C")
 
@@ -354,10 +347,7 @@ class Tensors:
         return self.shared(x)
 
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
-        """Return arrays that share the memory of the floating and complex tensors among values.
-
-        None where NumPy has no such array for one of these.
-        """
+        """Return arrays over memory of the floating and complex tensors; None where one has no array."""
         views = [self.shared(x) for x in values]
         arrays = [array for array in views if array is not None]
         if len(arrays) < len(views):
@@ -424,10 +414,7 @@ def _rows(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def tensors_of(x: Any) -> Tensors:
-    """Return the operations on tensors of a value's library; on NumPy's for numbers.
-
-    Raises TensorsError for a library whose entry point is broken.
-    """
+    """Return operations on a library's tensors, NumPy's for numbers; raise TensorsError for a broken one."""
     return _tensors(backend_of(x))
 
 

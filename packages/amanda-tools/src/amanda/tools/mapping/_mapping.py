@@ -66,17 +66,13 @@ class MappingTool(Tool):
                 rule.before(context)
 
     def _apply_after(self, context: OpContext) -> None:
-        """Call the second function of each rule for the op's namespace, in reverse order."""
         for rule in reversed(self.rules):
             if rule.after is not None and context.namespace.matches(rule.namespace):
                 rule.after(context)
 
 
 def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:
-    """Return the rule that a user wrote as a sequence; raise RuleError for another form.
-
-    label: of the rule in messages, such as "rules[0]".
-    """
+    """Return a user's rule; raise RuleError for other forms, which names it by its label, "rules[0]"."""
     expected = "a rule is [namespace, before] or [namespace, before, after]"
     if len(rule) not in (2, 3):
         raise RuleError(f"{label} has {len(rule)} elements; {expected}")
@@ -224,10 +220,7 @@ def drop_absent_weight_gradient(context: OpContext) -> None:
 
 
 def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
-    """Return the weight's extents, and True if it is a variable, which keeps them.
-
-    The extents are None without a weight, and where they are not known.
-    """
+    """Return the weight's extents, None if not known, and True if it is a variable, which keeps them."""
     weight = context["weight_index"]
     if weight is None:
         return None, False
@@ -261,7 +254,6 @@ CALLING_OPS = frozenset(
     """.split()
 )
 """Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
-
 
 _SHARED = """
     add sub rsub mul div floor_divide remainder pow neg abs matmul addmm linear eq ne lt le gt ge bitwise_not

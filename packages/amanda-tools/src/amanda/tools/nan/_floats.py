@@ -136,7 +136,6 @@ def _is_finite(flat: Any) -> bool:
 # Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
 
-
 floating = partial(op_tensors, kinds=("float", "bfloat", "half", "complex"))
 """Yields the floating and complex tensors among values, as `op_tensors` does."""
 
@@ -279,10 +278,7 @@ def _reference(value: Any) -> Any:
 
 
 def _write_count(value: Any) -> int | None:
-    """Return PyTorch's count of writes into a tensor; None of other values.
-
-    `_UNKNOWN_VERSION` of a tensor that does not count.
-    """
+    """Return PyTorch's count of writes; `_UNKNOWN_VERSION` of a tensor without; None of others."""
     if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
         return None
     try:

@@ -54,7 +54,6 @@ def shortened(text: str, width: int) -> str:
 
 _BACKWARD = "_backward"
 
-
 NOTHING = "No op was executed under this tool; `with amanda.apply(tool):` runs what is in it under the tool."
 """The note of an empty result."""
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 TEXT, ARRAYS = 256_000_000, 1_000_000_000
 """Bytes that are read of a file unless `reading` says otherwise: of JSON and the like, and of tensors."""
 
-
 _GZIP = b"\x1f\x8b"
 _CHUNK = 1 << 20
 _max_bytes: ContextVar[int | None] = ContextVar("amanda_max_bytes", default=None)
@@ -76,10 +75,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path) -> bytes:
-    """Return the content of a file of text, which may be gzipped.
-
-    Raises TooLargeError, OSError, and ValueError for a gzip file that is damaged.
-    """
+    """Return the content of a text file, also gzipped; raise TooLargeError, OSError or ValueError."""
     check_size(path, path.stat().st_size, TEXT)
     with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
         # One byte more than allowed tells that there is more.

@@ -292,7 +292,6 @@ def _priority(column: Column) -> int:
 
 
 def _phase_of_type(kind: str) -> str:
-    """Return the phase that the name of an op's type tells."""
     return "backward" if kind.endswith("_backward") or kind == "accumulate_grad" else "forward"
 
 

@@ -109,10 +109,7 @@ def _result_class(name: str) -> type | None:
 
 
 def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple[Column, Sequence[Any]]:
-    """Return a column of a file, and its values: as numbers if all that are present are numbers.
-
-    Raises ValueError for a description that is none of a column.
-    """
+    """Return a column of a file and its values, as numbers if all are; raise ValueError for another form."""
     name, unit, merge = description["name"], description.get("unit", ""), description.get("merge", "")
     if not isinstance(name, str) or not isinstance(unit, str) or merge not in ("", *_MERGE_FUNCTIONS):
         raise ValueError(f"it has a column {dict(description)}")
@@ -132,7 +129,6 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """Return a float with four digits, an integer with separators, any other value as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

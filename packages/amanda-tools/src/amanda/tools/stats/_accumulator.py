@@ -163,10 +163,7 @@ class Accumulator:
 
     @staticmethod
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
-        """Take the numbers of tensors in, each into an accumulator with the same bins; a hot path.
-
-        Memory that several tensors share is measured once.
-        """
+        """Add tensors, each to an accumulator with the same bins; shared memory is read once; a hot path."""
         large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
             array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
@@ -269,10 +266,7 @@ def _merge_rows(table: Any) -> Any:
 
 
 def _count_bins(block: Any, finite: Any, bins: Bins) -> Any:
-    """Return the number of elements of a block in each bin, and behind these the number that is not finite.
-
-    finite: flags of the elements that are finite.
-    """
+    """Return counts of elements by bin, last of those that are not finite.  finite: flags of the others."""
     tensors = tensors_of(block)
     leading, of_one = tensors.leading_bits(block, bins.bits)
     # Leading bits of the element type itself, relative to those of 1, number the same bins as float64 does.
