@@ -100,7 +100,10 @@ T = TypeVar("T")
 class InstalledEntries:
     """The entry points of one group, each of which serves the framework or library of its name.
 
-    role: the object of an entry, for messages.  error: raised for an entry that cannot be used.
+    Args:
+        group: Group of entry points, such as "amanda.mappings".
+        role: Noun for the object of an entry, for messages: "mapping rule".
+        error: Class of the error for an entry that cannot be used.
     """
 
     def __init__(self, group: str, role: str, error: type[AmandaError]) -> None:
@@ -134,7 +137,13 @@ class InstalledEntries:
     def create(self, name: str, base: type[T], path: str) -> T | None:
         """Return an instance of the class that the entry of a name registers; None without an entry.
 
-        path: where users import `base` from.  Raises `error` as `load` does, and for no subclass of `base`.
+        Args:
+            name: Name of the entry.
+            base: Class that the registered one has to derive from.
+            path: Where users import `base` from, for messages.
+
+        Raises:
+            AmandaError: Of the class `error`, as `load` raises it, and for no subclass of `base`.
         """
         entry_class = self.load(name)
         if entry_class is None:
