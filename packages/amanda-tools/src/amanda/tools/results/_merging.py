@@ -84,7 +84,12 @@ def _checked_result(content: Mapping[str, Any]) -> Result:
 
 
 def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
-    """Return the result that `to_dict` described; like: a result of the same class, if there is one."""
+    """Return the result that `to_dict` described.
+
+    Args:
+        content: The dict.
+        like: Result of the same tool, whose class is taken; None to look the class up.
+    """
     name = schema_of(content).removeprefix("amanda.")
     result_class: Any = type(like) if like is not None and like.name == name else _result_class(name)
     if not hasattr(result_class, "from_dict"):
