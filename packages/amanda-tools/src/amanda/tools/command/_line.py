@@ -32,8 +32,11 @@ _USAGE = (SpecError, UnknownToolError)
 def exit_status(command: click.Command, name: str, arguments: Sequence[str], failure: int = 1) -> int:
     """Run a subcommand; return its exit status, 2 for wrong usage.
 
-    name: of the subcommand, for messages ("amanda view").  failure: the status after an AmandaError or an
-    OSError, whose message is written to standard error.
+    Args:
+        command: Subcommand of click.
+        name: Name for messages: "amanda view".
+        arguments: Words behind the name.
+        failure: Status after an AmandaError or an OSError, whose message goes to standard error.
     """
     try:
         return int(command.main(list(arguments), name, standalone_mode=False, **_HELP) or 0)

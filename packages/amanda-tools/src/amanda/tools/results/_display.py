@@ -31,7 +31,7 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return text that is cut, with "…" for what is left out.
+    """Return text of at most so many characters, with "…" in the place of others.
 
     Args:
         text: Paths keep their end, names of ops both ends, with "_backward", and other texts their beginning.

@@ -88,7 +88,7 @@ def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
 
     Args:
         content: The dict.
-        like: Result of the same tool, whose class is taken; None to look the class up.
+        like: Result whose class is taken if it has the same name; None to look the class up.
     """
     name = schema_of(content).removeprefix("amanda.")
     result_class: Any = type(like) if like is not None and like.name == name else _result_class(name)
