@@ -94,7 +94,12 @@ class Command:
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run the program under a `DumpTool`; its output goes to standard error.
 
-        Raises AmandaError for a program that fails or executes no op.
+        Args:
+            folder: Folder for the dump.
+            *extra: Further tools, which run ahead of the dump: the class and options of each.
+
+        Raises:
+            AmandaError: For a program that fails or executes no op.
         """
         tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
         tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))

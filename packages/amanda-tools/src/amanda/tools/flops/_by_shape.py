@@ -240,10 +240,7 @@ def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) 
 
 
 def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
-    """Return a function that turns a shape into a stand-in for a value.
-
-    absent: element type of a tensor that takes the place of None; None where none does.
-    """
+    """Return a function from a shape to a stand-in.  absent: element type for None; None without one."""
     if isinstance(value, (list, tuple)):
         element_types = [element.dtype for element in value if _is_tensor(element)]
         if not element_types:

@@ -80,7 +80,15 @@ class Shapes:
     def of(
         cls, type: str, inputs: Sequence[Any], outputs: Sequence[Any], shape: Callable[[Any], Any], *more: Any
     ) -> Shapes:
-        """Return the shapes of values.  shape: as in StandardMapping.  more: attributes, and the weight."""
+        """Return the shapes of values.
+
+        Args:
+            type: Word of StandardMapping for the op.
+            inputs: Values that the op reads.
+            outputs: Values that it gives.
+            shape: Function that StandardMapping writes.
+            *more: Attributes, the index of the weight among the inputs, and its axes.
+        """
         input_shapes = [shape_of(value, shape) for value in inputs]
         values = [
             value for value, extents in zip(inputs, input_shapes, strict=True) if extents in (None, UNKNOWN)

@@ -422,7 +422,6 @@ class FlopsTool(amanda.Tool):
 
 
 def _place_without_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
-    """Return the place of a backward op, of unknown cost so far."""
     names = context["backward_type"], context.get_scope(), context.get_source()
     return OpCost("backward", *names, macs=None, flops=None)
 

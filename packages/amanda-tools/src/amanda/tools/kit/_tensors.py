@@ -289,10 +289,7 @@ class Tensors:
         return do("asarray", array, like=x)
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
-        """Return a key of the memory that a tensor lies in, and a function that saves what is in it.
-
-        None for a tensor whose memory no op writes, and for other values.
-        """
+        """Return a key of a tensor's memory and a function that saves it; None where no op writes memory."""
         return None
 
     def cast(self, value: Any, like: Any) -> Any:

@@ -117,5 +117,4 @@ def _is_wrapper(kind: Any) -> bool:
 
 @cache
 def _is_distributed(kind: Any) -> bool:
-    """Return True for the class of DTensors."""
     return hasattr(kind, "full_tensor")

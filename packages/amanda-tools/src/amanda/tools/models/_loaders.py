@@ -203,10 +203,7 @@ def _keras_input(tensor: Any) -> Input:
 
 
 def _keras_training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
-    """Return a function that runs the model and the gradients of the sum of its outputs.
-
-    Raises ModelError for another backend of Keras than TensorFlow.
-    """
+    """Return a function that computes outputs and gradients; raise ModelError unless by TensorFlow."""
     if keras.backend.backend() != "tensorflow":
         raise ModelError(
             f"{word}: --backward of Keras is for its backend tensorflow: set KERAS_BACKEND=tensorflow"

@@ -167,7 +167,6 @@ def _tokens(name: str, config: Any) -> Input:
 
 
 def _images(config: Any) -> Input:
-    """Return an image of the size that the configuration has, or of 224 by 224."""
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return Input("pixel_values", (1, getattr(config, "num_channels", 3), height, width))

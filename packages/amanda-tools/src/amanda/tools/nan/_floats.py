@@ -37,7 +37,13 @@ class Summary(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any, dtype: str, batches: int = 0) -> Summary:
-        """Return the summary of a floating tensor, or of the magnitudes of a complex tensor."""
+        """Return the summary of a floating tensor, or of the magnitudes of a complex tensor.
+
+        Args:
+            tensor: Tensor that can be read.
+            dtype: Name of its element type.
+            batches: Number of axes in front that are the batches of a vmap.
+        """
         tensors = tensors_of(tensor)
         shape, numbers = tensors.extents(tensor), tensors.stored_values(tensor, widen=True)
         if numbers is None:
@@ -232,10 +238,7 @@ class InputRecorder:
             self._written = frozenset(_written_indices(inputs.values))
 
     def floats(self, inputs: RecordedInputs, unread: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
-        """Return the inputs of an execution as they were before the op ran.
-
-        unread: returns the positions of inputs that the execution does not read.
-        """
+        """Return inputs as they were before the op ran.  unread: returns positions that it does not read."""
         # What was written without having been looked at counts as finite: nobody can tell any more.
         unseen = {i: 0 for i in _written_indices(inputs.values) if i not in inputs.flags}
         values = _map_leaves(_referent, inputs.values)

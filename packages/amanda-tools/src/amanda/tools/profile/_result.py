@@ -120,7 +120,12 @@ class ProfileResult(KeyedResult):
 
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
-        """Return a copy of the records of a recorder."""
+        """Return a copy of the records of a recorder.
+
+        Args:
+            recorder: Recorder, which may go on.
+            obstacle: Why there are no kernels, in words; "" without a reason.
+        """
         # Copies: the recorder goes on, and a result stays as it is.
         copies = {place: summed([place]) for place in recorder.places.values()}
         places, log, devices = list(copies.values()), recorder.log, recorder.memory.devices.values()

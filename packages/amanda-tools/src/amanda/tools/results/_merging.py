@@ -20,7 +20,17 @@ from amanda.tools.results._result import Column, Result
 
 
 class Table(Result):
-    """Rows under columns of any tool, from a file or merged from several results."""
+    """Rows under columns of any tool, from a file or merged from several results.
+
+    Args:
+        name: Schema of its files, which is `amanda.<name>`.
+        version: Version of the schema.
+        columns: Columns in order.
+        rows: A value for every column each.
+        title: Text above the table.
+        notes: Sentences below the table.
+        facts: What files contain besides the rows; None for nothing.
+    """
 
     def __init__(
         self, name: str, version: int, columns: Sequence[Column], rows: Sequence[Sequence[Any]],
@@ -284,7 +294,6 @@ def _column_keys(result: Result) -> list[str]:
 
 
 def _source_tool(result: Result) -> str:
-    """Return the tool of a table by rank; "" for any other result."""
     return str(result._facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
 
 
