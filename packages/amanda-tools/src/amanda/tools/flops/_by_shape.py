@@ -131,7 +131,6 @@ class ShapeCounts(amanda.ShapeTally):
             yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
 
     def _places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
-        """Yield a place for each set of shapes that was counted."""
         for shapes, calls in counted.items():
             yield self._place_of_op(self.cost(shapes), calls)
 

@@ -369,7 +369,6 @@ class FlopsTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _record_shapes(*values: Any, shape: Any, key: str, run: dict[str, Any], recomputed: bool) -> None:
-        """Record the shapes of inputs, or of gradients that enter, for when the execution ends."""
         run[key] = [shape_of(value, shape) for value in values]
 
     @amanda.observer

@@ -93,7 +93,7 @@ _GROUPS = ("groups", "group", "feature_group_count")
 
 # A str, so that tools that know nothing of groups compare it with plain letters.
 class WeightLayout(str):
-    """Letters of the axes of a transposed convolution's weight: I of all groups, M outputs of each."""
+    """Axes of a transposed convolution's weight in groups, as letters: I of all groups, M outputs of each."""
 
     groups: int
 

@@ -262,7 +262,6 @@ class _TensorReference:
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value with a function applied to it, or to the leaves of a list."""
     if isinstance(value, (list, tuple)):
         return [_map_leaves(function, item) for item in value]
     return function(value)

@@ -78,7 +78,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path) -> bytes:
-    """Return the content of a text file, also gzipped; raise TooLargeError, OSError or ValueError."""
+    """Return the content of a text file; raise TooLargeError, OSError, ValueError for a damaged gzip file."""
     check_size(path, path.stat().st_size, TEXT)
     with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
         # One byte more than allowed tells that there is more.

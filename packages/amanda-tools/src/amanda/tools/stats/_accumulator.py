@@ -94,10 +94,7 @@ Moments: Any = interceptor.Moments if interceptor.NATIVE else NumpyMoments
 
 
 def numbers(tensor: Any) -> Any:
-    """Return the elements of a tensor of any layout in one row, magnitudes of complex ones.
-
-    None for a tensor without elements, as on PyTorch's meta device.
-    """
+    """Return stored elements in one row, magnitudes if complex; None without, as on the device meta."""
     tensors = tensors_of(tensor)
     stored = tensors.stored_values(tensor)
     return None if stored is None else tensors.reshape(tensors.detach(stored), [-1])

@@ -165,7 +165,6 @@ def _argument_text(value: object) -> str:
 
 
 def _dot_node(op: Op) -> str:
-    """Return the node of an op; that of a backward op is dashed."""
     style = "" if op.phase != "backward" else ", style=dashed"
     tip = f"{op.name}\n{op.source}"
     return f"op{op.index} [label={_quoted(op.type)}, tooltip={_quoted(tip)}{style}];"
