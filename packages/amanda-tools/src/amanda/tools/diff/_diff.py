@@ -276,7 +276,10 @@ def _command(
 
 
 def command(arguments: Sequence[str]) -> int:
-    """Find the first op at which two runs diverge; return 0 if none does, 1 if one does, else 2."""
+    """Find the first op at which two runs diverge.
+
+    The status is 0 if they do not, 1 if they do, 2 if they cannot be compared.
+    """
     return exit_status(_command, "amanda diff", arguments, failure=2)
 
 
