@@ -33,8 +33,8 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
     """Run a subcommand; return its exit status, 2 for wrong usage.
 
     Args:
-        command: Subcommand of click.
-        name: Name for messages: "amanda view".
+        command: Command of click, which parses the arguments.
+        name: For messages, such as "amanda view".
         arguments: Words behind the name.
         failure: Status after an AmandaError or an OSError, whose message goes to standard error.
     """

@@ -362,7 +362,7 @@ def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
     """Return tools that count the same steps; the second of a kind is named "flops-2".
 
     Args:
-        specs: Tools in order.
+        specs: In the order of the tools.
         alone: As of `ToolSpec.make`.
 
     Raises:

@@ -143,7 +143,7 @@ class OpTensor(NamedTuple):
         """Return a sentence for a result on a tensor that cannot be read.
 
         Args:
-            reason: Reason as `Tensors.unread` returns it.
+            reason: As `Tensors.unread` returns it.
             kind: The op's type.
             where: The op's module, or the line that calls it.
         """
@@ -160,7 +160,7 @@ def op_tensors(
     Args:
         values: Values as routines get them.
         dtype: Function that names element types, which StandardMapping writes.
-        role: Role of all tensors.
+        role: Of all tensors, as `OpTensor` has it.
         kinds: Beginnings of the names of element types to yield.
         first: Position of the first value.
         leave: Called with a tensor that cannot be read, and why; None to pass over it.
@@ -245,7 +245,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Return a new record of an op, at its first analysis.
 
         Args:
-            context: Context with the keys of StandardMapping.
+            context: With the keys of StandardMapping.
             phase: Phase of the op; "backward" of a backward op.
             kind: Type of the op, or of the backward op.
         """

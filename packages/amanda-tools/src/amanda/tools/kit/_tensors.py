@@ -111,9 +111,9 @@ def place_text(type: str, module: str, phase: str = "", source: str = "") -> str
     """Return the place of an op in words.
 
     Args:
-        type: Type of the op.
+        type: Word or name of the op.
         module: Path of its module; "" outside of modules.
-        phase: Phase in which it runs; "" to leave that out.
+        phase: Part of the program; "" to leave that out.
         source: Line that calls it; "" to leave that out.
 
     >>> place_text("softmax", "encoder.0", "forward", "model.py:12")
@@ -297,7 +297,7 @@ class Tensors:
 
         Args:
             value: A number, an array or a tensor.
-            like: Tensor with the element type and the device of the result.
+            like: Has the element type and the device of the result.
         """
         return do("asarray", np.asarray(value, np.float32), like=like).astype(like.dtype)
 
@@ -305,8 +305,8 @@ class Tensors:
         """Return an array on the device of another one.
 
         Args:
-            array: Array whose element type stays.
-            neighbour: Array on the device of the result.
+            array: Its element type stays.
+            neighbour: On the device of the result.
         """
         return np.asarray(array)
 
@@ -318,7 +318,7 @@ class Tensors:
         """Return False for the lowest of scores, else True; of equal ones the first go.
 
         Args:
-            scores: Scores in one row.
+            scores: In one row.
             count: Number of the scores to drop.
         """
         mask = np.ones(len(scores), bool)
@@ -401,7 +401,7 @@ class Tensors:
         """Return the sum over axes.
 
         Args:
-            x: Tensor of numbers.
+            x: Numbers of any type.
             axes: Axes that the result lacks; without any, it is the tensor itself.
         """
         return self.library(x).sum(x, axis=tuple(axes))
@@ -410,7 +410,7 @@ class Tensors:
         """Return the least and the largest elements over axes, without autograd.
 
         Args:
-            x: Tensor of real numbers.
+            x: Real numbers.
             axes: Axes that the results lack.
         """
         library = self.library(x)
@@ -468,7 +468,7 @@ class Tensors:
 
         Args:
             value: A number, an array or a tensor.
-            like: Tensor on the device of the state.
+            like: On the device of the state.
             trained: True if an optimizer may train it.
             dtype: Element type by NumPy's name.
         """
@@ -495,7 +495,7 @@ class Tensors:
         """Write new values into state.
 
         Args:
-            state: State as `state` returned it.
+            state: What `state` returned.
             value: As many numbers as the state has.
         """
         state[...] = np.asarray(value, np.float32).reshape(state.shape)

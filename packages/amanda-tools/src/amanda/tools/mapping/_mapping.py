@@ -101,7 +101,7 @@ class InstalledEntries:
     """The entry points of one group, each of which serves the framework or library of its name.
 
     Args:
-        group: Group of entry points, such as "amanda.mappings".
+        group: Name that distributions register under, such as "amanda.mappings".
         role: Noun for the object of an entry, for messages: "mapping rule".
         error: Class of the error for an entry that cannot be used.
     """
@@ -138,7 +138,7 @@ class InstalledEntries:
         """Return an instance of the class that the entry of a name registers; None without an entry.
 
         Args:
-            name: Name of the entry.
+            name: Framework or library, such as "torch".
             base: Class that the registered one has to derive from.
             path: Where users import `base` from, for messages.
 

@@ -40,7 +40,7 @@ class Summary(NamedTuple):
         """Return the summary of a floating tensor, or of the magnitudes of a complex tensor.
 
         Args:
-            tensor: Tensor that can be read.
+            tensor: Of any library; can be read.
             dtype: Name of its element type.
             batches: Number of axes in front that are the batches of a vmap.
         """

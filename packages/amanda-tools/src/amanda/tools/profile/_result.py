@@ -123,7 +123,7 @@ class ProfileResult(KeyedResult):
         """Return a copy of the records of a recorder.
 
         Args:
-            recorder: Recorder, which may go on.
+            recorder: May go on.
             obstacle: Why there are no kernels, in words; "" without a reason.
         """
         # Copies: the recorder goes on, and a result stays as it is.

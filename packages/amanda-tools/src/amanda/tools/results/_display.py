@@ -13,8 +13,8 @@ def amount(value: float, unit: str = "") -> str:
     """Return a quantity with four digits and a decimal prefix: `4.089 G`, `812 k`, `17`.
 
     Args:
-        value: The quantity.
-        unit: Its unit; "" without one.
+        value: Number of units.
+        unit: Goes behind the prefix, such as "B"; "" without one.
 
     >>> amount(4_089_184_256)
     '4.089 G'
@@ -67,7 +67,7 @@ def not_met(noun: str, names: Sequence[str]) -> list[str]:
     """Return a note on loaded state that no op has used; none if there is no such state.
 
     Args:
-        noun: Plural noun for the state.
+        noun: Plural for the state.
         names: Keys of the state that no op has used.
 
     >>> not_met("masks", ["module.fc/linear/mask"])

@@ -145,7 +145,7 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
     Args:
         kind: Class of the record.
-        values: Values by field.
+        values: By field.
 
     Raises:
         ValueError: For a value of another plain type.
@@ -258,7 +258,7 @@ def check_schema(content: Any, name: str, version: int, oldest: int = 1) -> int:
     """Return the version of a file's content, so that a reader can tell an older one.
 
     Args:
-        content: Content of the file.
+        content: What the file holds.
         name: Schema, which is `amanda.<name>`.
         version: The present version.
         oldest: The first version that the reader knows.

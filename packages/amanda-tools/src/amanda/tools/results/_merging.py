@@ -24,8 +24,8 @@ class Table(Result):
 
     Args:
         name: Schema of its files, which is `amanda.<name>`.
-        version: Version of the schema.
-        columns: Columns in order.
+        version: Of the schema.
+        columns: In order.
         rows: A value for every column each.
         title: Text above the table.
         notes: Sentences below the table.
@@ -97,7 +97,7 @@ def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
     """Return the result that `to_dict` described.
 
     Args:
-        content: The dict.
+        content: As it is, or from JSON.
         like: Result whose class is taken if it has the same name; None to look the class up.
     """
     name = schema_of(content).removeprefix("amanda.")

@@ -225,9 +225,9 @@ class Window:
         """Return a routine that runs at steps of the window alone.
 
         Args:
-            context: Context of the op that the routine is for.
+            context: Of the op that the routine is for.
             type: Kind of the action, which tells replacements: these return NotImplemented at other steps.
-            routine: Routine of a tool.
+            routine: Observes or changes values of the op.
         """
         window, skipped = self, NotImplemented if type.is_replacement else None
         takes_run = has_run(routine)
