@@ -19,9 +19,8 @@ from amanda_docs.pages import ROOT
 TOOLS = {
     f"amanda.tools.{path.parent.name}" for path in ROOT.glob("packages/*/src/amanda/tools/[!_]*/__init__.py")
 }
-# Functions of other projects; and rooms for authors of tools in a distribution with a limit of lines, whose
-# methods mostly have one argument that the summary explains.
-LEFT_OUT = {f"amanda.tools.{room}" for room in ("libraries", "command", "kit", "mapping", "results")}
+# Functions of another project, which its own reference explains.
+LEFT_OUT = {"amanda.tools.libraries"}
 ROOMS = [
     "amanda",
     "amanda.action",
@@ -44,23 +43,16 @@ MADE_BY_AMANDA = {
     "amanda.OpContext", "amanda.context.OpContext", "amanda.tools.rewrite.Match",
     "amanda.tools.rewrite.OpCall", "amanda.tools.search.Site", "amanda.tools.weights.Weight",
 }  # fmt: skip
-# Called by the tool of the same room alone.
-OF_THE_TOOL = {
-    "amanda.tools.diff.Command.record", "amanda.tools.diff.DiffResult.fail", "amanda.tools.flops.Shapes.of",
-    "amanda.tools.nan.Summary.of", "amanda.tools.profile.OpProfile.add",
-    "amanda.tools.profile.ProfileResult.of", "amanda.tools.steps.Window.gate",
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_function_of_several_arguments_lists_them_all(room: str) -> None:
-    exceptions = MADE_BY_AMANDA | OF_THE_TOOL
-    assert {name: names for name, names in unlisted(room).items() if name not in exceptions} == {}
+    assert {name: names for name, names in unlisted(room).items() if name not in MADE_BY_AMANDA} == {}
 
 
 def test_each_exception_is_one() -> None:
     names = {name for room in ROOMS for name in unlisted(room)}
-    assert names >= MADE_BY_AMANDA | OF_THE_TOOL
+    assert names >= MADE_BY_AMANDA
 
 
 def unlisted(room: str) -> dict[str, list[str]]:

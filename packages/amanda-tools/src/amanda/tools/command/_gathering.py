@@ -100,10 +100,7 @@ class ProcessResults:
             return {"saved": saved, "result": None, "text": text}
 
     def report(self, saw_op: bool) -> None:
-        """Merge the results of all processes, save and print them.
-
-        saw_op: whether this process has results of its own.
-        """
+        """Merge, save and print the results of all processes.  saw_op: whether this one has results."""
         self._losses = []
         folder = Path(self._settings.folder)
         results = self._read_results(folder)
@@ -249,15 +246,11 @@ class Printer:
 
 
 def _text_of(result: Any, view: Mapping[str, Any], width: int | None = None) -> str:
-    """Return a result as text.  view: what is printed of a table."""
     return result._text(width, **view) if isinstance(result, Result) else str(result)
 
 
 def report_other_processes(settings: RunSettings) -> None:
-    """Merge, save and print the results of other processes, in a root that has none itself.
-
-    An error is written to standard error, and not raised.
-    """
+    """Merge, save and print results of others, in a root without any; errors go to standard error."""
     try:
         # The tools are made for their classes alone, which know how to merge.
         results = ProcessResults(settings, tools=settings.toolings(), messages=[], label="main")
@@ -327,10 +320,7 @@ def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> di
 
 
 def _results_of_folder(folder: Path) -> dict[str, dict[str, Result]]:
-    """Return the results of processes in a folder, by tool, then by the label of the process.
-
-    Raises AmandaError for a folder without any.
-    """
+    """Return results by tool, then by the label of their process; raise AmandaError for none."""
     results_by_tool: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
         if (named := _OF_PROCESS.fullmatch(path.name)) is not None:

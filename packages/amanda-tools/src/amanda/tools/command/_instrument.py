@@ -143,10 +143,7 @@ def load_states(texts: Sequence[str], toolings: Sequence[Tooling]) -> None:
 
 
 def read_arrays(path: Path) -> Mapping[str, Any]:
-    """Return the arrays of an .npz or .safetensors file by name; raise SpecError for another file.
-
-    No code in the file runs.
-    """
+    """Return arrays by name, running no code of the file; raise SpecError but for .npz and .safetensors."""
     with parsing(path, f"{path.suffix} file of plain arrays", SpecError):
         if path.suffix == ".npz":
             return read_npz(path)

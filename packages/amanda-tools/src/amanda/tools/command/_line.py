@@ -32,8 +32,11 @@ _USAGE = (SpecError, UnknownToolError)
 def exit_status(command: click.Command, name: str, arguments: Sequence[str], failure: int = 1) -> int:
     """Run a subcommand; return its exit status, 2 for wrong usage.
 
-    name: of the subcommand, for messages ("amanda view").  failure: the status after an AmandaError or an
-    OSError, whose message is written to standard error.
+    Args:
+        command: Command of click, which parses the arguments.
+        name: For messages, such as "amanda view".
+        arguments: Words behind the name.
+        failure: Status after an AmandaError or an OSError, whose message goes to standard error.
     """
     try:
         return int(command.main(list(arguments), name, standalone_mode=False, **_HELP) or 0)
@@ -224,10 +227,7 @@ def read_config(path: Path) -> Config:
 
 
 def _read_table(path: Path) -> Any:
-    """Return the content of a TOML or YAML file.
-
-    Raises SpecError for a file that cannot be read or parsed, and for another suffix.
-    """
+    """Return the content of a TOML or YAML file; raise SpecError for any other."""
     try:
         with parsing(path, "configuration"):
             text = read_text(path).decode()

@@ -247,10 +247,7 @@ def launch(
 
 
 def _folder_for(output: Path) -> Path:
-    """Make the folder for results; return its absolute path.
-
-    Raises SpecError, before the program runs, if the folder cannot be made or written to.
-    """
+    """Make the folder for results; return its absolute path.  Raises SpecError ahead of the program."""
     try:
         folder = output.absolute()
         folder.mkdir(parents=True, exist_ok=True)

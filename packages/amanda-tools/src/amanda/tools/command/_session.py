@@ -27,7 +27,6 @@ from amanda.tools.select import leave_construction
 if TYPE_CHECKING:
     from amanda.tools.command.launch.sitecustomize import Process
 
-
 logger = logging.getLogger("amanda")
 
 _MESSAGES = 1000

@@ -265,9 +265,14 @@ class ToolSpec:
     def make(self, steps: Steps, alone: bool = False) -> Tooling:
         """Return a new tool, restricted to its selection.
 
-        alone: whether no program calls the tool's methods, so that its options have to do without.
-        Raises UnknownToolError, PluginError, and SpecError, which names the tool, the option, the given and
-        the expected value.
+        Args:
+            steps: Counter of steps, which tools share.
+            alone: True where no program calls the tool's methods, so that its options have to do without.
+
+        Raises:
+            UnknownToolError: For a name that no distribution registers.
+            PluginError: For a registered tool that cannot be used.
+            SpecError: Names the tool, the option, the given and the expected value.
         """
         kind = _class(self.name)
         options = options_of(kind)
@@ -356,8 +361,12 @@ def merge_specs(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[T
 def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
     """Return tools that count the same steps; the second of a kind is named "flops-2".
 
-    alone: whether no program calls the tools' methods.
-    Raises what `ToolSpec.make` raises.
+    Args:
+        specs: In the order of the tools.
+        alone: As of `ToolSpec.make`.
+
+    Raises:
+        SpecError: For a tool that is given twice; `ToolSpec.make` has further reasons and errors.
     """
     # One counter for all tools, or each would watch every op for its own.
     steps, counts, specs = Steps(), Counter[str](), list(specs)
@@ -375,10 +384,7 @@ def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
 
 @functools.cache  # a forked process need not look them up again
 def _class(name: str) -> Any:
-    """Return what a distribution registers as a tool, or the class at an import path.
-
-    Raises SpecError for a class that cannot be imported.
-    """
+    """Return the registered tool or the class at an import path; raise SpecError where import fails."""
     where, dot, kind = name.rpartition(".")
     if not dot:
         return tool_class(name)

@@ -330,10 +330,7 @@ class RunComparison:
             yield pair, self._comparison(pair, closest, limit, read)
 
     def _measure(self, pair: Pair, floor: float = 0.0) -> tuple[Distance, float]:
-        """Return the distance of two tensors, and the relative error up to which they agree.
-
-        floor: as of `distance`.
-        """
+        """Return a pair's `distance`, by its floor, and the relative error up to which the tensors agree."""
         sides = list(zip(self._runs, pair, strict=True))
         layouts = [run.layout(entry) for run, entry in sides]
         arrays = [run.array(entry) for run, entry in sides]

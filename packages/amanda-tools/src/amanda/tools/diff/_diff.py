@@ -97,10 +97,7 @@ def _compare_runs(
     run: Run, other_run: Run, mapping: Mapping[str, str] | None, rtol: float | None, by: By | None,
     expected: Expected | None,
 ) -> tuple[DiffResult, list[Pair]]:  # fmt: skip
-    """Compare two runs, op by op or module by module; return also the tensors of each comparison.
-
-    mapping, rtol, by: as of `diff`.
-    """
+    """Compare two runs as `diff` does; return also the tensors of each comparison."""
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
     if by == "op" or (by is None and run.is_like(other_run)):
@@ -290,10 +287,7 @@ def _side(
     source: str | None, line: str | None, python: str | None, side: str, compiled: Compiled | None,
     bundled: Mapping[str, Run],
 ) -> Source:  # fmt: skip
-    """Return a path, a function where there is no such path, a program, or a run of a bundle.
-
-    Raises SpecError for a side that is given twice, or not at all, and for a program without a function.
-    """
+    """Return a path, a function, a program or a run of a bundle; raise SpecError for none or several."""
     if line is not None:
         if source is not None:
             raise SpecError(f"{side} is given twice: as {source}, and as --{side} {line!r}")
@@ -309,10 +303,7 @@ def _side(
 
 
 def _mapping(options: Sequence[str]) -> dict[str, str] | None:
-    """Return names of modules of B by those of A, also from JSON files; None where nothing is given.
-
-    Raises SpecError for an option that is neither M=N nor a file.
-    """
+    """Return names of modules of B by those of A, also from JSON files; raise SpecError for other text."""
     names: dict[str, str] = {}
     for option in options:
         name, equals, other_name = option.partition("=")

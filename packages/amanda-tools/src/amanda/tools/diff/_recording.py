@@ -94,7 +94,12 @@ class Command:
     def record(self, folder: Path, *extra: Extra) -> Run:
         """Run the program under a `DumpTool`; its output goes to standard error.
 
-        Raises AmandaError for a program that fails or executes no op.
+        Args:
+            folder: Folder for the dump.
+            *extra: Further tools, which run ahead of the dump: the class and options of each.
+
+        Raises:
+            AmandaError: For a program that fails or executes no op.
         """
         tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
         tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
@@ -279,10 +284,7 @@ class RecordedRuns:
                 self._start.restore()
 
     def measure_expected(self, control: Control | Source | None) -> Expected | None:
-        """Return the relative error that the control shows of each op of a; None without a control.
-
-        Raises AmandaError for a control that cannot be run.
-        """
+        """Return each op's relative error in the control; None without one; raise AmandaError if it fails."""
         if control is None:
             return None
         is_named = isinstance(control, str) and control in get_args(Control)
@@ -297,10 +299,7 @@ class RecordedRuns:
         return expected_errors(self.a, run)
 
     def _control(self, control: Control) -> Run:
-        """Record the control: a in float64, or a once more.
-
-        Raises AmandaError for a dump as run a, and for a float64 that was asked for and cannot be.
-        """
+        """Record the control, a in float64 or once more; raise AmandaError where that cannot be."""
         program = self._programs[0]
         if program is None:
             raise AmandaError(

@@ -98,7 +98,16 @@ class DiffResult(Result):
         return self.first is not None
 
     def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
-        """Record that b fails at an op; raise AmandaError if a lacks it.  ops: op of b by comparison."""
+        """Record that b fails at an op.
+
+        Args:
+            ops: Op of b for each comparison.
+            op: Op of b that fails.
+            failure: The failure in words.
+
+        Raises:
+            AmandaError: If a lacks the op.
+        """
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
         self.comparisons = tuple(
@@ -287,10 +296,7 @@ class DiffResult(Result):
 
 
 def _in_b(comparison: Comparison) -> str:
-    """Return the other run's type and module, each where it is another.
-
-    An op that one run lacks has its type, and the name of the run that has the op.
-    """
+    """Return b's type and module where they are other; of an op that one run lacks, type and that run."""
     if comparison.only:
         return f"{comparison.type} (b alone)" if comparison.only == "b" else "(a alone)"
     type = comparison.other_type if comparison.other_type != comparison.type else ""

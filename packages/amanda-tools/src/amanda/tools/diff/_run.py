@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 Compiled = Literal["eager", "instrument"]
 Source: TypeAlias = "str | Path | Dump | StatsResult | Run | Command | Callable[..., Any]"
 
-
 INPUT_ROLES = ("input", "weight")
 """Roles of what ops read."""
 OUTPUT_ROLES = ("output", "gradient", "weight gradient")

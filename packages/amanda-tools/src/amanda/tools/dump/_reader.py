@@ -58,10 +58,7 @@ def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
 
 
 def read_arrays(path: Path) -> Arrays:
-    """Return the arrays of a file; bytes for element types that the file format does not have.
-
-    Raises AmandaError for a file that cannot be read.
-    """
+    """Return a file's arrays, bytes where it lacks the element type; raise AmandaError where unreadable."""
     with parsing(path, "file of tensors"):
         if path.suffix == ".npz":
             return read_npz(path)
@@ -72,10 +69,7 @@ def read_arrays(path: Path) -> Arrays:
 
 
 def restore_array(array: NDArray[Any], dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
-    """Return an array of a file with its element type and shape.
-
-    Raises AmandaError if the array has another number of bytes.
-    """
+    """Return an array of a file with its element type and shape; raise AmandaError for another size."""
     kind = Tensors.numpy_type(dtype)
     # The index may be crafted: a negative extent, or one that asks for other memory, is refused.
     if kind.hasobject or min(shape, default=0) < 0 or prod(shape) * kind.itemsize != array.nbytes:

@@ -269,10 +269,7 @@ def _without_tensor_in(shard: str, raw: RawEntry) -> RawEntry:
 
 
 def _is_leftover(name: str, part: bool = False) -> bool:
-    """Return True for hidden files that dumps leave: those that a killed process had begun, and locks.
-
-    part: leave out locks, which others may hold.
-    """
+    """Return True for files that dumps leave: begun ones and, unless `part`, locks, which others may hold."""
     final_name = name[1:].rsplit(".", 2)[0]
     is_begun = is_part(name) and (final_name == INDEX or is_tensor_file(final_name))
     return is_begun or name == INCOMPLETE or (is_lock(name) and not part)

@@ -131,7 +131,6 @@ class ShapeCounts(amanda.ShapeTally):
             yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
 
     def _places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
-        """Yield a place for each set of shapes that was counted."""
         for shapes, calls in counted.items():
             yield self._place_of_op(self.cost(shapes), calls)
 
@@ -240,10 +239,7 @@ def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) 
 
 
 def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
-    """Return a function that turns a shape into a stand-in for a value.
-
-    absent: element type of a tensor that takes the place of None; None where none does.
-    """
+    """Return a function from a shape to a stand-in.  absent: element type for None; None without one."""
     if isinstance(value, (list, tuple)):
         element_types = [element.dtype for element in value if _is_tensor(element)]
         if not element_types:
@@ -256,7 +252,6 @@ def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
 
 
 def _is_tensor(value: Any) -> bool:
-    """Return True for a tensor or parameter of PyTorch's own classes."""
     # By name: PyTorch is not imported here, and the shape of a subclass may say less than its values.
     kind = type(value)
     return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"

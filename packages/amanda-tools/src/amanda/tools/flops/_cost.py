@@ -80,7 +80,15 @@ class Shapes:
     def of(
         cls, type: str, inputs: Sequence[Any], outputs: Sequence[Any], shape: Callable[[Any], Any], *more: Any
     ) -> Shapes:
-        """Return the shapes of values.  shape: as in StandardMapping.  more: attributes, and the weight."""
+        """Return the shapes of values.
+
+        Args:
+            type: Word of StandardMapping for the op.
+            inputs: Values that the op reads.
+            outputs: Values that it gives.
+            shape: Function that StandardMapping writes.
+            *more: Attributes, the index of the weight among the inputs, and its axes.
+        """
         input_shapes = [shape_of(value, shape) for value in inputs]
         values = [
             value for value, extents in zip(inputs, input_shapes, strict=True) if extents in (None, UNKNOWN)
@@ -185,10 +193,7 @@ def elements(shapes: Iterable[Any]) -> int:
 
 
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
-    """Return a tensor's shape; a list of those in a list; None of what is not a tensor.
-
-    shape: as StandardMapping gives it.
-    """
+    """Return a tensor's shape, by StandardMapping's `shape`; a list of those in a list; None of others."""
     if isinstance(value, (list, tuple)):
         return [extents for element in value if (extents := _extents(element, shape)) is not None] or None
     return _extents(value, shape)
@@ -420,10 +425,7 @@ class FlopsResult(PlacesResult[OpCost]):
         return self._sums_without_cost(lambda place: place.calls * place.estimate)
 
     def _sums_without_cost(self, count_of: Callable[[OpCost], int]) -> Mapping[str, int]:
-        """Return sums of a number by the types of ops whose cost is not known; types with 0 are left out.
-
-        count_of: returns the number of a place.
-        """
+        """Return sums of `count_of` by the types of ops of unknown cost; types with 0 are left out."""
         numbers = Counter[str]()
         for place in self.ops:
             if place.flops is None and (count := count_of(place)):
@@ -447,10 +449,7 @@ def _listing(types: Mapping[str, int]) -> str:
 
 
 def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
-    """Return calls, MACs, FLOPs, parameters, bytes and FLOPs per byte of a row.
-
-    MACs and FLOPs are None where no place has a known cost.
-    """
+    """Return calls, MACs and FLOPs (None if no cost is known), parameters, bytes and FLOPs per byte."""
     costed = [place for place in places if place.flops is not None]
     macs = sum((place.macs or 0) * place.calls for place in costed) if costed else None
     flops = sum((place.flops or 0) * place.calls for place in costed) if costed else None

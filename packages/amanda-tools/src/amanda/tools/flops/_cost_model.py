@@ -178,7 +178,6 @@ def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
 _GATES = 4
 """Of an LSTM."""
 
-
 LIBRARIES = ("c10d::", "_c10d_functional", "fsdp::")
 """Of ops that move tensors between processes, which cost bytes alone."""
 
@@ -238,10 +237,7 @@ _VIEW_OF_GRADIENT = re.compile(
 
 
 def gradient_bytes(context: ShapedContext | amanda.OpContext, grads: Sequence[Any]) -> int:
-    """Return the bytes that one execution of a backward op moves: none where it gives a view.
-
-    grads: the gradients that leave the op.
-    """
+    """Return the bytes that a backward op moves to give these gradients; 0 where it gives a view."""
     if _VIEW_OF_GRADIENT.fullmatch(context.get_backward_op().__name__):
         return 0
     return bytes_of(context, [*(context.get_grad_outputs() or []), *grads])
@@ -301,10 +297,7 @@ class OpCostModel:
     def cost_of_op(
         self, names: tuple[str, str], shapes: Shapes, source: str, products: int = 1
     ) -> Cost | None:
-        """Return the cost by a formula; None where there is none.
-
-        products: as `complex_products` gives them.
-        """
+        """Return the cost by a formula; None without one.  products: as `complex_products` gives them."""
         # The program's own formulas come first, and their errors reach the program.
         custom = next((self.custom[name] for name in names if name in self.custom), None)
         formula = custom or formula_of(names)

@@ -18,7 +18,6 @@ from amanda.tools.mapping import torch_word
 if TYPE_CHECKING:
     from torch import Tensor
 
-
 _REQUIRED = RequiredNames(
     "amanda.tools.flops",
     "torch",
@@ -61,10 +60,7 @@ class InnerCosts:
         return sum(cost.macs for costs in self.backward.values() for cost in costs)
 
     def pop_cost_of(self, node: str) -> Cost | None:
-        """Return the cost of the next node of a name; None without one.
-
-        The last node stands for those that follow.
-        """
+        """Return the cost of the next node of a name, of the last one after that; None without one."""
         costs = self.backward.get(node)
         if not costs:
             return None

@@ -85,7 +85,6 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 CONTRACTIONS = frozenset([*PRODUCTS, *_RECURRENT]) - {"scaled_dot_product_attention"}
 """Words of ops each of whose gradients takes as many multiply-accumulates as the op itself."""
 
-
 _PRODUCT_NODE = re.compile(r"(addmm|baddbmm|addmv|matmul|mm|bmm|mv|dot)backward\d*", re.IGNORECASE)
 
 

@@ -369,7 +369,6 @@ class FlopsTool(amanda.Tool):
     @staticmethod
     @amanda.observer
     def _record_shapes(*values: Any, shape: Any, key: str, run: dict[str, Any], recomputed: bool) -> None:
-        """Record the shapes of inputs, or of gradients that enter, for when the execution ends."""
         run[key] = [shape_of(value, shape) for value in values]
 
     @amanda.observer
@@ -422,7 +421,6 @@ class FlopsTool(amanda.Tool):
 
 
 def _place_without_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
-    """Return the place of a backward op, of unknown cost so far."""
     names = context["backward_type"], context.get_scope(), context.get_source()
     return OpCost("backward", *names, macs=None, flops=None)
 

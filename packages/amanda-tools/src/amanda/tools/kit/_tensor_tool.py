@@ -18,7 +18,9 @@ from amanda.tools.mapping import UNINITIALISED, StandardMapping, weight_gradient
 def leaves(values: Iterable[Any], structures: bool = False) -> list[Any]:
     """Return values, and for each list or tuple among them its leaves.
 
-    structures: True for the leaves of mappings and dataclasses too, such as models return.
+    Args:
+        values: Values of any types.
+        structures: True for the leaves of mappings and dataclasses too, such as models return.
 
     >>> leaves([1, [2, (3,)], "four"])
     [1, 2, 3, 'four']
@@ -43,17 +45,19 @@ def _members(value: Any) -> Any:
 
 
 def torch_tensors(values: Iterable[Any], structures: bool = False) -> list[Any]:
-    """Return the tensors of PyTorch among values, those in lists too.  structures: as of `leaves`."""
+    """Return the tensors of PyTorch among values, those in lists too.
+
+    Args:
+        values: Values of any types.
+        structures: True for those in mappings and dataclasses too, such as models return.
+    """
     import torch
 
     return [value for value in leaves(values, structures) if isinstance(value, torch.Tensor)]
 
 
 def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
-    """Return the positions of inputs that are parameters or views of one, or were read from a variable.
-
-    Tensors in lists are left out.
-    """
+    """Return positions of inputs, but lists, that are parameters or views of one, or read from a variable."""
     variables = {
         i: context.get_variable(i)
         for i, value in enumerate(context.get_inputs())
@@ -83,10 +87,7 @@ def remarks_on_packed_inputs(context: amanda.OpContext) -> Iterator[str]:
 
 
 def unread_sentence(role: str, reason: str, kind: str, where: str) -> str:
-    """Return a sentence for a result on a tensor that is not read.
-
-    role: "Input 0".  kind: the op's type.  where: its module, or the line that calls it.
-    """
+    """Return a sentence as `OpTensor.unread` does; role: "Input 0"."""
     return f"{role} of {kind} of {where}{_NOT_READ}{reason}."
 
 
@@ -141,7 +142,10 @@ class OpTensor(NamedTuple):
     def unread(self, reason: str, kind: str, where: str) -> str:
         """Return a sentence for a result on a tensor that cannot be read.
 
-        kind: the op's type.  where: its module, or the line that calls it.
+        Args:
+            reason: As `Tensors.unread` returns it.
+            kind: The op's type.
+            where: The op's module, or the line that calls it.
         """
         role = "input" if self.role in ("", "weight") else self.role
         return unread_sentence(f"{role.capitalize()} {self.position}", reason, kind, where)
@@ -153,9 +157,14 @@ def op_tensors(
 ) -> Iterator[OpTensor]:  # fmt: skip
     """Yield the tensors among inputs, outputs or gradients of an op that can be read, also those in lists.
 
-    dtype: what StandardMapping writes.  kinds: what the name of the element type begins with.  first:
-    position of the first value.  leave: called with a tensor that cannot be read, and why.
-    batches: numbers of batches by flat index, as an observer of all samples gets them.
+    Args:
+        values: Values as routines get them.
+        dtype: Function that names element types, which StandardMapping writes.
+        role: Of all tensors, as `OpTensor` has it.
+        kinds: Beginnings of the names of element types to yield.
+        first: Position of the first value.
+        leave: Called with a tensor that cannot be read, and why; None to pass over it.
+        batches: Numbers of batches by flat index, as an observer of all samples gets them; () without any.
     """
     flat_index = 0
     for position, value in enumerate(values, first):
@@ -200,11 +209,13 @@ _SLICE = "amanda.tools.kit: slice of a stack of weights"
 class TensorTool(amanda.Tool, Generic[RecordT]):
     """Base for tools that observe tensors of ops and change none.
 
-    roles: the tensors to observe: "input" (with the weight), "weight", "output", "gradient" (with that of
-    the weight).  every: observe the first execution of an op and each `every`-th after it.
-    executions: the most executions of an op to observe, None for all.
+    Args:
+        roles: Tensors to observe; "input" includes the weight, "gradient" that of the weight.
+        every: Observe the first execution of an op and each `every`-th after it.
+        executions: The most executions of an op to observe; None for all.
 
-    Raises OptionError where `every` is not a number from 1 on.
+    Raises:
+        OptionError: Where `every` is not a number from 1 on.
     """
 
     by_slice: ClassVar[bool] = False
@@ -231,11 +242,23 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @abstractmethod
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> RecordT:
-        """Return a new record of an op, at its first analysis; kind: the op's type."""
+        """Return a new record of an op, at its first analysis.
+
+        Args:
+            context: With the keys of StandardMapping.
+            phase: Phase of the op; "backward" of a backward op.
+            kind: Type of the op, or of the backward op.
+        """
 
     @abstractmethod
     def observe(self, record: RecordT, tensors: Iterator[OpTensor], execution: int) -> None:
-        """Observe the inputs, the outputs or the gradients of an op at one of its executions."""
+        """Observe the inputs, the outputs or the gradients of an op at one of its executions.
+
+        Args:
+            record: What `op_record` returned.
+            tensors: Tensors that can be read, to iterate over once.
+            execution: Number of the execution, from 0 on.
+        """
 
     def observe_all(self, observed: Iterable[tuple[RecordT, Iterator[OpTensor], int]]) -> None:
         """Observe executions of many ops, in order."""
@@ -356,10 +379,7 @@ def _note_slice(value: Any, holder: Any, run: dict[str, Any]) -> None:
 
 
 class _GraphObserver:
-    """One observer in a graph, where element types of its values never change.
-
-    first: position of the first value among the op's inputs or outputs.
-    """
+    """One observer in a graph, where element types never change.  first: position of the first value."""
 
     def __init__(
         self, record: Any, role: str, dtype: Dtype, first: int = 0,

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 class RequiredNames:
     """Undocumented names of one framework that a tool leans on.
 
-    tool: import path of the tool, for the error.  framework: its import name.
-    names: "module:attribute" each, such as "torch:Tensor._base".
+    Args:
+        tool: Import path of the tool, for the error.
+        framework: Import name of the framework.
+        *names: Names as "module:attribute", such as "torch:Tensor._base".
 
     >>> required = RequiredNames("amanda.tools.example", "math", "math:tau", "math:pie")
     >>> required.check()
@@ -52,7 +54,6 @@ class RequiredNames:
 
 Array = Any
 """An array of NumPy, or a tensor of PyTorch: what tools compute masks and statistics with."""
-
 
 Save = Callable[[], Callable[[], None]]
 """Copies the content of memory and returns a function that restores every byte of it."""
@@ -93,7 +94,11 @@ class Samples:
 
 
 def shape_text(extents: Sequence[int], batches: int = 0) -> str:
-    """Return a shape as text; the first axes may be those of batches of a vmap.
+    """Return a shape as text.
+
+    Args:
+        extents: Number of elements along each axis.
+        batches: Number of axes in front that are the batches of a vmap.
 
     >>> shape_text((3, 4)), shape_text(()), shape_text((8, 3, 4), batches=1)
     ('[3,4]', '[]', '[vmap 8,3,4]')
@@ -104,6 +109,12 @@ def shape_text(extents: Sequence[int], batches: int = 0) -> str:
 
 def place_text(type: str, module: str, phase: str = "", source: str = "") -> str:
     """Return the place of an op in words.
+
+    Args:
+        type: Word or name of the op.
+        module: Path of its module; "" outside of modules.
+        phase: Part of the program; "" to leave that out.
+        source: Line that calls it; "" to leave that out.
 
     >>> place_text("softmax", "encoder.0", "forward", "model.py:12")
     'softmax in encoder.0 (forward), model.py:12'
@@ -137,10 +148,7 @@ class Tensors:
             raise AmandaError(f"{dtype!r} is no element type that numpy or ml_dtypes knows") from error
 
     def is_parameter(self, x: Any) -> bool:
-        """Return False for a leaf of autograd that a program created, True for another variable of an op.
-
-        x: as `context.get_variable` returns it.
-        """
+        """Return False for an autograd leaf that a program made, True for another variable of an op."""
         return True
 
     def is_strided(self, x: Any) -> bool:
@@ -157,10 +165,7 @@ class Tensors:
         return np.asarray(to_numpy(x))
 
     def exact(self, x: Any) -> NDArray[Any]:
-        """Return a copy as an array of the same element type, one of ml_dtypes where NumPy lacks the type.
-
-        Raises AmandaError for a type that neither has.
-        """
+        """Return a copy in the same type of NumPy or ml_dtypes; raise AmandaError where neither has it."""
         # A copy: the memory of the tensor may be written by the next op.
         return np.array(to_numpy(x), order="C")
 
@@ -193,14 +198,20 @@ class Tensors:
         return x
 
     def at(self, x: Any, positions: Sequence[int]) -> Any:
-        """Return the elements of a dense tensor at positions in the order of indexing, in one row."""
+        """Return some elements of a tensor, in one row.
+
+        Args:
+            x: A dense tensor.
+            positions: Numbers of the elements, counted in the order of indexing.
+        """
         return self.to_numpy(x).reshape(-1)[positions]
 
     def stored_values(self, x: Any, widen: bool = False) -> Array | None:
-        """Return the elements that a tensor stores, as real numbers: magnitudes of complex elements.
+        """Return the elements that a tensor stores; None without elements, as on PyTorch's meta device.
 
-        widen: convert to an element type that every function takes, and that no magnitude overflows.
-        None for a tensor without elements, as on PyTorch's meta device.
+        Args:
+            x: Tensor of any layout; of complex elements, magnitudes are returned.
+            widen: Convert to an element type that every function takes, and that no magnitude overflows.
         """
         array = self.to_numpy(x)
         if not np.iscomplexobj(array):
@@ -209,7 +220,12 @@ class Tensors:
         return np.abs(array.astype(np.complex128) if widen else array)
 
     def unstored(self, x: Any, numbers: Array) -> int:
-        """Return how many elements of a tensor are zeros that `stored_values` leaves out."""
+        """Return how many elements of a tensor are zeros that are not stored.
+
+        Args:
+            x: Tensor of any layout.
+            numbers: Its `stored_values`.
+        """
         return 0
 
     def blocks(self, numbers: Array) -> Iterator[Array]:
@@ -224,13 +240,20 @@ class Tensors:
     def leading_bits(self, block: Array, bits: int) -> tuple[Array, int]:
         """Return exponents and first bits of mantissas of magnitudes, as integers, and those of the number 1.
 
-        block: in float64, or float32 on some devices.  bits: of the mantissa.
+        Args:
+            block: Numbers in float64, or float32 on some devices.
+            bits: Number of bits of the mantissa.
         """
         # The bits of a float are ordered like its magnitude, so a shift gives bins without a logarithm.
         return np.abs(block).view(np.int64) >> (52 - bits), 1023 << bits
 
     def counts(self, indices: Array, total: int) -> Array:
-        """Return how often each index from 0 to `total` occurs in a row of integers."""
+        """Return how often each index occurs.
+
+        Args:
+            indices: Integers in one row, from 0 on and below `total`.
+            total: Number of counts, also of absent indices.
+        """
         return np.bincount(indices, minlength=total)
 
     def total(self, numbers: Array) -> Any:
@@ -245,28 +268,46 @@ class Tensors:
         return 0.0 if numbers is None else float(self.total(numbers))
 
     def bytes_at(self, x: Any, positions: NDArray[np.int64]) -> NDArray[np.uint8]:
-        """Return the bytes of elements: a row for each position in the flattened tensor."""
+        """Return the bytes of elements, a row for each.
+
+        Args:
+            x: Tensor of any layout.
+            positions: Numbers of the elements in the flattened tensor.
+        """
         return _rows(np.asarray(to_numpy(x)))[positions]
 
     def with_bytes(self, x: Any, positions: NDArray[np.int64], rows: NDArray[np.uint8]) -> Any:
-        """Return a copy of a tensor with other bytes in the elements at positions."""
+        """Return a copy of a tensor with other bytes in some elements.
+
+        Args:
+            x: Tensor of any layout, which stays as it is.
+            positions: Numbers of the elements in the flattened tensor.
+            rows: New bytes of each element, as `bytes_at` returns them.
+        """
         array = np.array(to_numpy(x), order="C")
         _rows(array)[positions] = rows
         return do("asarray", array, like=x)
 
     def memory(self, x: Any) -> tuple[Hashable, Save] | None:
-        """Return a key of the memory that a tensor lies in, and a function that saves what is in it.
-
-        None for a tensor whose memory no op writes, and for other values.
-        """
+        """Return a key of a tensor's memory and a function that saves it; None where no op writes memory."""
         return None
 
     def cast(self, value: Any, like: Any) -> Any:
-        """Return a number, an array or a tensor in the element type of a tensor, on its device."""
+        """Return a value as a tensor like another one.
+
+        Args:
+            value: A number, an array or a tensor.
+            like: Has the element type and the device of the result.
+        """
         return do("asarray", np.asarray(value, np.float32), like=like).astype(like.dtype)
 
     def beside(self, array: Any, neighbour: Array) -> Array:
-        """Return an array on the device of another one, in the element type of the first."""
+        """Return an array on the device of another one.
+
+        Args:
+            array: Its element type stays.
+            neighbour: On the device of the result.
+        """
         return np.asarray(array)
 
     def flat(self, arrays: Sequence[Array]) -> Array:
@@ -274,7 +315,12 @@ class Tensors:
         return np.concatenate([array.reshape(-1) for array in arrays])
 
     def keep_mask_of_highest(self, scores: Array, count: int) -> Array:
-        """Return False for the `count` lowest of scores in one row, else True; of equal ones the first go."""
+        """Return False for the lowest of scores, else True; of equal ones the first go.
+
+        Args:
+            scores: In one row.
+            count: Number of the scores to drop.
+        """
         mask = np.ones(len(scores), bool)
         if count:
             # A partition finds the threshold in linear time, a sort would not.
@@ -313,32 +359,70 @@ class Tensors:
         return self.library(x).abs(x)
 
     def where(self, condition: Any, x: Any, y: Any) -> Any:
-        """Return elements of x where the condition holds, else of y."""
+        """Return elements of one tensor where a condition holds, else of another.
+
+        Args:
+            condition: Flags of the elements.
+            x: Elements for True.
+            y: Elements for False.
+        """
         return self.library(condition, x, y).where(condition, x, y)
 
     def minimum(self, x: Any, y: Any) -> Any:
-        """Return the smaller of each pair; y may be a number."""
+        """Return the smaller of each pair.
+
+        Args:
+            x: First of each pair.
+            y: Second of each pair, or one number for all.
+        """
         return self.library(x, y).minimum(x, y)
 
     def maximum(self, x: Any, y: Any) -> Any:
-        """Return the larger of each pair; y may be a number."""
+        """Return the larger of each pair.
+
+        Args:
+            x: First of each pair.
+            y: Second of each pair, or one number for all.
+        """
         return self.library(x, y).maximum(x, y)
 
     def within(self, value: Any, x: Any, low: float, high: float) -> Any:
-        """Return the elements of `value` where x lies between two bounds, exclusively; 0 for the others."""
+        """Return elements of `value` where x lies between two bounds, exclusively; 0 for the others.
+
+        Args:
+            value: Elements to return, such as a gradient.
+            x: Elements that are compared.
+            low: Bound that these have to exceed.
+            high: Bound that these have to stay below.
+        """
         return self.where((x <= low) | (x >= high), value * 0, value)
 
     def sum(self, x: Any, axes: Sequence[int]) -> Any:
-        """Return the sum over axes."""
+        """Return the sum over axes.
+
+        Args:
+            x: Numbers of any type.
+            axes: Axes that the result lacks; without any, it is the tensor itself.
+        """
         return self.library(x).sum(x, axis=tuple(axes))
 
     def extent(self, x: Any, axes: Sequence[int]) -> tuple[Any, Any]:
-        """Return the least and the largest elements over axes, without autograd."""
+        """Return the least and the largest elements over axes, without autograd.
+
+        Args:
+            x: Real numbers.
+            axes: Axes that the results lack.
+        """
         library = self.library(x)
         return library.min(x, axis=tuple(axes)), library.max(x, axis=tuple(axes))
 
     def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """Return the same elements in another shape."""
+        """Return the same elements in another shape.
+
+        Args:
+            x: Elements in the order of indexing.
+            shape: New extents, one of which may be -1: it follows from the others.
+        """
         return self.library(x).reshape(x, tuple(shape))
 
     def is_dense(self, x: Any) -> bool:
@@ -354,10 +438,7 @@ class Tensors:
         return self.shared(x)
 
     def shared_floats(self, values: Sequence[Any]) -> list[NDArray[Any]] | None:
-        """Return arrays that share the memory of the floating and complex tensors among values.
-
-        None where NumPy has no such array for one of these.
-        """
+        """Return arrays over memory of the floating and complex tensors; None where one has no array."""
         views = [self.shared(x) for x in values]
         arrays = [array for array in views if array is not None]
         if len(arrays) < len(views):
@@ -372,16 +453,24 @@ class Tensors:
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
-        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`.
+        """Return the result of a function whose gradients another function computes.
 
-        collect: is given the gradients of all tensors but the first, where no tape of a graph leads to them.
+        Args:
+            forward: Returns the result of the tensors.
+            backward: Returns a gradient for each tensor; called with that of the result and the tensors.
+            tensors: Inputs, to which the gradients go.
+            collect: Called with all gradients but the first, in a graph where no tape leads to them; or None.
         """
         return forward(*tensors)
 
     def state(self, value: Any, like: Any, trained: bool, dtype: str = "float32") -> Any:
-        """Return a number, an array or a tensor as state of a tool, on the device of a tensor.
+        """Return new state of a tool.
 
-        trained: whether an optimizer may train it.
+        Args:
+            value: A number, an array or a tensor.
+            like: On the device of the state.
+            trained: True if an optimizer may train it.
+            dtype: Element type by NumPy's name.
         """
         return np.array(tensors_of(value).to_numpy(value), dtype)
 
@@ -390,9 +479,11 @@ class Tensors:
         return np.array(value)
 
     def update(self, former: Any, value: Any) -> Any:
-        """Write values into state that an optimizer holds, and return that state.
+        """Write values into state that an optimizer holds; return it, or the values if they do not fit.
 
-        Returns the values instead where their shape or element type is another.
+        Args:
+            former: State to write into.
+            value: Values of the same shape and element type; others do not fit.
         """
         if former.shape != value.shape or former.dtype != value.dtype:
             return value
@@ -401,7 +492,12 @@ class Tensors:
         return former
 
     def assign(self, state: Any, value: Any) -> None:
-        """Write new values into state."""
+        """Write new values into state.
+
+        Args:
+            state: What `state` returned.
+            value: As many numbers as the state has.
+        """
         state[...] = np.asarray(value, np.float32).reshape(state.shape)
 
     def read(self, state: Any) -> Any:
@@ -424,10 +520,7 @@ def _rows(array: NDArray[Any]) -> NDArray[np.uint8]:
 
 
 def tensors_of(x: Any) -> Tensors:
-    """Return the operations on tensors of a value's library; on NumPy's for numbers.
-
-    Raises TensorsError for a library whose entry point is broken.
-    """
+    """Return operations on a library's tensors, NumPy's for numbers; raise TensorsError for a broken one."""
     return _tensors(backend_of(x))
 
 

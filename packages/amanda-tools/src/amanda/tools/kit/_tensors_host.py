@@ -37,10 +37,7 @@ class NumpyOnHost:
 
 
 class JaxParameter:
-    """An array of a tool that an optimizer trains; a reference of JAX holds it, which programs read.
-
-    shape, dtype: those of the array.
-    """
+    """An array of a tool that an optimizer trains; a reference of JAX holds it, which programs read."""
 
     trainable = True
 
@@ -98,14 +95,12 @@ class JaxTensorLibrary(Tensors):
         return super().wide(self.library(x).asarray(x))
 
     def reference(self, value: Any) -> Any:
-        """Return a reference of JAX to an array."""
         import jax
 
         with outside_of_programs():
             return jax.new_ref(jax.numpy.array(value))
 
     def cast(self, value: Any, like: Any) -> Any:
-        """Return a number or an array in the element type of an array."""
         return self.library(value, like).asarray(value).astype(like.dtype)
 
     def detach(self, x: Any) -> Any:
@@ -121,7 +116,6 @@ class JaxTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
-        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
         import jax
 
         computed = jax.custom_vjp(forward)
@@ -135,7 +129,6 @@ class JaxTensorLibrary(Tensors):
         return JaxParameter(state) if trained else state
 
     def update(self, former: Any, value: Any) -> Any:
-        """Return former state with other values; these where they do not fit."""
         if not isinstance(former, JaxParameter):
             return super().update(former, value)
         if (former.shape, former.dtype) == (value.shape, value.dtype):
@@ -144,7 +137,6 @@ class JaxTensorLibrary(Tensors):
         return value
 
     def assign(self, state: Any, value: Any) -> None:
-        """Write new values into a parameter, or into an array of NumPy."""
         if isinstance(state, JaxParameter):
             state.assign(np.reshape(value, state.shape))
         else:
@@ -185,7 +177,6 @@ class MindSporeTensorLibrary(Tensors):
         return np.array(x.asnumpy()) if hasattr(x, "asnumpy") else x
 
     def cast(self, value: Any, like: Any) -> Any:
-        """Return a number, an array or a tensor in the element type of a tensor or an array."""
         array = self.to_numpy(value)
         if not hasattr(like, "asnumpy"):
             return array.astype(like.dtype)
@@ -213,7 +204,6 @@ class MindSporeTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
-        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
 
         def gradients(gradient: Any, *tensors: Any) -> list[Any]:
             pairs = zip(backward(gradient, *tensors), tensors, strict=True)
@@ -232,7 +222,6 @@ class MindSporeTensorLibrary(Tensors):
         return mindspore.Parameter(mindspore.Tensor(array), name="state")
 
     def update(self, former: Any, value: Any) -> Any:
-        """Return former state with other values; these where they do not fit."""
         if not hasattr(former, "asnumpy"):
             return super().update(former, value)
         if tuple(former.shape) != tuple(value.shape) or former.dtype != value.dtype:
@@ -241,7 +230,6 @@ class MindSporeTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
-        """Write new values into a parameter, or into an array of NumPy."""
         if not hasattr(state, "asnumpy"):
             super().assign(state, self.to_numpy(value))
             return

@@ -63,7 +63,6 @@ class TensorFlowTensorLibrary(Tensors):
         return tf.gather(tf.reshape(x, [-1]), np.array(positions, np.int64))
 
     def stored_values(self, x: Any, widen: bool = False) -> Any:
-        """Return the elements of a tensor as real numbers, which are magnitudes of complex ones."""
         if x.dtype.is_complex:
             return tf.abs(tf.cast(x, tf.complex128) if widen else x)
         # bfloat16 and float8 have kernels of few functions.
@@ -178,7 +177,6 @@ class TensorFlowTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
-        """Return `forward(*tensors)`, whose gradients are `backward(gradient, *tensors)`."""
         from tensorflow.python.eager import record
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -216,7 +214,6 @@ class TensorFlowTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
-        """Write new values into a variable."""
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is self._variable and tf.executing_eagerly():  # a hot path
             # DLPack shares memory that is aligned, where a conversion would copy the array.
@@ -243,5 +240,4 @@ def _aligned_copy(array: NDArray[np.float32]) -> NDArray[np.float32]:
 
 @cache
 def _has_only_cpus() -> bool:
-    """Return True if TensorFlow, which has begun to compute, knows processors alone."""
     return all(device.device_type == "CPU" for device in tf.config.list_logical_devices())

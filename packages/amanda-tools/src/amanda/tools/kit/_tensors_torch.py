@@ -78,7 +78,6 @@ class TorchTensorLibrary(Tensors):
         return np.asarray(x.cpu().clone().numpy())
 
     def exact(self, x: Tensor) -> NDArray[Any]:
-        """Return a copy as an array of the same element type, one of ml_dtypes where NumPy lacks the type."""
         x = resolved(x).cpu().contiguous()
         dtype = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
         # PyTorch hands no bfloat16 or float8 to NumPy, so the bits travel as integers.
@@ -99,7 +98,6 @@ class TorchTensorLibrary(Tensors):
         return x.dtype, x.device
 
     def extents(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the local shard; (number of elements,) of a nested tensor."""
         x = local(x)
         return (int(x.numel()),) if x.is_nested else tuple(map(int, x.shape))
 
@@ -132,7 +130,6 @@ class TorchTensorLibrary(Tensors):
         return x[indices].reshape(-1)
 
     def stored_values(self, x: Tensor, widen: bool = False) -> Tensor | None:
-        """Return the elements that a tensor stores as real numbers; None on the meta device."""
         if self.unread(x) is not None:
             return None
         x = stored(x)
@@ -187,7 +184,6 @@ class TorchTensorLibrary(Tensors):
         return numbers.sum(dtype=torch.float32) if numbers.element_size() < 4 else numbers.sum()
 
     def checksum(self, x: Tensor) -> float:
-        """Return the sum of the stored elements; 0 for a tensor without elements."""
         is_plain = type(x) in (torch.Tensor, torch.nn.Parameter) and x.dtype is torch.float32
         if is_plain and x.layout is torch.strided and not (x.is_meta or x.is_nested):  # a hot path
             return float(x.sum().item())
@@ -314,7 +310,6 @@ class TorchTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Tensor, value: Any) -> None:
-        """Write new values into state, past autograd."""
         # A leaf that requires a gradient refuses to be written into otherwise.
         with torch.no_grad():
             state.copy_(torch.as_tensor(value, dtype=state.dtype, device=state.device))

@@ -66,17 +66,13 @@ class MappingTool(Tool):
                 rule.before(context)
 
     def _apply_after(self, context: OpContext) -> None:
-        """Call the second function of each rule for the op's namespace, in reverse order."""
         for rule in reversed(self.rules):
             if rule.after is not None and context.namespace.matches(rule.namespace):
                 rule.after(context)
 
 
 def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:
-    """Return the rule that a user wrote as a sequence; raise RuleError for another form.
-
-    label: of the rule in messages, such as "rules[0]".
-    """
+    """Return a user's rule; raise RuleError for other forms, which names it by its label, "rules[0]"."""
     expected = "a rule is [namespace, before] or [namespace, before, after]"
     if len(rule) not in (2, 3):
         raise RuleError(f"{label} has {len(rule)} elements; {expected}")
@@ -104,7 +100,10 @@ T = TypeVar("T")
 class InstalledEntries:
     """The entry points of one group, each of which serves the framework or library of its name.
 
-    role: the object of an entry, for messages.  error: raised for an entry that cannot be used.
+    Args:
+        group: Name that distributions register under, such as "amanda.mappings".
+        role: Noun for the object of an entry, for messages: "mapping rule".
+        error: Class of the error for an entry that cannot be used.
     """
 
     def __init__(self, group: str, role: str, error: type[AmandaError]) -> None:
@@ -138,7 +137,13 @@ class InstalledEntries:
     def create(self, name: str, base: type[T], path: str) -> T | None:
         """Return an instance of the class that the entry of a name registers; None without an entry.
 
-        path: where users import `base` from.  Raises `error` as `load` does, and for no subclass of `base`.
+        Args:
+            name: Framework or library, such as "torch".
+            base: Class that the registered one has to derive from.
+            path: Where users import `base` from, for messages.
+
+        Raises:
+            AmandaError: Of the class `error`, as `load` raises it, and for no subclass of `base`.
         """
         entry_class = self.load(name)
         if entry_class is None:
@@ -224,10 +229,7 @@ def drop_absent_weight_gradient(context: OpContext) -> None:
 
 
 def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
-    """Return the weight's extents, and True if it is a variable, which keeps them.
-
-    The extents are None without a weight, and where they are not known.
-    """
+    """Return the weight's extents, None if not known, and True if it is a variable, which keeps them."""
     weight = context["weight_index"]
     if weight is None:
         return None, False
@@ -261,7 +263,6 @@ CALLING_OPS = frozenset(
     """.split()
 )
 """Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
-
 
 _SHARED = """
     add sub rsub mul div floor_divide remainder pow neg abs matmul addmm linear eq ne lt le gt ge bitwise_not

@@ -43,7 +43,6 @@ SPATIAL = {
 }  # fmt: skip
 """The same of types whose word ends in the number of their spatial axes: "conv2d"."""
 
-
 _AXES = {1: "W", 2: "HW", 3: "DHW"}
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
 # Where the weight is, by the type of a node or the word; of products the table of all frameworks tells.
@@ -98,10 +97,7 @@ def _op_word(context: OpContext, name: str, inputs: Sequence[Any]) -> str:
 
 
 def _weight_index(context: OpContext, kind: str, name: str, inputs: Sequence[Any]) -> int | None:
-    """Return where the weight is: by the schema; in a product, the one factor that an initializer holds.
-
-    None without a weight, and where the input that the schema names is absent.
-    """
+    """Return where the weight is: by the schema, or a product's only factor in an initializer; else None."""
     product = product_of(context)
     index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
     if index is None and kind in MATRIX_PRODUCTS:

@@ -27,10 +27,7 @@ _NO_TASK = -1
 
 
 def phase_of_frame(frame: FrameType) -> Literal["construction", "call"] | None:
-    """Return what a frame says of the ops below it: they make a model, or the call of a layer runs them.
-
-    None for a frame that says neither.
-    """
+    """Return "construction" or "call" by what a frame says of the ops below it; None if it says neither."""
     function = frame.f_code.co_name
     if function in _CONSTRUCTORS and _is_layer_method(frame):
         return "construction"

@@ -66,19 +66,13 @@ _BY_NAME: Mapping[str, Product] = {
 
 
 def are_transposed(attributes: Mapping[str, Any]) -> tuple[bool, bool]:
-    """Return for the first and the second factor of a matrix product whether the op transposes it.
-
-    attributes: of the op, under the names of any framework.
-    """
+    """Return whether a product transposes its first and second factor, by attributes of any framework."""
     first, second = (("transA", "transpose_a", "adj_x"), ("transB", "transpose_b", "adj_y"))
     return any(map(attributes.get, first)), any(map(attributes.get, second))
 
 
 def product_of(context: OpContext) -> Product | None:
-    """Return the roles of the inputs of an op; None of an op that is not a product.
-
-    context: with the `type` that StandardMapping writes.
-    """
+    """Return the roles of the inputs of an op, by StandardMapping's `type`; None if it is no product."""
     # The framework's name first: one word may have other positions in another framework.
     return _BY_NAME.get(context.get_forward_op_type()) or PRODUCTS.get(context["type"])
 
@@ -99,10 +93,7 @@ _GROUPS = ("groups", "group", "feature_group_count")
 
 # A str, so that tools that know nothing of groups compare it with plain letters.
 class WeightLayout(str):
-    """Letters of a weight's axes, of a transposed convolution in groups: I of all groups, M outputs of each.
-
-    groups: number of the groups.
-    """
+    """Axes of a transposed convolution's weight in groups, as letters: I of all groups, M outputs of each."""
 
     groups: int
 

@@ -49,7 +49,6 @@ KERNELS = {
 }
 """Words of the nodes that compute an op's own gradient, by the op's word."""
 
-
 SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
 _SPATIAL_OP = re.compile(
     r"(conv_transpose|conv|max_unpool|fractional_max_pool|(?:adaptive_)?(?:max|avg)_pool"

@@ -55,7 +55,6 @@ HANDLES = ("resource", "variant")
 PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
 """Types that give all of their first input, in another form maybe."""
 
-
 _SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
 
 
@@ -117,10 +116,7 @@ def layout(kind: str, attributes: dict[str, Any]) -> str:
 
 
 def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | None:
-    """Return where the weight is: by the op's schema; in a product, the one factor read from a variable.
-
-    None of other ops, and where no factor or both are.
-    """
+    """Return where the weight is: by the schema, or a product's only factor from a variable; else None."""
     if kind in MATRIX_PRODUCTS:
         return parameter_factor(kind, lambda i: is_parameter(context, inputs, i))
     if kind in PRODUCTS:

@@ -68,10 +68,12 @@ def whole(tensor: Any) -> Any:
 
 
 def distributed(tensor: Any, like: Any, placed: bool = False) -> Any:
-    """Return a tensor that each rank has as a DTensor on the mesh of another, `like`.
+    """Return a tensor that each rank has as a DTensor; as it is if it is one, or if `like` is none.
 
-    Returned as it is if it is a DTensor, or if `like` is none.
-    placed: with the placements of `like`, else whole on each rank.
+    Args:
+        tensor: The same tensor on each rank.
+        like: DTensor on the mesh of the result, or any other tensor.
+        placed: With the placements of `like`; else whole on each rank.
     """
     if not _is_distributed(like.__class__) or _is_distributed(tensor.__class__):
         return tensor
@@ -115,5 +117,4 @@ def _is_wrapper(kind: Any) -> bool:
 
 @cache
 def _is_distributed(kind: Any) -> bool:
-    """Return True for the class of DTensors."""
     return hasattr(kind, "full_tensor")

@@ -143,10 +143,7 @@ def _guess_input_shape(torch: Any, module: Any) -> str:
 
 
 def timm_model(request: Request) -> Subject:
-    """Return a model of timm with random weights.
-
-    Raises ModelError for an unknown name, and if the model cannot be made.
-    """
+    """Return a model of timm with random weights; raise ModelError where that cannot be."""
     timm = library_of_models("timm", request.word)
     name = request.name
     if not timm.is_model(name):
@@ -182,10 +179,7 @@ def keras_model(request: Request) -> Subject:
 
 
 def _load_keras(keras: Any, request: Request) -> Any:
-    """Return a model of a file, or of keras.applications with random weights.
-
-    Raises ModelError for an unknown name, a missing file, and a model that cannot be made.
-    """
+    """Return the model of a file, or of keras.applications with random weights; else raise ModelError."""
     name, is_file = request.name, Path(request.name).suffix == ".keras"
     kinds = {key for key, value in vars(keras.applications).items() if callable(value)}
     if is_file and not Path(name).is_file():
@@ -209,10 +203,7 @@ def _keras_input(tensor: Any) -> Input:
 
 
 def _keras_training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
-    """Return a function that runs the model and the gradients of the sum of its outputs.
-
-    Raises ModelError for another backend of Keras than TensorFlow.
-    """
+    """Return a function that computes outputs and gradients; raise ModelError unless by TensorFlow."""
     if keras.backend.backend() != "tensorflow":
         raise ModelError(
             f"{word}: --backward of Keras is for its backend tensorflow: set KERAS_BACKEND=tensorflow"
@@ -231,10 +222,7 @@ _ONNX_TYPES = {"float": "float32", "double": "float64"}
 
 
 def onnx_model(request: Request) -> Subject:
-    """Return the model of a file in ONNX Runtime, on the CPU.
-
-    Raises ModelError for a backward pass, for options, and for a file that cannot be loaded.
-    """
+    """Return the model of a file in ONNX Runtime, on the CPU; raise ModelError where that cannot be."""
     word, name = request.word, request.name
     if request.backward:
         raise ModelError(f"{word} has no backward pass: leave --backward")

@@ -157,10 +157,7 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
 
 
 def _split_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a model's name, and the options that may follow behind a colon: "llama:hidden_size=64".
-
-    Raises ModelError for options that are not YAML.
-    """
+    """Return a model's name and options of "llama:hidden_size=64"; raise ModelError for other text."""
     import yaml
 
     from amanda.tools.command import ToolSpec

@@ -22,10 +22,7 @@ TOKENS = 128
 
 
 def transformers_model(request: Request) -> Subject:
-    """Return the model of a checkpoint, or one of a configuration or a type, with random weights.
-
-    Raises ModelError if the model cannot be made.
-    """
+    """Return a checkpoint's model, or one with random weights; raise ModelError where that cannot be."""
     transformers = library_of_models("transformers", request.word)
     try:
         config = _configuration(transformers, request)
@@ -107,7 +104,6 @@ def _model_class(transformers: Any, config: Any, request: Request) -> Any:
 
 
 def _untrained(kind: Any, config: Any) -> Any:
-    """Return a model with random weights.  kind: a model's class, or an automatic one."""
     return kind.from_config(config) if hasattr(kind, "from_config") else kind(config)
 
 
@@ -171,7 +167,6 @@ def _tokens(name: str, config: Any) -> Input:
 
 
 def _images(config: Any) -> Input:
-    """Return an image of the size that the configuration has, or of 224 by 224."""
     size = getattr(config, "image_size", None) or 224
     height, width = size if isinstance(size, (list, tuple)) else (size, size)
     return Input("pixel_values", (1, getattr(config, "num_channels", 3), height, width))

@@ -37,7 +37,13 @@ class Summary(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Any, dtype: str, batches: int = 0) -> Summary:
-        """Return the summary of a floating tensor, or of the magnitudes of a complex tensor."""
+        """Return the summary of a floating tensor, or of the magnitudes of a complex tensor.
+
+        Args:
+            tensor: Of any library; can be read.
+            dtype: Name of its element type.
+            batches: Number of axes in front that are the batches of a vmap.
+        """
         tensors = tensors_of(tensor)
         shape, numbers = tensors.extents(tensor), tensors.stored_values(tensor, widen=True)
         if numbers is None:
@@ -136,7 +142,6 @@ def _is_finite(flat: Any) -> bool:
 # Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
 
-
 floating = partial(op_tensors, kinds=("float", "bfloat", "half", "complex"))
 """Yields the floating and complex tensors among values, as `op_tensors` does."""
 
@@ -233,10 +238,7 @@ class InputRecorder:
             self._written = frozenset(_written_indices(inputs.values))
 
     def floats(self, inputs: RecordedInputs, unread: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
-        """Return the inputs of an execution as they were before the op ran.
-
-        unread: returns the positions of inputs that the execution does not read.
-        """
+        """Return inputs as they were before the op ran.  unread: returns positions that it does not read."""
         # What was written without having been looked at counts as finite: nobody can tell any more.
         unseen = {i: 0 for i in _written_indices(inputs.values) if i not in inputs.flags}
         values = _map_leaves(_referent, inputs.values)
@@ -260,7 +262,6 @@ class _TensorReference:
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a value with a function applied to it, or to the leaves of a list."""
     if isinstance(value, (list, tuple)):
         return [_map_leaves(function, item) for item in value]
     return function(value)
@@ -279,10 +280,7 @@ def _reference(value: Any) -> Any:
 
 
 def _write_count(value: Any) -> int | None:
-    """Return PyTorch's count of writes into a tensor; None of other values.
-
-    `_UNKNOWN_VERSION` of a tensor that does not count.
-    """
+    """Return PyTorch's count of writes; `_UNKNOWN_VERSION` of a tensor without; None of others."""
     if not hasattr(type(value), "_version"):  # TensorFlow takes its time to say that a tensor has none
         return None
     try:

@@ -13,7 +13,6 @@ from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of
 _NAMED = 3
 """Inputs, and parameters, that a sentence describes."""
 
-
 FindingKey = tuple[Any, ...]
 """Findings with equal keys are repeats of one."""
 

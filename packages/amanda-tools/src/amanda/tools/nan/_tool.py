@@ -427,7 +427,6 @@ def _pair_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, i
 
 
 def _facts_in(context: amanda.OpContext, name: str) -> dict[str, Any]:
-    """Return a fact by its name, if a mapping has written it."""
     return {name: context[name]} if name in context else {}
 
 

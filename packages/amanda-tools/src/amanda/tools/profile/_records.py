@@ -59,7 +59,12 @@ class OpProfile:
     recomputation: OpProfile | None = None
 
     def add(self, took: int, inside: int) -> None:
-        """Add one execution, with the time of the ops within it."""
+        """Add one execution.
+
+        Args:
+            took: Nanoseconds of the execution.
+            inside: Nanoseconds of the ops within it.
+        """
         self.calls += 1
         self.timed += 1
         self.total += took

@@ -12,22 +12,13 @@ from typing import Any, ClassVar
 from amanda.tools.profile import _trace
 from amanda.tools.profile._recorder import Recorder, floor
 from amanda.tools.profile._records import KEYS, OpProfile, Peak, Timeline, summed
-from amanda.tools.results import (
-    NOTHING,
-    Column,
-    KeyedResult,
-    Result,
-    amount,
-    check_schema,
-    made_of,
-)
+from amanda.tools.results import NOTHING, Column, KeyedResult, Result, amount, check_schema, made_of
 
 MS = 1e-6
 """Milliseconds of a nanosecond."""
 
 milliseconds = "{:,.3f}".format
 bytes_text = partial(amount, unit="B")
-
 
 _TREE = (
     Column("calls", show="{:,}".format, number=True, priority=-1),
@@ -129,7 +120,12 @@ class ProfileResult(KeyedResult):
 
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
-        """Return a copy of the records of a recorder."""
+        """Return a copy of the records of a recorder.
+
+        Args:
+            recorder: May go on.
+            obstacle: Why there are no kernels, in words; "" without a reason.
+        """
         # Copies: the recorder goes on, and a result stays as it is.
         copies = {place: summed([place]) for place in recorder.places.values()}
         places, log, devices = list(copies.values()), recorder.log, recorder.memory.devices.values()

@@ -376,10 +376,7 @@ class ProfileTool(amanda.Tool):
 
     @amanda.observer
     def _add_output_bytes(self, *values: Any, place: OpProfile, bytes_of: Any, recomputed: bool) -> None:
-        """Add the bytes of an op's outputs to what it has allocated, while the profile records.
-
-        Those of a recomputed op go to its recomputation.
-        """
+        """Add the bytes of outputs, while recording, to what an op or its recomputation has allocated."""
         if recomputed:
             place = self._recorder.recomputation(place)
         if self._recorder.recording:

@@ -19,7 +19,6 @@ from amanda.tools.results import parsing
 if TYPE_CHECKING:
     from amanda.tools.trace import Graph, Op, Position, TraceResult
 
-
 T = TypeVar("T")
 Phase = Literal["forward", "backward"]
 Compiled = Literal["eager", "instrument"]
@@ -146,7 +145,6 @@ class Counts(amanda.Tool):
 
     @amanda.observer
     def _count(self, op: tuple[str, str]) -> None:
-        """Count an execution.  op: phase and type."""
         self.executions[op] += 1
 
     def of(self, phase: str) -> dict[str, int]:
@@ -196,10 +194,7 @@ def _op_line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
 
 
 def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int, int]) -> str:
-    """Return the name of an input, or the op that made it and how far back that is; "_" for no tensor.
-
-    Names of a list are in brackets.
-    """
+    """Return an input's name, or its op and how far back that is; "_" for no tensor; lists in brackets."""
     if isinstance(position, tuple):
         return f"[{', '.join(_input_text(graph, element, reader, numbers) for element in position)}]"
     if position is None:

@@ -12,6 +12,10 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 def amount(value: float, unit: str = "") -> str:
     """Return a quantity with four digits and a decimal prefix: `4.089 G`, `812 k`, `17`.
 
+    Args:
+        value: Number of units.
+        unit: Goes behind the prefix, such as "B"; "" without one.
+
     >>> amount(4_089_184_256)
     '4.089 G'
     >>> amount(17, "B")
@@ -27,10 +31,11 @@ def amount(value: float, unit: str = "") -> str:
 
 
 def shortened(text: str, width: int) -> str:
-    """Return text of at most so many characters.
+    """Return text of at most so many characters, with "…" in the place of others.
 
-    Paths of modules and files keep their end, from a component on where one begins in time; names of ops keep
-    both ends, and that they are of the backward pass; other texts keep their beginning.
+    Args:
+        text: Paths keep their end, names of ops both ends, with "_backward", and other texts their beginning.
+        width: The most characters.
 
     >>> shortened("model.layers.31.mlp.down_proj", 17)
     '…31.mlp.down_proj'
@@ -54,13 +59,16 @@ def shortened(text: str, width: int) -> str:
 
 _BACKWARD = "_backward"
 
-
 NOTHING = "No op was executed under this tool; `with amanda.apply(tool):` runs what is in it under the tool."
 """The note of an empty result."""
 
 
 def not_met(noun: str, names: Sequence[str]) -> list[str]:
     """Return a note on loaded state that no op has used; none if there is no such state.
+
+    Args:
+        noun: Plural for the state.
+        names: Keys of the state that no op has used.
 
     >>> not_met("masks", ["module.fc/linear/mask"])
     ['1 of the masks that were loaded is of no op that was met: module.fc/linear/mask.']

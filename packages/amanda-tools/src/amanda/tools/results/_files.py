@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 TEXT, ARRAYS = 256_000_000, 1_000_000_000
 """Bytes that are read of a file unless `reading` says otherwise: of JSON and the like, and of tensors."""
 
-
 _GZIP = b"\x1f\x8b"
 _CHUNK = 1 << 20
 _max_bytes: ContextVar[int | None] = ContextVar("amanda_max_bytes", default=None)
@@ -54,7 +53,10 @@ def reading(max_bytes: int | None) -> Iterator[None]:
 def check_size(path: Path, size: int, default_limit: int = ARRAYS) -> None:
     """Raise TooLargeError for a file with more bytes than the limit.
 
-    default_limit: limit outside of `reading`.
+    Args:
+        path: File, for the message.
+        size: Bytes of the file, uncompressed, or as many as were read.
+        default_limit: Limit in bytes outside of `reading`.
     """
     limit = _max_bytes.get() or default_limit
     if size > limit:
@@ -76,10 +78,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path) -> bytes:
-    """Return the content of a file of text, which may be gzipped.
-
-    Raises TooLargeError, OSError, and ValueError for a gzip file that is damaged.
-    """
+    """Return the content of a text file; raise TooLargeError, OSError, ValueError for a damaged gzip file."""
     check_size(path, path.stat().st_size, TEXT)
     with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
         # One byte more than allowed tells that there is more.
@@ -142,9 +141,15 @@ _PLAIN = {str: (str,), int: (int,), float: (int, float), bool: (bool,), type(Non
 
 
 def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return `kind(**values)` after checking the values against the annotations of the class.
+    """Return a record of values, which are checked against the annotations of its class.
 
-    Raises ValueError for a value of another plain type; TypeError for a missing or an unknown field.
+    Args:
+        kind: Class of the record.
+        values: By field.
+
+    Raises:
+        ValueError: For a value of another plain type.
+        TypeError: For a missing or an unknown field.
     """
     hashable: Any = kind
     for name, types in _types(hashable).items():
@@ -178,8 +183,10 @@ _WORDS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 def parsing(path: str | Path, noun: str, kind: type[AmandaError] = AmandaError) -> Iterator[None]:
     """Raise an error that names a file for any error of reading a damaged or crafted file.
 
-    noun: kind of file, for messages: "bundle of amanda diff".  kind: of the error; a FileError where the file
-    itself cannot be read, and a TooLargeError, stay what they are.
+    Args:
+        path: File that is read.
+        noun: Kind of file, for messages: "bundle of amanda diff".
+        kind: Class of the error; FileError, for what cannot be read, and TooLargeError stay what they are.
     """
     try:
         with naming(path, "read"):
@@ -195,11 +202,18 @@ def parsing(path: str | Path, noun: str, kind: type[AmandaError] = AmandaError) 
 def read_json(
     path: str | Path, noun: str, make: Callable[[Any], T], kind: type[AmandaError] = AmandaError
 ) -> T:
-    """Return `make(content)` for the content of a JSON file, which may be gzipped.
+    """Return `make(content)` for the content of a JSON file.
 
-    noun: kind of file, for messages: "file of statistics".  make: may raise anything for another content.
-    kind: of the error.
-    Raises TooLargeError, FileError where the file cannot be read, and an error of the kind for another one.
+    Args:
+        path: File, which may be gzipped.
+        noun: Kind of file, for messages: "file of statistics".
+        make: Called with the content; may raise anything for another one.
+        kind: Class of the error.
+
+    Raises:
+        TooLargeError: For a file that is larger than the limit.
+        FileError: Where the file cannot be read.
+        AmandaError: Of the class `kind`, for any other file.
     """
     with parsing(path, noun, kind):
         text = read_text(Path(path))
@@ -211,7 +225,11 @@ def read_json(
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """Return JSON of plain values; NaN and infinities are the words "nan", "inf" and "-inf".
+    """Return JSON; NaN and infinities are the words "nan", "inf" and "-inf".
+
+    Args:
+        content: Plain values.
+        indent: Spaces for each level; None for a single line.
 
     >>> to_json({"loss": float("nan")})
     '{"loss": "nan"}'
@@ -239,8 +257,14 @@ def number_of(value: Any) -> Any:
 def check_schema(content: Any, name: str, version: int, oldest: int = 1) -> int:
     """Return the version of a file's content, so that a reader can tell an older one.
 
-    name: of the schema, `amanda.<name>`.  version: the present one.  oldest: the first that the reader knows.
-    Raises ValueError for another schema, and for a version that is newer than the present or not known.
+    Args:
+        content: What the file holds.
+        name: Schema, which is `amanda.<name>`.
+        version: The present version.
+        oldest: The first version that the reader knows.
+
+    Raises:
+        ValueError: For another schema, and for a version that is newer than the present or not known.
     """
     schema, file_version = schema_of(content), content.get("version")
     if schema != f"amanda.{name}":

@@ -159,7 +159,6 @@ class TreeResult(Result):
 
     @property
     def _leading(self) -> int:
-        """As many as in the result of all ops."""
         return int(self._result._leading)
 
     def notes(self) -> Sequence[str]:
@@ -187,10 +186,7 @@ class KeyedResult(Result):
         self.title = subject if self._by == tuple(self.keys) else f"{subject} by {', '.join(self._by)}"
 
     def by(self: KeyedT, *keys: str) -> KeyedT:
-        """Return the same result with a row for each value of these keys.
-
-        Raises AmandaError for another key.
-        """
+        """Return the same result with a row for each value of keys; raise AmandaError for another key."""
         unknown = [key for key in keys if key not in self.keys]
         if unknown or not keys:
             unknown_key = unknown[0] if unknown else "nothing"

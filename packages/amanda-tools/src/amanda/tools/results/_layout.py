@@ -292,7 +292,6 @@ def _priority(column: Column) -> int:
 
 
 def _phase_of_type(kind: str) -> str:
-    """Return the phase that the name of an op's type tells."""
     return "backward" if kind.endswith("_backward") or kind == "accumulate_grad" else "forward"
 
 
@@ -331,7 +330,9 @@ def as_text(result: Result, view: View, width: int | None = None) -> str:
 def folded(text: str, width: int | None = None) -> str:
     """Return sentences with their lines folded, or as they are where nobody reads them at a terminal.
 
-    width: as of `as_text`.
+    Args:
+        text: Sentences, on a line or several.
+        width: Characters of a line; None for those of the terminal, or of COLUMNS.
     """
     # Sentences of a log are searched for, so they are folded for readers at a terminal alone.
     is_terminal = sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()

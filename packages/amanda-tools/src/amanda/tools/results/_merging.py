@@ -20,7 +20,17 @@ from amanda.tools.results._result import Column, Result
 
 
 class Table(Result):
-    """Rows under columns of any tool, from a file or merged from several results."""
+    """Rows under columns of any tool, from a file or merged from several results.
+
+    Args:
+        name: Schema of its files, which is `amanda.<name>`.
+        version: Of the schema.
+        columns: In order.
+        rows: A value for every column each.
+        title: Text above the table.
+        notes: Sentences below the table.
+        facts: What files contain besides the rows; None for nothing.
+    """
 
     def __init__(
         self, name: str, version: int, columns: Sequence[Column], rows: Sequence[Sequence[Any]],
@@ -84,7 +94,12 @@ def _checked_result(content: Mapping[str, Any]) -> Result:
 
 
 def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
-    """Return the result that `to_dict` described; like: a result of the same class, if there is one."""
+    """Return the result that `to_dict` described.
+
+    Args:
+        content: As it is, or from JSON.
+        like: Result whose class is taken if it has the same name; None to look the class up.
+    """
     name = schema_of(content).removeprefix("amanda.")
     result_class: Any = type(like) if like is not None and like.name == name else _result_class(name)
     if not hasattr(result_class, "from_dict"):
@@ -109,10 +124,7 @@ def _result_class(name: str) -> type | None:
 
 
 def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple[Column, Sequence[Any]]:
-    """Return a column of a file, and its values: as numbers if all that are present are numbers.
-
-    Raises ValueError for a description that is none of a column.
-    """
+    """Return a column of a file and its values, as numbers if all are; raise ValueError for another form."""
     name, unit, merge = description["name"], description.get("unit", ""), description.get("merge", "")
     if not isinstance(name, str) or not isinstance(unit, str) or merge not in ("", *_MERGE_FUNCTIONS):
         raise ValueError(f"it has a column {dict(description)}")
@@ -132,7 +144,6 @@ def _text(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    """Return a float with four digits, an integer with separators, any other value as text."""
     if isinstance(value, float):
         return f"{value:.4g}"
     return f"{value:,}" if isinstance(value, int) else str(value)
@@ -283,7 +294,6 @@ def _column_keys(result: Result) -> list[str]:
 
 
 def _source_tool(result: Result) -> str:
-    """Return the tool of a table by rank; "" for any other result."""
     return str(result._facts().get("of", "")) if isinstance(result, Table) and result.name == _RANKS else ""
 
 

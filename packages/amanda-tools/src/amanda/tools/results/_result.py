@@ -97,7 +97,6 @@ class Result(ABC):
 
     @property
     def _sentences(self) -> list[str]:
-        """The notes, then the remarks."""
         return [*self.notes(), *self.remarks]
 
     def __iter__(self) -> Iterator[Any]:
@@ -207,10 +206,7 @@ class Result(ABC):
         ]
 
     def to_pandas(self) -> pandas.DataFrame:
-        """Return the rows as a data frame, a column for each of `columns`.
-
-        Raises AmandaError without pandas.
-        """
+        """Return the rows as a data frame with the same columns; raise AmandaError without pandas."""
         try:
             import pandas
         except ModuleNotFoundError as error:

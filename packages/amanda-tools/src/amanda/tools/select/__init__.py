@@ -26,7 +26,6 @@ __all__ = [
 _MAX_REJECTED = 10_000
 _MAX_EXAMPLES = 8
 
-
 Globs: TypeAlias = Sequence[Name] | Name | None
 """Names in which `*` and `?` stand for letters, or a single one; None for all, an empty list for none."""
 

@@ -94,10 +94,7 @@ Moments: Any = interceptor.Moments if interceptor.NATIVE else NumpyMoments
 
 
 def numbers(tensor: Any) -> Any:
-    """Return the elements of a tensor of any layout in one row, magnitudes of complex ones.
-
-    None for a tensor without elements, as on PyTorch's meta device.
-    """
+    """Return stored elements in one row, magnitudes if complex; None without, as on the device meta."""
     tensors = tensors_of(tensor)
     stored = tensors.stored_values(tensor)
     return None if stored is None else tensors.reshape(tensors.detach(stored), [-1])
@@ -163,10 +160,7 @@ class Accumulator:
 
     @staticmethod
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
-        """Take the numbers of tensors in, each into an accumulator with the same bins; a hot path.
-
-        Memory that several tensors share is measured once.
-        """
+        """Add tensors, each to an accumulator with the same bins; shared memory is read once; a hot path."""
         large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
             array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
@@ -269,10 +263,7 @@ def _merge_rows(table: Any) -> Any:
 
 
 def _count_bins(block: Any, finite: Any, bins: Bins) -> Any:
-    """Return the number of elements of a block in each bin, and behind these the number that is not finite.
-
-    finite: flags of the elements that are finite.
-    """
+    """Return counts of elements by bin, last of those that are not finite.  finite: flags of the others."""
     tensors = tensors_of(block)
     leading, of_one = tensors.leading_bits(block, bins.bits)
     # Leading bits of the element type itself, relative to those of 1, number the same bins as float64 does.

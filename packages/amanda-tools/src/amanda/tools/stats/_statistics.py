@@ -134,10 +134,7 @@ class Bins:
 
     @classmethod
     def of(cls, count: int) -> Bins:
-        """Return bins of both signs, `count` of them: a power of two from 256 to 2**24.
-
-        Raises AmandaError for another number.
-        """
+        """Return bins of both signs.  count: a power of two from 256 to 2**24, else AmandaError is raised."""
         # Half of the bins are for negative numbers, and each octave has 2**bits.
         bits = (count // (2 * OCTAVES)).bit_length() - 1
         if not 0 <= bits <= 16 or count != 2 * OCTAVES << bits:

@@ -160,10 +160,7 @@ class StatsResult(Result):
 
     @classmethod
     def load(cls, path: str | Path) -> StatsResult:
-        """Read what `save` wrote as JSON.
-
-        Raises AmandaError for a file of another kind or of a newer version.
-        """
+        """Read what `save` wrote as JSON; raise AmandaError for another file, or a newer version."""
         return read_json(path, "file of statistics", cls.from_dict)
 
     @classmethod

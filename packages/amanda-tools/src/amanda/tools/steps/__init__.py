@@ -222,7 +222,13 @@ class Window:
         self.open = begun and (number - self._start) % self._frequency == 0
 
     def gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
-        """Return a routine that runs at steps of the window alone."""
+        """Return a routine that runs at steps of the window alone.
+
+        Args:
+            context: Of the op that the routine is for.
+            type: Kind of the action, which tells replacements: these return NotImplemented at other steps.
+            routine: Observes or changes values of the op.
+        """
         window, skipped = self, NotImplemented if type.is_replacement else None
         takes_run = has_run(routine)
         # Routines that change values decide in a recomputation as they did at first; observers hear once.

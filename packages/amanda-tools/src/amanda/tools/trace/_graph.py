@@ -181,10 +181,7 @@ class Graph:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> Graph:
-        """Return the graph of a dict from `to_dict`, also after JSON.
-
-        Raises ValueError for another schema or a newer version.
-        """
+        """Return the graph that `to_dict` described; raise ValueError for other schemas, newer versions."""
         check_schema({"schema": "amanda.trace", "version": VERSION, **content}, "trace", VERSION)
         ops = tuple(_from_json(Op, {**op, "id": int(op["id"], 16)}) for op in content["ops"])
         tensors = tuple(_from_json(Tensor, tensor) for tensor in content["tensors"])
@@ -309,10 +306,7 @@ class ProgramOp:
         return len(self.ops) if frame.target is None else self.ops.index(frame.target)
 
     def op_of_node(self, number: int | None) -> int | None:
-        """Return the op that made the node of this number; the first op for None or an unknown number.
-
-        None without recorded ops.
-        """
+        """Return the op of a node; the first for None or an unknown number; None without recorded ops."""
         if number is not None:
             # The latest first: autograd's numbers grow, and an op that ran again has newer nodes.
             for first, end, op in reversed(self.nodes):

@@ -128,10 +128,7 @@ class TraceResult(Result):
 
 @checked
 def load(path: str | Path) -> Graph:
-    """Return the graph of a file that `save` wrote as JSON.
-
-    Raises AmandaError for a file that is not a graph, or of a newer version.
-    """
+    """Return the graph that `save` wrote as JSON; raise AmandaError for other files, newer versions."""
     return read_json(path, "file of a graph", Graph.from_dict)
 
 
@@ -163,13 +160,11 @@ def _position_text(graph: Graph, position: Position) -> str:
 
 
 def _argument_text(value: object) -> str:
-    """Return an argument as JSON of at most 40 characters."""
     text = json.dumps(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 def _dot_node(op: Op) -> str:
-    """Return the node of an op; that of a backward op is dashed."""
     style = "" if op.phase != "backward" else ", style=dashed"
     tip = f"{op.name}\n{op.source}"
     return f"op{op.index} [label={_quoted(op.type)}, tooltip={_quoted(tip)}{style}];"

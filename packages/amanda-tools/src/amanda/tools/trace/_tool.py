@@ -232,10 +232,7 @@ def plain_value(value: Any, depth: int = 0) -> Any:
 
 
 def _value_text(value: Any) -> str:
-    """Return a text of a value that is not JSON: of a type its name, of a tensor its dtype and shape.
-
-    A storage has the name of its class, and any other value its `str`.
-    """
+    """Return a text of a value that is not JSON: of a type its name, of a tensor its dtype and shape."""
     if hasattr(type(value), "as_numpy_dtype"):  # an element type with a long text
         return str(value.name)
     if isinstance(value, type):

@@ -127,10 +127,7 @@ class LiveTensors:
         return writes[::-1]
 
     def add_version(self, op: int, earlier_index: int | None, tensor: Any) -> int:
-        """Record a tensor after an op wrote it or a part of its memory; return the new index.
-
-        earlier_index: index until then; None for a new gradient.
-        """
+        """Record a tensor in written memory; return its index.  earlier_index: None for a new gradient."""
         kind, name = "gradient", None
         if earlier_index is not None:
             earlier = self._recorder.values[earlier_index]

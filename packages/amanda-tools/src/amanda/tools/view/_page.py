@@ -27,10 +27,7 @@ from amanda.tools.results import Result, check_schema, number_of, parsing, read_
 
 @dataclass(frozen=True)
 class Source:
-    """One file, or one result that was never in a file.
-
-    name: what people call it.  schema: `amanda.<tool>`.
-    """
+    """One file, or one result that was never in a file.  name: for people.  schema: `amanda.<tool>`."""
 
     name: str
     schema: str
@@ -46,10 +43,7 @@ class Source:
 
 
 def read(result: str | Path | Result) -> Source:
-    """Return a file or a result, with its schema known.
-
-    Raises AmandaError where the file cannot be read, is not JSON, or is of a schema or version not known.
-    """
+    """Return a file or a result, with its schema known; raise AmandaError where that cannot be."""
     if isinstance(result, Result):
         return _checked_source(result.name, result.to_dict())
     path = Path(result)
@@ -57,10 +51,7 @@ def read(result: str | Path | Result) -> Source:
 
 
 def _checked_source(name: str, content: Any) -> Source:
-    """Return the content of a file with its schema, checked.
-
-    Raises AmandaError for a Chrome trace, and ValueError for another schema and for a newer version.
-    """
+    """Return a file's content by its schema; raise AmandaError for a Chrome trace, ValueError for others."""
     events = content.get("traceEvents") if isinstance(content, dict) else content
     if isinstance(events, list):  # a Chrome trace is an object with a list of events, or the list alone
         raise AmandaError(

@@ -247,7 +247,6 @@ def _spec_of_loaded(name: str) -> Any:
 
 
 def _end_by_signal(number: int) -> None:
-    """End the process by a signal, as it would end without a handler."""
     signal.signal(number, signal.SIG_DFL)
     os.kill(os.getpid(), number)
 
