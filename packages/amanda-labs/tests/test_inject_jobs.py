@@ -64,14 +64,15 @@ def test_a_fault_that_ends_the_process_is_a_crash() -> None:
             os._exit(3)
         return y
 
-    # In float32 a zero whose bit 30 flips is 2; of bit 31 it is -0.
-    result = quiet(InjectTool(type="neg", bits=[30, 31], seed=1), trials=5).run(program, jobs=2)
+    # In float32 a zero whose bit 30 flips is 2; of bit 31 it is -0.  Which of them flips depends on the op's
+    # id, and so on the folder of this file: in one folder of 500 all trials are alike.
+    result = quiet(InjectTool(type="neg", bits=[30, 31], seed=1), trials=10).run(program, jobs=2)
     crashes = [trial for trial in result.trials if trial.outcome == "crash"]
-    assert 0 < len(crashes) < 5
+    assert 0 < len(crashes) < 10
     assert {trial.error for trial in crashes} == {"its process ended: EXIT(3)"}
-    assert result.count("masked") + len(crashes) == 5
-    assert [row[:2] for row in result.by("type").rows()] == [("neg", 5)]
-    assert result.due_rate == wilson(len(crashes), 5)
+    assert result.count("masked") + len(crashes) == 10
+    assert [row[:2] for row in result.by("type").rows()] == [("neg", 10)]
+    assert result.due_rate == wilson(len(crashes), 10)
     json.dumps(result.to_dict())
 
 
