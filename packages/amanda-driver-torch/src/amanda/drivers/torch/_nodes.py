@@ -15,7 +15,7 @@ _handle_numbers = count(-1, -1)  # handles count upwards from 0
 
 
 class NodeHooks:
-    """Whether the program, or a library, has put hooks at nodes while a scope was open.
+    """Record of hooks at nodes that are the program's, or a library's, and were put there in a scope.
 
     Such a hook may take a gradient away: the graph alone no longer tells which gradients there are.
     """
