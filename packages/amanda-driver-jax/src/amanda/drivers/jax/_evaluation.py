@@ -17,8 +17,8 @@ from jax.extend.core.primitives import remat_p
 
 from ._contexts import without_tools
 from ._primitives import CALLBACKS
-from ._traces import TAP, collecting_notes, is_within_jit
-from ._twins import is_differentiable, run_twice, wants_backward
+from ._traces import is_within_jit
+from ._twins import run_twice, wants_backward
 
 # JAX does not tell a primitive who binds it, so the code of the calling frame is compared.
 _EVALUATION_CODE = jax.core.eval_jaxpr.__code__
@@ -235,11 +235,7 @@ def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, 
 
     def ops(values: Sequence[Any]) -> list[Any]:
         """Run the mapped function as a program under jit, for the tools; return the results' values."""
-        with collecting_notes() as notes:
-            results = jax.jit(program)(*values)
-            if not any(map(is_differentiable, values)):  # no backward pass will come to the program
-                notes.pop(TAP, None)
-        return list(results)
+        return list(jax.jit(program)(*values))
 
     results = ops(args) if is_within_jit() else run_twice(args, function, ops, wants_backward())
     return form.update(results)

@@ -110,6 +110,8 @@ def run_twice(
     gated = twins.gate(results, False, values)
     with collecting_notes() as notes, twins:
         op_values = ops(twins.gate(values, True) if function_is_first else values)
+        if not function_is_first and not any(map(is_differentiable, op_values)):
+            notes.pop(TAP, None)  # no backward pass will come to the ops
     # A changed value makes JAX's results wrong; late taps would be reached after JAX's gradients.
     if INSERTION in notes or (TAP in notes and not function_is_first):
         twins.changed = True
