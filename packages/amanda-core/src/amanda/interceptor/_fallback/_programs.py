@@ -138,6 +138,16 @@ class Moments(_NativeAlone):
         """Add the statistics of other moments with the same bins."""
         raise NotImplementedError
 
+    @staticmethod
+    def are_finite_at(address: int, count: int) -> bool:
+        """Return True if all floats of 32 bits at an address are finite.
+
+        Args:
+            address: Of memory that can be read.
+            count: Number of floats; few, since the GIL is held.
+        """
+        raise NotImplementedError
+
 
 class Reader(_NativeAlone):
     """A reader of tensors for native code."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial, reduce
 from math import isfinite, isnan, prod
 from operator import or_
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import amanda
+from amanda import interceptor
 from amanda.tools.kit import Dtype, OpTensor, RequiredNames, leaves, op_tensors, shape_text, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
@@ -139,6 +139,8 @@ def _is_finite(flat: Any) -> bool:
     return isfinite(abs(flat.dot(flat) if is_single else tensors_of(flat).total(flat)))
 
 
+# Elements up to which one thread reads memory faster than PyTorch computes a sum.
+_IN_PLACE = 1 << 14
 # Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
 
@@ -212,7 +214,11 @@ class InputRecorder:
 
     def record(self, values: Sequence[Any], batches: Sequence[int] = ()) -> RecordedInputs:
         """Record the inputs of an execution that begins; batches: of a vmap, by flat index."""
-        references: list[Any] = _map_leaves(_reference, values)
+        # No recursion for values that hold no others: this runs ahead of every op.
+        references: list[Any] = [
+            _map_leaves(_reference, value) if isinstance(value, (list, tuple)) else _reference(value)
+            for value in values
+        ]
         # From the second execution on, only inputs that the op writes are looked at beforehand.
         written_indices = self._written
         if written_indices is None and not any(isinstance(x, _TensorReference) for x in leaves(references)):
@@ -248,17 +254,16 @@ class InputRecorder:
         return Floats.of(values, self._dtype, self._inf, flags, inputs.batches)
 
 
-@dataclass(slots=True)
-class _TensorReference:
-    """A weak reference of a tensor, and its count of writes when the op began."""
+class _TensorReference(ref):  # type: ignore[type-arg]
+    """A weak reference of a tensor; version: its count of writes when the op began."""
 
-    tensor: ref[Any]
+    __slots__ = ("version",)
     version: int
 
     @property
     def may_be_written(self) -> bool:
         """True if the version has changed or is not known; False for a tensor that is gone."""
-        return self.version == _UNKNOWN_VERSION or _write_count(self.tensor()) not in (None, self.version)
+        return self.version == _UNKNOWN_VERSION or _write_count(self()) not in (None, self.version)
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -275,8 +280,12 @@ def _reference(value: Any) -> Any:
     if type(value) in _NUMBERS:
         return value
     version = _write_count(value)
+    if version is None:
+        return value
+    reference = _TensorReference(value)
     # The version tells later whether the tensor still holds what the op read.
-    return value if version is None else _TensorReference(ref(value), version)
+    reference.version = version
+    return reference
 
 
 def _write_count(value: Any) -> int | None:
@@ -291,7 +300,7 @@ def _write_count(value: Any) -> int | None:
 
 def _referent(reference: Any) -> Any:
     """Return the value of a reference; None for a tensor that is gone."""
-    return reference.tensor() if isinstance(reference, _TensorReference) else reference
+    return reference() if isinstance(reference, _TensorReference) else reference
 
 
 def _written_indices(references: Sequence[Any]) -> list[int]:
@@ -368,13 +377,25 @@ def _is_called_by_scaler() -> bool:
 
 @cache
 def _sum_test() -> Callable[[Sequence[Any]], bool]:
-    """Return a function that returns True if values are plain tensors of float32, each with a finite sum."""
+    """Return a function that returns True if values are plain tensors of float32 with finite elements.
+
+    It reads small tensors in place; of others it computes the sum, which may overflow.
+    """
     _REQUIRED.check()
     import torch
 
     own_classes, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
     functions: Any = torch._C._functorch
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
+    # `data_ptr` would copy a tensor that shares its memory until it is written.
+    reads_memory = interceptor.NATIVE and hasattr(torch.Tensor, "const_data_ptr")
+    are_finite_at = interceptor.Moments.are_finite_at
+
+    def is_in_one_piece(tensor: Any) -> bool:
+        """Return True if no element lies outside of the first `numel` in memory, also of a transpose."""
+        if tensor.is_contiguous():
+            return True
+        return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == 4 * tensor.numel()
 
     def are_finite(values: Sequence[Any]) -> bool:
         for tensor in values:
@@ -383,7 +404,9 @@ def _sum_test() -> Callable[[Sequence[Any]], bool]:
             # A sum of these would fail, or be that of many calls of a transform.
             if tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
                 return False
-            if not isfinite(tensor.sum().item()):
+            count = tensor.numel() if reads_memory and tensor.is_cpu else 0
+            address = tensor.const_data_ptr() if 0 < count <= _IN_PLACE and is_in_one_piece(tensor) else 0
+            if not (are_finite_at(address, count) if address else isfinite(tensor.sum().item())):
                 return False
         return True
 
