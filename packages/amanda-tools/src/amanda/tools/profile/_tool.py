@@ -167,8 +167,8 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
 
 @cache
 def _saved_attributes(kind: Any) -> Sequence[str]:
-    # PyTorch's generated nodes have their saved values under this prefix.
-    return [name for name in vars(kind) if name.startswith("_saved_")]
+    # PyTorch's generated nodes have saved values under "_saved_", and those of tensors packed as well.
+    return [name for name in vars(kind) if name.startswith("_saved_") and f"_raw{name}" in vars(kind)]
 
 
 _SHARED = frozenset(
