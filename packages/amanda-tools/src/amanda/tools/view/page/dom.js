@@ -107,15 +107,30 @@ const kindClass = (kind) => `k-${kind.split(" ")[0]}`;
 // Pixels of a text in the font of the page, or in that of code.
 const pen = document.createElement("canvas").getContext("2d");
 const textWidths = new Map();
+const digitWidths = new Map();
 const fonts = { page: null, code: "ui-monospace, Menlo, Consolas, monospace" };
 function textWidth(text, font, code) {
   const key = `${font}${code ? 1 : 0}${text}`;
   if (!textWidths.has(key)) {
     fonts.page = fonts.page || getComputedStyle(document.body).fontFamily;
     pen.font = `${font} ${code ? fonts.code : fonts.page}`;
-    textWidths.set(key, Math.ceil(pen.measureText(text).width));
+    const others = String(text).replace(/\d/g, "");
+    const digits = String(text).length - others.length;
+    textWidths.set(key, Math.ceil(pen.measureText(others).width + digits * digitWidth(pen.font)));
   }
   return textWidths.get(key);
+}
+
+// The page has digits of one width, which a canvas cannot draw.
+function digitWidth(font) {
+  if (!digitWidths.has(font)) {
+    const digit = h("span", {}, "0");
+    digit.style.cssText = `position: absolute; font: ${font}; font-variant-numeric: tabular-nums`;
+    document.body.append(digit);
+    digitWidths.set(font, digit.getBoundingClientRect().width);
+    digit.remove();
+  }
+  return digitWidths.get(font);
 }
 
 // Keeps what changes often from being drawn more than once a frame.
