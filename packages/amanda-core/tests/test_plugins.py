@@ -12,7 +12,10 @@ import children
 import pytest
 from repository import repository_path
 
+from amanda.backend import DRIVER_API
+
 PLUGINS = repository_path("tests/plugins")
+SPEAKS = f"speaks {DRIVER_API}"
 
 
 @pytest.fixture(scope="session")
@@ -107,8 +110,16 @@ def test_two_drivers_of_one_name_are_duplicates_before_they_load(run: Run) -> No
             ["fake-broken 0.3.0", "ModuleNotFoundError", "pip install --upgrade"],
         ),
         ("failingframe", "broken import", ["failingframe itself fails to import", "no accelerator"]),
-        ("oldframe", "wrong API", ["driver API 0", "speaks 1", "pip install --upgrade fake-outdated"]),
-        ("newframe", "wrong API", ["driver API 99", "speaks 1", "pip install --upgrade amanda-core"]),
+        (
+            "oldframe",
+            "wrong API",
+            ["driver API 0", SPEAKS, "pip install --upgrade fake-outdated"],
+        ),
+        (
+            "newframe",
+            "wrong API",
+            ["driver API 99", SPEAKS, "pip install --upgrade amanda-core"],
+        ),
         ("twinframe", "duplicate", ["fake-twin-one 0.3.0 and twinframe of fake-twin-two 0.3.0"]),
         ("missingframe", "absent", ["pip install missingframe"]),
     ],

@@ -11,7 +11,7 @@ from amanda.plugins import hookimpl
 class GoodDriver(Driver):
     """Attaches to goodframe, and remembers it."""
 
-    api = 1
+    api = 2
     framework = "goodframe"
     modes = ("eager",)
     attached = False

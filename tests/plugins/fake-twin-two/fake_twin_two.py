@@ -6,7 +6,7 @@ from amanda.backend import Driver, Namespace
 class TwinDriver(Driver):
     """Attaches to twinframe, and remembers it."""
 
-    api = 1
+    api = 2
     framework = "twinframe"
     modes = ("eager",)
     attached = False
@@ -25,7 +25,7 @@ class TwinDriver(Driver):
 class ModeDriver(Driver):
     """Attaches to modeframe, and remembers it."""
 
-    api = 1
+    api = 2
     framework = "modeframe"
     modes = ("graph",)
     attached = False

@@ -20,7 +20,7 @@ from amanda.interceptor.opid import FRAMEWORK
 from amanda.namespace import Namespace
 from amanda.scope.report import Report
 
-DRIVER_API = 1
+DRIVER_API = 2
 """Number of the driver interface; it grows when a driver written for the last one would break."""
 
 _DRIVERS = "amanda.drivers."

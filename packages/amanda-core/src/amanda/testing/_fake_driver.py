@@ -217,7 +217,7 @@ def _origins(nodes: list[Node]) -> dict[Node, _Origin]:
 class FakeDriver(FakeTensors, EagerDriver):
     """The fake framework, eager."""
 
-    api = 1
+    api = 2
     framework = "amanda.testing.fake"
     modes = ("eager",)
     newest_tested = "1.0"

@@ -204,7 +204,7 @@ class RunnableCopy:
 class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
     """The fake framework's graphs: a copy runs where `Graph.run` is called."""
 
-    api = 1
+    api = 2
     framework = "amanda.testing.fake"
     modes = ("graph",)
     tensors = SymbolTensors()

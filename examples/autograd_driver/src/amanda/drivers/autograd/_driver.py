@@ -119,7 +119,7 @@ def _noted(trace: Callable[..., Any]) -> Callable[..., Any]:
 class AutogradDriver(BoxedTensors, EagerDriver):
     """autograd, whose primitives are the operators."""
 
-    api = 1
+    api = 2
     framework = "autograd"
     modes = ("eager",)
     newest_tested = "1.9"

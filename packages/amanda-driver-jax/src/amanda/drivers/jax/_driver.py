@@ -78,7 +78,7 @@ _TRACING_CODE = (
 class JaxDriver(Arrays, EagerDriver):
     """JAX, eager and under jit."""
 
-    api = 1
+    api = 2
     framework = "jax"
     packages = ("jaxlib", "flax", "equinox", "optax")
     modes = ("eager",)

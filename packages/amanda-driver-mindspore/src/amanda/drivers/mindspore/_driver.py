@@ -58,7 +58,7 @@ PRIVATE_NAMES = tuple(
 class MindSporeDriver(MindSporeAutograd):
     """MindSpore, PyNative mode."""
 
-    api = 1
+    api = 2
     framework = "mindspore"
     modes = ("eager",)
     newest_tested = "2.10"

@@ -51,7 +51,7 @@ PRIVATE_NAMES = (
 class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
     """Instruments ONNX Runtime's sessions: analyses their models, and runs instrumented copies instead."""
 
-    api = 1
+    api = 2
     framework = "onnxruntime"
     modes = ("graph",)
     newest_tested = NEWEST_TESTED

@@ -113,7 +113,7 @@ class OnnxFile(Artefact):
     routine on initializers is stored instead of these.
     """
 
-    api = 1
+    api = 2
     kind = "ONNX model"
 
     def __init__(self, path: Path) -> None:

@@ -39,7 +39,7 @@ class SavedModelFolder(Artefact):
     objects are kept.
     """
 
-    api = 1
+    api = 2
     kind = "SavedModel"
 
     def __init__(self, path: Path) -> None:

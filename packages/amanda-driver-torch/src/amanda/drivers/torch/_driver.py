@@ -63,7 +63,7 @@ from ._views import TorchViews
 class TorchDriver(TorchTensors, Autograd, EagerDriver):
     """PyTorch, eager mode."""
 
-    api = 1
+    api = 2
     framework = "torch"
     modes = ("eager",)
     newest_tested = NEWEST_TESTED

@@ -28,7 +28,7 @@ from ._unseen_ops import REPORTED, Datasets
 class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     """TensorFlow, eager mode."""
 
-    api = 1
+    api = 2
     framework = "tensorflow"
     packages = ("keras", "tf_keras")
     modes = ("eager",)

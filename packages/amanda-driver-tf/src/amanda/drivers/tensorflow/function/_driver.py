@@ -45,7 +45,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     observer_bytes: memory limit for the values that observers get in one call.
     """
 
-    api = 1
+    api = 2
     framework = "tensorflow"
     modes = ("function",)
     newest_tested = NEWEST_TESTED

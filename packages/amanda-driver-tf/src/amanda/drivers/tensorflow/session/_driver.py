@@ -29,7 +29,7 @@ from ._operations import Endpoint, RunRequest
 class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
     """Instruments TensorFlow's sessions: runs edited copies beside the operations of the user's graph."""
 
-    api = 1
+    api = 2
     framework = "tensorflow"
     modes = ("graph",)
     newest_tested = NEWEST_TESTED

@@ -30,7 +30,7 @@ NEEDS_NATIVE = "compiled callables run op by op in scopes; `python -m amanda` sa
 class GraphDriver(Driver):
     """PyTorch, graph mode."""
 
-    api = 1
+    api = 2
     framework = "torch"
     modes: ClassVar = ("graph",)
     namespace_tag = "pytorch"

@@ -39,7 +39,7 @@ class ExportedFile(Artefact):
     instead of them.
     """
 
-    api = 1
+    api = 2
     kind = "torch.export program"
 
     def __init__(self, path: Path) -> None:
