@@ -217,14 +217,10 @@ class Result(ABC):
         """Return schema, version, facts, the texts of the table, and each row as an object of its columns."""
         names = [column.name for column in self.columns]
         return {
-            "schema": f"amanda.{self.name}",
-            "version": self.version,
-            **self._facts(),
-            "title": self.title,
-            "notes": self._sentences,
-            "columns": [column.to_dict() for column in self.columns],
+            "schema": f"amanda.{self.name}", "version": self.version, **self._facts(), "title": self.title,
+            "notes": self._sentences, "columns": [column.to_dict() for column in self.columns],
             "rows": [dict(zip(names, row, strict=True)) for row in self.rows()],
-        }
+        }  # fmt: skip
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON; NaN and infinities are words."""
