@@ -69,11 +69,11 @@ def phase_in_torch(context: OpContext) -> str:
         phase = phase_of_frame(frame)
         if phase is not None:
             return "forward" if phase == "call" else phase
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith("torch.optim."):
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("torch.optim."):
             return "forward" if has_user_frame and _is_differentiated(context) else "optimizer"
         # A frame of the user inside the optimizer's is the closure of `step`.
-        has_user_frame = has_user_frame or not name.startswith(("torch.", "amanda."))
+        has_user_frame = has_user_frame or not module.startswith(("torch.", "amanda."))
         frame = frame.f_back
     return "forward"
 

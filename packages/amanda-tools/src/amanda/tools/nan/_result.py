@@ -300,7 +300,7 @@ class ScaledBackward:
         self.is_open, self._skipped_step = True, None
 
     def defer(self, finding: Finding | Entered, step: int) -> bool:
-        """Defer, or drop, a finding that an overflow would explain; return True if it is not to be kept.
+        """Defer a finding that an overflow would explain, or drop it in a skipped step; else return False.
 
         Accumulation of gradients adds Inf to -Inf, which is NaN, between two ops.
         """

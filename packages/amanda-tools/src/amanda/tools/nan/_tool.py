@@ -322,7 +322,7 @@ class NanTool(amanda.Tool):
             self._has_nan_update = self._has_nan_update or op.phase == "optimizer"
 
     def _count_or_add_finding(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
-        """Add the finding of an execution, for an op that only runs others apart; count a repeated one."""
+        """Add the finding of an execution, apart for an op that only runs other ops; count a repeated one."""
         key = *op.place, bool(outputs.flags & NAN)
         if key in self._findings_by_key and not self._scaled_backward.is_open and not self._stop:
             self._times_by_key[key] += 1

@@ -306,10 +306,10 @@ class Recorder:
             profile = self.recomputation(op_profile) if recomputed else op_profile
             thread = get_ident()
             stack = self._stack_by_thread.get(thread)
-            # fast path: the innermost execution is nearly always the one that ends
-            if not stack or (
-                stack[-1].profile is not profile and all(e.profile is not profile for e in stack)
-            ):
+            if not stack:
+                return
+            # Fast path: the innermost execution is nearly always the one that ends.
+            if stack[-1].profile is not profile and all(e.profile is not profile for e in stack):
                 return
             execution, inner_time, overhead = stack.pop(), 0, 0
             while execution.profile is not profile:  # the op raised, and its time belongs to the op around it

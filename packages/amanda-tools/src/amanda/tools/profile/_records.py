@@ -351,10 +351,10 @@ class ExecutionLog:
             self._step_begin = begin
         if end > self._step_end:
             self._step_end = end
+        # Full logs count what they drop, so that the result can tell.
         if not self._room:
             self.dropped += 1
             return
-        # Full logs count what they drop, so that the result can tell.
         self._room -= 1
         self._numbers.extend((place.index, begin, end - begin, thread))
         if thread not in self.threads:

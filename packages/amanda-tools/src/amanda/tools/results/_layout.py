@@ -248,17 +248,18 @@ class TableLayout:
         """Leave out columns of low priority until the others fit; return the width to shorten texts to."""
         longest = max((len(row[i]) for row in self.cells for i in self.positions), default=1)
         while True:
+            # The column to leave out next: of the lowest priority, the last one.
             priorities = {i: _priority(self.columns[i]) for i in self.positions}
-            least = min(self.positions, key=lambda i: (priorities[i], -i))
+            lowest = min(self.positions, key=lambda i: (priorities[i], -i))
             # Texts of a column that matters may be cut shorter, if that keeps the column.
-            shortest = _READABLE if priorities[least] <= 0 and len(self.positions) > _FEWEST else _SHORTEST
+            shortest = _READABLE if priorities[lowest] <= 0 and len(self.positions) > _FEWEST else _SHORTEST
             for text_width in range(max(longest, shortest), shortest - 1, -1):
                 if self._width_at(text_width) <= width:
                     return text_width
             if len(self.positions) <= _FEWEST:
                 return _SHORTEST
-            self.hidden.insert(0, self.columns[least].name)
-            self._remove({least})
+            self.hidden.insert(0, self.columns[lowest].name)
+            self._remove({lowest})
 
     def _remove(self, positions: set[int]) -> None:
         self.positions = [i for i in self.positions if i not in positions]
@@ -355,6 +356,7 @@ def _table_and_omissions(result: Result, width: int | None, view: View) -> tuple
     if not result._shows_table:
         return [], ""
     rows = result.rows()
+    # Each group is printed as one row.
     groups: Sequence[Rows] = [[row] for row in rows]
     if result._combines:
         groups = groups_of(result.columns, rows, view, result._order)

@@ -229,7 +229,7 @@ class Selection:
             operator_name = getattr(context.get_op(), "__name__", "")
             names = (str(context["type"]), str(context.get_forward_op_type()), operator_name)
         paths = context.get_scopes()
-        # Every option is asked, since each notes for `unmatched` what fits it.
+        # Types and modules are both asked, since they note for `unmatched` what fits them.
         has_type = not self.has_types or self._types(*names)
         has_path = self._modules(*paths)
         fits = has_type and has_path and not self._exclude(*paths)

@@ -225,6 +225,7 @@ class Accumulator:
 
 def _block_vector(block: Any, is_finite: Any) -> Any:
     """Return the ten fields of `Statistics` of a block, in order, as a vector on its device."""
+    # `where`, not a selection: the elements stay on their device, in an array of a known shape.
     zeros = do("zeros_like", block)
     count = _count(is_finite, block)
     finite_values = do("where", is_finite, block, zeros)

@@ -130,7 +130,7 @@ class Steps(amanda.Tool):
 
     def _watch_candidate(self, context: amanda.OpContext) -> None:
         """Count the executions of an op that may begin steps."""
-        if context.is_static():  # no step of it
+        if context.is_static():  # an op of a file, which does not run now
             return
         place = self._find_place(context)
         if place is None:

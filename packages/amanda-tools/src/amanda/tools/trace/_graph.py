@@ -326,7 +326,7 @@ class RecordedOp:
 
     op: at the begin of the first execution.  input_roots: by which ops of one place are told apart.
     written_inputs: index of each written input after the op, by flat position.
-    written_views: tensors that share written memory, and were read after the write.
+    other_versions: new versions of tensors in written memory that were read since, or of a leaf's gradient.
     """
 
     op: Op
@@ -335,7 +335,7 @@ class RecordedOp:
     recomputations: int = 0
     outputs: tuple[Position, ...] = ()
     written_inputs: dict[int, int] = field(default_factory=dict)
-    written_views: list[int] = field(default_factory=list)
+    other_versions: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -423,7 +423,7 @@ class GraphRecorder:
         """Return a recorded op as it is now."""
         recorded = self.ops[index]
         outputs = set(indices_at(recorded.outputs))
-        writes = (*recorded.written_inputs.values(), *recorded.written_views)
+        writes = (*recorded.written_inputs.values(), *recorded.other_versions)
         return replace(
             recorded.op, outputs=recorded.outputs, calls=recorded.calls,
             recomputations=recorded.recomputations,

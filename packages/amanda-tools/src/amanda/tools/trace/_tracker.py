@@ -44,7 +44,7 @@ class InputState(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _LiveTensor:
-    """A live tensor: its index as of a write into its memory, and a weak reference."""
+    """A live tensor: its index as of the write with a serial number, and a weak reference."""
 
     index: int
     serial: int
@@ -52,7 +52,7 @@ class _LiveTensor:
 
 
 class MemoryWrite(NamedTuple):
-    """A write by an op.  serial: number of the write."""
+    """A write into a span of memory by a recorded op.  serial: number of the write."""
 
     serial: int
     op: int
@@ -70,7 +70,7 @@ class LiveTensors:
         self.serial = 0
         self._recorder = recorder
         # By id, as tensors compare element by element; an entry goes when its tensor does.
-        self._live_tensor_by_id: dict[int, _LiveTensor] = {}
+        self._live_by_id: dict[int, _LiveTensor] = {}
         # By the memory that is written: its views share the list, which goes with the memory.
         self._writes_by_memory: weakref.WeakKeyDictionary[Any, list[MemoryWrite]] = (
             weakref.WeakKeyDictionary()
@@ -78,33 +78,33 @@ class LiveTensors:
 
     def input_state(self, value: Any) -> InputState | None:
         """Return the state of an input before the op; None for values that are not recorded tensors."""
-        live = self._live_tensor_by_id.get(id(value))
+        live = self._live_by_id.get(id(value))
         return None if live is None else InputState(live.reference, live.index, self.values.version(value))
 
     def last_index(self, tensor: Any) -> int | None:
         """Return the index of a tensor as of the last op that read or made it; None for an unknown one."""
-        live = self._live_tensor_by_id.get(id(tensor))
+        live = self._live_by_id.get(id(tensor))
         return None if live is None else live.index
 
     def current_index(self, tensor: Any) -> int | None:
         """Return the index of a tensor at this moment, after recording the writes into its memory."""
-        live = self._live_tensor_by_id.get(id(tensor))
+        live = self._live_by_id.get(id(tensor))
         if live is None:
             return None
         # Writes through other tensors of this memory become versions only once somebody reads this tensor.
         for write in self.writes_since(tensor, live.serial):
             live.index = self.add_version(write.op, live.index, tensor)
-            self._recorder.ops[write.op].written_views.append(live.index)
+            self._recorder.ops[write.op].other_versions.append(live.index)
         live.serial = self.serial
         return live.index
 
     def note_write(self, tensor: Any, op: int) -> None:
         """Note that an op has written a tensor, for as long as its memory is in use."""
-        memory_span = self.values.memory(tensor)
-        if memory_span is not None:
-            owner, span = memory_span
+        memory_and_span = self.values.memory(tensor)
+        if memory_and_span is not None:
+            memory, span = memory_and_span
             self.serial += 1
-            writes = self._writes_by_memory.setdefault(owner, [])
+            writes = self._writes_by_memory.setdefault(memory, [])
             writes.append(MemoryWrite(self.serial, op, span))
             # A loop may write a buffer without end.
             del writes[:-_WRITES_LIMIT]
@@ -141,9 +141,9 @@ class LiveTensors:
 
     def set_index(self, tensor: Any, index: int) -> None:
         """Set the index of a live tensor."""
-        live = self._live_tensor_by_id.get(id(tensor))
+        live = self._live_by_id.get(id(tensor))
         if live is None:
-            self._live_tensor_by_id[id(tensor)] = _LiveTensor(
+            self._live_by_id[id(tensor)] = _LiveTensor(
                 index, self.serial, self._reference(tensor, id(tensor))
             )
         else:
@@ -153,7 +153,7 @@ class LiveTensors:
         """Return a weak reference whose end drops the index; a strong one if no weak one is possible."""
         try:
             # The id is free for another tensor as soon as this one is gone.
-            return weakref.ref(tensor, lambda _: self._live_tensor_by_id.pop(key, None))
+            return weakref.ref(tensor, lambda _: self._live_by_id.pop(key, None))
         except TypeError:  # no weak references: the tensor lives as long as the tracker
             return lambda: tensor
 
@@ -162,7 +162,7 @@ class LiveTensors:
     ) -> None:
         """Set the indices of tensors.  only_changed: only of unknown tensors, or those written since."""
         for tensor, index in self._tensors_with_indices(values, positions):
-            live = self._live_tensor_by_id.get(id(tensor)) if only_changed else None
+            live = self._live_by_id.get(id(tensor)) if only_changed else None
             if live is None or self.writes_since(tensor, live.serial):
                 self.set_index(tensor, index)
 
@@ -368,9 +368,9 @@ class ExecutionTracker:
         # A leaf's gradient is written by each pass: a new version of the same tensor.
         if leaf_gradient is not None and execution.repeated_op is None:
             earlier_index = self._tensors.current_index(leaf_gradient)
-            recorded.written_views.append(self._tensors.add_version(index, earlier_index, leaf_gradient))
-        if leaf_gradient is not None and recorded.written_views:
-            self._tensors.set_index(leaf_gradient, recorded.written_views[0])
+            recorded.other_versions.append(self._tensors.add_version(index, earlier_index, leaf_gradient))
+        if leaf_gradient is not None and recorded.other_versions:
+            self._tensors.set_index(leaf_gradient, recorded.other_versions[0])
 
     def add_symbols(self, context: amanda.OpContext, program_op: ProgramOp) -> None:
         """Record an op of a graph, once: its inputs and outputs are symbols, which no execution changes."""

@@ -309,15 +309,15 @@ class TensorflowValues(FrameworkValues):
         graph = getattr(tensor, "graph", None)
         if graph is None or not hasattr(graph, "captures"):
             return None
-        captured = self._captured_by_graph.get(graph)
+        reference_by_id = self._captured_by_graph.get(graph)
         # A function captures more tensors while it is traced.
-        if captured is None or tensor._id not in captured:
+        if reference_by_id is None or tensor._id not in reference_by_id:
             # Weak: a captured tensor may hold the graph that is the key here.
             pairs = ((inner._id, weakref.ref(outer)) for outer, inner in graph.captures)
-            captured = self._captured_by_graph[graph] = dict(pairs)
+            reference_by_id = self._captured_by_graph[graph] = dict(pairs)
             self._note_variables(getattr(graph, "variables", ()))
-        if tensor._id in captured:
-            return captured[tensor._id]()
+        if tensor._id in reference_by_id:
+            return reference_by_id[tensor._id]()
         arguments = self._arguments_by_function.get(graph.name, ())
         for index, argument in zip(arguments, graph.inputs, strict=False):
             if argument is tensor or argument._id == tensor._id:
