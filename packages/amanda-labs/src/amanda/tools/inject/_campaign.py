@@ -326,6 +326,13 @@ class Campaign:
         # NaN is told apart from other corruption, as a program can detect it.
         if not_finite(golden, output):
             return "nan", ""
+        return self._compare_outputs(golden, output, number), ""
+
+    def _compare_outputs(self, golden: Any, output: Any, number: int) -> str:
+        """Return the outcome of a trial by the function `compare`.
+
+        Raises InjectError where that raises an exception or returns a word for another outcome.
+        """
         try:
             answer = self._compare(golden, output)
         except InjectError:
@@ -337,13 +344,13 @@ class Campaign:
                 f"compare, {routine_name(self._compare)}, raised at trial {number}: {reason}"
             ) from error
         if not isinstance(answer, str):
-            return ("sdc" if answer else "masked"), ""
+            return "sdc" if answer else "masked"
         if not answer or answer in OUTCOMES[2:]:
             raise InjectError(
                 f"compare, {routine_name(self._compare)}, returned {answer!r}; give True or False, or a word "
                 f"that is none of {', '.join(OUTCOMES[2:])}"
             )
-        return answer, ""
+        return answer
 
     def _run_restoring(self, program: Program, read_output: Callable[[Any], Any], *tools: amanda.Tool) -> Any:
         """Run the program under the campaign's tools and further ones, then restore the memory.

@@ -88,7 +88,7 @@ def _write_pytorch_point(context: amanda.OpContext) -> None:
 
 
 def _write_tensorflow_point(context: amanda.OpContext) -> None:
-    """Write the point that an Identity is, by its name or by the point under way."""
+    """Write the point that an Identity is, by its name in a graph, in eager mode by the point under way."""
     context["reaches_values"] = context.is_eager()
     if context.get_forward_op_type() == "Identity":
         match = _POINT_NAME.search(getattr(context.get_op(), "name", None) or "")
@@ -149,17 +149,20 @@ class Points:
             return False
         has_points = self._has_points_by_module.get(module)
         if has_points is None:
-            # Only the last part of a path is tested here, cheaply; the tool tests whole paths at analysis.
-            ends = {path.rpartition(".")[2] for path in _paths(module)}
-            patterns = [pattern for end_patterns, _ in self._watches for pattern in end_patterns]
-            has_points = (
-                not ends
-                # The wrapped module is selected by the wrapper's path, which has another end.
-                or not ends.isdisjoint(_ENDS_IN_WRAPPERS)
-                or any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
-            )
-            self._has_points_by_module[module] = has_points
+            has_points = self._has_points_by_module[module] = self._may_be_selected(module)
         return has_points
+
+    def _may_be_selected(self, module: Any) -> bool:
+        """Return True if the end of one of a module's paths fits a pattern, or does not tell."""
+        # Only the last part of a path is tested here, cheaply; the tool tests whole paths at analysis.
+        ends = {path.rpartition(".")[2] for path in _paths(module)}
+        patterns = [pattern for end_patterns, _ in self._watches for pattern in end_patterns]
+        return (
+            not ends
+            # The wrapped module is selected by the wrapper's path, which has another end.
+            or not ends.isdisjoint(_ENDS_IN_WRAPPERS)
+            or any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
+        )
 
 
 def _paths(module: Any) -> list[str]:

@@ -70,30 +70,39 @@ def patch_sweep(
         "options": {name: _option_in_file(value) for name, value in options.items()},
     }  # fmt: skip
     file = nullcontext() if resume is None else TrialFile(resume, "patch_sweep", header)
-    keys = [_place_text(place) for place in places]
-    metric_and_error_by_key: dict[str, tuple[float | None, str]] = {}  # an error if there is no metric
     with file as trial_file, Progress(progress) as bar:
-        records = {} if trial_file is None else trial_file.records
-        # The file may be of a run with other positions or heads.
-        metric_and_error_by_key.update((key, records[key]) for key in keys if key in records)
-        remaining = [
-            place for place, key in zip(places, keys, strict=True) if key not in metric_and_error_by_key
-        ]
-        with closing(run_trials(swept_metric, remaining, jobs)) as outcomes:
-            for outcome in outcomes:
-                key = _place_text(outcome.trial)
-                metric_and_error_by_key[key] = outcome.value, outcome.error
-                if trial_file is not None:
-                    trial_file.add(key, metric_and_error_by_key[key])
-                text = outcome.error or f"metric {outcome.value:g}"
-                bar.advance(len(metric_and_error_by_key), len(places), key, text)
+        measured = _measure_places(swept_metric, places, jobs, trial_file, bar)
     rows, errors = [], {}
-    for place, key in zip(places, keys, strict=True):
-        value, error = metric_and_error_by_key[key]
+    for place in places:
+        value, error = measured[_place_text(place)]
         rows.append((*place, value))
         if error:
-            errors[key] = error
+            errors[_place_text(place)] = error
     return PatchSweep(rows, along, baseline, errors)
+
+
+def _measure_places(
+    swept_metric: _MetricWithIntervention, places: Sequence[Place], jobs: int | None, file: TrialFile | None,
+    progress: Progress,
+) -> Mapping[str, tuple[float | None, str]]:  # fmt: skip
+    """Measure the metric at places that are not in the file, and add these to the file.
+
+    Returns for the name of each place the metric, or None and the error of the metric.
+    """
+    records = {} if file is None else file.records
+    names = [_place_text(place) for place in places]
+    # The file may be of a run with other positions or heads.
+    measured = {name: records[name] for name in names if name in records}
+    remaining = [place for place, name in zip(places, names, strict=True) if name not in measured]
+    with closing(run_trials(swept_metric, remaining, jobs)) as outcomes:
+        for outcome in outcomes:
+            name = _place_text(outcome.trial)
+            measured[name] = outcome.value, outcome.error
+            if file is not None:
+                file.add(name, measured[name])
+            text = outcome.error or f"metric {outcome.value:g}"
+            progress.advance(len(measured), len(places), name, text)
+    return measured
 
 
 def _place_text(place: Place) -> str:

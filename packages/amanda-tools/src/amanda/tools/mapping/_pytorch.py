@@ -232,9 +232,8 @@ def node_word(stem: str, kind: str) -> str:
         return kind
     aten_name = snake(stem)
     name_word = word(aten_name)
-    if name_word in (kind, *KERNEL_WORDS_BY_OP.get(kind, ())) or (
-        "conv" in name_word and kind.startswith("conv")
-    ):
+    is_kernel = name_word in (kind, *KERNEL_WORDS_BY_OP.get(kind, ()))
+    if is_kernel or ("conv" in name_word and kind.startswith("conv")):
         return kind
     if name_word.startswith("scaled_dot_product"):
         return "scaled_dot_product_attention"

@@ -48,17 +48,17 @@ class Summary(NamedTuple):
         shape, numbers = tensors.extents(tensor), tensors.stored_values(tensor, widen=True)
         if numbers is None:
             return cls(shape, dtype, 0, 0, batches=batches)
-        finite = do("isfinite", numbers)
+        is_finite = do("isfinite", numbers)
         nan, inf = (int(do("count_nonzero", do(test, numbers))) for test in ("isnan", "isinf"))
         negative_inf = int(do("count_nonzero", numbers <= float("-inf"))) if inf else 0
         finite_count = prod(map(int, numbers.shape)) - nan - inf
         if finite_count == 0:
             return cls(shape, dtype, nan, inf, batches=batches, negative_inf=negative_inf)
-        # where, not a selection: the elements stay on their device, in an array of a known shape.
-        infinite = do("full_like", numbers, float("inf"))
-        least = float(do("min", do("where", finite, numbers, infinite)))
-        most = float(do("max", do("where", finite, numbers, -infinite)))
-        mean = float(do("sum", do("where", finite, numbers, do("zeros_like", numbers)))) / finite_count
+        # By `where`, not by a selection: the elements stay on their device, in an array of a known shape.
+        infinities = do("full_like", numbers, float("inf"))
+        least = float(do("min", do("where", is_finite, numbers, infinities)))
+        most = float(do("max", do("where", is_finite, numbers, -infinities)))
+        mean = float(do("sum", do("where", is_finite, numbers, do("zeros_like", numbers)))) / finite_count
         return cls(shape, dtype, nan, inf, least, most, mean, batches, negative_inf)
 
     @classmethod

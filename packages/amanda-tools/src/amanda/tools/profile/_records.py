@@ -58,19 +58,24 @@ class OpProfile:
     kernels: dict[tuple[str, str], list[int]] = field(default_factory=dict)
     recomputation: OpProfile | None = None
 
-    def add(self, duration: int, inner_time: int) -> None:
-        """Add one execution.  duration: its nanoseconds.  inner_time: those of the ops within."""
+    def add(self, took: int, inside: int) -> None:
+        """Add one execution.
+
+        Args:
+            took: Nanoseconds of the execution.
+            inside: Nanoseconds of the ops within it.
+        """
         self.calls += 1
         self.timed += 1
-        self.total += duration
+        self.total += took
         # Ops within ran on other threads, or in a graph, so that their time cannot be subtracted.
         if not self.runs_others:
-            self.own += duration - inner_time
-        if duration > self.most:
-            self.most = duration
+            self.own += took - inside
+        if took > self.most:
+            self.most = took
         # 0 stands for none so far: the first execution sets the least.
-        if duration < self.least or self.timed == 1:
-            self.least = duration
+        if took < self.least or self.timed == 1:
+            self.least = took
 
     def clear(self) -> None:
         """Forget the executions."""

@@ -59,9 +59,8 @@ class NumpyMoments:
         """Add the statistics and counts of other moments, which have the same bins."""
         self._statistics = self._statistics.merged(moments._statistics)
         if moments._bin_counts is not None:
-            self._bin_counts = (
-                moments._bin_counts if self._bin_counts is None else self._bin_counts + moments._bin_counts
-            )
+            earlier = self._bin_counts
+            self._bin_counts = moments._bin_counts if earlier is None else earlier + moments._bin_counts
 
 
 def _block_statistics(block: Array, finite: Array) -> Statistics:

@@ -56,11 +56,9 @@ class Measured:
 
     def merged(self, other: Measured) -> Measured:
         """Return the statistics of both together; without a sketch where one of them has none."""
-        sketch = self.sketch and other.sketch and self.sketch.merged(other.sketch)
-        return replace(
-            self, executions=self.executions + other.executions, sketch=sketch or None,
-            statistics=self.statistics.merged(other.statistics),
-        )  # fmt: skip
+        sketch = self.sketch.merged(other.sketch) if self.sketch and other.sketch else None
+        executions, statistics = self.executions + other.executions, self.statistics.merged(other.statistics)
+        return replace(self, executions=executions, sketch=sketch, statistics=statistics)
 
 
 def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:

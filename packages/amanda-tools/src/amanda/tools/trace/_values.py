@@ -181,9 +181,8 @@ class PytorchValues(FrameworkValues):
         Without such a path, "parameter" or "input", and None.
         """
         is_parameter = isinstance(tensor, self._torch.nn.Parameter)
-        modules = [
-            subject for subject in interceptor.subjects() if isinstance(subject, self._torch.nn.Module)
-        ]
+        module_class = self._torch.nn.Module
+        modules = [subject for subject in interceptor.subjects() if isinstance(subject, module_class)]
         if modules:
             outermost = modules[0]  # to which paths are relative
             kind_and_path = self._kinds_and_paths(outermost).get(id(tensor))
@@ -342,7 +341,7 @@ class JaxValues(FrameworkValues):
     def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
         super().__init__(shape, dtype)
         # Arrays have no names: a weight is known by the slot of the model that it is in.
-        self._weights: TensorMap[str] = TensorMap()
+        self._weight_paths: TensorMap[str] = TensorMap()
 
     def is_symbolic(self, context: amanda.OpContext) -> bool:
         """Return True for an op that is traced into a program: its inputs and outputs are symbols."""
@@ -352,17 +351,17 @@ class JaxValues(FrameworkValues):
         return any(isinstance(value, jax.core.Tracer) for value in leaves(values))
 
     def facts(self, context: amanda.OpContext) -> TraceFacts:
-        """Return the facts of an op, and note which of its inputs are weights."""
+        """Return the facts of an op; of a forward op also note the paths of its weights, for `origin`."""
         if context.is_forward():
             for index, value in enumerate(context.get_inputs()):
                 variable = None if isinstance(value, (list, tuple)) else context.get_variable(index)
                 if variable is not None and self._dtype(value) is not None:
-                    self._weights[value] = str(context.get_variable_path(variable))
+                    self._weight_paths[value] = str(context.get_variable_path(variable))
         return super().facts(context)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return "parameter" and the path of a weight; "input" and None for other arrays."""
-        path = self._weights.get(tensor)
+        path = self._weight_paths.get(tensor)
         return ("input", None) if path is None else ("parameter", path)
 
 

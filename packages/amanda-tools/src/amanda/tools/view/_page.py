@@ -34,8 +34,8 @@ class Source:
     version: Any
     content: Mapping[str, Any]
 
-    def list_of(self, key: str) -> list[dict[str, Any]]:
-        """Return the objects under a key.  Raises AmandaError for anything that is not a list of objects."""
+    def objects_at(self, key: str) -> list[dict[str, Any]]:
+        """Return the list of objects under a key; [] without the key, AmandaError for any other value."""
         values = self.content.get(key, [])
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise AmandaError(f"{self.name}: `{key}` is to be a list of objects, as {self.schema} has it")
@@ -108,7 +108,7 @@ def key_of(row: Row) -> Key:
 
 def is_about_ops(source: Source) -> bool:
     """Return True if its rows say which op they are about."""
-    rows = source.list_of("rows")
+    rows = source.objects_at("rows")
     return bool(rows) and all(key in rows[0] for key in KEYS)
 
 
@@ -119,7 +119,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
     theirs in turn, unless texts in other columns tell the rows apart; otherwise each is about all of them.
     """
     columns = _columns(source)
-    rows = source.list_of("rows")
+    rows = source.objects_at("rows")
     names = [column["name"] for column in columns]
     return {
         "name": source.name, "schema": source.schema,
@@ -155,7 +155,7 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
     Raises AmandaError for rows without any column.
     """
-    rows, columns = source.list_of("rows"), source.content.get("columns")
+    rows, columns = source.objects_at("rows"), source.content.get("columns")
     objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
     column_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
     names = dict.fromkeys((*column_by_name, *(rows[0] if rows else ())))
@@ -206,7 +206,7 @@ def graph(source: Source) -> dict[str, Any]:
     An edge is (producer, consumer, tensor); one that comes from outside has -1 for a producer.
     Raises AmandaError for an index that refers to nothing.
     """
-    tensors, op_count = source.list_of("tensors"), len(source.list_of("ops"))
+    tensors, op_count = source.objects_at("tensors"), len(source.objects_at("ops"))
     edges: list[int] = []
     for index, tensor in enumerate(tensors):
         producer = tensor.get("producer")
@@ -227,7 +227,7 @@ def graph(source: Source) -> dict[str, Any]:
 def stages(source: Source, ops: Ops) -> dict[int, int]:
     """Return a partition's stages by the index of the op; its rows of one place are in execution order."""
     stage_of_op: dict[int, int] = {}
-    for row in source.list_of("ops"):
+    for row in source.objects_at("ops"):
         # The first op of the row's place that no earlier row has taken.
         index = next((op for op in ops.about(row) if op not in stage_of_op), None)
         if index is not None and isinstance(row.get("stage"), int):
@@ -275,9 +275,9 @@ def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
     trace = next((source for source in sources if source.schema == "amanda.trace"), None)
     tables = [source for source in sources if source is not trace]
     if trace is not None:
-        ops = trace.list_of("ops")
+        ops = trace.objects_at("ops")
     else:  # those that rows name, in order, each place once
-        rows = (row for source in tables if is_about_ops(source) for row in source.list_of("rows"))
+        rows = (row for source in tables if is_about_ops(source) for row in source.objects_at("rows"))
         ops = [dict(zip(KEYS, key, strict=True)) for key in dict.fromkeys(map(key_of, rows))]
     page_ops = Ops(ops)
     partition = next((source for source in sources if source.schema == "amanda.partition"), None)
