@@ -283,7 +283,7 @@ class NanTool(amanda.Tool):
         self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp,
         batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Add a finding if an execution gave NaN or Inf that it did not read; else count it as passed on.
+        """Count an execution, and judge the op if the outputs have NaN, or Inf if the tool looks for it.
 
         recorded: its inputs; None if not known.  batches: numbers of batches of a vmap, by flat index.
         Raises NotFiniteError for the first finding if the tool stops at one.
@@ -303,7 +303,11 @@ class NanTool(amanda.Tool):
         # An op that reads a handle gives what the variable held: the NaN was there before.
         if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads_handle:
             input_floats = output_floats
-        input_flags, output_flags = input_floats.flags, output_floats.flags
+        self._judge(op, execution, input_floats, output_floats)
+
+    def _judge(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
+        """Add a finding if the op made the NaN or Inf in its outputs, else count it as passed on."""
+        input_flags, output_flags = inputs.flags, outputs.flags
         if op.phase != "backward":
             self._flags_by_op_id[op.op_id] = input_flags | output_flags
         # A backward op multiplies by what was saved, which is among its inputs too.
@@ -311,12 +315,12 @@ class NanTool(amanda.Tool):
             input_flags |= self._flags_of_saved(op)
         makes_nan = output_flags & NAN and not input_flags & NAN
         if makes_nan or not input_flags:
-            self._count_or_add_finding(op, execution, input_floats, output_floats)
+            self._count_or_add_finding(op, execution, inputs, outputs)
         else:
             self._passed_on_count += 1
         # An op that only moves elements names no source; the op that reads them will.
         if output_flags & NAN and not op.only_moves:
-            self._add_entered(op, execution, input_floats)
+            self._add_entered(op, execution, inputs)
             if self._first_nan_step is None:
                 self._first_nan_step = self._steps.number
             self._has_nan_update = self._has_nan_update or op.phase == "optimizer"

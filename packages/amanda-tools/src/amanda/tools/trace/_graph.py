@@ -362,7 +362,7 @@ class GraphRecorder:
         self._framework_numbers: dict[str, int] = {}
         self.ops: list[RecordedOp] = []
         self.tensors: list[RecordedTensor] = []
-        self._dropped_count = 0
+        self._dropped = 0
         self._graph: Graph | None = None
 
     def add_tensor(self, described: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
@@ -415,7 +415,7 @@ class GraphRecorder:
             return False
         if not program_op.is_dropped:
             program_op.is_dropped = True
-            self._dropped_count += 1
+            self._dropped += 1
             self._graph = None
         return True
 
@@ -449,7 +449,5 @@ class GraphRecorder:
         if self._graph is None:
             ops = tuple(map(self.op, range(len(self.ops))))
             tensors = tuple(map(self.tensor, range(len(self.tensors))))
-            self._graph = Graph(
-                ops, tensors, tuple(self._framework_numbers), self.executions, self._dropped_count
-            )
+            self._graph = Graph(ops, tensors, tuple(self._framework_numbers), self.executions, self._dropped)
         return self._graph

@@ -72,9 +72,7 @@ class LiveTensors:
         # By id, as tensors compare element by element; an entry goes when its tensor does.
         self._live_by_id: dict[int, _LiveTensor] = {}
         # By the memory that is written: its views share the list, which goes with the memory.
-        self._writes_by_memory: weakref.WeakKeyDictionary[Any, list[MemoryWrite]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._writes: weakref.WeakKeyDictionary[Any, list[MemoryWrite]] = weakref.WeakKeyDictionary()
 
     def input_state(self, value: Any) -> InputState | None:
         """Return the state of an input before the op; None for values that are not recorded tensors."""
@@ -104,7 +102,7 @@ class LiveTensors:
         if memory_and_span is not None:
             memory, span = memory_and_span
             self.serial += 1
-            writes = self._writes_by_memory.setdefault(memory, [])
+            writes = self._writes.setdefault(memory, [])
             writes.append(MemoryWrite(self.serial, op, span))
             # A loop may write a buffer without end.
             del writes[:-_WRITES_LIMIT]
@@ -117,7 +115,7 @@ class LiveTensors:
             return writes
         memory, span = memory_and_span
         # newest first, so that a write of the same span ends the search
-        for write in reversed(self._writes_by_memory.get(memory, ())):
+        for write in reversed(self._writes.get(memory, ())):
             if write.serial <= serial:
                 break
             # The same span: a write of all that the tensor sees, before which nothing matters.
