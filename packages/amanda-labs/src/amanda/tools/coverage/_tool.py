@@ -361,15 +361,16 @@ _code_by_keras_module: dict[str, CodeType] = {}
 
 def _keras_call_codes() -> frozenset[CodeType]:
     """Return the code of `Layer.__call__` of each imported Keras."""
-    for module, name in _LAYER_CLASSES:
-        if (
-            module not in _code_by_keras_module
-            and (layer := getattr(sys.modules.get(module), name, None)) is not None
-        ):
-            if module.startswith("keras."):
+    for module_name, class_name in _LAYER_CLASSES:
+        if module_name in _code_by_keras_module:
+            continue
+        layer_class = getattr(sys.modules.get(module_name), class_name, None)
+        if layer_class is not None:
+            if module_name.startswith("keras."):
                 _REQUIRED_KERAS.check()
             # Keras wraps __call__ to shorten tracebacks; frames have the code of the inner function.
-            _code_by_keras_module[module] = inspect.unwrap(vars(layer)["__call__"]).__code__
+            call = inspect.unwrap(vars(layer_class)["__call__"])
+            _code_by_keras_module[module_name] = call.__code__
     return frozenset(_code_by_keras_module.values())
 
 

@@ -161,9 +161,9 @@ class TensorBoardWriter:
 
     def _open(self, step: int) -> None:
         """Begin a file; with files of an earlier process there, also a mark that drops their later steps."""
-        has_earlier = not self._was_open and any(self.folder.glob(f"*{_SUFFIX}"))
-        kind = _TorchEvents if _has_torch_writer() else _TensorFlowEvents
-        self._writer = kind(str(self.folder), step if has_earlier else None)
+        has_earlier_files = not self._was_open and any(self.folder.glob(f"*{_SUFFIX}"))
+        events_class = _TorchEvents if _has_torch_writer() else _TensorFlowEvents
+        self._writer = events_class(str(self.folder), step if has_earlier_files else None)
         self._was_open = True
 
     def close(self) -> None:
@@ -269,10 +269,8 @@ class MLflowWriter:
         if self._run is None or (self._run_id and self._run.info.run_id != self._run_id):
             if self._experiment is not None and self._run_id is None:
                 mlflow.set_experiment(self._experiment)
-            self._run, self._was_started = (
-                mlflow.start_run(run_id=self._run_id, nested=self._run is not None),
-                True,
-            )
+            self._run = mlflow.start_run(run_id=self._run_id, nested=self._run is not None)
+            self._was_started = True  # so that `close` ends the run
         # Reopened by this process, the run is the same one.
         self._run_id = self._run.info.run_id
 
