@@ -404,8 +404,8 @@ def test_the_result_is_saved_also_after_an_exception(tmp_path: Path) -> None:
         Training().run(9, fail)
     assert "The result is of step 4, the last of them." in json.loads(file.read_text())["notes"]
     assert writer.closed == 1
-    assert live._scope.closed
-    assert live._counting.closed
+    assert live._tool_scope.closed
+    assert live._counting_scope.closed
 
 
 def test_json_lines_of_a_killed_process_are_whole(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def test_an_op_that_raises_leaves_nothing_open() -> None:
     assert len(relus) == 2
     assert outer.total - outer.own in relus
     profiled(lambda: [profiled(lambda: failing(a)) for _ in range(300)], tool)
-    assert all(len(stack) <= 256 for stack in tool._recorder._open.values())
+    assert all(len(stack) <= 256 for stack in tool._recorder._stack_by_thread.values())
 
 
 def test_a_module_that_calls_itself() -> None:

@@ -105,7 +105,7 @@ def test_arrays_of_numpy_are_measured_too() -> None:
 def test_memory_does_not_grow_and_many_parts_are_exact() -> None:
     numbers = np.random.default_rng(1).normal(1e4, 1.0, 300 * 7)
     accumulator = accumulated([torch.from_numpy(part) for part in np.split(numbers, 300)])
-    assert all(len(vectors) <= 64 for vectors in accumulator._vectors.values())
+    assert all(len(vectors) <= 64 for vectors in accumulator._vectors_by_device.values())
     assert_moments(accumulator.statistics(), numbers)
 
 

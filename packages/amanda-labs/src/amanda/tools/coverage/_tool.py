@@ -100,11 +100,11 @@ class CoverageResult(PlacesResult[OpCoverage]):
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, those with most executions first."""
         rows = []
-        for key, places in self._grouped(self.ops).items():
-            sums = [sum(getattr(place, count) for place in places) for count in _COUNTS]
-            calls, whole, *_ = sums
-            rows.append((*key, *sums, whole / calls))
-        return sorted(rows, key=lambda row: (-row[len(self._by)], row[: len(self._by)]))
+        for key, ops in self._grouped(self.ops).items():
+            sums = {count: sum(getattr(op, count) for op in ops) for count in _COUNTS}
+            rows.append((*key, *sums.values(), sums["whole"] / sums["calls"]))
+        calls_position = len(self._by)  # behind the keys
+        return sorted(rows, key=lambda row: (-row[calls_position], row[:calls_position]))
 
     def _facts(self) -> Mapping[str, Any]:
         """Return totals of each phase, the types of ops, and each op."""
@@ -148,11 +148,11 @@ class CoverageTool(amanda.Tool):
     @checked
     def __init__(self, **selection: Unpack[SelectOptions]) -> None:
         super().__init__()
-        self._eager_ops: dict[int, OpCoverage] = {}
-        self._graph_ops: dict[int, OpCoverage] = {}
+        self._eager_op_by_id: dict[int, OpCoverage] = {}
+        self._graph_op_by_id: dict[int, OpCoverage] = {}
         # By thread: replicas of a model run at once.
-        self._open_calls: dict[int, tuple[FrameType, ModuleCall]] = {}
-        self._clears = 0
+        self._open_call_by_thread: dict[int, tuple[FrameType, ModuleCall]] = {}
+        self._clear_count = 0
         modules = [["pytorch", TORCH.write_finder], ["tensorflow/*/eager", KERAS.write_finder]]
         self.depends_on(StandardMapping(), MappingTool(modules))
         self.add_inst_for_op(self._instrument_forward)
@@ -162,80 +162,83 @@ class CoverageTool(amanda.Tool):
     @property
     def result(self) -> CoverageResult:
         """The counts of what was executed so far."""
-        self._open_calls.clear()
-        _count_seen_in_graphs(self._graph_ops.values())
-        return CoverageResult([*self._eager_ops.values(), *self._graph_ops.values()])
+        self._open_call_by_thread.clear()
+        _count_seen_in_graphs(self._graph_op_by_id.values())
+        return CoverageResult([*self._eager_op_by_id.values(), *self._graph_op_by_id.values()])
 
     def clear(self) -> None:
         """Set all counts to 0; ops that were analysed stay analysed."""
-        self._open_calls.clear()
-        self._clears += 1
-        for place in (*self._eager_ops.values(), *self._graph_ops.values()):
-            place.calls = place.whole = place.entered = place.left = 0
+        self._open_call_by_thread.clear()
+        self._clear_count += 1
+        for op in (*self._eager_op_by_id.values(), *self._graph_op_by_id.values()):
+            op.calls = op.whole = op.entered = op.left = 0
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
         """Count executions of a forward op, in the call of its module where there are modules."""
         modules: ModuleFinder | None = context.get("modules")
         context["model"] = modules.outermost_class(sys._getframe()) if modules else ""
-        place = self._op_coverage(context, context.get_op_id(), "forward", context["type"])
+        op = self._op_coverage(context, context.get_op_id(), "forward", context["type"])
         if modules:
-            context.insert_before_op(self._count_in_module, inputs=[], place=place, modules=modules)
+            context.insert_before_op(self._count_in_module, inputs=[], op=op, modules=modules)
         else:
-            context.insert_before_op(self._count_call, inputs=[], place=place)
+            context.insert_before_op(self._count_call, inputs=[], op=op)
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
         """Count executions of a backward op, in the call of its forward op."""
-        place = self._op_coverage(
+        op = self._op_coverage(
             context, context.get_backward_op_id() or 0, "backward", context["backward_type"]
         )
-        if context.get("modules") and place.type != "accumulate_grad":
-            context.insert_before_backward_op(self._count_in_module_backward, grad_outputs=[], place=place)
+        if context.get("modules") and op.type != "accumulate_grad":
+            context.insert_before_backward_op(self._count_in_module_backward, grad_outputs=[], op=op)
         else:
-            context.insert_before_backward_op(self._count_call, grad_outputs=[], place=place)
+            context.insert_before_backward_op(self._count_call, grad_outputs=[], op=op)
 
-    def _op_coverage(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> OpCoverage:
+    def _op_coverage(self, context: amanda.OpContext, op_id: int, phase: str, kind: str) -> OpCoverage:
         """Return the counts of an op, new ones at its first analysis."""
-        places = self._eager_ops if context.get("modules") else self._graph_ops
-        if op not in places:
+        op_by_id = self._eager_op_by_id if context.get("modules") else self._graph_op_by_id
+        if op_id not in op_by_id:
             where = (context.get_scope(), context.get_source(), context.get("model", ""))
-            places[op] = OpCoverage(phase, kind, *where)
-        return places[op]
+            op_by_id[op_id] = OpCoverage(phase, kind, *where)
+        return op_by_id[op_id]
 
     @staticmethod
     @amanda.observer
-    def _count_call(place: OpCoverage) -> None:
+    def _count_call(op: OpCoverage) -> None:
         """Count an execution outside of modules."""
-        place.calls += 1
+        op.calls += 1
 
     @amanda.observer
-    def _count_in_module(self, place: OpCoverage, modules: ModuleFinder, run: dict[str, Any]) -> None:
-        """Count an execution, and add the op to the open call of its module."""
-        place.calls += 1
+    def _count_in_module(self, op: OpCoverage, modules: ModuleFinder, run: dict[str, Any]) -> None:
+        """Count an execution, and add the op to the call of its module, if that is a leaf.
+
+        The call is the open one of this thread if it has the same frame, else a new one.
+        """
+        op.calls += 1
         frame = modules.innermost_frame(sys._getframe(1))
         if frame is None:
-            self._open_calls.pop(get_ident(), None)  # a frame keeps the arguments of its call alive
+            self._open_call_by_thread.pop(get_ident(), None)  # a frame keeps the arguments of its call alive
             return
-        last_frame, call = self._open_calls.get(get_ident(), (None, None))
-        if call is None or last_frame is not frame:
-            call = modules.open_call(frame, self._clears)
-            self._open_calls[get_ident()] = frame, call
+        frame_of_call, call = self._open_call_by_thread.get(get_ident(), (None, None))
+        if call is None or frame_of_call is not frame:
+            call = modules.open_call(frame, self._clear_count)
+            self._open_call_by_thread[get_ident()] = frame, call
         # The backward ops of this execution find the call of their forward op in `run`.
         run["call"] = call
-        if call.leaf:
-            call.forward.append(place)
+        if call.is_leaf:
+            call.forward.append(op)
 
     @amanda.observer
-    def _count_in_module_backward(self, place: OpCoverage, run: dict[str, Any]) -> None:
+    def _count_in_module_backward(self, op: OpCoverage, run: dict[str, Any]) -> None:
         """Count an execution, and add the op to the call of its forward op."""
-        place.calls += 1
+        op.calls += 1
         call: ModuleCall | None = run.get("call")
         # After `clear` the forward half of the call is gone, and half a call would count wrongly.
-        if call is not None and call.leaf and call.number == self._clears:
-            call.backward.append(place)
+        if call is not None and call.is_leaf and call.clear_count == self._clear_count:
+            call.backward.append(op)
 
 
 def _count_seen_in_graphs(ops: Iterable[OpCoverage]) -> None:
-    """Set the counts of ops in graphs from the number of ops in each name scope."""
+    """Set `whole`, `entered` and `left` of ops in graphs, as if innermost name scopes were leaf modules."""
     ops_by_scope: dict[tuple[str, str], list[OpCoverage]] = {}
     for op in ops:
         op.whole = op.entered = op.left = 0
@@ -244,18 +247,18 @@ def _count_seen_in_graphs(ops: Iterable[OpCoverage]) -> None:
     # A scope with scopes in it is not a leaf, whichever of its ops lie in it directly.
     scopes = {scope for _, scope in ops_by_scope}
     parents = {scope[:i] for scope in scopes for i, letter in enumerate(scope) if letter in "/."}
-    for (_, scope), members in ops_by_scope.items():
+    for (_, scope), ops_in_scope in ops_by_scope.items():
         if scope in parents:
             continue
         # As if the scope were one call, whose ops run in this order.
         span = OpSpan()
-        for op in members:
+        for op in ops_in_scope:
             span.append(op)
         # The span has counted one call; the scope was entered as often as its ops ran.
-        for op in members:
-            op.whole, op.entered, op.left = (
-                min(count, 1) * op.calls for count in (op.whole, op.entered, op.left)
-            )
+        for op in ops_in_scope:
+            op.whole = op.calls if op.whole else 0
+            op.entered = op.calls if op.entered else 0
+            op.left = op.calls if op.left else 0
 
 
 _REQUIRED_KERAS = RequiredNames(
@@ -295,13 +298,13 @@ class OpSpan:
 
 
 class ModuleCall:
-    """One call of a module.  leaf: the module has no modules in it.  number: of clears of the tool before."""
+    """One call of a module.  is_leaf: the module has no modules in it.  clear_count: of the tool before."""
 
-    __slots__ = ("backward", "forward", "leaf", "number")
+    __slots__ = ("backward", "clear_count", "forward", "is_leaf")
 
-    def __init__(self, leaf: bool, number: int) -> None:
-        self.leaf = leaf
-        self.number = number
+    def __init__(self, is_leaf: bool, clear_count: int) -> None:
+        self.is_leaf = is_leaf
+        self.clear_count = clear_count
         self.forward, self.backward = OpSpan(), OpSpan()
 
 
@@ -337,9 +340,9 @@ class ModuleFinder:
             frame = frame.f_back
         return name
 
-    def open_call(self, frame: FrameType, number: int) -> ModuleCall:
+    def open_call(self, frame: FrameType, clear_count: int) -> ModuleCall:
         """Return a new record for the call in a frame."""
-        return ModuleCall(self._is_leaf(frame.f_locals["self"]), number)
+        return ModuleCall(self._is_leaf(frame.f_locals["self"]), clear_count)
 
 
 @cache
@@ -353,18 +356,22 @@ def _torch_call_codes() -> frozenset[CodeType]:
 
 
 _LAYER_CLASSES = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
-_keras_codes: dict[str, CodeType] = {}
+_code_by_keras_module: dict[str, CodeType] = {}
 
 
 def _keras_call_codes() -> frozenset[CodeType]:
     """Return the code of `Layer.__call__` of each imported Keras."""
-    for module, name in _LAYER_CLASSES:
-        if module not in _keras_codes and (layer := getattr(sys.modules.get(module), name, None)) is not None:
-            if module.startswith("keras."):
+    for module_name, class_name in _LAYER_CLASSES:
+        if module_name in _code_by_keras_module:
+            continue
+        layer_class = getattr(sys.modules.get(module_name), class_name, None)
+        if layer_class is not None:
+            if module_name.startswith("keras."):
                 _REQUIRED_KERAS.check()
             # Keras wraps __call__ to shorten tracebacks; frames have the code of the inner function.
-            _keras_codes[module] = inspect.unwrap(vars(layer)["__call__"]).__code__
-    return frozenset(_keras_codes.values())
+            call = inspect.unwrap(vars(layer_class)["__call__"])
+            _code_by_keras_module[module_name] = call.__code__
+    return frozenset(_code_by_keras_module.values())
 
 
 def _is_leaf_module(module: Any) -> bool:

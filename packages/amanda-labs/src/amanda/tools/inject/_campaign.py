@@ -103,20 +103,22 @@ class Campaign:
         margin: Annotated[float, Range(above=0, below=0.5)] | None = None,
         progress: bool = True,
     ) -> None:
-        self._tool, self._trials, self._compare, self._sample = tool, trials, compare, sample
+        self._tool, self._trial_count, self._compare, self._sample = tool, trials, compare, sample
         self._hang_factor, self._timeout = hang_factor, timeout
         self._margin, self._progress = margin, progress
-        self._memory, self._watch = MemorySnapshot(), _HangWatch(timeout)
+        self._memory, self._hang_watch = MemorySnapshot(), _HangWatch(timeout)
         # Without limits ops that are not selected run with no routine.
-        self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._watch)
-        self._ended: dict[int, Trial] = {}
+        self._tools = (tool,) if hang_factor is None and timeout is None else (tool, self._hang_watch)
+        self._trial_by_number: dict[int, Trial] = {}  # of the last run, as far as they have ended
         self._sites: list[Site] = []
-        self._stop = trials
+        self._counted_trials = trials  # those with a lower number are in the result
 
     @property
     def result(self) -> CampaignResult:
         """The trials of the last `run` so far."""
-        trials = [trial for number, trial in sorted(self._ended.items()) if number < self._stop]
+        trials = [
+            trial for number, trial in sorted(self._trial_by_number.items()) if number < self._counted_trials
+        ]
         return CampaignResult(trials, self._tool.seed, len(self._sites))
 
     @checked(error=InjectError)
@@ -141,41 +143,43 @@ class Campaign:
                 without a tensor for the fault.
             ArtefactError: For a file of another campaign.
         """
-        self._ended, self._sites, self._stop = {}, [], self._trials
+        self._trial_by_number, self._sites, self._counted_trials = {}, [], self._trial_count
         try:
             golden, self._sites = self._run_without_faults(program)
             with self._trial_file(resume, golden) as file, Progress(self._progress) as progress:
-                self._run_trials(_Loader(self, program, golden, self._sites), jobs, file, progress)
+                self._run_trials(_TrialLoader(self, program, golden, self._sites), jobs, file, progress)
         finally:
             self._memory.clear()
         return self.result
 
     def _run_trials(
-        self, load: _Loader, jobs: int | None, file: TrialFile | None, progress: Progress
+        self, load: _TrialLoader, jobs: int | None, file: TrialFile | None, progress: Progress
     ) -> None:
         """Run the trials that are not in the file, until all have ended or the interval is narrow enough."""
         records = {} if file is None else file.records
-        trials = map(Trial.from_dict, records.values())
+        trials_in_file = map(Trial.from_dict, records.values())
         # The file may be of a run with more trials.
-        self._ended = {trial.number: trial for trial in trials if trial.number < self._trials}
-        precision = _Precision(self._margin)
-        numbers = [number for number in range(self._trials) if number not in self._ended]
-        progress.begin(self._trials, "trials", self._trials - len(numbers))
+        self._trial_by_number = {
+            trial.number: trial for trial in trials_in_file if trial.number < self._trial_count
+        }
+        goal = _PrecisionGoal(self._margin)
+        numbers = [number for number in range(self._trial_count) if number not in self._trial_by_number]
+        progress.begin(self._trial_count, "trials", self._trial_count - len(numbers))
         with closing(run_trials(load, numbers, jobs)) as outcomes:
-            while not precision.is_reached(self._ended):
+            while not goal.is_reached(self._trial_by_number):
                 outcome = next(outcomes, None)
                 if outcome is None:
                     return
-                trial = outcome.value or self._ended_process(outcome.trial, outcome.error)
-                self._ended[trial.number] = trial
+                trial = outcome.value or self._crashed_trial(outcome.trial, outcome.error)
+                self._trial_by_number[trial.number] = trial
                 if file is not None:
                     file.add(str(trial.number), trial.to_dict())
                 text = f"SDC rate {self.result.sdc_rate}"
-                progress.advance(len(self._ended), self._trials, "trials", text)
-        self._stop = precision.trials
+                progress.advance(len(self._trial_by_number), self._trial_count, "trials", text)
+        self._counted_trials = goal.counted_trials
 
-    def _ended_process(self, number: int, error: str) -> Trial:
-        """Return the trial of a process that ended, and took the injections along."""
+    def _crashed_trial(self, number: int, error: str) -> Trial:
+        """Return the outcome of a trial whose process ended, and took the injections along."""
         return Trial(number, "crash", (), error, self._draw_site(number, self._sites))
 
     def _trial_file(self, path: str | PathLike[str] | None, golden: Any) -> Any:
@@ -204,17 +208,17 @@ class Campaign:
     def _run_without_faults(self, program: Program) -> tuple[Any, list[Site]]:
         """Run twice without faults; return the output, and the sites at which faults fit.
 
-        Sets the limit of executions from which on a run hangs.
+        Saves the memory that later runs restore, and sets the limit of executions from which on a run hangs.
         Raises InjectError where no op has a tensor for the fault, and where the outputs differ.
         """
-        self._watch.limit = float("inf")
+        self._hang_watch.limit = float("inf")
         self._memory.clear()
         with self._tool.calibrating():
             # The snapshot learns which memory the program reads; later runs restore the same memory.
             golden = self._run_restoring(program, arrays, self._memory)
         if self._hang_factor is not None:
             # A very short program may execute some ops more, for one branch, without hanging.
-            self._watch.limit = self._hang_factor * max(self._watch.executions, 100)
+            self._hang_watch.limit = self._hang_factor * max(self._hang_watch.executions, 100)
         sites = self._tool.sites
         if not sites:
             raise InjectError(
@@ -247,9 +251,11 @@ class Campaign:
         """
         other_golden, other_sites = self._run_without_faults(program)
         differences = [
-            f"{_described(other)} instead of {_described(site)}"
+            f"{_site_text(other)} instead of {_site_text(site)}"
             for site, other in zip_longest(sites, other_sites)
-            if site is None or other is None or _comparable(site) != _comparable(other)
+            if site is None
+            or other is None
+            or _facts_in_all_processes(site) != _facts_in_all_processes(other)
         ]
         if differences:
             raise InjectError(
@@ -268,11 +274,11 @@ class Campaign:
     def copied(self) -> Campaign:
         """Return a campaign of the same options for another process."""
         return Campaign(
-            self._tool, self._trials, self._compare, self._sample, self._hang_factor, self._timeout
+            self._tool, self._trial_count, self._compare, self._sample, self._hang_factor, self._timeout
         )
 
     def _draw_site(self, number: int, sites: list[Site]) -> Site | None:
-        """Return the random site of a trial; None for all sites."""
+        """Return the random site of a trial, which its number and the seed determine; None for all sites."""
         if self._sample == "all":
             return None
         key = np.array([self._tool.seed, 0], np.uint64)
@@ -282,11 +288,10 @@ class Campaign:
         random = np.random.Generator(np.random.Philox(key=key, counter=counter))
         if self._sample == "ops":
             return sites[int(random.integers(len(sites)))]
-        # A uniform number below the sum falls into a site in proportion to its elements.
-        cumulative_sizes = np.cumsum([site.elements for site in sites])
-        return sites[
-            int(np.searchsorted(cumulative_sizes, random.integers(cumulative_sizes[-1]), side="right"))
-        ]
+        # A random element of all sites together lies in a site in proportion to the site's elements.
+        ends = np.cumsum([site.elements for site in sites])
+        element = random.integers(ends[-1])
+        return sites[int(np.searchsorted(ends, element, side="right"))]
 
     def run_trial(self, program: Program, golden: Any, sites: list[Site], number: int) -> Trial:
         """Run the program with the faults of one trial, and return its outcome.
@@ -311,8 +316,8 @@ class Campaign:
         except Exception as error:
             exception = error
         # First: a program may turn the watch's exception into another one.
-        if self._watch.reason:
-            return "hang", self._watch.reason
+        if self._hang_watch.reason:
+            return "hang", self._hang_watch.reason
         # A mistake in the campaign's options is not a crash of the program.
         if isinstance(exception, InjectError):
             raise exception
@@ -321,6 +326,13 @@ class Campaign:
         # NaN is told apart from other corruption, as a program can detect it.
         if not_finite(golden, output):
             return "nan", ""
+        return self._compare_outputs(golden, output, number), ""
+
+    def _compare_outputs(self, golden: Any, output: Any, number: int) -> str:
+        """Return the outcome of a trial by the function `compare`.
+
+        Raises InjectError where that raises an exception or returns a word for another outcome.
+        """
         try:
             answer = self._compare(golden, output)
         except InjectError:
@@ -332,17 +344,20 @@ class Campaign:
                 f"compare, {routine_name(self._compare)}, raised at trial {number}: {reason}"
             ) from error
         if not isinstance(answer, str):
-            return ("sdc" if answer else "masked"), ""
+            return "sdc" if answer else "masked"
         if not answer or answer in OUTCOMES[2:]:
             raise InjectError(
                 f"compare, {routine_name(self._compare)}, returned {answer!r}; give True or False, or a word "
                 f"that is none of {', '.join(OUTCOMES[2:])}"
             )
-        return answer, ""
+        return answer
 
     def _run_restoring(self, program: Program, read_output: Callable[[Any], Any], *tools: amanda.Tool) -> Any:
-        """Run the program; return `read_output(output)`, computed before memory is restored."""
-        self._watch.start()
+        """Run the program under the campaign's tools and further ones, then restore the memory.
+
+        Returns `read_output(output)`, computed before memory is restored.
+        """
+        self._hang_watch.start()
         try:
             with amanda.apply(*tools, *self._tools):
                 output = program()
@@ -352,7 +367,7 @@ class Campaign:
             self._memory.restore()
 
 
-class _Loader:
+class _TrialLoader:
     """Returns the function that runs a trial; in another process, after runs without faults there."""
 
     def __init__(self, campaign: Campaign, program: Program, golden: Any, sites: list[Site]) -> None:
@@ -369,35 +384,37 @@ class _Loader:
         return partial(self._campaign.run_trial, self._program, self._golden, self._sites)
 
 
-class _Precision:
-    """Says at which trial the interval of the SDC rate is narrow enough.
+class _PrecisionGoal:
+    """A goal that is reached once the interval of the SDC rate is narrow enough; never without a margin.
 
     Trials count in the order of their numbers, so that the answer is the same whichever ends first.
     """
 
     def __init__(self, margin: float | None) -> None:
         self._margin = margin
-        self.trials = self._with_faults = self._corruptions = 0
+        self.counted_trials = self._trials_with_faults = self._corruptions = 0
 
-    def is_reached(self, ended: Mapping[int, Trial]) -> bool:
-        """Return True if the trials from 0 to `trials` have ended, and are enough."""
+    def is_reached(self, trial_by_number: Mapping[int, Trial]) -> bool:
+        """Count the trials that have ended, up to the first that has not; return True if these are enough."""
         while self._margin is not None:
-            rate = wilson(self._corruptions, self._with_faults)
+            rate = wilson(self._corruptions, self._trials_with_faults)
             if rate.high - rate.low <= 2 * self._margin:
                 return True
-            if self.trials not in ended:
+            if self.counted_trials not in trial_by_number:
                 return False
-            outcome = ended[self.trials].outcome
-            self.trials += 1
-            self._with_faults += outcome != "no_fault"
-            self._corruptions += outcome not in _NO_CORRUPTION
+            outcome = trial_by_number[self.counted_trials].outcome
+            self.counted_trials += 1
+            if outcome != "no_fault":
+                self._trials_with_faults += 1
+            if outcome not in _NO_CORRUPTION:
+                self._corruptions += 1
         return False
 
 
 _NO_CORRUPTION = {"masked", "nan", "crash", "hang", "no_fault"}
 
 
-def _comparable(site: Site) -> tuple[Any, ...]:
+def _facts_in_all_processes(site: Site) -> tuple[Any, ...]:
     """Return the facts of a site that are the same in all processes.
 
     Ids of ops count the models that a process has seen, and the same source may lie in another folder.
@@ -405,13 +422,11 @@ def _comparable(site: Site) -> tuple[Any, ...]:
     return site.execution, site.elements, site.phase, site.type, site.module
 
 
-def _described(site: Site | None) -> str:
+def _site_text(site: Site | None) -> str:
     """Return a site in words."""
-    return (
-        "none"
-        if site is None
-        else f"{site.type} of {site.module or 'no module'} ({site.elements:,} elements)"
-    )
+    if site is None:
+        return "none"
+    return f"{site.type} of {site.module or 'no module'} ({site.elements:,} elements)"
 
 
 def _digest(value: Any) -> str:

@@ -44,8 +44,9 @@ def bits_of(dtype: str | None, field: BitField = "any") -> tuple[int, ...]:
     """
     # Two floats lie side by side, the real part first.
     if dtype in _COMPLEX:
-        part, half = bits_of(_COMPLEX[dtype], field), len(bits_of(_COMPLEX[dtype]))
-        return (*part, *(bit + half for bit in part))
+        part_dtype = _COMPLEX[dtype]
+        bits_of_part, part_size = bits_of(part_dtype, field), len(bits_of(part_dtype))
+        return (*bits_of_part, *(bit + part_size for bit in bits_of_part))
     mantissa, exponent, sign = _field_sizes(dtype or "")
     unsigned, size = mantissa + exponent, mantissa + exponent + sign
     fields = {"mantissa": (0, mantissa), "exponent": (mantissa, unsigned), "sign": (unsigned, size)}
@@ -173,12 +174,14 @@ class Fault(NamedTuple):
         return bool(bits_of(dtype)) and (dtype != "bool" or self.kind not in NOISE_FAULTS)
 
     def _bit_choices(self, dtype: str | None) -> NDArray[np.int64]:
-        """Return the bits that may change: a row for each run of adjacent bits, or one row of single bits."""
+        """Return the bits that may change: a row for each run of adjacent bits, or one row of single bits.
+
+        No row if the type has fewer such bits than change: the fault does not fit.
+        """
         bits = np.array(
             [bit for bit in bits_of(dtype, self.field) if self.bits is None or bit in self.bits], np.int64
         )
         if len(bits) < self.flips:
-            # No row: the fault does not fit.
             return bits[:0, None]
         if self.kind != "multi_bit":
             return bits[None]
@@ -187,30 +190,33 @@ class Fault(NamedTuple):
         return np.asarray(runs[runs[:, -1] - runs[:, 0] == self.flips - 1])
 
     def apply(
-        self, raw: ElementBytes, dtype: str, like: Any, random: np.random.Generator, unit: NDArray[np.int64]
-    ) -> tuple[ElementBytes, NDArray[np.int64] | None]:
-        """Return elements (n, width) with the fault, and the changed bits (n, flips).
+        self, raw: ElementBytes, dtype: str, like: Any, random: np.random.Generator,
+        slice_numbers: NDArray[np.int64],
+    ) -> tuple[ElementBytes, NDArray[np.int64] | None]:  # fmt: skip
+        """Return elements (n, width) with the fault, and the changed bits (n, flips); None for whole numbers.
 
-        like: a tensor of the elements' type.  unit: number of the slice of each element, or of the element
-        without an axis; the same bits change in all elements of a slice.
+        like: a tensor of the elements' type.  slice_numbers: of each element, from 0; the same bits change in
+        all elements of a slice.  Without an axis each element is a slice.
         """
         if self.kind not in BIT_FAULTS:
             return to_bytes(self._faulty_numbers(raw, dtype, random), dtype, like), None
-        bits = self._draw_bits(dtype, int(unit.max()) + 1, random)[unit]
-        masks = np.zeros_like(raw)
-        for column in bits.T:
-            # One bit of each element at a time: two bits of an element may lie in one byte.
-            masks[np.arange(len(raw)), column // 8] |= (1 << (column % 8)).astype(np.uint8)
+        bits_of_slices = self._draw_bits(dtype, int(slice_numbers.max()) + 1, random)
+        bits = bits_of_slices[slice_numbers]
+        masks, elements = np.zeros_like(raw), np.arange(len(raw))
+        # One bit of each element at a time: two bits of an element may lie in one byte.
+        for bit_of_elements in bits.T:
+            byte, bit_in_byte = bit_of_elements // 8, bit_of_elements % 8
+            masks[elements, byte] |= (1 << bit_in_byte).astype(np.uint8)
         if self.kind in ("bit_flip", "multi_bit"):
             return raw ^ masks, bits
         return raw & ~masks if self.kind == "stuck_at_0" else raw | masks, bits
 
     def _draw_bits(self, dtype: str, count: int, random: np.random.Generator) -> NDArray[np.int64]:
-        """Return random bits to change: (count, flips)."""
+        """Return random bits to change, different ones in a row: (count, flips)."""
         choices = self._bit_choices(dtype)
-        if self.kind == "multi_bit":  # each choice is a run of adjacent bits
+        if self.kind == "multi_bit":  # each row is a run of adjacent bits
             return choices[random.integers(len(choices), size=count)]
-        (single_bits,) = choices
+        single_bits = choices[0]
         # Sorting random keys draws bits without replacement for all elements at once.
         order = random.random((count, len(single_bits))).argsort(axis=1, kind="stable")
         return np.asarray(single_bits[np.sort(order[:, : self.flips], axis=1)])
@@ -221,13 +227,15 @@ class Fault(NamedTuple):
         if self.kind in constants:
             return np.full(len(raw), constants[self.kind])
         numbers = from_bytes(raw, dtype)
-        draw = random.uniform if self.kind == "uniform" else random.normal
         # Two columns always, so that real and complex tensors draw the same numbers.
-        noise = draw(-self.scale if self.kind == "uniform" else 0.0, self.scale, (len(raw), 2))
-        drawn = noise[:, 0] + 1j * noise[:, 1] if np.iscomplexobj(numbers) else noise[:, 0]
+        if self.kind == "uniform":
+            columns = random.uniform(-self.scale, self.scale, (len(raw), 2))
+        else:
+            columns = random.normal(0.0, self.scale, (len(raw), 2))
+        noise = columns[:, 0] + 1j * columns[:, 1] if np.iscomplexobj(numbers) else columns[:, 0]
         # Overflow to infinity is a fault like others.
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.asarray(numbers * (1 + drawn) if self.kind == "relative" else numbers + drawn)
+            return np.asarray(numbers * (1 + noise) if self.kind == "relative" else numbers + noise)
 
 
 class Site(NamedTuple):
@@ -242,16 +250,25 @@ class Site(NamedTuple):
     source: str
 
 
+class OpLabels(NamedTuple):
+    """What tells an op in results."""
+
+    phase: str
+    type: str
+    module: str
+    source: str
+
+
 @dataclass(eq=False)
 class SelectedOp:
     """A selected op, forward or backward.
 
-    labels: phase, type, module and source.  number: in the order of analysis.  dtype: return the name of a
-    tensor's element type.  remarks: sentences on tensors that cannot be read.
+    op: its id.  number: in the order of analysis.  dtype: returns the name of a tensor's element type.
+    executions: how many there were.  remarks: sentences on tensors that cannot be read.
     """
 
     op: int
-    labels: tuple[str, str, str, str]
+    labels: OpLabels
     number: int
     dtype: Any
     executions: int = 0
@@ -272,45 +289,43 @@ class TargetTensor(NamedTuple):
         """Number of elements."""
         return prod(self.value.shape)
 
-    def units(self, axis: int | None) -> int:
-        """Return the number of slices along an axis, or of elements for None."""
+    def unit_count(self, axis: int | None) -> int:
+        """Return the number of units of a fault: of slices along an axis, or of elements for None."""
         return self.size if axis is None else int(self.value.shape[axis])
 
     def positions(self, units: NDArray[np.int64], axis: int | None) -> NDArray[np.int64]:
-        """Return the flat positions of slices: an array (elements before the axis, units, elements after)."""
+        """Return the flat positions of units: an array (elements before the axis, units, elements after)."""
         if axis is None:
             return units[None, :, None]
         extents = self.value.shape
-        # Flat positions are (before * extent + index) * after + rest, so a negative axis has to be counted
-        # from 0.
-        axis %= len(extents)
-        outer_positions, inner_positions = (
-            np.arange(prod(extents[:axis])),
-            np.arange(prod(extents[axis + 1 :])),
-        )
-        return np.asarray(
-            (outer_positions[:, None, None] * extents[axis] + units[:, None]) * len(inner_positions)
-            + inner_positions
-        )
+        axis %= len(extents)  # a negative one counts from the end
+        outer, inner = np.arange(prod(extents[:axis])), np.arange(prod(extents[axis + 1 :]))
+        # A flat position is (outer * extent + index) * inner extent + inner.
+        rows = outer[:, None, None] * extents[axis] + units[:, None]
+        return np.asarray(rows * len(inner) + inner)
 
 
 def tensors_in(
     value: Any, name: str, position: int, fault: Fault, place: SelectedOp
 ) -> Iterator[TargetTensor]:
-    """Yield the dense tensors in a value, or in a list, whose element type can have the fault."""
+    """Yield the dense tensors in a value, or in a list, whose element type can have the fault.
+
+    A tensor that cannot be read is left out, with a remark at the op.
+    """
     # An op may read or give a list of tensors at one position.
     is_list = isinstance(value, (list, tuple))
     for item, tensor in enumerate(value if is_list else (value,)):
         dtype = place.dtype(tensor)
         reason = None if dtype is None else tensors_of(tensor).unread(tensor)
         if reason is not None:
-            place.remarks[
-                f"{name} of {place.labels[1]} of {place.labels[2] or place.labels[3]} is skipped: {reason}."
-            ] = None
+            labels = place.labels
+            remark = f"{name} of {labels.type} of {labels.module or labels.source} is skipped: {reason}."
+            place.remarks[remark] = None
         elif dtype is not None and tensors_of(tensor).is_dense(tensor) and fault.fits(dtype, tensor.shape):
-            yield TargetTensor(
-                tensor, dtype, name + f"[{item}]" * is_list, position, item if is_list else None
-            )
+            if is_list:
+                yield TargetTensor(tensor, dtype, f"{name}[{item}]", position, item)
+            else:
+                yield TargetTensor(tensor, dtype, name, position, item=None)
 
 
 @dataclass(frozen=True)

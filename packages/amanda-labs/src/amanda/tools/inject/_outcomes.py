@@ -153,13 +153,15 @@ class CampaignResult(KeyedResult):
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each value of the keys, sorted, without the trials that had no fault."""
-        groups: dict[tuple[str, ...], dict[int, Trial]] = {}
+        # By row, and by number: a trial with several injections of one key counts once in its row.
+        trials_by_key: dict[tuple[str, ...], dict[int, Trial]] = {}
         for trial in self.trials:
-            for place in trial.injections or filter(None, [trial.site]):
-                groups.setdefault(_row_key(place, self._by), {})[trial.number] = trial
+            places = trial.injections or ([] if trial.site is None else [trial.site])
+            for place in places:
+                trials_by_key.setdefault(_row_key(place, self._by), {})[trial.number] = trial
         rows = []
-        for key in sorted(groups, key=lambda key: [_sort_key(part) for part in key]):
-            outcomes = [trial.outcome for trial in groups[key].values()]
+        for key in sorted(trials_by_key, key=lambda key: [_sort_key(part) for part in key]):
+            outcomes = [trial.outcome for trial in trials_by_key[key].values()]
             counts = [outcomes.count(outcome) for outcome in self._outcomes]
             corruptions = sum(map(outcomes.count, self._sdc))
             rows.append((*key, len(outcomes), *counts, *wilson(corruptions, len(outcomes))))
@@ -266,13 +268,13 @@ def top1_changed(golden: Any, output: Any) -> bool:
 def not_finite(golden: Any, output: Any) -> bool:
     """Return True if NaN or Inf replaces a finite number."""
     for golden_array, array in zip_longest(arrays_in(golden), arrays_in(output)):
-        # A number that was not finite without the fault is none of the fault's doing.
+        # A number that was not finite without the fault is not due to the fault.
         if array is not None and _can_hold_nan(array):
-            non_finite = ~np.isfinite(array)
+            is_new_nan_or_inf = ~np.isfinite(array)
             # With other shapes no element corresponds, so every NaN counts as new.
             if golden_array is not None and golden_array.shape == array.shape and _can_hold_nan(golden_array):
-                non_finite &= np.isfinite(golden_array)
-            if non_finite.any():
+                is_new_nan_or_inf &= np.isfinite(golden_array)
+            if is_new_nan_or_inf.any():
                 return True
     return False
 

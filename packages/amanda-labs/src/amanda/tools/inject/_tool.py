@@ -27,6 +27,7 @@ from amanda.tools.inject._faults import (
     Injection,
     InjectResult,
     Kind,
+    OpLabels,
     SelectedOp,
     Site,
     TargetTensor,
@@ -132,16 +133,16 @@ class InjectTool(amanda.Tool):
         self._selection = Selection(type, module, exclude=exclude)
         self._probability, self._count = probability, count
         self._permanent, self._limit = permanent, limit
-        self._executions = range(start, sys.maxsize if end is None else end, frequency)
+        self._faulty_executions = range(start, sys.maxsize if end is None else end, frequency)
         self.seed = seed
         self._analysed_types: set[str] = set()
-        self._selected = False
-        self._op_count = 0
+        self._has_selected = False
+        self._selected_count = 0
         self.op_names: Mapping[int, int] = {}
         """Ids by which ops draw and list faults, in a process that has other ids than the first."""
-        # By the forward op, so that `op_gone` drops its backward ops as well.
-        self._selected_ops: dict[int, dict[int, SelectedOp]] = {}  # by the forward op, by the op itself
-        self._backward_of: dict[int, int | None] = {}
+        # By the forward op, so that `op_gone` drops its backward ops as well; then by the op itself.
+        self._selected_ops_by_forward_op: dict[int, dict[int, SelectedOp]] = {}
+        self._first_backward_op_by_forward_op: dict[int, int | None] = {}
         self.try_at(0, None)
         self.depends_on(StandardMapping())
         if target in ("outputs", "inputs", "weights"):
@@ -153,8 +154,10 @@ class InjectTool(amanda.Tool):
     def result(self) -> InjectResult:
         """Return the injections so far, in an order that does not depend on threads."""
         executions = self._all_executions()
-        unselected_types = () if self._selected else self._analysed_types
-        result = InjectResult(_sorted_items(self._injections), self._total, executions, unselected_types)
+        unselected_types = () if self._has_selected else self._analysed_types
+        result = InjectResult(
+            _sorted_items(self._ordered_injections), self._changed_count, executions, unselected_types
+        )
         unread = dict.fromkeys(sentence for op in self._all_selected_ops() for sentence in op.remarks)
         result.remarks = [*as_remarks(self.unmatched()), *unread]
         return result
@@ -162,16 +165,20 @@ class InjectTool(amanda.Tool):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy, without records of ops: a copy analyses ops anew."""
         # In another process an op may have the id of another op here, and its place in the order of ops.
-        records = {"_selected_ops": {}, "_backward_of": {}, "_op_count": 0}
-        return {**vars(self), **records, "_executed": self._all_executions()}
+        records = {
+            "_selected_ops_by_forward_op": {},
+            "_first_backward_op_by_forward_op": {},
+            "_selected_count": 0,
+        }
+        return {**vars(self), **records, "_executions_of_deleted": self._all_executions()}
 
     def _all_executions(self) -> int:
         """Return the number of executions, also of ops that are gone."""
-        return self._executed + sum(op.executions for op in self._all_selected_ops())
+        return self._executions_of_deleted + sum(op.executions for op in self._all_selected_ops())
 
     def options(self) -> dict[str, Any]:
         """Return what decides the faults besides the selection of ops, as values for JSON."""
-        executions = self._executions
+        executions = self._faulty_executions
         return {
             **self._fault._asdict(), "target": self._target, "index": self._index, "count": self._count,
             "probability": self._probability, "permanent": self._permanent, "seed": self.seed,
@@ -184,21 +191,28 @@ class InjectTool(amanda.Tool):
 
     def clear(self) -> None:
         """Forget the injections, and count executions from 0; analysed ops stay analysed."""
-        self._injections: list[tuple[tuple[int, int], Injection]] = []
-        self._total = 0
-        self._executed = 0  # by ops that are gone
+        # Each behind its execution and the number of its op, by which results are in order.
+        self._ordered_injections: list[tuple[tuple[int, int], Injection]] = []
+        self._changed_count = 0
+        self._executions_of_deleted = 0  # of ops of deleted models
         # The records stay, as routines of analysed ops hold them.
-        for place in self._all_selected_ops():
-            place.executions = 0
+        for selected_op in self._all_selected_ops():
+            selected_op.executions = 0
 
     def op_gone(self, op_id: int) -> None:
         """Drop the record of an op, but keep the number of its executions."""
-        self._backward_of.pop(op_id, None)
-        self._executed += sum(op.executions for op in self._selected_ops.pop(op_id, {}).values())
+        self._first_backward_op_by_forward_op.pop(op_id, None)
+        self._executions_of_deleted += sum(
+            op.executions for op in self._selected_ops_by_forward_op.pop(op_id, {}).values()
+        )
 
     def _all_selected_ops(self) -> list[SelectedOp]:
         """Return the records of all ops that live; copies, as another thread may add some."""
-        return [place for places in list(self._selected_ops.values()) for place in list(places.values())]
+        return [
+            selected_op
+            for places in list(self._selected_ops_by_forward_op.values())
+            for selected_op in list(places.values())
+        ]
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
@@ -207,7 +221,7 @@ class InjectTool(amanda.Tool):
         try:
             yield
         finally:
-            self._calibrates = False
+            self._is_calibrating = False
 
     @deprecated(use="calibrating, a context", since="amanda-tools 0.2", gone="0.4")
     def look(self) -> None:
@@ -217,131 +231,143 @@ class InjectTool(amanda.Tool):
     def _begin_calibration(self) -> None:
         """Record sites instead of faults, from the first execution on."""
         self.try_at(0, None)
-        self._calibrates = True
+        self._is_calibrating = True
 
     @property
     def sites(self) -> list[Site]:
         """Return the executions that can have faults, of the last `calibrating`."""
-        return _sorted_items(self._sites)
+        return _sorted_items(self._ordered_sites)
 
     def try_at(self, trial: int, site: Site | None) -> None:
-        """Inject faults at one site, or at all sites.
+        """Forget the injections, and inject faults at one site, or at all sites, from now on.
 
         Args:
             trial: Number that varies the random choice.
             site: Site of the faults; None for all.
         """
         self.clear()
-        self._sites: list[tuple[tuple[int, int], Site]] = []
-        self._only, self._trial, self._calibrates = site, trial, False
+        self._ordered_sites: list[tuple[tuple[int, int], Site]] = []
+        self._drawn_site, self._trial, self._is_calibrating = site, trial, False
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
-        """Insert the injection at the outputs, inputs or weights of a selected op."""
+        """Insert the injection at the outputs, inputs or weights of a selected forward op, if it has any."""
         self._analysed_types.add(context["type"])
         if not self._selection.fits(context):
             return
-        place = self._selected_op(context, context.get_op_id(), context["phase"], context["type"])
+        selected_op = self._selected_op(context, context.get_op_id(), context["phase"], context["type"])
         if self._target == "outputs":
-            context.insert_after_op(self._inject, place=place, **_run_argument(context))
+            context.insert_after_op(self._inject, selected_op=selected_op, **_run_argument(context))
             return
         # Both: a weight may be a plain tensor, and a bias is a parameter that is not a weight.
-        parameters = {context["weight_index"], *parameter_inputs(context)}
-        positions = range(len(context.get_inputs()))
-        targets = [i for i in positions if (i in parameters) == (self._target == "weights")]
-        if targets:
+        parameter_positions = {context["weight_index"], *parameter_inputs(context)}
+        wants_parameters = self._target == "weights"
+        positions = [
+            i for i in range(len(context.get_inputs())) if (i in parameter_positions) == wants_parameters
+        ]
+        if positions:
             context.insert_before_op(
-                self._inject, inputs=targets, place=place, positions=targets, **_run_argument(context)
-            )
+                self._inject, inputs=positions, selected_op=selected_op, positions=positions,
+                **_run_argument(context),
+            )  # fmt: skip
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
-        """Insert the injection at the gradients of a selected backward op."""
+        """Insert the injection at gradients of a backward op that its own or its op's type selects."""
         kind: str = context["backward_type"]
         self._analysed_types.add(kind)
         # The framework's name of the node, such as AddmmBackward0, selects it too.
-        own_name = context.get_backward_op().__name__
-        if not self._selection.fits(context, kind, own_name) and not self._selects_by_forward(context, kind):
+        node_name = context.get_backward_op().__name__
+        if not self._selection.fits(context, kind, node_name) and not self._selects_by_forward(context, kind):
             return
-        place = self._selected_op(context, context.get_backward_op_id() or 0, "backward", kind)
+        selected_op = self._selected_op(context, context.get_backward_op_id() or 0, "backward", kind)
         if self._target == "grad_outputs":
-            context.insert_before_backward_op(self._inject, place=place, run=None)
+            context.insert_before_backward_op(self._inject, selected_op=selected_op, run=None)
         elif self._target == "grad_inputs":
-            context.insert_after_backward_op(self._inject, place=place, run=None)
+            context.insert_after_backward_op(self._inject, selected_op=selected_op, run=None)
         elif context["weight_grad_index"] is not None:
-            targets = [context["weight_grad_index"]]
+            positions = [context["weight_grad_index"]]
             context.insert_after_backward_op(
-                self._inject, grad_inputs=targets, place=place, positions=targets,
-                fits=weight_gradient(context), run=None,
+                self._inject, grad_inputs=positions, selected_op=selected_op, positions=positions,
+                is_target=weight_gradient(context), run=None,
             )  # fmt: skip
 
     def _selects_by_forward(self, context: amanda.OpContext, kind: str) -> bool:
-        """Return True if the word of the forward op selects this backward op."""
+        """Return True if the forward op's type selects this one of its backward ops: see `type`."""
         # Adding up a leaf's gradient belongs to no forward op.
         if kind == "accumulate_grad" or not self._selection.fits(context):
             return False
         if self._target == "weight_grads" and context["weight_grad_index"] is None:
             return False
-        backward_op = context.get_backward_op_id()
+        forward_id, backward_id = context.get_op_id(), context.get_backward_op_id()
         # The first backward op that is analysed is the one that the gradient enters.
-        return self._backward_of.setdefault(context.get_op_id(), backward_op) == backward_op
+        return self._first_backward_op_by_forward_op.setdefault(forward_id, backward_id) == backward_id
 
     def _selected_op(self, context: amanda.OpContext, op: int, phase: str, kind: str) -> SelectedOp:
-        """Return the record of an op, a new one at its first analysis."""
-        places = self._selected_ops.setdefault(context.get_op_id(), {})
-        if op not in places:
-            labels = (phase, kind, context.get_scope(), context.get_source())
-            places[op] = SelectedOp(op, labels, self._op_count, context["dtype"])
-            self._op_count += 1
-            self._selected = True
-        return places[op]
+        """Return the record of an op, new at its first analysis.  op: id of the forward or backward op."""
+        selected_ops = self._selected_ops_by_forward_op.setdefault(context.get_op_id(), {})
+        if op not in selected_ops:
+            labels = OpLabels(phase, kind, context.get_scope(), context.get_source())
+            selected_ops[op] = SelectedOp(op, labels, self._selected_count, context["dtype"])
+            self._selected_count += 1
+            self._has_selected = True
+        return selected_ops[op]
 
     def _inject(
-        self, *values: Any, place: SelectedOp, positions: Sequence[int] | None = None,
-        fits: Callable[[int, Any], bool] = lambda position, value: True,
+        self, *values: Any, selected_op: SelectedOp, positions: Sequence[int] | None = None,
+        is_target: Callable[[int, Any], bool] = lambda position, value: True,
         run: dict[Any, Any] | None, recomputed: bool,
     ) -> Any:  # fmt: skip
-        """Return the values of an execution with faults, or record its site; None without faults."""
-        execution = execution_number(place, run, recomputed)
-        if execution not in self._executions:
-            return None
-        if self._only is not None and (place.op, execution) != (self._only.op, self._only.execution):
+        """Return the values of an execution with faults; None without faults, or to record its site alone.
+
+        positions: of the values among the op's inputs, outputs or gradients; None for all in order.
+        """
+        execution = execution_number(selected_op, run, recomputed)
+        site = self._drawn_site
+        is_other_site = site is not None and (selected_op.op, execution) != (site.op, site.execution)
+        if execution not in self._faulty_executions or is_other_site:
             return None
         tensors: list[TargetTensor] = []
-        indices = positions or range(len(values))  # of the values among the op's inputs, outputs or gradients
-        for position, (index, value) in enumerate(zip(indices, values, strict=True)):
-            if self._index in (None, index) and fits(index, value):
-                tensors += tensors_in(value, f"{self._target}[{index}]", position, self._fault, place)
-        if not self._calibrates:
-            return self._with_faults(values, tensors, place, execution, recomputed)
+        positions = positions or range(len(values))
+        for value_index, (position, value) in enumerate(zip(positions, values, strict=True)):
+            if self._index in (None, position) and is_target(position, value):
+                name = f"{self._target}[{position}]"
+                tensors += tensors_in(value, name, value_index, self._fault, selected_op)
+        if not self._is_calibrating:
+            return self._add_faults(values, tensors, selected_op, execution, recomputed)
         size = sum(tensor.size for tensor in tensors)
         # A checkpoint runs an op again: that is the same execution, and no further site.
         if size and not recomputed:
-            self._sites.append(((execution, place.number), Site(place.op, execution, size, *place.labels)))
+            site = Site(selected_op.op, execution, size, *selected_op.labels)
+            self._ordered_sites.append(((execution, selected_op.number), site))
         return None
 
-    def _with_faults(
-        self, values: Sequence[Any], tensors: Sequence[TargetTensor], place: SelectedOp, execution: int,
+    def _add_faults(
+        self, values: Sequence[Any], tensors: Sequence[TargetTensor], selected_op: SelectedOp, execution: int,
         recomputed: bool,
     ) -> tuple[Any, ...] | None:  # fmt: skip
-        """Return the values with faults in random elements or slices; None without faults."""
-        # All tensors of the execution are one range of units, so that each unit is equally likely.
-        unit_counts = [tensor.units(self._fault.axis) for tensor in tensors]
-        *starts, total = itertools.accumulate(unit_counts, initial=0)
+        """Return the values with faults in random units; None without faults.
+
+        A unit of a fault is an element, or with an axis a slice.
+        """
+        # The units of all tensors are numbered one after the other, so that each is equally likely.
+        unit_counts = [tensor.unit_count(self._fault.axis) for tensor in tensors]
+        *first_units, total = itertools.accumulate(unit_counts, initial=0)
         # A permanent fault hits the same units in every execution.
-        random = self._random(place.op, 0 if self._permanent else execution)
+        random = self._make_random(selected_op.op, 0 if self._permanent else execution)
         if self._probability is None:
-            count = min(self._count or 1, total)
+            fault_count = min(self._count or 1, total)
         else:
-            count = int(random.binomial(total, self._probability))
-        if not count:
+            fault_count = int(random.binomial(total, self._probability))
+        if not fault_count:
             return None
         # Sorted, so that the units of each tensor are one slice.
-        units = np.sort(random.choice(total, count, replace=False, shuffle=False))
-        units_by_tensor = np.split(units, np.searchsorted(units, starts[1:]))
+        units = np.sort(random.choice(total, fault_count, replace=False, shuffle=False))
+        units_by_tensor = np.split(units, np.searchsorted(units, first_units[1:]))
         results = list(values)
-        for tensor, start, tensor_units in zip(tensors, starts, units_by_tensor, strict=True):
+        for tensor, first_unit, tensor_units in zip(tensors, first_units, units_by_tensor, strict=True):
             if not len(tensor_units):
                 continue
-            faulty = self._with_fault(tensor, tensor_units - start, place, execution, random, recomputed)
+            units_in_tensor = tensor_units - first_unit
+            faulty = self._add_fault(tensor, units_in_tensor, selected_op, execution, random, recomputed)
             if tensor.item is None:
                 results[tensor.position] = faulty
             else:
@@ -350,19 +376,20 @@ class InjectTool(amanda.Tool):
                 results[tensor.position][tensor.item] = faulty
         return tuple(results)
 
-    def _random(self, op: int, execution: int) -> np.random.Generator:
+    def _make_random(self, op: int, execution: int) -> np.random.Generator:
         """Return a random generator for an execution of an op, which does not depend on earlier draws."""
-        counter = [0, execution, self._trial, get_args(Target).index(self._target)]
         # Seed and op are the key, trial and execution the counter: each execution has numbers of its own,
         # which do not depend on what ran before, on threads or on a checkpoint.
         key = np.array([self.seed, self.op_names.get(op, op)], np.uint64)
-        return np.random.Generator(np.random.Philox(key=key, counter=np.array(counter, np.uint64)))
+        target_number = get_args(Target).index(self._target)
+        counter = np.array([0, execution, self._trial, target_number], np.uint64)
+        return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
-    def _with_fault(
-        self, tensor: TargetTensor, units: Any, place: SelectedOp, execution: int,
+    def _add_fault(
+        self, tensor: TargetTensor, units: Any, selected_op: SelectedOp, execution: int,
         random: np.random.Generator, recomputed: bool,
     ) -> Any:  # fmt: skip
-        """Return a tensor with the fault in elements or slices, and record the injections.
+        """Return a tensor with the fault in some units, and record the injections.
 
         The recomputation of a checkpoint has the same fault, and no further record.
         """
@@ -372,37 +399,37 @@ class InjectTool(amanda.Tool):
         old_bytes = xp.bytes_at(tensor.value, positions)
         bits = None
         if self._fault.kind == "wrong_row":
-            extent = tensor.units(axis)
+            row_count = tensor.unit_count(axis)
             # From 1 on: the row itself would be no fault.
-            other_rows = (units + random.integers(1, extent, size=len(units))) % extent
+            other_rows = (units + random.integers(1, row_count, size=len(units))) % row_count
             new_bytes = xp.bytes_at(tensor.value, tensor.positions(other_rows, axis).ravel())
         else:
             # All elements of a slice change the same bits, as a stuck line of memory does.
-            unit = np.broadcast_to(np.arange(len(units))[:, None], positions_of_units.shape).ravel()
-            new_bytes, bits = self._fault.apply(old_bytes, dtype, tensor.value, random, unit)
+            slice_numbers = np.broadcast_to(np.arange(len(units))[:, None], positions_of_units.shape).ravel()
+            new_bytes, bits = self._fault.apply(old_bytes, dtype, tensor.value, random, slice_numbers)
         if not recomputed:
-            self._record_injections(tensor, positions, bits, old_bytes, new_bytes, place, execution)
+            self._record_injections(tensor, positions, bits, old_bytes, new_bytes, selected_op, execution)
         return xp.with_bytes(tensor.value, positions, new_bytes)
 
     def _record_injections(
         self, tensor: TargetTensor, positions: Any, bits: Any, old_bytes: Any, new_bytes: Any,
-        place: SelectedOp, execution: int,
+        selected_op: SelectedOp, execution: int,
     ) -> None:  # fmt: skip
         """Count the changed elements at flat positions of a tensor, and list them up to `limit`.
 
         bits: (elements, flips) the changed bits; None for a fault of whole numbers.
         """
-        self._total += len(positions)
-        room = max(0, self._limit - len(self._injections))
+        self._changed_count += len(positions)
+        room = max(0, self._limit - len(self._ordered_injections))
         old_numbers = from_bytes(old_bytes[:room], tensor.dtype).tolist()
         new_numbers = from_bytes(new_bytes[:room], tensor.dtype).tolist()
-        op_id = self.op_names.get(place.op, place.op)
-        labels = (*place.labels, op_id, execution, tensor.name, tensor.dtype)
+        op_id = self.op_names.get(selected_op.op, selected_op.op)
+        labels = (*selected_op.labels, op_id, execution, tensor.name, tensor.dtype)
         for i, position in enumerate(positions[:room]):
             element = tuple(map(int, np.unravel_index(position, tensor.value.shape)))
             changed_bits = () if bits is None else tuple(map(int, bits[i]))
             injection = Injection(*labels, element, changed_bits, old_numbers[i], new_numbers[i])
-            self._injections.append(((execution, place.number), injection))
+            self._ordered_injections.append(((execution, selected_op.number), injection))
 
 
 def _run_argument(context: amanda.OpContext) -> dict[str, None]:

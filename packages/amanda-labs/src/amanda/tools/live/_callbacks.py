@@ -11,7 +11,10 @@ from amanda.tools.live._writers import LiveError
 
 
 class _Training:
-    """The scope of tools over one training, whose steps have the numbers of a trainer."""
+    """The LiveTools of a callback, and their scope from the begin to the end of a training.
+
+    Steps begin, end and are numbered by calls of the trainer's callback alone.
+    """
 
     def __init__(self, lives: tuple[LiveTool, ...]) -> None:
         if not lives:
@@ -23,8 +26,8 @@ class _Training:
         self._scope: amanda.Scope | None = None
 
     def begin(self, step: int) -> None:
-        """Open the scope, after a step that ended before: 0, or that of a checkpoint."""
-        self.end()  # of a training that an exception has ended
+        """Begin a training after a step, 0 or that of a checkpoint; open the scope unless the program did."""
+        self.end()  # of an earlier training, if an exception has ended it
         for live in self._lives:
             live.begin_calls(step)
         # A scope that the program opened itself stays the program's.
@@ -43,7 +46,7 @@ class _Training:
             live.end_step(number)
 
     def end(self) -> None:
-        """Close the scope, which saves results, and closes writers."""
+        """Close the scope if `begin` opened one, which saves results and closes writers."""
         scope, self._scope = self._scope, None
         if scope is not None:
             atexit.unregister(self.end)
@@ -69,19 +72,19 @@ def transformers_callback(*lives: LiveTool) -> Any:
 
         def __init__(self) -> None:
             self._training = _Training(lives)
-            self._is_first = False
+            self._is_first_process = False
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self._is_first = state.is_world_process_zero
-            if self._is_first:
+            self._is_first_process = state.is_world_process_zero
+            if self._is_first_process:
                 self._training.begin(state.global_step)
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self._is_first:
+            if self._is_first_process:
                 self._training.begin_step()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self._is_first:
+            if self._is_first_process:
                 self._training.end_step(state.global_step)
 
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -109,7 +112,7 @@ def lightning_callback(*lives: LiveTool) -> Any:
 
         def __init__(self) -> None:
             self._training = _Training(lives)
-            self._step = -1
+            self._step = -1  # global step of the first process; -1 in others, which do not log
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             if trainer.is_global_zero:
@@ -157,21 +160,21 @@ def keras_callback(*lives: LiveTool) -> Any:
         def __init__(self) -> None:
             super().__init__()
             self._training = _Training(lives)
-            self._first = 0
+            self._steps_before_epoch = 0
 
         def on_train_begin(self, logs: Any = None) -> None:
-            self._first = int(self.model.optimizer.iterations)
-            self._training.begin(self._first)
+            self._steps_before_epoch = int(self.model.optimizer.iterations)
+            self._training.begin(self._steps_before_epoch)
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             # Read once an epoch: the variable may lie on a GPU, which would be waited for at each step.
-            self._first = int(self.model.optimizer.iterations)
+            self._steps_before_epoch = int(self.model.optimizer.iterations)
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
             self._training.begin_step()
 
         def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-            self._training.end_step(self._first + batch + 1)
+            self._training.end_step(self._steps_before_epoch + batch + 1)
 
         def on_train_end(self, logs: Any = None) -> None:
             self._training.end()

@@ -49,14 +49,15 @@ def log_tool(tool: amanda.Tool, log: str, every: int) -> LiveTool:
     if kind not in _WRITERS:
         names = did_you_mean(kind, _WRITERS)
         # `log` alone is read as a switch that is on.
-        given = "log names no writer" if log == "true" else f"there is no writer {kind!r}"
-        raise LiveError(f"{given}; {names}")
-    if log not in _opened:
-        _opened[log] = _FirstProcessWriter(_WRITERS[kind](*([place] if colon else [])))
-    return LiveTool(tool, _opened[log], every)
+        fault = "log names no writer" if log == "true" else f"there is no writer {kind!r}"
+        raise LiveError(f"{fault}; {names}")
+    if log not in _writer_by_log:
+        writer = _WRITERS[kind](place) if colon else _WRITERS[kind]()
+        _writer_by_log[log] = _FirstProcessWriter(writer)
+    return LiveTool(tool, _writer_by_log[log], every)
 
 
-_opened: dict[str, _FirstProcessWriter] = {}
+_writer_by_log: dict[str, _FirstProcessWriter] = {}
 """Writers of this process, by the texts that name them: tools that name the same place share its writer."""
 
 
@@ -65,16 +66,16 @@ class _FirstProcessWriter:
 
     def __init__(self, writer: ScalarWriter) -> None:
         self._writer: Any = writer
-        self._is_told = False
+        self._has_logged_place = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         session = Session.present()
         if session is None or session.label.partition(".restart")[0] in ("main", "rank0"):
             self._writer.scalars(step, values)
-            if not self._is_told:
+            if not self._has_logged_place:
                 # At once: whoever watches has to know where.
                 logger.warning("steps are logged to %s", self, extra={"live": True})
-                self._is_told = True
+                self._has_logged_place = True
 
     def close(self) -> None:
         self._writer.close()

@@ -49,7 +49,7 @@ def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, f
     return {f"{name}/{label}": float(value) for label, value in numbers.items()}
 
 
-def _stats(result: Any) -> Iterator[tuple[str, float]]:
+def _stats_numbers(result: Any) -> Iterator[tuple[str, float]]:
     """Yield mean and standard deviation of each output, and the L2 norm of each weight and gradient."""
     names = _RowNames()
     # Not by rows, whose quantiles take longer than all else.
@@ -77,23 +77,25 @@ def _sentinel(result: Any) -> Mapping[str, float]:
     return {"alarms": kinds.total(), **by_kind, "watched steps": result.counts.watched}
 
 
-def _totals(names: Sequence[str], result: Result) -> Iterator[tuple[str, float]]:
-    """Yield the sums of columns over all rows, then over those of each phase, if rows have one."""
-    rows, positions = result.rows(), _positions(result, [*names, "phase"])
-    phases = [row[positions["phase"]] if "phase" in positions else None for row in rows]
+def _column_totals(names: Sequence[str], result: Result) -> Iterator[tuple[str, float]]:
+    """Yield the sum of each column over all rows, then over those of each phase, if rows have one."""
+    rows, position_by_name = result.rows(), _position_by_name(result, [*names, "phase"])
+    phases = [row[position_by_name["phase"]] if "phase" in position_by_name else None for row in rows]
     for name in names:
-        numbers = [row[positions[name]] or 0 for row in rows]
+        numbers = [row[position_by_name[name]] or 0 for row in rows]
         yield name, sum(numbers)
         for phase in dict.fromkeys(filter(None, phases)):
-            of_phase = (number for number, key in zip(numbers, phases, strict=True) if key == phase)
-            yield f"{name} {phase}", sum(of_phase)
+            phase_numbers = (
+                number for number, row_phase in zip(numbers, phases, strict=True) if row_phase == phase
+            )
+            yield f"{name} {phase}", sum(phase_numbers)
 
 
 # What somebody who watches a training run asks of a step; the rest is logged on request.
 _DEFAULTS: Mapping[str, Callable[[Any], Any]] = {
-    "stats": _stats,
-    "flops": partial(_totals, ("FLOPs", "MACs")),
-    "profile": partial(_totals, ("self ms", "allocated")),
+    "stats": _stats_numbers,
+    "flops": partial(_column_totals, ("FLOPs", "MACs")),
+    "profile": partial(_column_totals, ("self ms", "allocated")),
     "nan": _nan,
     "sentinel": _sentinel,
 }
@@ -104,36 +106,41 @@ class _RowNames:
     """Names of the rows of a result, each once."""
 
     def __init__(self) -> None:
-        self._seen = Counter[str]()
+        self._count_by_name = Counter[str]()
 
     def unique(self, module: str, kind: str, phase: str, others: Sequence[str]) -> str:
-        """Return "module.type/others"; the second of a name has a "-2" behind its type."""
+        """Return "module.type/others"; the second row with a name has a "-2" behind its type.
+
+        The phase is among the others unless it is forward, or the type tells it.
+        """
         place = ".".join(filter(None, [module.replace("/", "."), kind])) or "all"
-        is_implied = phase in ("", "forward") or kind.endswith("_backward")
-        rest = " ".join([*([] if is_implied else [phase]), *others])
-        self._seen[f"{place}/{rest}"] += 1
-        count = self._seen[f"{place}/{rest}"]
-        return f"{place}{f'-{count}' * (count > 1)}/{rest}"
+        is_phase_implied = phase in ("", "forward") or kind.endswith("_backward")
+        rest = " ".join(others if is_phase_implied else [phase, *others])
+        self._count_by_name[f"{place}/{rest}"] += 1
+        count = self._count_by_name[f"{place}/{rest}"]
+        suffix = f"-{count}" if count > 1 else ""
+        return f"{place}{suffix}/{rest}"
 
 
 def _row_numbers(result: Result, columns: Sequence[str]) -> dict[str, float]:
     """Return the numbers of some columns of each row, by the row's texts and the column's name."""
-    positions, numbers, names = _positions(result, columns), dict[str, float](), _RowNames()
+    position_by_name, numbers, names = _position_by_name(result, columns), dict[str, float](), _RowNames()
     for row in result.rows():
         pairs = zip(result.columns, row, strict=True)
         texts = {column.name: value for column, value in pairs if isinstance(value, str)}
         module, kind, phase = (texts.get(name, "") for name in ("module", "type", "phase"))
         others = [text for name, text in texts.items() if name not in _NO_KEYS and text]
         name = names.unique(module, kind, phase, others)
-        for column, position in positions.items():
+        for column, position in position_by_name.items():
             value = row[position]
             # None stands for a number that there is not, such as the mean of no elements.
             if isinstance(value, Real) and not isinstance(value, bool):
-                numbers[f"{name} {column}" if not name.endswith("/") else f"{name}{column}"] = float(value)
+                separator = "" if name.endswith("/") else " "
+                numbers[f"{name}{separator}{column}"] = float(value)
     return numbers
 
 
-def _positions(result: Result, names: Sequence[str]) -> dict[str, int]:
+def _position_by_name(result: Result, names: Sequence[str]) -> dict[str, int]:
     """Return the positions of the columns with these names, in the order of the names."""
     positions = {column.name: i for i, column in enumerate(result.columns)}
     return {name: positions[name] for name in names if name in positions}

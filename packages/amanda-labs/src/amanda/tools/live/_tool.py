@@ -25,8 +25,8 @@ from amanda.tools.steps import Steps, Window
 logger = logging.getLogger("amanda")
 
 Compiled = Literal["eager", "instrument"]
-Ends = Literal["call", "optimizer", "execution"] | None
-"""Kinds of events that end a step; None until one has."""
+StepEndEvent = Literal["call", "optimizer", "execution"] | None
+"""Kind of events that end steps: calls, steps of an optimizer, or executions; None until one has."""
 
 
 class LiveTool(amanda.Tool):
@@ -81,31 +81,31 @@ class LiveTool(amanda.Tool):
         # Absolute, since the program may change its working directory.
         self._save = None if save is None else Path(save).absolute()
         self._runs_throughout = getattr(result, "name", "") in RUN_RESULTS
-        self._scope = amanda.apply(tool, compiled=compiled)
+        self._tool_scope = amanda.apply(tool, compiled=compiled)
         # Executions are counted until an optimizer or a call of `step` ends a step.
         self._steps = Steps()
         # While executions are counted the tool runs in this scope, unless it runs throughout.
         counted = [self._steps] if self._runs_throughout else [self._steps, tool]
-        self._counting = amanda.apply(*counted, compiled=compiled)
+        self._counting_scope = amanda.apply(*counted, compiled=compiled)
         if not self._runs_throughout:
-            tool.wrap_routines(self._gate)  # so that they run in logged executions alone
-        self._thread, self._is_open = 0, False
-        self._handle: Any = None
+            tool.wrap_routines(self._gate_routine)  # so that they run in logged executions alone
+        self._scope_thread, self._is_open = 0, False
+        self._optimizer_hook: Any = None  # its handle, once torch.optim is imported in the scope
         # Executions are numbered from 0, so that number `every` - 1 is that of step `every`.
-        self._start = every - 1
-        self._window = Window(self._steps, start=self._start, frequency=every)
+        self._window_start = every - 1
+        self._window = Window(self._steps, start=self._window_start, frequency=every)
         self._reset()
         self._steps.on_step(self._execution_began)
 
     def _reset(self) -> None:
         """Begin at step 0, without a result."""
         self.resume(0)
-        self._ends: Ends = None
-        self._span = 1
+        self._step_end_event: StepEndEvent = None
+        self._steps_per_end = 1
         """Number of steps between the last two ends: more than 1 where several run in one call."""
-        self._counts: Mapping[str, float] = {}
-        """The numbers at the last log, of a tool that runs throughout."""
-        self._has_optimizer = self._is_limited = False
+        self._counts_at_last_log: Mapping[str, float] = {}
+        """Of a tool that runs throughout."""
+        self._has_optimizer = self._is_limit_logged = False
 
     def clear(self) -> None:
         """Forget results, and count steps from 0 again."""
@@ -117,24 +117,26 @@ class LiveTool(amanda.Tool):
         """Return the tool's result: of the last logged step, or of the run if the tool runs throughout."""
         result = copy(self._tool.result if self._result is None else self._result)
         if hasattr(result, "remarks"):
-            reports = [f"{entry.what}: {entry.reason}" for entry in self._scope.report[:10]]
+            reports = [f"{entry.what}: {entry.reason}" for entry in self._tool_scope.report[:10]]
             result.remarks = [*result.remarks, *self._remarks(), *reports]
         return result
 
     def _remarks(self) -> list[str]:
         """Return sentences on the steps that were logged, and which of them the result is of."""
-        ended = self._number - self._first
-        if not ended:
+        ended_count = self._step_number - self._start_step
+        if not ended_count:
             reason = (
                 ": the program has an optimizer of torch.optim, whose steps were waited for in the thread of "
                 "the scope"
             )
-            return [f"No step ended{reason * self._has_optimizer}."]
-        if not self._count:
-            return [f"No step was logged: {ended:,} ended, and multiples of {self._every:,} are logged."]
-        remarks = [f"{self._count:,} of {ended:,} steps were logged to {_place(self._writer)}."]
+            return [f"No step ended{reason if self._has_optimizer else ''}."]
+        if not self._logged_count:
+            return [
+                f"No step was logged: {ended_count:,} ended, and multiples of {self._every:,} are logged."
+            ]
+        remarks = [f"{self._logged_count:,} of {ended_count:,} steps were logged to {_place(self._writer)}."]
         if not self._runs_throughout:
-            remarks.append(f"The result is of step {self._last:,}, the last of them.")
+            remarks.append(f"The result is of step {self._last_logged_step:,}, the last of them.")
         return remarks
 
     def restrict(self, admits: Callable[[amanda.OpContext], bool]) -> None:
@@ -161,16 +163,16 @@ class LiveTool(amanda.Tool):
         Args:
             step: Number of the last step of the earlier run, such as that of a checkpoint.
         """
-        # The last step that ended, the one after which counting began, and the last that was logged.
-        self._number = self._first = self._last = step
-        self._count = 0
-        """Number of steps that were logged after this one."""
-        self._result: Any = None
+        self._step_number = step  # the last step that ended
+        self._start_step = step  # the step after which counting began
+        self._last_logged_step = step
+        self._logged_count = 0  # of steps after the start step
+        self._result: Any = None  # of the last logged step, unless the tool runs throughout
         self._steps.clear()
-        # The next execution, 0 of the window, is that of the step after this one.
+        # The next execution, 0 of the window, is of step + 1; the window opens at a multiple of `every`.
         start = (-step - 1) % self._every
-        if start != self._start:
-            self._start, self._window = start, Window(self._steps, start=start, frequency=self._every)
+        if start != self._window_start:
+            self._window_start, self._window = start, Window(self._steps, start=start, frequency=self._every)
             self._tool.analyse_again()  # its routines ask the former window
 
     @checked
@@ -184,10 +186,10 @@ class LiveTool(amanda.Tool):
         self.begin_step()
 
     def begin_calls(self, step: int) -> None:
-        """Have calls alone begin and end steps, after `step`; a callback calls this ahead of the scope."""
-        self._ends = "call"
+        """Let only calls begin and end steps after `step`; a callback calls this ahead of the scope."""
+        self._step_end_event = "call"
         # In a scope that the program opened, executions are counted already.
-        self._close(self._counting)
+        self._close(self._counting_scope)
         self.resume(step)
 
     @property
@@ -201,28 +203,35 @@ class LiveTool(amanda.Tool):
         Args:
             number: Number of the step that ends; None for one more than the last.
         """
-        if self._ends != "call":
+        if self._step_end_event != "call":
             # An optimizer may have ended this very step before.
-            self._count_anew()
-        self._end_by("call", self._number + 1 if number is None else number)
+            self._restart_step_numbers()
+        self._end_step("call", self._step_number + 1 if number is None else number)
 
     def begin_step(self) -> None:
         """Open the tool's scope, if the tool runs in the step that begins."""
-        is_due = self._is_due(self._number, self._number + self._span)
+        is_due = self._is_due(self._step_number, self._step_number + self._steps_per_end)
         # While executions are counted, the tool is in the scope that counts them.
-        if is_due and self._is_open and self._counting.closed and self._scope.closed:
-            self._scope.start()
+        if is_due and self._is_open and self._counting_scope.closed and self._tool_scope.closed:
+            self._tool_scope.start()
 
     def _is_due(self, previous: int, number: int) -> bool:
-        """Return True if a step that is logged is among those after `previous` up to `number`."""
+        """Return True if a multiple of `every` is among the steps after `previous` up to `number`."""
         return number // self._every > previous // self._every
 
-    def _end_by(self, ends: Ends, number: int) -> None:
-        """End a step; log it if it is due and the tool ran in it.  ends: what ended the step."""
-        previous, self._number, self._ends = self._number, number, ends
-        self._span = max(1, number - previous)
-        has_run = not self._scope.closed or (not self._counting.closed and self._window.open)
-        self._close(*([self._counting] if self._runs_throughout else [self._counting, self._scope]))
+    def _end_step(self, event: StepEndEvent, number: int) -> None:
+        """End a step, and close the tool's scope; log the step if it is due and the tool ran in it.
+
+        What the tool found in a step that is not due is dropped, unless the tool runs throughout.
+        event: what ended the step.
+        """
+        previous, self._step_number, self._step_end_event = self._step_number, number, event
+        self._steps_per_end = max(1, number - previous)
+        has_run_counted = not self._counting_scope.closed and self._window.open
+        has_run = has_run_counted or not self._tool_scope.closed
+        self._close(self._counting_scope)
+        if not self._runs_throughout:
+            self._close(self._tool_scope)
         if has_run and self._is_due(previous, number):
             self._log(number)
         elif has_run and not self._runs_throughout:
@@ -244,38 +253,40 @@ class LiveTool(amanda.Tool):
             # Each log clears its result, and steps that are not logged would be in the next one.
             name = type(self._tool).__name__
             raise LiveError(f"this {name} is in an open scope already; give LiveTool another {name}()")
-        self._thread, self._is_open, self._handle = get_ident(), True, None
+        self._scope_thread, self._is_open, self._optimizer_hook = get_ident(), True, None
         if self._runs_throughout:
-            self._scope.start()
-        if self._ends in (None, "execution"):
-            self._counting.start()
+            self._tool_scope.start()
+        if self._step_end_event in (None, "execution"):
+            self._counting_scope.start()
         # The tool must not be what imports a framework.  A hook of the tool's own runs ahead of this one.
-        self._call_off = when_imported("torch.optim.optimizer", self._hook_optimizers)
+        self._cancel_import_watch = when_imported("torch.optim.optimizer", self._hook_optimizers)
         self.begin_step()
 
     def _hook_optimizers(self) -> None:
         """Register a hook that runs after the step of any optimizer of torch.optim."""
         from torch.optim import optimizer
 
-        self._handle = optimizer.register_optimizer_step_post_hook(
+        self._optimizer_hook = optimizer.register_optimizer_step_post_hook(
             lambda *arguments: self._optimizer_stepped()
         )
 
     def scope_left(self) -> None:
-        """Log a last execution and the last counts, save the result, and close the writer."""
+        """Log a last execution and the last counts, save the result, and close the writer.
+
+        The step under way has not ended, and is not logged.
+        """
         self._is_open = False
-        self._call_off()
-        if self._handle is not None:
-            self._handle.remove()
-        if self._ends == "execution":
+        self._cancel_import_watch()
+        if self._optimizer_hook is not None:
+            self._optimizer_hook.remove()
+        if self._step_end_event == "execution":
             # No further execution tells that the last one has ended.
             self._execution_began(self._steps.number + 1)
-        self._close(self._counting, self._scope)
+        self._close(self._counting_scope, self._tool_scope)
         if not self._runs_throughout:
-            # The step in which the scope closed has not ended.
-            self._tool.clear()
-        elif self._number > self._last:
-            self._log(self._number)
+            self._tool.clear()  # drops the step under way
+        elif self._step_number > self._last_logged_step:
+            self._log(self._step_number)
         if self._save is not None:
             self.result.save(self._save)
         close = getattr(self._writer, "close", None)
@@ -284,43 +295,43 @@ class LiveTool(amanda.Tool):
 
     def _optimizer_stepped(self) -> None:
         """End a step, unless `step` ends steps, or this is another thread than that of the scope."""
-        if self._ends != "call" and get_ident() == self._thread:
-            if self._ends == "execution":
+        if self._step_end_event != "call" and get_ident() == self._scope_thread:
+            if self._step_end_event == "execution":
                 # Ahead of the training weights are drawn, or the model is evaluated.
-                self._count_anew()
-            self._end_by("optimizer", self._number + 1)
+                self._restart_step_numbers()
+            self._end_step("optimizer", self._step_number + 1)
             self.begin_step()
 
-    def _count_anew(self) -> None:
-        """Count steps from the first again, since what ended before was none or is the present one."""
-        if self._ends == "execution":
-            self._count = 0
-            if self._last > self._first:
+    def _restart_step_numbers(self) -> None:
+        """Number steps from the start again: what ended before was no step, or is the present one."""
+        if self._step_end_event == "execution":
+            self._logged_count = 0
+            if self._last_logged_step > self._start_step:
                 logger.warning(
                     "live: numbers up to step %s are of what ran ahead of the first step; later ones are of "
-                    "the training", f"{self._last:,}",
+                    "the training", f"{self._last_logged_step:,}",
                 )  # fmt: skip
-        self._number = self._first
+        self._step_number = self._start_step
 
-    def _execution_began(self, number: int) -> None:
-        """End a step if executions end steps.  number: of the executions that have ended."""
-        if self._ends is None and number and not self._has_optimizer:
+    def _execution_began(self, ended_count: int) -> None:
+        """End the step of the execution before, if executions end steps.  ended_count: of executions."""
+        if self._step_end_event is None and ended_count and not self._has_optimizer:
             # Asked once, since it takes as long as a collection of garbage.
             self._has_optimizer = _has_optimizer()
-            self._ends = None if self._has_optimizer else "execution"
-        previous, step = self._number, self._first + number
-        if self._ends == "execution" and step > previous:
-            self._number = step
+            self._step_end_event = None if self._has_optimizer else "execution"
+        previous, step = self._step_number, self._start_step + ended_count
+        if self._step_end_event == "execution" and step > previous:
+            self._step_number = step
             if self._is_due(previous, step):
                 self._log(step)
 
-    def _gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
+    def _gate_routine(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
         """Return a routine that runs in logged executions alone, where executions are counted."""
-        return routine if self._counting.closed else self._window.gate(context, type, routine)
+        return routine if self._counting_scope.closed else self._window.gate(context, type, routine)
 
     def _log(self, number: int) -> None:
         """Write what the tool found up to the end of a step, unless this or a later step was logged."""
-        if number <= self._last:
+        if number <= self._last_logged_step:
             return
         # Reading results and writing them is no work of the program.
         with amanda.disabled():
@@ -330,16 +341,16 @@ class LiveTool(amanda.Tool):
                 self._result = result
                 self._tool.clear()
             elif self._columns is None:
-                counts, self._counts = self._counts, numbers
-                numbers = {name: value - counts.get(name, 0) for name, value in numbers.items()}
-            if numbers := self._limited(numbers):
-                self._writer.scalars(number, numbers)
-        self._last, self._count = number, self._count + 1
+                earlier, self._counts_at_last_log = self._counts_at_last_log, numbers
+                numbers = {name: count - earlier.get(name, 0) for name, count in numbers.items()}
+            if logged_numbers := self._first_numbers(numbers):
+                self._writer.scalars(number, logged_numbers)
+        self._last_logged_step, self._logged_count = number, self._logged_count + 1
 
-    def _limited(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
+    def _first_numbers(self, numbers: Mapping[str, float]) -> Mapping[str, float]:
         """Return the first numbers up to the limit; log once that there are more."""
-        if len(numbers) > self._limit and not self._is_limited:
-            self._is_limited = True
+        if len(numbers) > self._limit and not self._is_limit_logged:
+            self._is_limit_logged = True
             logger.warning(
                 "live: a step has %s numbers, of which the first %s are logged; "
                 "select ops by type= or module=, or raise limit", f"{len(numbers):,}", f"{self._limit:,}",

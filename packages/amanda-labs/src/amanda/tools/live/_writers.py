@@ -68,29 +68,29 @@ class JSONLinesWriter:
     def __init__(self, file: str | Path) -> None:
         self.file = Path(file).absolute()
         check_file_to_write(self.file)
-        self._earlier_lines()  # now, not after hours of training
+        self._lines_and_steps()  # now, not after hours of training
         self._stream: TextIO | None = None
-        self._is_continued = False
+        self._has_dropped_lines = False
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line with the step and the numbers; NaN and infinities are words, as in results."""
-        if not self._is_continued:
-            self._drop_lines(step)
+        if not self._has_dropped_lines:
+            self._drop_later_lines(step)
         if self._stream is None:
             with naming(self.file):
                 self._stream = self.file.open("a", encoding="utf-8")
         self._stream.write(to_json({"step": step, **values}) + "\n")
         self._stream.flush()
 
-    def _drop_lines(self, step: int) -> None:
-        """Drop lines from a step on, and a line that a killed process left unfinished."""
-        lines = self._earlier_lines()
-        earlier = [line for line, number in lines if number is not None and number < step]
-        if len(earlier) < len(lines):
-            write_file(self.file, "".join(earlier))
-        self._is_continued = True
+    def _drop_later_lines(self, step: int) -> None:
+        """Drop the file's lines from a step on, and a line that a killed process left unfinished."""
+        lines_and_steps = self._lines_and_steps()
+        earlier_lines = [line for line, number in lines_and_steps if number is not None and number < step]
+        if len(earlier_lines) < len(lines_and_steps):
+            write_file(self.file, "".join(earlier_lines))
+        self._has_dropped_lines = True
 
-    def _earlier_lines(self) -> list[tuple[str, int | None]]:
+    def _lines_and_steps(self) -> list[tuple[str, int | None]]:
         """Return the lines of the file with their steps; None for a last line that is unfinished.
 
         Raises FileError for a file of something else.
@@ -161,9 +161,9 @@ class TensorBoardWriter:
 
     def _open(self, step: int) -> None:
         """Begin a file; with files of an earlier process there, also a mark that drops their later steps."""
-        has_earlier = not self._was_open and any(self.folder.glob(f"*{_SUFFIX}"))
-        kind = _TorchEvents if _has_torch_writer() else _TensorFlowEvents
-        self._writer = kind(str(self.folder), step if has_earlier else None)
+        has_earlier_files = not self._was_open and any(self.folder.glob(f"*{_SUFFIX}"))
+        events_class = _TorchEvents if _has_torch_writer() else _TensorFlowEvents
+        self._writer = events_class(str(self.folder), step if has_earlier_files else None)
         self._was_open = True
 
     def close(self) -> None:
@@ -246,30 +246,31 @@ class MLflowWriter:
         self._experiment, self._run_id = experiment, run_id
         self._run: Any = None
         self._was_started = False
-        self._last: int | None = None
+        self._last_earlier_step: int | None = None
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers as metrics; characters of names that MLflow refuses become "_"."""
+        """Log the numbers as metrics, unless an earlier run logged this step or a later one to the run.
+
+        Characters of names that MLflow refuses become "_".
+        """
         mlflow = import_module("mlflow")
         metrics = {re.sub(r"[^\w\-./ ]", "_", name): value for name, value in values.items()}
         if self._run is None:
             self._open(mlflow)
-        if self._last is None:
+        if self._last_earlier_step is None:
             history = mlflow.MlflowClient().get_metric_history(self._run_id, next(iter(metrics)))
-            self._last = max((metric.step for metric in history), default=-1)
-        if step > self._last:
+            self._last_earlier_step = max((metric.step for metric in history), default=-1)
+        if step > self._last_earlier_step:
             mlflow.log_metrics(metrics, step=step, run_id=self._run.info.run_id)
 
     def _open(self, mlflow: Any) -> None:
-        """Find or start the run."""
+        """Take the active run if it is the one to log to; else start a run, or continue it."""
         self._run, self._was_started = mlflow.active_run(), False
         if self._run is None or (self._run_id and self._run.info.run_id != self._run_id):
             if self._experiment is not None and self._run_id is None:
                 mlflow.set_experiment(self._experiment)
-            self._run, self._was_started = (
-                mlflow.start_run(run_id=self._run_id, nested=self._run is not None),
-                True,
-            )
+            self._run = mlflow.start_run(run_id=self._run_id, nested=self._run is not None)
+            self._was_started = True  # so that `close` ends the run
         # Reopened by this process, the run is the same one.
         self._run_id = self._run.info.run_id
 
@@ -303,29 +304,29 @@ class WandbWriter:
         self._settings = {"project": project, **settings}
         self._run: Any = None
         self._was_started = False
-        self._last: int | None = None
+        self._last_earlier_step: int | None = None
         self._place = ""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Log the numbers under the step."""
+        """Log the numbers under the step, unless an earlier process logged it or a later one to the run."""
         if self._run is None:
             self._open()
-        if self._last is not None and step <= self._last:
+        if self._last_earlier_step is not None and step <= self._last_earlier_step:
             return
         # The run's own counter grows at each call of anybody, and takes no smaller step.
-        for group in {name.partition("/")[0] for name in values} - self._groups:
+        for group in {name.partition("/")[0] for name in values} - self._defined_groups:
             self._run.define_metric(f"{group}/*", step_metric=_WANDB_STEP)
-            self._groups.add(group)
+            self._defined_groups.add(group)
         self._run.log({**values, _WANDB_STEP: step})
 
     def _open(self) -> None:
         """Find or start the run, and the last step that it had when this process first opened it."""
         wandb = import_module("wandb")
-        self._was_started, self._groups = wandb.run is None, set[str]()
+        self._was_started, self._defined_groups = wandb.run is None, set[str]()
         self._run = wandb.init(**self._settings) if wandb.run is None else wandb.run
         self._run.define_metric(_WANDB_STEP)
-        if self._last is None:
-            self._last = int(self._run.summary.get(_WANDB_STEP, -1))
+        if self._last_earlier_step is None:
+            self._last_earlier_step = int(self._run.summary.get(_WANDB_STEP, -1))
         self._place = f"run {self._run.id} of Weights & Biases"
         # Opened again by this process, it goes on with the same run.
         self._settings.update(id=self._run.id, resume="allow")

@@ -38,14 +38,14 @@ BY_KEYWORD = (
     "; a module's inputs are the tensors that its call gives by position, and this call gives them by "
     "keyword: select the output of what makes them, or give the type of an op in the module"
 )
-_NAME = re.compile(r"amanda_(input|output)_(\d+)(_\d+)?$")
+_POINT_NAME = re.compile(r"amanda_(input|output)_(\d+)(_\d+)?$")
 # A point in the wrapper as well would change the value twice.
-_WRAPPERS = frozenset(
+_WRAPPER_CLASSES = frozenset(
     {"OptimizedModule", "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel",
      "CheckpointWrapper", "OffloadWrapper", "AveragedModel", "DeepSpeedEngine", "PeftModel", "BaseTuner"}
 )  # fmt: skip
 """Classes of PyTorch's modules that return what the module in them returns, and have its path."""
-_WRAPPED = frozenset(
+_ENDS_IN_WRAPPERS = frozenset(
     {"", "_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_model", "model"}
 )  # fmt: skip
 """Ends of paths that the path of a module in a wrapper lacks."""
@@ -88,73 +88,81 @@ def _write_pytorch_point(context: amanda.OpContext) -> None:
 
 
 def _write_tensorflow_point(context: amanda.OpContext) -> None:
-    """Write the point that an Identity is, by its name or by the point under way."""
+    """Write the point that an Identity is, by its name in a graph, in eager mode by the point under way."""
     context["reaches_values"] = context.is_eager()
     if context.get_forward_op_type() == "Identity":
-        match = _NAME.search(getattr(context.get_op(), "name", None) or "")
-        context["point"] = (match[1], int(match[2])) if match else _current.point
+        match = _POINT_NAME.search(getattr(context.get_op(), "name", None) or "")
+        context["point"] = (match[1], int(match[2])) if match else _point_under_way.point
 
 
 class Points:
-    """The points at one side of modules, which exist while at least one tool watches."""
+    """The points at one side of modules, which exist while at least one tool watches.
+
+    A tool watches modules by patterns of the last parts of their paths, and says if it may change values.
+    """
 
     def __init__(self, side: Side) -> None:
         self.side = side
-        self._lock, self._stack = threading.Lock(), ExitStack()
-        self._watched: list[tuple[Collection[str], bool]] = []
+        self._lock = threading.Lock()
+        self._hooks = ExitStack()  # removes the hooks of all frameworks when it closes
+        self._watches: list[tuple[Collection[str], bool]] = []  # (end patterns, may change) of each tool
         # Weak: a module must not live on because a tool once watched it.
-        self._has_points: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+        self._has_points_by_module: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
         self.by_keyword: set[str] = set()
         """Paths of modules whose calls gave no tensor by position."""
 
     @property
     def copies(self) -> bool:
         """True if a tool may change values: points then return copies, otherwise views."""
-        return any(changes for _, changes in self._watched)
+        return any(may_change for _, may_change in self._watches)
 
-    def open(self, ends: Collection[str], changes: bool) -> None:
-        """Watch modules.  ends: patterns of the last parts of their paths."""
+    def open(self, end_patterns: Collection[str], may_change: bool) -> None:
+        """Watch modules for a tool; register the hooks of all frameworks for the first one."""
         with self._lock:
             # Hooks are global: there is one set for all tools, while at least one watches.
-            if not self._watched:
+            if not self._watches:
                 self.by_keyword.clear()
-                self._stack = stack = ExitStack()
+                self._hooks = hooks = ExitStack()
                 with ExitStack() as on_failure:
-                    on_failure.push(stack)
-                    for framework, watch in _WATCHERS.items():
+                    on_failure.push(hooks)
+                    for framework, watch in _WATCH_FUNCTIONS.items():
                         # A program may import its framework in the scope, as under `amanda run`.
-                        stack.callback(when_imported(framework, partial(watch, stack, self)))
+                        cancel = when_imported(framework, partial(watch, hooks, self))
+                        hooks.callback(cancel)
                     # Only now: if one framework's hooks fail, those registered before are removed again.
                     on_failure.pop_all()
-            self._watched.append((ends, changes))
-            self._has_points.clear()
+            self._watches.append((end_patterns, may_change))
+            self._has_points_by_module.clear()
 
-    def close(self, ends: Collection[str], changes: bool) -> None:
-        """Stop watching the modules of one call of `open`."""
+    def close(self, end_patterns: Collection[str], may_change: bool) -> None:
+        """End a watch that `open` began with equal arguments; remove the hooks with the last one."""
         with self._lock:
-            self._watched.remove((ends, changes))
-            self._has_points.clear()
-            if not self._watched:
-                self._stack.close()
+            self._watches.remove((end_patterns, may_change))
+            self._has_points_by_module.clear()
+            if not self._watches:
+                self._hooks.close()
 
     def has_points(self, module: Any) -> bool:
         """Return True if calls of a PyTorch module have points now: a tool in force may select the module."""
         # Outside of scopes, and while instrumentation is off, modules run as they are.
         if interceptor.active() is None:
             return False
-        has_points = self._has_points.get(module)
+        has_points = self._has_points_by_module.get(module)
         if has_points is None:
-            # Only the last part of a path is tested here, cheaply; the tool tests whole paths at analysis.
-            ends = {path.rpartition(".")[2] for path in _paths(module)}
-            patterns = [pattern for watched_ends, _ in self._watched for pattern in watched_ends]
-            has_points = (
-                not ends
-                # The wrapped module is selected by the wrapper's path, which has another end.
-                or not ends.isdisjoint(_WRAPPED)
-                or any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
-            )
-            self._has_points[module] = has_points
+            has_points = self._has_points_by_module[module] = self._may_be_selected(module)
         return has_points
+
+    def _may_be_selected(self, module: Any) -> bool:
+        """Return True if the end of one of a module's paths fits a pattern, or does not tell."""
+        # Only the last part of a path is tested here, cheaply; the tool tests whole paths at analysis.
+        ends = {path.rpartition(".")[2] for path in _paths(module)}
+        patterns = [pattern for end_patterns, _ in self._watches for pattern in end_patterns]
+        return (
+            not ends
+            # The wrapped module is selected by the wrapper's path, which has another end.
+            or not ends.isdisjoint(_ENDS_IN_WRAPPERS)
+            or any(fnmatchcase(end, pattern) for end in ends for pattern in patterns)
+        )
 
 
 def _paths(module: Any) -> list[str]:
@@ -168,32 +176,37 @@ class _CurrentPoint(threading.local):
     point: tuple[Side, int] | None = None
 
 
-_current = _CurrentPoint()
+_point_under_way = _CurrentPoint()
 
 
-def _pass_through(value: Any, kind: Any, point: Callable[[Any, int], Any], count: list[int]) -> Any:
-    """Return a value with each tensor in it passed through a point; count: of tensors so far, in a list."""
-    if isinstance(value, kind):
-        count[0] += 1
-        return point(value, count[0] - 1)
+def _pass_through(
+    value: Any, tensor_class: Any, point: Callable[[Any, int], Any], next_index: list[int]
+) -> Any:
+    """Return a value with each tensor in it passed through a point.
+
+    next_index: of the next tensor, the one element of a list, which nested calls count up.
+    """
+    if isinstance(value, tensor_class):
+        next_index[0] += 1
+        return point(value, next_index[0] - 1)
     if isinstance(value, (list, tuple)):
         values = []
         for item in value:  # no comprehension: a compiler would take the comprehension for a function
-            values.append(_pass_through(item, kind, point, count))
+            values.append(_pass_through(item, tensor_class, point, next_index))
         return type(value)(*values) if hasattr(value, "_fields") else type(value)(values)
     if isinstance(value, dict):
         items = {}
         for key, item in value.items():
-            items[key] = _pass_through(item, kind, point, count)
+            items[key] = _pass_through(item, tensor_class, point, next_index)
         return items if type(value) is dict else type(value)(**items)  # an output of transformers
     return value
 
 
-def _watch_pytorch(stack: ExitStack, points: Points) -> None:
+def _watch_pytorch(hooks: ExitStack, points: Points) -> None:
     """Register hooks on all modules that pass a call's inputs, or its result, through points.
 
     In code that the compiler traces every module has points, elsewhere those that tools may select.  Closing
-    `stack` removes the hooks.
+    `hooks` removes them.
     """
     import torch
     from torch.nn.modules import module as modules
@@ -209,7 +222,11 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
 
     def pass_tensors(module: Any, value: Any) -> Any:
         """Return the value passed through points; None for a module that only wraps another."""
-        return None if isinstance(module, wrappers) else _pass_through(value, torch.Tensor, point, [0])
+        return (
+            None
+            if isinstance(module, wrappers)
+            else _pass_through(value, torch.Tensor, point, next_index=[0])
+        )
 
     def pass_in_python(module: Any, value: Any) -> Any:
         """Return the value passed through points; None for a module without points."""
@@ -236,31 +253,31 @@ def _watch_pytorch(stack: ExitStack, points: Points) -> None:
         # These are compiled as parts of graphs, never on their own.
         for function in (pre_hook, forward_hook, pass_tensors, point, _pass_through):
             dynamo.eval_frame.skip_code(function.__code__)
-    stack.enter_context(warnings.catch_warnings())
+    hooks.enter_context(warnings.catch_warnings())
     warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
     # Hooks of all modules, not of one: modules that are made later have points as well.
     if points.side == "input":
         handle = modules.register_module_forward_pre_hook(pre_hook)
     else:
         handle = modules.register_module_forward_hook(forward_hook)
-    stack.callback(handle.remove)
+    hooks.callback(handle.remove)
 
 
 @cache
 def _pytorch_ops() -> tuple[Any, Any]:
-    """Return the op that gives a view, and the one that gives a copy."""
+    """Define the ops that stand for points; return the one that gives a view, and the one that copies."""
     import torch
 
-    make: Any = torch.library.Library
+    library_class: Any = torch.library.Library
     # A fragment, so that a second import of this module may define ops beside the first.
-    library = make("amanda_tools", "FRAGMENT")
+    library = library_class("amanda_tools", "FRAGMENT")
     library.define("point(Tensor(a) x, int index, int side) -> Tensor(a)")
     # Composite: autograd, vmap and compilers see the alias inside, and need no rule for this op.
     library.impl("point", lambda x, index, side: torch.ops.aten.alias(x), "CompositeImplicitAutograd")
     library.define("copied_point(Tensor x, int index, int side) -> Tensor")
     library.impl("copied_point", lambda x, index, side: x.clone(), "CompositeImplicitAutograd")
     ops = torch.ops.amanda_tools.point.default, torch.ops.amanda_tools.copied_point.default
-    _libraries.append(library)  # which would take the ops along
+    _libraries.append(library)  # kept, since its end would remove the ops
     return ops
 
 
@@ -272,10 +289,10 @@ def _wrapper_classes(kind: type) -> list[type]:
     # By the names of classes, found below Module: the libraries that define them are not imported here.
     subclasses: list[type] = type.__subclasses__(kind)
     descendants = [cls for heir in subclasses for cls in (heir, *_wrapper_classes(heir))]
-    return [cls for cls in descendants if cls.__name__ in _WRAPPERS]
+    return [cls for cls in descendants if cls.__name__ in _WRAPPER_CLASSES]
 
 
-def _watch_keras(stack: ExitStack, points: Points) -> None:
+def _watch_keras(hooks: ExitStack, points: Points) -> None:
     """Wrap the call of layers inside of name scopes; a function that was traced before has no points.
 
     Does nothing for layers of another framework than TensorFlow: on PyTorch they are modules.
@@ -294,11 +311,11 @@ def _watch_keras(stack: ExitStack, points: Points) -> None:
     def point(tensor: Any, index: int) -> Any:
         """Return an Identity of a tensor, which a rule takes for the point."""
         # In eager mode an op has no name: the point under way is noted for the rule.
-        outer_point, _current.point = _current.point, (side, index)
+        outer_point, _point_under_way.point = _point_under_way.point, (side, index)
         try:
             return tf.identity(tensor, name=f"amanda_{side}_{index}")
         finally:
-            _current.point = outer_point
+            _point_under_way.point = outer_point
 
     # The class's call, since Keras has no hook for all layers.
     original = Operation.__call__
@@ -308,14 +325,14 @@ def _watch_keras(stack: ExitStack, points: Points) -> None:
         if not isinstance(self, Layer) or interceptor.active() is None:
             return original(self, *args, **kwargs)
         if side == "input":
-            return original(self, *_pass_through(args, tf.Tensor, point, [0]), **kwargs)
-        return _pass_through(original(self, *args, **kwargs), tf.Tensor, point, [0])
+            return original(self, *_pass_through(args, tf.Tensor, point, next_index=[0]), **kwargs)
+        return _pass_through(original(self, *args, **kwargs), tf.Tensor, point, next_index=[0])
 
     Operation.__call__ = __call__
-    stack.callback(setattr, Operation, "__call__", original)
+    hooks.callback(setattr, Operation, "__call__", original)
 
 
-_WATCHERS: Mapping[str, Callable[[ExitStack, Points], None]] = {
+_WATCH_FUNCTIONS: Mapping[str, Callable[[ExitStack, Points], None]] = {
     "torch": _watch_pytorch, "keras.src.layers.layer": _watch_keras,
 }  # fmt: skip
 """By the module that is imported where there is something to watch."""

@@ -63,7 +63,7 @@ class Region(NamedTuple):
         return self.positions is None and self.heads is None
 
     def mask(self, shape: Sequence[int], name: str) -> NDArray[np.bool_] | None:
-        """Return True for elements in the region, to be broadcast; None if no position exists.
+        """Return an array that is True in the region, to be broadcast; None if none of its positions exists.
 
         Args:
             shape: Shape of the tensor.
@@ -75,26 +75,34 @@ class Region(NamedTuple):
         # Extents of 1 broadcast, so the mask is as large as what is selected alone.
         mask = np.ones([1] * len(shape), bool)
         if self.positions is not None:
-            if not -len(shape) <= self.axis < len(shape):
-                raise PatchError(f"{name} has shape {tuple(shape)}, which lacks axis {self.axis}")
-            size = shape[self.axis]
+            positions = self._existing_positions(self.positions, shape, name)
             # A later step of `generate` has one token: positions of the prompt do not exist there.
-            existing = [position for position in self.positions if -size <= position < size]
-            if not existing:
+            if not positions:
                 return None
-            mask = mask & _axis_mask(self.axis, size, existing, len(shape))
+            mask = mask & _axis_mask(self.axis, shape[self.axis], positions, len(shape))
         if self.heads is not None:
-            assert self.num_heads is not None
-            # The last axis has the elements of the first head, then those of the second, and so on.
-            width, remainder = divmod(shape[-1] if shape else 0, self.num_heads)
-            if remainder or not width:
-                raise PatchError(f"{name} has shape {tuple(shape)}; {self.num_heads} heads do not divide it")
-            columns: list[int] = []
-            for head in self.heads:
-                begin = head % self.num_heads * width  # negative heads count from the end
-                columns += range(begin, begin + width)
-            mask = mask & _axis_mask(-1, shape[-1], columns, len(shape))
+            mask = mask & _axis_mask(-1, shape[-1], self._features(self.heads, shape, name), len(shape))
         return mask
+
+    def _existing_positions(self, positions: Sequence[int], shape: Sequence[int], name: str) -> list[int]:
+        """Return those positions that a shape has along the axis of tokens."""
+        if not -len(shape) <= self.axis < len(shape):
+            raise PatchError(f"{name} has shape {tuple(shape)}, which lacks axis {self.axis}")
+        size = shape[self.axis]
+        return [position for position in positions if -size <= position < size]
+
+    def _features(self, heads: Sequence[int], shape: Sequence[int], name: str) -> list[int]:
+        """Return the indices along the last axis of the elements of heads."""
+        assert self.num_heads is not None
+        # The last axis has the elements of the first head, then those of the second, and so on.
+        width, remainder = divmod(shape[-1] if shape else 0, self.num_heads)
+        if remainder or not width:
+            raise PatchError(f"{name} has shape {tuple(shape)}; {self.num_heads} heads do not divide it")
+        features: list[int] = []
+        for head in heads:
+            begin = (head % self.num_heads) * width  # negative heads count from the end
+            features += range(begin, begin + width)
+        return features
 
 
 def _axis_mask(axis: int, size: int, indices: Sequence[int], rank: int) -> NDArray[np.bool_]:
@@ -224,11 +232,14 @@ class PatchSweep(PlottedResult):
         """Draw a heat map: a row for each module, a column for each position or head."""
         modules = list(dict.fromkeys(row[0] for row in self._rows))
         columns = list(dict.fromkeys(row[1] for row in self._rows))
-        metrics = {row[:2]: float("nan") if row[2] is None else row[2] for row in self._rows}
-        table = [[metrics[module, column] for column in columns] for module in modules]
+        metric_by_place = {
+            (module, column): float("nan") if metric is None else metric
+            for module, column, metric in self._rows
+        }
+        table = [[metric_by_place[module, column] for column in columns] for module in modules]
         # The same reach on both sides, so that white is the metric without an intervention.
-        numbers = [row[2] for row in self._rows if row[2] is not None]
-        reach = max((abs(number - self.baseline) for number in numbers), default=0.0) or 1.0
+        metrics = [metric for _, _, metric in self._rows if metric is not None]
+        reach = max((abs(metric - self.baseline) for metric in metrics), default=0.0) or 1.0
         image = axes.imshow(
             table, cmap="RdBu", aspect="auto", vmin=self.baseline - reach, vmax=self.baseline + reach
         )

@@ -60,47 +60,58 @@ def patch_sweep(
     if positions is not None and heads is not None:
         raise PatchError("positions and heads are both given; a sweep varies one of them besides the modules")
     along = "positions" if positions else "heads" if heads else None
-    sweep = _SweptMetric(metric, points, along, num_heads, axis, options)
-    baseline, names = sweep.measure_baseline()
+    swept_metric = _MetricWithIntervention(metric, points, along, num_heads, axis, options)
+    baseline, names = swept_metric.measure_baseline()
     indices: Sequence[int | None] = positions or heads or [None]
     places = [(name, index) for name in names for index in indices]
-    settings = {name: _recorded(value) for name, value in options.items()}
+    # A file belongs to a sweep with the same header.
     header = {
         "points": names, "along": along, "num_heads": num_heads, "axis": axis, "baseline": baseline,
-        "options": settings,
+        "options": {name: _option_in_file(value) for name, value in options.items()},
     }  # fmt: skip
     file = nullcontext() if resume is None else TrialFile(resume, "patch_sweep", header)
-    keys = [_key(place) for place in places]
-    metrics: dict[str, tuple[float | None, str]] = {}  # the metric, and the error if it has none
     with file as trial_file, Progress(progress) as bar:
-        records = {} if trial_file is None else trial_file.records
-        # The file may be of a run with other positions or heads.
-        metrics.update((key, records[key]) for key in keys if key in records)
-        remaining = [place for place, key in zip(places, keys, strict=True) if key not in metrics]
-        with closing(run_trials(sweep, remaining, jobs)) as outcomes:
-            for outcome in outcomes:
-                key = _key(outcome.trial)
-                metrics[key] = outcome.value, outcome.error
-                if trial_file is not None:
-                    trial_file.add(key, metrics[key])
-                text = outcome.error or f"metric {outcome.value:g}"
-                bar.advance(len(metrics), len(places), key, text)
+        measured = _measure_places(swept_metric, places, jobs, trial_file, bar)
     rows, errors = [], {}
-    for place, key in zip(places, keys, strict=True):
-        value, error = metrics[key]
+    for place in places:
+        value, error = measured[_place_text(place)]
         rows.append((*place, value))
         if error:
-            errors[key] = error
+            errors[_place_text(place)] = error
     return PatchSweep(rows, along, baseline, errors)
 
 
-def _key(place: Place) -> str:
+def _measure_places(
+    swept_metric: _MetricWithIntervention, places: Sequence[Place], jobs: int | None, file: TrialFile | None,
+    progress: Progress,
+) -> Mapping[str, tuple[float | None, str]]:  # fmt: skip
+    """Measure the metric at places that are not in the file, and add these to the file.
+
+    Returns for the name of each place the metric, or None and the error of the metric.
+    """
+    records = {} if file is None else file.records
+    names = [_place_text(place) for place in places]
+    # The file may be of a run with other positions or heads.
+    measured = {name: records[name] for name in names if name in records}
+    remaining = [place for place, name in zip(places, names, strict=True) if name not in measured]
+    with closing(run_trials(swept_metric, remaining, jobs)) as outcomes:
+        for outcome in outcomes:
+            name = _place_text(outcome.trial)
+            measured[name] = outcome.value, outcome.error
+            if file is not None:
+                file.add(name, measured[name])
+            text = outcome.error or f"metric {outcome.value:g}"
+            progress.advance(len(measured), len(places), name, text)
+    return measured
+
+
+def _place_text(place: Place) -> str:
     """Return the name of a place: a point, with a position or head in brackets."""
     name, index = place
     return name if index is None else f"{name}[{index}]"
 
 
-def _recorded(value: Any) -> Any:
+def _option_in_file(value: Any) -> Any:
     """Return an option as a value for JSON: a digest for tensors."""
     values = leaves([value.saved if isinstance(value, PatchTool) else value], structures=True)
     tensors = [tensor for tensor in values if hasattr(tensor, "shape")]
@@ -112,9 +123,10 @@ def _recorded(value: Any) -> Any:
     return digest.hexdigest()[:16]
 
 
-class _SweptMetric:
-    """Measures the metric at a place; called, it returns the function that does so in this process.
+class _MetricWithIntervention:
+    """A metric with an intervention; each process calls this object for the function that measures a place.
 
+    along: "positions" or "heads", which places have an index of; None for whole modules.
     num_heads, axis: of a region.  options: of `PatchTool`.
     """
 
@@ -125,12 +137,12 @@ class _SweptMetric:
         self._metric, self._along, self._num_heads, self._axis = metric, along, num_heads, axis
         self._points, self._options = points, options
         self._tool = PatchTool(points, **options)
-        self._baseline: tuple[float, list[str]] | None = None
-        self._is_measured = False
+        self._baseline_and_points: tuple[float, list[str]] | None = None
+        self._has_measured_baseline = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what travels to another process, which has a tool of its own."""
-        return {**vars(self), "_tool": None, "_is_measured": False}
+        return {**vars(self), "_tool": None, "_has_measured_baseline": False}
 
     def measure_baseline(self) -> tuple[float, list[str]]:
         """Return the metric without an intervention, and the names of the points."""
@@ -139,7 +151,7 @@ class _SweptMetric:
         with amanda.apply(self._tool):
             baseline = check_number(self._metric(), self._metric, PatchError)
         names = [*dict.fromkeys(record.point for record in self._tool.result.patched)]
-        self._baseline, self._is_measured = (baseline, names), True
+        self._baseline_and_points, self._has_measured_baseline = (baseline, names), True
         return baseline, names
 
     def __call__(self) -> Callable[[Place], float]:
@@ -147,17 +159,17 @@ class _SweptMetric:
 
         Raises PatchError in another process, if the metric without an intervention is another there.
         """
-        if not self._is_measured:
-            assert self._baseline is not None
-            expected, points = self._baseline
+        if not self._has_measured_baseline:
+            assert self._baseline_and_points is not None
+            expected_metric, expected_points = self._baseline_and_points
             self._tool = PatchTool(self._points, **self._options)
-            metric, names = self.measure_baseline()
+            metric, points = self.measure_baseline()
             # As texts: NaN is not equal to itself.
-            if (repr(metric), names) != (repr(expected), points):
+            if (repr(metric), points) != (repr(expected_metric), expected_points):
                 raise PatchError(
-                    f"in another process the metric without an intervention is {metric:g} at {len(names)} "
-                    f"points instead of {expected:g} at {len(points)}; give a metric that is the same in "
-                    "each process, or jobs=1"
+                    f"in another process the metric without an intervention is {metric:g} at {len(points)} "
+                    f"points instead of {expected_metric:g} at {len(expected_points)}; give a metric that is "
+                    "the same in each process, or jobs=1"
                 )
         return self._measure
 

@@ -105,21 +105,23 @@ class PatchTool(amanda.Tool):
         """Names of the points to change; None for all.  Read at each execution."""
         self._side, self._index = side, index
         self._steps = None if steps is None else frozenset([steps] if isinstance(steps, int) else steps)
-        self._is_point = type is None  # modules are selected, and not ops
-        self._points = (ModulePaths if self._is_point else Paths)("points", points)
+        self._selects_modules = type is None  # else ops
+        self._point_patterns = (ModulePaths if self._selects_modules else Paths)("points", points)
         self._selection = Selection(type, module, exclude=exclude)
         # Modules test the ends alone: `*` when points are not given.
-        self._ends = tuple(path.rpartition(".")[2] for path in self._points.patterns or ("*",))
+        self._end_patterns = tuple(
+            path.rpartition(".")[2] for path in self._point_patterns.patterns or ("*",)
+        )
         self._differentiable = differentiable
-        self._paths: dict[str, None] = {}
-        self._is_placed = False
-        self._records: dict[tuple[int, int], Patched] = {}
+        self._seen_paths: dict[str, None] = {}
+        self._has_selected_op = False
+        self._record_by_point: dict[tuple[int, int], Patched] = {}
         self._remarks: dict[str, None] = {}
         self.saved: dict[str, list[Any]] = ValuesByPoint()
         # Tensors of the value may be trained, such as a vector that is added.
         value = self._value.saved if isinstance(self._value, PatchTool) else self._value
-        self._is_trained = any(map(requires_gradient, leaves([value], structures=True)))
-        if self._is_trained and not differentiable:
+        self._has_trained_value = any(map(requires_gradient, leaves([value], structures=True)))
+        if self._has_trained_value and not differentiable:
             self._warn(
                 f"the value of {self._edit} requires a gradient and gets none: give differentiable=True"
             )
@@ -134,7 +136,7 @@ class PatchTool(amanda.Tool):
     @property
     def result(self) -> PatchResult:
         """Return a table of the points so far."""
-        result = PatchResult(list(self._records.values()), f"Points: {self._edit}")
+        result = PatchResult(list(self._record_by_point.values()), f"Points: {self._edit}")
         result.remarks = [*self._remarks, *as_remarks(self.unmatched())]
         return result
 
@@ -143,15 +145,15 @@ class PatchTool(amanda.Tool):
 
         None if no point ran at all: that is an error when the scope closes.
         """
-        if not self._records:
+        if not self._record_by_point:
             return super().unmatched()
-        points = unmatched([self._points], noun="point")
+        points = unmatched([self._point_patterns], noun="point")
         return [*super().unmatched(), *points, *self._selection.unmatched()]
 
     def clear(self) -> None:
         """Drop saved values, and count executions from 0; analysed ops stay analysed."""
         self.saved.clear()
-        for record in self._records.values():
+        for record in self._record_by_point.values():
             record.executions = record.changed = record.skipped = 0
 
     def mean(self, axes: Sequence[int] = (0, 1)) -> dict[str, Any]:
@@ -171,70 +173,77 @@ class PatchTool(amanda.Tool):
 
     def scope_entered(self) -> None:
         """Make the selected modules call their points."""
-        if self._is_point:
-            POINTS[self._side].open(self._ends, self._edit != "save")
+        if self._selects_modules:
+            POINTS[self._side].open(self._end_patterns, self._edit != "save")
 
     def scope_left(self) -> None:
         """Remove the points; raise PatchError if ops ran, and nothing was selected."""
-        if self._is_point:
-            POINTS[self._side].close(self._ends, self._edit != "save")
+        if self._selects_modules:
+            POINTS[self._side].close(self._end_patterns, self._edit != "save")
         # An exception of the program goes on its way; a scope without ops says nothing about the selection.
-        if not self._records and self._paths and sys.exc_info()[0] is None:
+        if not self._record_by_point and self._seen_paths and sys.exc_info()[0] is None:
             raise PatchError(self._nothing_selected())
 
     def _nothing_selected(self) -> str:
         """Return the text of the error for options that selected nothing."""
-        options = [str(self._points) if self._points.patterns is not None else "", str(self._selection)]
+        options = [
+            str(self._point_patterns) if self._point_patterns.patterns is not None else "",
+            str(self._selection),
+        ]
         selection = " and ".join(filter(None, options))
-        paths = sorted({path[:end] for path in self._paths for end in _prefix_ends(path)} - {""})
-        suffix = f" and {len(paths) - _MAX_MODULES} more" * (len(paths) > _MAX_MODULES)
-        modules = ", ".join(paths[:_MAX_MODULES]) + suffix
-        side = f" with a tensor {self._index} of its {self._side}" if self._is_point else ""
-        hint = NOT_A_POINT if self._is_point and self._is_placed else ""
-        if self._is_point and any(map(self._has_path, POINTS[self._side].by_keyword)):
+        # Each path with those of the modules around it.
+        paths = sorted({path[:end] for path in self._seen_paths for end in _prefix_ends(path)} - {""})
+        more = f" and {len(paths) - _MAX_MODULES} more" if len(paths) > _MAX_MODULES else ""
+        modules = ", ".join(paths[:_MAX_MODULES]) + more
+        side = f" with a tensor {self._index} of its {self._side}" if self._selects_modules else ""
+        hint = NOT_A_POINT if self._selects_modules and self._has_selected_op else ""
+        if self._selects_modules and any(map(self._has_path, POINTS[self._side].by_keyword)):
             hint = BY_KEYWORD
         place = f"{selection}{side}{hint}"
         return f"PatchTool selected nothing: no op is at {place}; there are the modules {modules}"
 
     def _has_path(self, path: str) -> bool:
         """Return True if the options select the path of a module."""
-        return self._points(path) and self._selection.has_path(path)
+        return self._point_patterns(path) and self._selection.has_path(path)
 
     def _analyze_op(self, context: amanda.OpContext) -> None:
         """Insert the routines of an op that is a selected point, or has selected tensors."""
         paths = context.get_scopes()
-        self._paths.update(dict.fromkeys(paths))
-        is_selected = self._points(*paths) and self._selection.fits(context)
-        self._is_placed = self._is_placed or is_selected
+        self._seen_paths.update(dict.fromkeys(paths))
+        is_selected = self._point_patterns(*paths) and self._selection.fits(context)
+        self._has_selected_op = self._has_selected_op or is_selected
         if not is_selected:
             return
-        if self._is_point:  # modules are selected: their points are identity ops, with one tensor each
-            side, index = context["point"] or ("", 0)
-            if side == self._side and self._index in (None, index):
-                self._insert_routine(context, context.get_scope(), index, 0)
-        elif context["point"] is not None:
+        point: tuple[str, int] | None = context["point"]  # side and index, if the op is a module's point
+        if self._selects_modules:  # by the identity ops that are their points, with one tensor each
+            if point is not None:
+                side, index = point
+                if side == self._side and self._index in (None, index):
+                    self._insert_routine(context, context.get_scope(), index, position=0)
+        elif point is not None:
             return  # ops of the program are selected, and a point is none
         elif self._side == "output":
-            position = self._index or 0
-            self._insert_routine(context, self.place(context), position, position)
+            index = self._index or 0
+            self._insert_routine(context, self.place(context), index, position=index)
         else:
             inputs = context.get_inputs()
-            for position in range(len(inputs)) if self._index is None else [self._index]:
-                if context["dtype"](inputs[position]) is not None:  # a tensor
-                    self._insert_routine(context, self.place(context), position, position)
+            for index in range(len(inputs)) if self._index is None else [self._index]:
+                if context["dtype"](inputs[index]) is not None:  # a tensor
+                    self._insert_routine(context, self.place(context), index, position=index)
 
     def _insert_routine(self, context: amanda.OpContext, place: str, index: int, position: int) -> None:
         """Insert the routine that saves or changes a tensor, with the record of its point.
 
-        place: of the module or op.  index: of the tensor there.  position: of the tensor among the op's.
+        place: name of the module or op.  index: of the tensor at that side of it.  position: of the tensor
+        among the inputs or outputs of the context's op.
         """
         name = f"{place}[{index}]" if index else place
         key = context.get_op_id(), index
-        if key not in self._records:
-            kind = "module" if self._is_point else context["type"]
-            source = "" if self._is_point else context.get_source()
-            self._records[key] = Patched(context["phase"], kind, context.get_scope(), source, name)
-        if self._differentiable and self._is_trained and not context["reaches_values"]:
+        if key not in self._record_by_point:
+            kind = "module" if self._selects_modules else context["type"]
+            source = "" if self._selects_modules else context.get_source()
+            self._record_by_point[key] = Patched(context["phase"], kind, context.get_scope(), source, name)
+        if self._differentiable and self._has_trained_value and not context["reaches_values"]:
             self._warn(
                 f"no gradient reaches the value of {self._edit} in graphs of {context.namespace[0]}, as at "
                 f"{name}: run the model eagerly"
@@ -242,14 +251,14 @@ class PatchTool(amanda.Tool):
         routine: Any = self._save_value if self._edit == "save" else self._change_value
         if self._differentiable:
             # A function of its own: the mark would stay on the method, for all tools.
-            routine = amanda.differentiable(_unbind(routine))
+            routine = amanda.differentiable(_make_function(routine))
         elif self._edit == "save":
-            routine = amanda.observer(_unbind(routine))
-        keywords: dict[str, Any] = {"record": self._records[key]}
+            routine = amanda.observer(_make_function(routine))
+        keywords: dict[str, Any] = {"record": self._record_by_point[key]}
         # Ops of graphs do not run again in a backward pass, so executions are counted without `run`.
         if not context.is_eager():
             keywords["run"] = None
-        if self._is_point or self._side == "output":
+        if self._selects_modules or self._side == "output":
             context.insert_after_op(routine, outputs=[position], **keywords)
         else:
             context.insert_before_op(routine, inputs=[position], **keywords)
@@ -274,23 +283,26 @@ class PatchTool(amanda.Tool):
         mask = self.region.mask(shape, record.point)
         if mask is None:
             # Counted once, though a checkpoint runs the op twice.
-            record.skipped += not recomputed
+            if not recomputed:
+                record.skipped += 1
             return None
         operand = self._operand_at(record.point, step)
-        self._check_fits(operand, shape, record)
-        record.changed += not recomputed
+        self._check_shape(operand, shape, record)
+        if not recomputed:
+            record.changed += 1
         changed = self._apply_edit(value, operand)
         if self._edit == "set" or not self.region.is_all:
             # For `set` also where all is selected: the operand broadcasts to the shape of the value.
             changed = tensors.where(tensors.beside(mask, value), changed, value)
-        if self._differentiable and self._is_trained and not getattr(changed, "requires_grad", True):
+        if self._differentiable and self._has_trained_value and not getattr(changed, "requires_grad", True):
             self._warn(f"no gradient reaches the value of {self._edit}: autodiff is off at {record.point}")
         return changed
 
-    def _check_fits(self, operand: Any, shape: Sequence[int], record: Patched) -> None:
-        """Raise PatchError for a value that does not broadcast to a shape, and for a saved one of another.
+    def _check_shape(self, operand: Any, shape: Sequence[int], record: Patched) -> None:
+        """Raise PatchError for a value that does not broadcast to the shape of a point.
 
-        Saved values may have one row for all rows of a batch, but a prompt of one token is not all tokens.
+        A saved value of equal rank has to have equal extents behind the batch: it may have one row for all
+        rows of a batch, but a prompt of one token is not all tokens.
         """
         shape = tuple(shape)
         extents = (
@@ -302,19 +314,25 @@ class PatchTool(amanda.Tool):
             broadcasts = False
         is_saved = isinstance(self._value, PatchTool) and len(extents) == len(shape)
         has_same_rows = extents[1:] == shape[1:]
-        if broadcasts and (has_same_rows or not is_saved):
-            return
+        if not broadcasts or (is_saved and not has_same_rows):
+            raise PatchError(self._wrong_shape(extents, shape, record, is_saved))
+
+    def _wrong_shape(
+        self, extents: Sequence[int], shape: Sequence[int], record: Patched, is_saved: bool
+    ) -> str:
+        """Return the text of the error for a value with extents that do not fit the shape of a point."""
         op = f"the {record.type} {record.module}" if record.module else f"{record.type} of the model"
-        saved = (
-            f"the value that was saved for {self._edit}" if is_saved else f"the value given as {self._edit}"
-        )
-        advice = (
-            "save it from inputs of the same shape, or give the part that is meant, such as "
-            f"{self._edit}=clean.saved[{record.point!r}][0][:, -1:], as a tensor, which is broadcast"
-            if is_saved else "give a tensor that broadcasts to this shape, or a number"
-        )  # fmt: skip
-        raise PatchError(
-            f"{saved} has shape {extents} and does not fit {record.point}, whose shape is {shape}, "
+        if is_saved:
+            value = f"the value that was saved for {self._edit}"
+            advice = (
+                "save it from inputs of the same shape, or give the part that is meant, such as "
+                f"{self._edit}=clean.saved[{record.point!r}][0][:, -1:], as a tensor, which is broadcast"
+            )
+        else:
+            value = f"the value given as {self._edit}"
+            advice = "give a tensor that broadcasts to this shape, or a number"
+        return (
+            f"{value} has shape {extents} and does not fit {record.point}, whose shape is {shape}, "
             f"at {op}; {advice}"
         )
 
@@ -327,25 +345,22 @@ class PatchTool(amanda.Tool):
         return value + cast if self._edit == "add" else cast
 
     def _operand_at(self, point: str, step: int) -> Any:
-        """Return the value for an execution of a point, out of the dict or list that was given.
+        """Return the value for an execution of a point, out of the dicts and lists that were given or saved.
 
         Raises PatchError for a point, or an execution, without a value.
         """
-        value = self._value.saved if isinstance(self._value, PatchTool) else self._value
-        if isinstance(value, Mapping):
-            if point not in value:
-                raise PatchError(
-                    f"{self._edit} has no value for {point}; it has {', '.join(value) or 'none'}"
-                )
-            value = value[point]
-        if isinstance(value, list):
-            if step >= len(value):
-                raise PatchError(
-                    f"{self._edit} has {len(value)} values for {point}, which executes more often; "
-                    "select executions with steps, or give one value instead of a list"
-                )
-            value = value[step]
-        return value
+        values = self._value.saved if isinstance(self._value, PatchTool) else self._value
+        if isinstance(values, Mapping) and point not in values:
+            raise PatchError(f"{self._edit} has no value for {point}; it has {', '.join(values) or 'none'}")
+        value_of_point = values[point] if isinstance(values, Mapping) else values
+        if not isinstance(value_of_point, list):
+            return value_of_point
+        if step >= len(value_of_point):
+            raise PatchError(
+                f"{self._edit} has {len(value_of_point)} values for {point}, which executes more often; "
+                "select executions with steps, or give one value instead of a list"
+            )
+        return value_of_point[step]
 
     def _warn(self, text: str) -> None:
         """Log a remark, and keep it for the result, once."""
@@ -370,8 +385,8 @@ def _prefix_ends(path: str) -> list[int]:
     return [*(i for i, letter in enumerate(path) if letter in "./"), len(path)]
 
 
-def _unbind(method: Any) -> Any:
-    """Return a function that calls a method, to be marked for this tool alone."""
+def _make_function(method: Any) -> Any:
+    """Return a new function that calls a bound method: a mark on it is of this tool alone."""
 
     def routine(value: Any, record: Patched, run: dict[Any, Any] | None, *, recomputed: bool) -> Any:
         return method(value, record, run, recomputed)

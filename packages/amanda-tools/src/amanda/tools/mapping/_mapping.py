@@ -119,18 +119,18 @@ class InstalledEntries:
         Raises `error`, which names the distribution to upgrade or uninstall, where there are several entries
         or the one cannot be imported.
         """
-        entries = self._entries(name)
+        entries = self._entries_of(name)
         if not entries:
             return None
-        entry, *further = entries
-        if further:
-            rivals = " and ".join(map(self._described, entries))
+        if len(entries) > 1:
+            rivals = " and ".join(map(self._entry_text, entries))
             raise self._error(f"{rivals} both serve {name}; uninstall one of them")
+        entry = entries[0]
         try:
             return entry.load()
         except Exception as reason:
             raise self._error(
-                f"{self._described(entry)} cannot be imported: {reason!r}; upgrade or uninstall that "
+                f"{self._entry_text(entry)} cannot be imported: {reason!r}; upgrade or uninstall that "
                 "distribution"
             ) from reason
 
@@ -153,15 +153,15 @@ class InstalledEntries:
         return entry_class()
 
     def describe(self, name: str) -> str:
-        """Return the entry of a name in words, with its distribution."""
-        return self._described(self._entries(name)[0])
+        """Return a text for messages: role, object and distribution of the first entry of a name."""
+        return self._entry_text(self._entries_of(name)[0])
 
-    def _entries(self, name: str) -> Sequence[EntryPoint]:
-        """Return the entries of a name: several where distributions have one name."""
+    def _entries_of(self, name: str) -> Sequence[EntryPoint]:
+        """Return the entries of a name: several where distributions register the same name, () for none."""
         # By sys.path, so that a distribution that is added while the program runs is found.
         return _installed_entries(tuple(sys.path)).get((self._group, name), ())
 
-    def _described(self, entry: EntryPoint) -> str:
+    def _entry_text(self, entry: EntryPoint) -> str:
         suffix = "" if entry.dist is None else f" of {entry.dist.name} {entry.dist.version}"
         return f"the {self._role} {entry.value}{suffix}"
 
@@ -170,43 +170,44 @@ RULES = InstalledEntries("amanda.mappings", "mapping rule", RuleError)
 """Entry points: the name is a namespace, such as "mindspore"; the object a function `standard(context)`."""
 
 
-def apply_installed(name: str, context: OpContext) -> None:
-    """Call the function of an entry, which is imported at the first op; raise RuleError for no function."""
-    rule = RULES.load(name)
+def apply_installed_rule(framework: str, context: OpContext) -> None:
+    """Call a framework's mapping rule, which is imported at the first op; raise RuleError for no function."""
+    rule = RULES.load(framework)
     if not callable(rule):
-        raise RuleError(f"{RULES.describe(name)} is {rule!r}; it has to be a function of one context")
+        raise RuleError(f"{RULES.describe(framework)} is {rule!r}; it has to be a function of one context")
     rule(context)
 
 
 @lru_cache(1)
-def _installed_entries(path: tuple[str, ...]) -> dict[tuple[str, str], list[EntryPoint]]:
-    """Return the entry points of all distributions on sys.path by group and name."""
+def _installed_entries(sys_path: tuple[str, ...]) -> dict[tuple[str, str], list[EntryPoint]]:
+    """Return the entry points of all distributions by (group, name); `sys_path` is the key of the cache."""
     installed = entry_points()  # of all groups at once, since a scan takes 50 ms
-    entries: dict[tuple[str, str], dict[str, EntryPoint]] = {}
-    for point in (point for group in installed.groups for point in installed.select(group=group)):
-        # A distribution may be found twice on sys.path, which makes no rival.
-        entries.setdefault((point.group, point.name), {})[point.value] = point
-    return {key: [by_value[value] for value in sorted(by_value)] for key, by_value in entries.items()}
+    # By value: a distribution that is found twice on sys.path is no rival of itself.
+    by_value: dict[tuple[str, str], dict[str, EntryPoint]] = {}
+    for group in installed.groups:
+        for entry in installed.select(group=group):
+            by_value.setdefault((entry.group, entry.name), {})[entry.value] = entry
+    return {key: [entries[value] for value in sorted(entries)] for key, entries in by_value.items()}
 
 
 def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
-    """Return a function that is True for the position and value of the weight's gradient in a pass.
+    """Return a test, called with a position and a gradient: True if that is the weight's gradient.
 
-    For the routines of a backward op, which the analysis of one pass inserts for all: another may make no
-    gradient of the weight, or, where the weight is broadcast, one of another shape.  A weight that is
-    computed anew for each call is told by its rank.  Call it in a callback without `require_outputs`: in one
-    with it `weight_grad_index` is that of the present pass alone.
+    For the routines of a backward op: the analysis of one pass inserts them for all passes, and another pass
+    may make no gradient of the weight or, where the weight is broadcast, one of another shape.  Of a weight
+    that is computed anew for each call the rank alone is compared.  Call this function in a callback without
+    `require_outputs`: in one with it `weight_grad_index` is that of the present pass alone.
     """
     index, shape = context["weight_grad_index"], context["shape"]
     if index is None:
         return lambda position, gradient: False
-    extents, is_variable = _weight_extents(context)
+    weight_extents, has_fixed_extents = _weight_extents(context)
 
     def is_weight_gradient(position: int, gradient: Any) -> bool:
         """Return True at the weight's position, for a gradient whose shape may be the weight's."""
         gradient_extents = None if position != index or gradient is None else shape(gradient)
         return gradient_extents is not None and (
-            extents is None or _extents_agree(gradient_extents, extents, is_variable)
+            weight_extents is None or _extents_agree(gradient_extents, weight_extents, has_fixed_extents)
         )
 
     return is_weight_gradient
@@ -215,27 +216,29 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
 def drop_absent_weight_gradient(context: OpContext) -> None:
     """Set `weight_grad_index` to None if this pass made no gradient in the weight's shape."""
     index = context.get("weight_grad_index")
-    if index is None or not context.is_after():
+    if index is None or not context.is_after():  # before the backward op its gradients are not known
         return
     grads = context.get_grad_inputs() or []
     gradient = grads[index] if index < len(grads) else None
-    gradient_extents, (extents, _) = context["shape"](gradient), _weight_extents(context)
-    if gradient is None or not (
-        gradient_extents is None
-        or extents is None
-        or _extents_agree(gradient_extents, extents, compares_extents=True)
-    ):
+    gradient_extents = context["shape"](gradient)
+    weight_extents, _ = _weight_extents(context)
+    is_of_other_shape = (
+        gradient_extents is not None
+        and weight_extents is not None
+        and not _extents_agree(gradient_extents, weight_extents, compares_extents=True)
+    )
+    if gradient is None or is_of_other_shape:
         context["weight_grad_index"] = None
 
 
 def _weight_extents(context: OpContext) -> tuple[Sequence[int | None] | None, bool]:
-    """Return the weight's extents, None if not known, and True if it is a variable, which keeps them."""
-    weight = context["weight_index"]
-    if weight is None:
+    """Return the weight's extents, None if not known, and True if all calls have these: it is a variable."""
+    index = context["weight_index"]
+    if index is None:
         return None, False
     try:
-        extents = context["shape"](context.get_inputs()[weight])
-        return extents, context.get_variable(weight) is not None
+        extents = context["shape"](context.get_inputs()[index])
+        return extents, context.get_variable(index) is not None
     except AmandaError:
         return None, False
 
@@ -255,13 +258,11 @@ UNINITIALISED = frozenset(
 )  # fmt: skip
 """Types of ops whose outputs are what was in memory before."""
 
-CALLING_OPS = frozenset(
-    """
+CALLING_OPS = frozenset("""
     Case For If Loop MapDefun PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall
     StatelessCase StatelessIf StatelessWhile SymbolicGradient While closed_call cond core_call
     custom_jvp_call custom_vjp_call jit pjit remat scan shard_map while
-    """.split()
-)
+""".split())  # fmt: skip
 """Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
 
 _SHARED = """
@@ -305,21 +306,13 @@ class StandardMapping(MappingTool):
         # A framework's half is a module of its own: a function `standard(context)` that writes
         # every key above; of `weight_grad_index` the position alone.  It may leave out `weight_groups`, and
         # `weight_layout` where the table of `_weight_axes` has that.
-        framework_rules = [
-            ["pytorch", _pytorch.standard],
-            ["tensorflow", _tensorflow.standard],
+        super().__init__([
+            ["pytorch", _pytorch.standard], ["tensorflow", _tensorflow.standard],
             ["onnxruntime", _onnxruntime.standard],
-        ]
-        super().__init__(
-            [
-                *framework_rules,
-                # Deferred, since importing a driver's rule imports its framework.
-                *([name, partial(apply_installed, name)] for name in RULES.names()),
-                ["*", write_weight_axes],
-                ["*", drop_absent_weight_gradient],
-                *rules,
-            ]
-        )
+            # Deferred, since importing a driver's rule imports its framework.
+            *([framework, partial(apply_installed_rule, framework)] for framework in RULES.names()),
+            ["*", write_weight_axes], ["*", drop_absent_weight_gradient], *rules,
+        ])  # fmt: skip
         self._is_plain = not rules
 
     def stands_for(self) -> Hashable:

@@ -9,19 +9,19 @@ from typing import Any, Literal
 from amanda import OpContext
 
 # By name, since no framework says that a model is being made.
-_CONSTRUCTORS = frozenset(
+_CONSTRUCTOR_NAMES = frozenset(
     {"__init__", "build", "build_from_config", "initialize_parameters", "reset_parameters",
      "_reset_parameters", "reset_running_stats", "init_weights", "_init_weights"}
 )  # fmt: skip
-_CALLS = frozenset(
+_LAYER_CALLS = frozenset(
     {("_call_impl", "torch.nn.modules.module"),
      ("__call__", "keras.src.layers.layer"), ("__call__", "tf_keras.src.engine.base_layer")}
 )  # fmt: skip
-_LAYERS = frozenset(
+_LAYER_CLASSES = frozenset(
     {("torch.nn.modules.module", "Module"), ("keras.src.layers.layer", "Layer"),
      ("tf_keras.src.engine.base_layer", "Layer")}
 )  # fmt: skip
-_INITIALIZERS = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initializers")
+_INITIALIZER_MODULES = ("torch.nn.init", "keras.src.initializers", "tf_keras.src.initializers")
 _NO_TASK = -1
 """Number of autograd's task on a thread without a backward pass."""
 
@@ -29,16 +29,16 @@ _NO_TASK = -1
 def phase_of_frame(frame: FrameType) -> Literal["construction", "call"] | None:
     """Return "construction" or "call" by what a frame says of the ops below it; None if it says neither."""
     function = frame.f_code.co_name
-    if function in _CONSTRUCTORS and _is_layer_method(frame):
+    if function in _CONSTRUCTOR_NAMES and _is_layer_method(frame):
         return "construction"
     module = frame.f_globals.get("__name__")
-    if (function, module) in _CALLS:
+    if (function, module) in _LAYER_CALLS:
         return "call"
-    return "construction" if isinstance(module, str) and module.startswith(_INITIALIZERS) else None
+    return "construction" if isinstance(module, str) and module.startswith(_INITIALIZER_MODULES) else None
 
 
 def in_construction() -> bool:
-    """Return True if the innermost frame that tells makes a model; False if none tells."""
+    """Return True if the innermost frame with a phase constructs a model; False if no frame has a phase."""
     # From the inside out: a layer that is built as it is first called makes a model.
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -56,11 +56,11 @@ def _is_layer_method(frame: FrameType) -> bool:
         return False
     # Classes are compared by name, so that no framework is imported for the question.
     owner_class = type(frame.f_locals.get(code.co_varnames[0]))
-    return any((base.__module__, base.__qualname__) in _LAYERS for base in owner_class.__mro__)
+    return any((base.__module__, base.__qualname__) in _LAYER_CLASSES for base in owner_class.__mro__)
 
 
 def phase_in_torch(context: OpContext) -> str:
-    """Return "backward", "optimizer", "construction" or "forward", by the innermost frame that tells."""
+    """Return "backward", "optimizer", "construction" or "forward", by the innermost frame with a phase."""
     frame: Any = sys._getframe(1)
     if _in_backward_pass(frame):
         return "backward"
@@ -69,11 +69,11 @@ def phase_in_torch(context: OpContext) -> str:
         phase = phase_of_frame(frame)
         if phase is not None:
             return "forward" if phase == "call" else phase
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith("torch.optim."):
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith("torch.optim."):
             return "forward" if has_user_frame and _is_differentiated(context) else "optimizer"
         # A frame of the user inside the optimizer's is the closure of `step`.
-        has_user_frame = has_user_frame or not name.startswith(("torch.", "amanda."))
+        has_user_frame = has_user_frame or not module.startswith(("torch.", "amanda."))
         frame = frame.f_back
     return "forward"
 
@@ -85,8 +85,8 @@ def _in_backward_pass(frame: Any) -> bool:
     # The engine runs no task on this thread: the quick answer for nearly all ops.
     if torch._C._current_graph_task_id() == _NO_TASK:
         return False
-    function = torch.autograd.function.BackwardCFunction.apply.__code__
-    while frame is not None and frame.f_code is not function:
+    code_of_user_backward = torch.autograd.function.BackwardCFunction.apply.__code__
+    while frame is not None and frame.f_code is not code_of_user_backward:
         name = frame.f_globals.get("__name__")
         # A checkpoint runs the forward pass again, from within the backward one.
         if name == "torch.utils.checkpoint":
@@ -101,6 +101,8 @@ def _is_differentiated(context: OpContext) -> bool:
     """Return True if autograd records the op, as in the closure of an optimizer's step."""
     import torch
 
-    lists = [value if isinstance(value, list) else [value] for value in context.get_inputs()]
-    are_recorded = (getattr(x, "requires_grad", False) for values in lists for x in values)
-    return torch.is_grad_enabled() and any(are_recorded)
+    inputs_as_lists = [value if isinstance(value, list) else [value] for value in context.get_inputs()]
+    need_gradients = (
+        getattr(value, "requires_grad", False) for values in inputs_as_lists for value in values
+    )
+    return torch.is_grad_enabled() and any(need_gradients)

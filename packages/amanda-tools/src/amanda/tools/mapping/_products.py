@@ -56,7 +56,7 @@ SEVERAL_WEIGHTS = frozenset(
 """Types of ops that multiply by several weights each."""
 
 # Products whose framework has other positions, by the framework's name of the op.
-_BY_NAME: Mapping[str, Product] = {
+_PRODUCTS_BY_OP_NAME: Mapping[str, Product] = {
     # TensorFlow gives the extents of the result first, ONNX scale and zero point behind each factor.
     **dict.fromkeys(
         ("Conv2DBackpropInput", "Conv3DBackpropInput", "Conv3DBackpropInputV2"), Product((2, 1), weight=1)
@@ -74,7 +74,7 @@ def are_transposed(attributes: Mapping[str, Any]) -> tuple[bool, bool]:
 def product_of(context: OpContext) -> Product | None:
     """Return the roles of the inputs of an op, by StandardMapping's `type`; None if it is no product."""
     # The framework's name first: one word may have other positions in another framework.
-    return _BY_NAME.get(context.get_forward_op_type()) or PRODUCTS.get(context["type"])
+    return _PRODUCTS_BY_OP_NAME.get(context.get_forward_op_type()) or PRODUCTS.get(context["type"])
 
 
 def parameter_factor(kind: str, is_parameter: Callable[[int], bool]) -> int | None:
@@ -84,11 +84,11 @@ def parameter_factor(kind: str, is_parameter: Callable[[int], bool]) -> int | No
 
 
 _CONVOLUTION = re.compile(r"(conv_transpose|depthwise_conv|conv)([123])d")
-_WINDOWS = {"1": "W", "2": "HW", "3": "DHW"}
-_CHANNELS = {"conv": "OI", "conv_transpose": "IO", "depthwise_conv": "IM"}
+_WINDOW_AXES = {"1": "W", "2": "HW", "3": "DHW"}
+_CHANNEL_AXES = {"conv": "OI", "conv_transpose": "IO", "depthwise_conv": "IM"}
 # TensorFlow's order, behind the axes of the window.
-_CHANNELS_LAST = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}
-_GROUPS = ("groups", "group", "feature_group_count")
+_CHANNEL_AXES_IN_TENSORFLOW = {"conv": "IO", "conv_transpose": "OI", "depthwise_conv": "IM"}
+_GROUP_ATTRIBUTES = ("groups", "group", "feature_group_count")
 
 
 # A str, so that tools that know nothing of groups compare it with plain letters.
@@ -113,8 +113,9 @@ def write_weight_axes(context: OpContext) -> None:
     index = context["weight_index"]
     is_convolution = index is not None and convolution_axes(context["type"]) is not None
     if "weight_groups" not in context:
-        numbers = (context.get_attrs().get(name) for name in _GROUPS) if is_convolution else ()
-        context["weight_groups"] = next((int(number) for number in numbers if number), 1)
+        names = _GROUP_ATTRIBUTES if is_convolution else ()
+        group_counts = (context.get_attrs().get(name) for name in names)
+        context["weight_groups"] = next((int(count) for count in group_counts if count), 1)
     if "weight_layout" not in context:
         if is_convolution:
             context["weight_layout"] = convolution_axes(context["type"], context["weight_groups"])
@@ -123,10 +124,10 @@ def write_weight_axes(context: OpContext) -> None:
 
 
 def convolution_axes(kind: str, groups: int = 1, channels_last: bool = False) -> str | None:
-    """Return the axes of a convolution's weight: O out, I in, M how many come of each group; None of others.
+    """Return the axes of a convolution's weight, such as "OIHW" or, channels last, "HWIO"; None of other ops.
 
-    Of a convolution in groups, I counts the channels of one group and O those of all; of a transposed one it
-    is the other way round.
+    O are output channels of all groups, I input channels of one group.  Of a transposed convolution in
+    groups, I are input channels of all groups, and M output channels of one.
 
     >>> convolution_axes("conv_transpose2d"), convolution_axes("conv_transpose2d", groups=3)
     ('IOHW', 'IMHW')
@@ -136,17 +137,17 @@ def convolution_axes(kind: str, groups: int = 1, channels_last: bool = False) ->
     convolution = _CONVOLUTION.fullmatch(kind)
     if convolution is None:
         return None
-    word, window = convolution[1], _WINDOWS[convolution[2]]
-    channels = (_CHANNELS_LAST if channels_last else _CHANNELS)[word]
-    # ATen's and ONNX' transposed weights hold all inputs, and outputs of one group.
-    if word == "conv_transpose" and groups > 1:
-        channels = channels.replace("O", "M")
-    axes = window + channels if channels_last else channels + window
-    return WeightLayout(axes, groups) if word == "conv_transpose" and groups > 1 else axes
+    word, window_axes = convolution[1], _WINDOW_AXES[convolution[2]]
+    is_transposed_in_groups = word == "conv_transpose" and groups > 1
+    channel_axes = (_CHANNEL_AXES_IN_TENSORFLOW if channels_last else _CHANNEL_AXES)[word]
+    if is_transposed_in_groups:
+        channel_axes = channel_axes.replace("O", "M")
+    axes = window_axes + channel_axes if channels_last else channel_axes + window_axes
+    return WeightLayout(axes, groups) if is_transposed_in_groups else axes
 
 
 def _product_axes(context: OpContext, index: int) -> str | None:
-    """Return the axes of a matrix that is a factor of a product; None of more axes, and of other ops."""
+    """Return "OI" or "IO" for a weight that is a factor of a matrix product; None of other ranks and ops."""
     kind, extents = context["type"], context["shape"](context.get_inputs()[index])
     # Only ONNX' Gemm says by an attribute whether a linear layer transposes.
     if kind == "linear" and context.get_forward_op_type() != "Gemm":
@@ -154,8 +155,9 @@ def _product_axes(context: OpContext, index: int) -> str | None:
     if kind not in MATRIX_PRODUCTS or (kind != "linear" and (extents is None or len(extents) != 2)):
         return None
     # A factor on the right has inputs first, unless it is transposed; one on the left the reverse.
-    factor_position = MATRIX_PRODUCTS[kind].factors.index(index)
-    return "OI" if are_transposed(context.get_attrs())[factor_position] == (factor_position == 1) else "IO"
+    side = MATRIX_PRODUCTS[kind].factors.index(index)  # 0 left, 1 right
+    is_transposed, is_right = are_transposed(context.get_attrs())[side], side == 1
+    return "OI" if is_transposed == is_right else "IO"
 
 
 def spatial_axes(layout: str) -> list[int]:

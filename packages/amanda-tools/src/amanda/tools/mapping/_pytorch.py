@@ -11,7 +11,7 @@ from amanda import OpContext
 from amanda.tools.mapping._phases import phase_in_torch
 from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, parameter_factor
 
-_SAME = {
+_ATEN_NAMES_BY_WORD = {
     "abs": "absolute", "adjoint": "matrix_H mH H",
     "batch_norm": "native_batch_norm cudnn_batch_norm miopen_batch_norm _native_batch_norm_legit "
     "_batch_norm_impl_index native_batch_norm_legit batch_norm_with_update",
@@ -36,48 +36,45 @@ _SAME = {
     **{word: f"{word}_with_indices" for word in ("max_pool1d", "max_pool2d", "max_pool3d")},
 }  # fmt: skip
 
-WORDS = {name: word for word, names in _SAME.items() for name in names.split()}
+WORDS = {name: word for word, names in _ATEN_NAMES_BY_WORD.items() for name in names.split()}
 """ATen's name to the vocabulary's word, where they differ."""
 
-KERNELS = {
-    "linear": ("addmm", "matmul", "mkldnn_linear"),
-    "rnn_tanh": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn"),
-    "rnn_relu": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn"),
+KERNEL_WORDS_BY_OP = {
+    "linear": ("addmm", "matmul", "mkldnn_linear"), "transpose": ("permute",),
     "lstm": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn", "lstm_mps"),
-    "transpose": ("permute",),
-    "gru": ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn"),
-}
+    **dict.fromkeys(("rnn_tanh", "rnn_relu", "gru"), ("mkldnn_rnn_layer", "cudnn_rnn", "miopen_rnn")),
+}  # fmt: skip
 """Words of the nodes that compute an op's own gradient, by the op's word."""
 
-SPATIAL = {"1": "W", "2": "HW", "3": "DHW"}
-_SPATIAL_OP = re.compile(
+_WINDOW_AXES = {"1": "W", "2": "HW", "3": "DHW"}
+_WINDOW_OP = re.compile(
     r"(conv_transpose|conv|max_unpool|fractional_max_pool|(?:adaptive_)?(?:max|avg)_pool"
     r"|(?:reflection|replication)_pad|upsample_[a-z]+?)([123])d"
 )
 _NORMS = ("batch_norm", "instance_norm", "group_norm")
-_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
+_LAYOUT_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
 
 
 def standard(context: OpContext) -> None:
-    """Write every key of StandardMapping for an op of PyTorch."""
-    if "shape" not in context:
+    """Write every key of StandardMapping for an op of PyTorch; backward ops inherit those of their op."""
+    if "shape" not in context:  # the first callback at the op
         context["phase"] = phase_in_torch(context)
         _describe_op(context)
     if context.is_forward():
         context["backward_type"] = context["weight_grad_index"] = None
         return
     context["phase"] = "backward"
-    node = context.get_backward_op().__name__
-    context["backward_type"] = backward_type(node, context["type"])
-    context["weight_grad_index"] = _weight_grad_index(context, node)
+    node_name = context.get_backward_op().__name__
+    context["backward_type"] = backward_type(node_name, context["type"])
+    context["weight_grad_index"] = _weight_grad_index(context, node_name)
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """Return the extents of a tensor, None for one that is not a number; None for a tensor without a shape.
+    """Return the extents of a tensor, None in the place of a symbolic extent; None for no tensor.
 
-    Nested tensors are such, and parameters of lazy modules.
+    None also for tensors without a shape: nested ones, and parameters of lazy modules.
     """
-    if isinstance(value, type):
+    if isinstance(value, type):  # whose `shape` is a descriptor
         return None
     try:
         extents = getattr(value, "shape", None)
@@ -117,9 +114,9 @@ def _dtype_name(tensor_class: Any, element_type: Any, is_opaque: bool) -> str:
 
 @cache
 def _is_opaque(tensor_class: Any) -> bool | None:
-    """Return True for a class of tensors that says itself what ops do, and is none that tools can read.
+    """Return True for a class of tensors whose elements tools cannot read, as it dispatches ops by itself.
 
-    None for a class that is none of tensors.
+    False for other classes of tensors, None for any other class.
     """
     import torch
 
@@ -130,8 +127,8 @@ def _is_opaque(tensor_class: Any) -> bool | None:
         return True
     # DTensors and results of collectives hold plain tensors that tools can reach.
     is_readable = (
-        hasattr(tensor_class, "to_local")
-        or hasattr(tensor_class, "trigger_wait")
+        hasattr(tensor_class, "to_local")  # a DTensor
+        or hasattr(tensor_class, "trigger_wait")  # the result of a collective
         or "nested" in tensor_class.__module__
     )
     dispatch: Any = tensor_class.__torch_dispatch__
@@ -141,14 +138,13 @@ def _is_opaque(tensor_class: Any) -> bool | None:
 
 
 def _describe_op(context: OpContext) -> None:
-    """Write the keys of an op that hold in its forward and backward pass."""
-    name = context.get_forward_op_type()
-    inputs = context.get_inputs()
+    """Write the keys that an op and its backward ops share: type, in_place, weight, layout and accessors."""
+    name, inputs = context.get_forward_op_type(), context.get_inputs()
     in_place = name.endswith("_") and not name.endswith("__")
     kind = word(name.removesuffix("_") if in_place else name)
     if kind == "convolution":  # (input, weight, bias, stride, padding, dilation, transposed, ...)
-        is_transposed = len(inputs) > 6 and bool(inputs[6])
-        kind = f"conv{'_transpose' * is_transposed}{len(shape(inputs[1]) or ()) - 2}d"
+        is_transposed, window_rank = len(inputs) > 6 and bool(inputs[6]), len(shape(inputs[1]) or ()) - 2
+        kind = f"{'conv_transpose' if is_transposed else 'conv'}{window_rank}d"
     weight = weight_index(kind, name, inputs)
     if weight is None and kind in MATRIX_PRODUCTS and not context.namespace.matches("*/*/eager"):
         # The values of a graph stand for what it is given when it runs, so they are no parameters themselves.
@@ -166,21 +162,24 @@ def word(name: str) -> str:
     return WORDS.get(name, name)
 
 
-_WEIGHT_AT = {
+_WEIGHT_INDEX_OF_LAYER = {
     "batch_norm": 1, "instance_norm": 1, "layer_norm": 2, "group_norm": 2, "rms_norm": 2, "prelu": 1,
     "embedding": 0, "embedding_bag": 0, "native_group_norm": 1,
 }  # fmt: skip
 
 
 def weight_index(kind: str, name: str, inputs: Sequence[Any]) -> int | None:
-    """Return where the weight is: by the op's schema; in a product, the factor that is a parameter."""
+    """Return the weight's position by the schema, or of the only factor that is a parameter; else None."""
     product = PRODUCTS.get(kind)
-    index = _WEIGHT_AT.get(name, _WEIGHT_AT.get(kind)) if product is None else product.weight
-    if index is None and kind in MATRIX_PRODUCTS:
+    if product is None:
+        index = _WEIGHT_INDEX_OF_LAYER.get(name, _WEIGHT_INDEX_OF_LAYER.get(kind))
+    else:
+        index = product.weight
+    if index is None and kind in MATRIX_PRODUCTS:  # of which the schema names no weight
         return parameter_factor(kind, lambda i: i < len(inputs) and _is_parameter(inputs[i]))
-    # Shapes tell apart what is None, a number, or a weight of a lazy module.
-    present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
-    return index if present else None
+    # An input without a shape is None, a number, or the weight of a lazy module.
+    has_weight = index is not None and index < len(inputs) and shape(inputs[index]) is not None
+    return index if has_weight else None
 
 
 def _is_parameter(value: Any) -> bool:
@@ -191,48 +190,50 @@ def _is_parameter(value: Any) -> bool:
 
 
 def layout(kind: str, extents: Sequence[int | None] | None) -> str | None:
-    """Return the axes of the data input: channels first, batched or not; None of other ops."""
+    """Return the axes of the data input, such as "NCHW", or "CHW" unbatched; None of other ops and ranks."""
     if extents is None:
         return None
     # Of any rank: (N, C) is the input of BatchNorm1d as well.
     if kind in _NORMS:
-        return _BY_RANK.get(len(extents))
-    spatial = _SPATIAL_OP.fullmatch(kind)
-    if spatial is None:
+        return _LAYOUT_BY_RANK.get(len(extents))
+    window_op = _WINDOW_OP.fullmatch(kind)
+    if window_op is None:
         return None
-    axes = "NC" + SPATIAL[spatial[2]]
-    return axes[len(axes) - len(extents) :] if len(extents) in (len(axes), len(axes) - 1) else None
+    batched_axes = "NC" + _WINDOW_AXES[window_op[2]]
+    if len(extents) == len(batched_axes):
+        return batched_axes
+    return batched_axes[1:] if len(extents) == len(batched_axes) - 1 else None
 
 
-_NODE = re.compile(r"(.+?)((?:Backward)*)\d*")
+_NODE_NAME = re.compile(r"(.+?)((?:Backward)*)\d*")
 
 
-def backward_type(node: str, kind: str) -> str:
+def backward_type(node_name: str, kind: str) -> str:
     """Return the word for a node of the autograd graph that an op of type `kind` made.
 
     The node that computes the op's own gradient has the op's word, e.g. "conv2d_backward"; one
     that is a part of it has the word of its own: "transpose_backward" in the backward of linear.
     """
-    stem, order = _stem_and_order(node)
-    if stem != kind:
-        stem = node_word(stem, kind)
-    return stem + "_backward" * order
+    stem, backward_count = _stem_and_backward_count(node_name)
+    forward_word = stem if stem == kind else node_word(stem, kind)
+    return forward_word + "_backward" * backward_count  # two in a double backward
 
 
-def _stem_and_order(node: str) -> tuple[str, int]:
-    """Return the name of a node without its suffixes, and how many "Backward" it ends in."""
-    match = _NODE.fullmatch(node)
+def _stem_and_backward_count(node_name: str) -> tuple[str, int]:
+    """Return a node's name without its suffixes, and how many "Backward" it has: "Mul", 1 of MulBackward0."""
+    match = _NODE_NAME.fullmatch(node_name)
     assert match is not None
     return match[1], len(match[2]) // len("Backward")
 
 
 def node_word(stem: str, kind: str) -> str:
-    """Return the word for the stem of a node's name: "NativeBatchNorm" is batch_norm."""
+    """Return the word for a node's stem, such as NativeBatchNorm: `kind` if it is a kernel of that op."""
     if stem.startswith("GeneratedBackwardFor_"):  # of an operator that a library defines, by its formula
         return kind
-    name = snake(stem)
-    name_word = word(name)
-    if name_word in (kind, *KERNELS.get(kind, ())) or ("conv" in name_word and kind.startswith("conv")):
+    aten_name = snake(stem)
+    name_word = word(aten_name)
+    is_kernel = name_word in (kind, *KERNEL_WORDS_BY_OP.get(kind, ()))
+    if is_kernel or ("conv" in name_word and kind.startswith("conv")):
         return kind
     if name_word.startswith("scaled_dot_product"):
         return "scaled_dot_product_attention"
@@ -246,29 +247,27 @@ def snake(name: str) -> str:
 
 
 # Of an op's word: which node gives the weight's gradient in the weight's shape, and in which place.
-_WEIGHT_GRAD_AT = {
-    # addmm and mm give the gradient of the transpose; t turns it into the weight's shape.
+# In a linear layer addmm and mm give the gradient of the transpose; t turns it into the weight's shape.
+_GRAD_INDEX_BY_NODE = {
     "linear": {"t": 0, "linear": 1, "mkldnn_linear": 1},
     "batch_norm": {"native_batch_norm": 1, "cudnn_batch_norm": 1, "miopen_batch_norm": 1},
-    "layer_norm": {"native_layer_norm": 1},
-    "group_norm": {"native_group_norm": 1},
-    "rms_norm": {"fused_rms_norm": 1},
-    "prelu": {"view": 0},
-    "bilinear": {"trilinear": 1},
-    "embedding": {"embedding": 0},
-    "embedding_bag": {"embedding_bag": 0},
-}
+    "layer_norm": {"native_layer_norm": 1}, "group_norm": {"native_group_norm": 1},
+    "rms_norm": {"fused_rms_norm": 1}, "prelu": {"view": 0}, "bilinear": {"trilinear": 1},
+    "embedding": {"embedding": 0}, "embedding_bag": {"embedding_bag": 0},
+}  # fmt: skip
 
 
-def _weight_grad_index(context: OpContext, node: str) -> int | None:
-    """Return which gradient of a node is the weight's, in the weight's shape; None without one."""
-    kind, weight = context["type"], context["weight_index"]
-    stem, order = _stem_and_order(node)
-    if weight is None or order != 1 or context.get_backward_order() != 1:
+def _weight_grad_index(context: OpContext, node_name: str) -> int | None:
+    """Return which gradient of a node is the weight's, in the weight's shape; None in a double backward."""
+    kind, weight_index = context["type"], context["weight_index"]
+    stem, backward_count = _stem_and_backward_count(node_name)
+    is_first_order = backward_count == 1 and context.get_backward_order() == 1
+    if weight_index is None or not is_first_order:
         return None
-    name = snake(stem)
-    if kind in _WEIGHT_GRAD_AT:
-        return _WEIGHT_GRAD_AT[kind].get(name)
-    if kind in MATRIX_PRODUCTS:
-        return weight if word(name) in MATRIX_PRODUCTS else None
-    return 1 if kind.startswith("conv") and "conv" in name else None
+    aten_name = snake(stem)
+    if kind in _GRAD_INDEX_BY_NODE:
+        return _GRAD_INDEX_BY_NODE[kind].get(aten_name)
+    if kind in MATRIX_PRODUCTS:  # a node of a product has one gradient for each factor, in their order
+        return weight_index if word(aten_name) in MATRIX_PRODUCTS else None
+    is_convolution = kind.startswith("conv") and "conv" in aten_name
+    return 1 if is_convolution else None  # of the gradients of data, weight and bias

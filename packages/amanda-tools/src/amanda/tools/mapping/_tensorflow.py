@@ -10,7 +10,7 @@ from amanda import OpContext
 from amanda.tools.mapping._phases import in_construction
 from amanda.tools.mapping._products import MATRIX_PRODUCTS, PRODUCTS, convolution_axes, parameter_factor
 
-_SAME = {
+_TYPES_BY_WORD = {
     "add": "Add AddV2 AssignAddVariableOp AssignAdd", "sub": "Sub AssignSubVariableOp AssignSub",
     "mul": "Mul MulNoNan", "div": "Div RealDiv DivNoNan", "floor_divide": "FloorDiv", "remainder": "FloorMod",
     "amax": "Max", "amin": "Min", "batch_norm": "FusedBatchNorm FusedBatchNormV2 FusedBatchNormV3",
@@ -35,7 +35,7 @@ _LOWERED = (
     "Tile"
 )
 
-WORDS = {name: word for word, names in _SAME.items() for name in names.split()} | {
+WORDS = {name: word for word, names in _TYPES_BY_WORD.items() for name in names.split()} | {
     name: name.lower() for name in _LOWERED.split()
 }
 """TensorFlow's type of an operation to the vocabulary's word, where there is one."""
@@ -55,12 +55,12 @@ HANDLES = ("resource", "variant")
 PASSES = frozenset({"Identity", "Cast", "ReadVariableOp", "Enter", "Switch", "Reshape", "Transpose"})
 """Types that give all of their first input, in another form maybe."""
 
-_SPATIAL = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
+_OP_WITH_LAYOUT = re.compile(r"(?:conv_transpose|depthwise_conv|conv|max_pool|avg_pool)[23]d|batch_norm")
 
 
 def standard(context: OpContext) -> None:
-    """Write every key of StandardMapping for an op of TensorFlow."""
-    if "shape" not in context:
+    """Write every key of StandardMapping for an op of TensorFlow; backward ops inherit those of their op."""
+    if "shape" not in context:  # the first callback at the op
         # What initialises variables is called by a layer of Keras, or is a node of a graph with that scope.
         is_eager = context.namespace.matches("*/*/eager")
         makes_model = in_construction() if is_eager else "Initializer" in context.get_scope().split("/")
@@ -100,9 +100,9 @@ def _describe_op(context: OpContext) -> None:
     context["type"] = kind
     context["in_place"] = name in IN_PLACE
     context["weight_index"] = weight
-    context["layout"] = layout(kind, attributes) if _SPATIAL.fullmatch(kind) else None
+    context["layout"] = layout(kind, attributes) if _OP_WITH_LAYOUT.fullmatch(kind) else None
     if weight is not None and convolution_axes(kind) is not None:
-        context["weight_groups"] = groups = _groups(kind, weight, inputs, attributes)
+        context["weight_groups"] = groups = _group_count(kind, weight, inputs, attributes)
         context["weight_layout"] = convolution_axes(kind, groups, channels_last=True)
     # Functions, by which tools read a value of the op.
     context["shape"] = shape
@@ -121,46 +121,46 @@ def weight_index(context: OpContext, kind: str, inputs: Sequence[Any]) -> int | 
         return parameter_factor(kind, lambda i: is_parameter(context, inputs, i))
     if kind in PRODUCTS:
         return PRODUCTS[kind].weight
-    return {"batch_norm": 1, "embedding": 0}.get(kind)
+    weight_index_of_layer = {"batch_norm": 1, "embedding": 0}
+    return weight_index_of_layer.get(kind)
 
 
 def is_parameter(context: OpContext, inputs: Sequence[Any], index: int) -> bool:
     """Return True if an input was read from a variable, also through a cast or a reshape."""
     if index in context.get_parameters():
         return True
-    steps, value = 0, inputs[index]
-    # A bound, since a graph may lead through ops without end.
-    while steps < 8:
+    value = inputs[index]
+    # Up to 8 producers back, since a loop of a graph leads through ops without end.
+    for _ in range(8):
         try:
-            op = value.op
+            producer = value.op
         except AttributeError:  # an eager tensor has none
             return False
-        if op.type in READS:
+        if producer.type in READS:
             return True
-        if op.type not in PASSES or not op.inputs:
+        if producer.type not in PASSES or not producer.inputs:
             return False
-        steps, value = steps + 1, op.inputs[0]
+        value = producer.inputs[0]
     return False
 
 
-def _groups(kind: str, weight: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> int:
+def _group_count(kind: str, weight_index: int, inputs: Sequence[Any], attributes: dict[str, Any]) -> int:
     """Return the number of groups of a convolution, by the shapes of data and kernel; 1 where unknown."""
-    # TensorFlow has no attribute of groups: the kernel has fewer input channels than the data.
-    kernel = shape(inputs[weight])
-    channel_axis = layout(kind, attributes).index("C")
-    if kind.startswith("depthwise"):
-        return 1 if kernel is None or kernel[-2] is None else kernel[-2]
-    extents = _extents_of_transposed(inputs[0]) if kind.startswith("conv_transpose") else shape(inputs[0])
-    data_channels = None if extents is None else extents[channel_axis]
-    group_channels = None if kernel is None else kernel[-2]
-    return max(data_channels // group_channels, 1) if data_channels and group_channels else 1
+    kernel_extents = shape(inputs[weight_index])
+    # The last axes of a kernel are (input channels, output channels), of a transposed one the reverse.
+    kernel_channels = None if kernel_extents is None else kernel_extents[-2]
+    if kind.startswith("depthwise"):  # each channel is a group
+        return 1 if kernel_channels is None else kernel_channels
+    # TensorFlow has no attribute of groups: the kernel has fewer channels than the data.
+    extents = _result_extents(inputs[0]) if kind.startswith("conv_transpose") else shape(inputs[0])
+    data_channels = None if extents is None else extents[layout(kind, attributes).index("C")]
+    return max(data_channels // kernel_channels, 1) if data_channels and kernel_channels else 1
 
 
-def _extents_of_transposed(sizes: Any) -> Sequence[int | None] | None:
-    """Return the extents in the first input of a transposed convolution: its result's, as far as known."""
+def _result_extents(sizes: Any) -> Sequence[int | None] | None:
+    """Return the extents that the input `sizes` of a transposed convolution states, as far as known."""
     import tensorflow as tf
 
-    # The first input is the shape of the result, often known only in part.
     extents = tf.get_static_value(sizes, partial=True)
     return None if extents is None else tuple(None if extent is None else int(extent) for extent in extents)
 
@@ -184,20 +184,24 @@ def backward_type(name: str, kind: str) -> str:
 
 def _weight_grad_index(context: OpContext, name: str) -> int | None:
     """Return which gradient of an operation is the weight's; None without one."""
-    kind, weight = context["type"], context["weight_index"]
-    if weight is None:
+    kind, weight_index = context["type"], context["weight_index"]
+    if weight_index is None:
         return None
-    if kind in MATRIX_PRODUCTS:
-        return 0 if WORDS.get(name) in MATRIX_PRODUCTS and _is_gradient_of_factor(context, weight) else None
     if kind == "batch_norm":
         return 1 if name.startswith("FusedBatchNormGrad") else None
-    return 0 if "BackpropFilter" in name else None
+    if kind in MATRIX_PRODUCTS:
+        is_product = WORDS.get(name) in MATRIX_PRODUCTS
+        gives_weight_grad = is_product and _is_gradient_of_factor(context, weight_index)
+    else:
+        gives_weight_grad = "BackpropFilter" in name
+    return 0 if gives_weight_grad else None  # these have one output
 
 
-def _is_gradient_of_factor(context: OpContext, weight: int) -> bool:
-    """Return True if a product in the gradient of a product is the gradient of this factor."""
-    # Newer versions mark the products of a gradient; without the mark each may be the weight's.
-    for name in (("grad_a", "grad_x"), ("grad_b", "grad_y"))[weight]:
+def _is_gradient_of_factor(context: OpContext, position: int) -> bool:
+    """Return True if a product in the gradient of a product is the gradient of the factor at a position."""
+    left_marks, right_marks = ("grad_a", "grad_x"), ("grad_b", "grad_y")  # of MatMul, BatchMatMul
+    # Newer versions mark the products of a gradient; without the mark each may be the factor's.
+    for name in (left_marks, right_marks)[position]:
         try:
             return bool(context.get_backward_op().get_attr(name))
         except (AttributeError, ValueError):

@@ -68,12 +68,12 @@ def whole(tensor: Any) -> Any:
 
 
 def distributed(tensor: Any, like: Any, placed: bool = False) -> Any:
-    """Return a tensor that each rank has as a DTensor; as it is if it is one, or if `like` is none.
+    """Return a tensor as a DTensor on the mesh of `like`; unchanged if it is one, or if `like` is none.
 
     Args:
-        tensor: The same tensor on each rank.
-        like: DTensor on the mesh of the result, or any other tensor.
-        placed: With the placements of `like`; else whole on each rank.
+        tensor: Has the same elements on each rank.
+        like: A DTensor, or any other tensor.
+        placed: True to shard the result as `like` is; False to leave it whole on each rank.
     """
     if not _is_distributed(like.__class__) or _is_distributed(tensor.__class__):
         return tensor
@@ -93,18 +93,18 @@ def is_partial(tensor: Any) -> bool:
 
 
 def share(tensors: Any) -> float:
-    """Return the share of an op that this process computes, by the first DTensor among its outputs; else 1.
+    """Return the share of an op's work that this process does, by the first DTensor among its outputs.
 
-    A result that is sharded, or is yet to be reduced, takes each process its part; a replicated one all.
+    Less than 1 for a result that is sharded or yet to be reduced; 1 for any other result.
     """
     for tensor in tensors:
         if _is_wrapper(tensor.__class__) and hasattr(tensor, "placements"):
             total = tensor.numel()
             fraction = local(tensor).numel() / total if total else 1.0
-            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-            for placement, size in sizes:
+            for placement, rank_count in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
                 # Each rank has a value of full size, but computed one share of the sum.
-                fraction /= size if placement.is_partial() else 1
+                if placement.is_partial():
+                    fraction /= rank_count
             return float(fraction)
     return 1.0
 

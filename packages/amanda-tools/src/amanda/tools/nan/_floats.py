@@ -48,17 +48,17 @@ class Summary(NamedTuple):
         shape, numbers = tensors.extents(tensor), tensors.stored_values(tensor, widen=True)
         if numbers is None:
             return cls(shape, dtype, 0, 0, batches=batches)
-        finite = do("isfinite", numbers)
+        is_finite = do("isfinite", numbers)
         nan, inf = (int(do("count_nonzero", do(test, numbers))) for test in ("isnan", "isinf"))
         negative_inf = int(do("count_nonzero", numbers <= float("-inf"))) if inf else 0
         finite_count = prod(map(int, numbers.shape)) - nan - inf
         if finite_count == 0:
             return cls(shape, dtype, nan, inf, batches=batches, negative_inf=negative_inf)
-        # where, not a selection: the elements stay on their device, in an array of a known shape.
-        infinite = do("full_like", numbers, float("inf"))
-        least = float(do("min", do("where", finite, numbers, infinite)))
-        most = float(do("max", do("where", finite, numbers, -infinite)))
-        mean = float(do("sum", do("where", finite, numbers, do("zeros_like", numbers)))) / finite_count
+        # By `where`, not by a selection: the elements stay on their device, in an array of a known shape.
+        infinities = do("full_like", numbers, float("inf"))
+        least = float(do("min", do("where", is_finite, numbers, infinities)))
+        most = float(do("max", do("where", is_finite, numbers, -infinities)))
+        mean = float(do("sum", do("where", is_finite, numbers, do("zeros_like", numbers)))) / finite_count
         return cls(shape, dtype, nan, inf, least, most, mean, batches, negative_inf)
 
     @classmethod
@@ -94,25 +94,26 @@ NAN, INF = 1, 2
 """Flags of what a tensor holds."""
 
 
-def nonfinite_flags(tensor: Any, inf: bool) -> int:
-    """Return NAN, INF, both or neither for the content of a tensor; INF only if `inf` is True.
+def nonfinite_flags(tensor: Any, looks_for_inf: bool) -> int:
+    """Return NAN, INF, both or neither for the content of a tensor; INF only if `looks_for_inf`.
 
     One pass computes the sum, which is finite only if all elements are; further passes only if it is not.
     """
     tensors = tensors_of(tensor)
     total = tensors.checksum(tensor)
-    if isfinite(total) or not (inf or isnan(total)):
+    if isfinite(total) or not (looks_for_inf or isnan(total)):
         return 0
     numbers = tensors.stored_values(tensor, widen=True)
     # A sum is NaN for Inf - Inf too, so the elements are asked.
-    flags = NAN if isnan(total) and bool(do("any", do("isnan", numbers))) else 0
-    return flags | (INF if inf and bool(do("any", do("isinf", numbers))) else 0)
+    has_nan = isnan(total) and bool(do("any", do("isnan", numbers)))
+    has_inf = looks_for_inf and bool(do("any", do("isinf", numbers)))
+    return (NAN if has_nan else 0) | (INF if has_inf else 0)
 
 
 def are_finite(values: Sequence[Any]) -> bool:
     """Return True if all values are arrays of finite numbers in host memory; a hot path.
 
-    False proves nothing, since a sum of squares may overflow.  values: of one library.
+    False proves nothing: a sum of squares may overflow, and a GPU is not read.  values: of one library.
     """
     arrays = tensors_of(values[0]).shared_floats(values) if values else []
     if arrays is None:
@@ -121,15 +122,15 @@ def are_finite(values: Sequence[Any]) -> bool:
     for array in arrays:
         # Small arrays are joined: a call of NumPy takes longer than their arithmetic.
         flat, dtype = array.ravel(), array.dtype
-        if flat.size <= _SMALL:
+        if flat.size <= _JOINED_SIZE:
             small_by_dtype.setdefault(dtype, []).append(flat)
         elif not _is_finite(flat):
             return False
-    return all(_is_finite(np.concatenate(rows)) for rows in small_by_dtype.values())
+    return all(_is_finite(np.concatenate(arrays)) for arrays in small_by_dtype.values())
 
 
 # Elements below which it pays to look at arrays together.
-_SMALL = 1024
+_JOINED_SIZE = 1024
 
 
 def _is_finite(flat: Any) -> bool:
@@ -151,50 +152,53 @@ floating = partial(op_tensors, kinds=("float", "bfloat", "half", "complex"))
 class Floats(NamedTuple):
     """Floating tensors among the inputs or outputs of an execution, by flat index.
 
-    holds: flags of NaN and Inf, of the tensors that hold any.
+    flags_by_index: NAN, INF or both, of the tensors alone that hold any.
     """
 
     tensors: Mapping[int, OpTensor] = {}
-    holds: Mapping[int, int] = {}
+    flags_by_index: Mapping[int, int] = {}
 
     @classmethod
     def of(
-        cls, values: Sequence[Any], dtype: Dtype, inf: bool, known_flags: Mapping[int, int] | None = None,
-        batches: Sequence[int] = (),
+        cls, values: Sequence[Any], dtype: Dtype, looks_for_inf: bool,
+        known_flags: Mapping[int, int] = {}, batches: Sequence[int] = (),
     ) -> Floats:  # fmt: skip
-        """Look for NaN, and Inf if `inf`, in the tensors among values.
+        """Return the floating tensors among values, and which hold NaN or, if `looks_for_inf`, Inf.
 
-        known_flags: flags of some of them.  batches: numbers of batches of a vmap, by flat index.
+        By flat index: known_flags, of tensors not to be looked at, and batches, numbers of batches of a vmap.
         """
-        known_flags = known_flags or {}
-        tensors = {op_tensor.flat_index: op_tensor for op_tensor in floating(values, dtype, batches=batches)}
-        flags = {
-            i: known_flags[i] if i in known_flags else nonfinite_flags(tensors[i].tensor, inf)
-            for i in tensors
-        }
-        return cls(tensors, {i: flag for i, flag in flags.items() if flag})
+        tensors, flags_by_index = dict[int, OpTensor](), dict[int, int]()
+        for op_tensor in floating(values, dtype, batches=batches):
+            index = op_tensor.flat_index
+            tensors[index] = op_tensor
+            flags = known_flags.get(index)
+            if flags is None:
+                flags = nonfinite_flags(op_tensor.tensor, looks_for_inf)
+            if flags:
+                flags_by_index[index] = flags
+        return cls(tensors, flags_by_index)
 
     @property
     def flags(self) -> int:
         """NAN, INF, both or neither, of all tensors together."""
-        return reduce(or_, self.holds.values(), 0)
+        return reduce(or_, self.flags_by_index.values(), 0)
 
     def summaries(self, indices: Iterable[int]) -> dict[int, Summary]:
         """Summarise some of the tensors."""
-        tensors = ((i, self.tensors[i]) for i in indices)
-        return {i: Summary.of(read.tensor, read.dtype, read.batches) for i, read in tensors}
+        op_tensors = {i: self.tensors[i] for i in indices}
+        return {i: Summary.of(read.tensor, read.dtype, read.batches) for i, read in op_tensors.items()}
 
 
 class RecordedInputs(NamedTuple):
     """Inputs of one execution; weak references for tensors of PyTorch.
 
-    flags: of NaN and Inf, by flat index, of the tensors that were looked at before the op.
+    flags_by_index: flags by flat index, 0 for neither, of the tensors that were looked at before the op.
     alive: strong references to the inputs in graphs, whose caller may free them before the op ends.
     batches: numbers of batches of a vmap, by flat index.
     """
 
     values: Sequence[Any]
-    flags: Mapping[int, int]
+    flags_by_index: Mapping[int, int]
     alive: Sequence[Any]
     batches: Sequence[int] = ()
 
@@ -204,35 +208,36 @@ class InputRecorder:
 
     Inputs that the op writes must be examined before it runs.  The first execution shows which these are, so
     all inputs are examined before the first execution.
-    dtype: `dtype` of StandardMapping.  inf: look for Inf too.  in_place: the op writes its first input.
-    is_eager: the caller of the op holds the inputs until the op ends.
+    dtype: `dtype` of StandardMapping.  looks_for_inf: True to look for Inf too.  in_place: the op writes its
+    first input.  is_eager: the caller of the op holds the inputs until the op ends.
     """
 
-    def __init__(self, dtype: Dtype, inf: bool, in_place: bool, is_eager: bool) -> None:
-        self._dtype, self._inf, self._in_place, self._is_eager = dtype, inf, in_place, is_eager
-        self._written: frozenset[int] | None = None  # flat indices
+    def __init__(self, dtype: Dtype, looks_for_inf: bool, in_place: bool, is_eager: bool) -> None:
+        self._dtype, self._looks_for_inf = dtype, looks_for_inf
+        self._in_place, self._is_eager = in_place, is_eager
+        self._written_indices: frozenset[int] | None = None  # flat ones; None until the first execution ends
 
     def record(self, values: Sequence[Any], batches: Sequence[int] = ()) -> RecordedInputs:
-        """Record the inputs of an execution that begins; batches: of a vmap, by flat index."""
+        """Return the inputs of an execution that begins, with flags of those that are looked at now."""
         # No recursion for values that hold no others: this runs ahead of every op.
         references: list[Any] = [
             _map_leaves(_reference, value) if isinstance(value, (list, tuple)) else _reference(value)
             for value in values
         ]
         # From the second execution on, only inputs that the op writes are looked at beforehand.
-        written_indices = self._written
+        written_indices = self._written_indices
         if written_indices is None and not any(isinstance(x, _TensorReference) for x in leaves(references)):
-            written_indices = self._written = frozenset()  # tensors that no op writes
-        flags: dict[int, int] = {}
+            written_indices = self._written_indices = frozenset()  # tensors that no op writes
+        flags_by_index: dict[int, int] = {}
         if written_indices is None or written_indices:
             for leaf in floating(values, self._dtype):
                 if written_indices is None or leaf.flat_index in written_indices:
-                    flags[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._inf)
+                    flags_by_index[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._looks_for_inf)
         if self._in_place and references:
             # The op writes over this tensor, and the finding shows what it was before.
             references[0] = _map_leaves(self._copy_float, values[0])
         # In eager mode the caller holds its inputs; a second reference would keep memory longer.
-        return RecordedInputs(references, flags, () if self._is_eager else values, batches)
+        return RecordedInputs(references, flags_by_index, () if self._is_eager else values, batches)
 
     def _copy_float(self, value: Any) -> Any:
         """Return a copy of a floating tensor, which the op does not overwrite; any other value as it is."""
@@ -240,18 +245,17 @@ class InputRecorder:
 
     def note_writes(self, inputs: RecordedInputs) -> None:
         """Note which inputs the op writes, after its first execution."""
-        if self._written is None:
-            self._written = frozenset(_written_indices(inputs.values))
+        if self._written_indices is None:
+            self._written_indices = frozenset(_indices_of_written(inputs.values))
 
-    def floats(self, inputs: RecordedInputs, unread: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
-        """Return inputs as they were before the op ran.  unread: returns positions that it does not read."""
-        # What was written without having been looked at counts as finite: nobody can tell any more.
-        unseen = {i: 0 for i in _written_indices(inputs.values) if i not in inputs.flags}
+    def floats(self, inputs: RecordedInputs, unread_at: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
+        """Return the tensors among inputs as before the op, without those at `unread_at(values)`."""
+        # A tensor that was written without having been looked at counts as finite: nobody can tell any more.
+        known_flags = {**dict.fromkeys(_indices_of_written(inputs.values), 0), **inputs.flags_by_index}
         values = _map_leaves(_referent, inputs.values)
-        for position in unread(values):
+        for position in unread_at(values):
             values[position] = None
-        flags = {**unseen, **inputs.flags}
-        return Floats.of(values, self._dtype, self._inf, flags, inputs.batches)
+        return Floats.of(values, self._dtype, self._looks_for_inf, known_flags, inputs.batches)
 
 
 class _TensorReference(ref):  # type: ignore[type-arg]
@@ -272,12 +276,12 @@ def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-_NUMBERS = frozenset({int, float, bool, type(None), slice})
+_PLAIN_TYPES = frozenset({int, float, bool, type(None), slice})
 
 
 def _reference(value: Any) -> Any:
     """Return a weak reference of a tensor that counts writes; any other value as it is."""
-    if type(value) in _NUMBERS:
+    if type(value) in _PLAIN_TYPES:
         return value
     version = _write_count(value)
     if version is None:
@@ -303,40 +307,37 @@ def _referent(reference: Any) -> Any:
     return reference() if isinstance(reference, _TensorReference) else reference
 
 
-def _written_indices(references: Sequence[Any]) -> list[int]:
+def _indices_of_written(references: Sequence[Any]) -> list[int]:
     """Return the flat indices of tensors that may have been written since they were recorded."""
     flat = enumerate(leaves(references))
     return [i for i, leaf in flat if isinstance(leaf, _TensorReference) and leaf.may_be_written]
 
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.nan",
-    "torch",
-    "torch:_C._functorch.is_functorch_wrapped_tensor",
-    "torch:_C._functorch.is_legacy_batchedtensor",
-    "torch:Tensor._version",
-)
+    "amanda.tools.nan", "torch", "torch:_C._functorch.is_functorch_wrapped_tensor",
+    "torch:_C._functorch.is_legacy_batchedtensor", "torch:Tensor._version",
+)  # fmt: skip
 
-_SCALER = "torch.amp.grad_scaler"
-_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
+_SCALER_MODULE = "torch.amp.grad_scaler"
+_SCALER_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
 
-def write_torch_roles(context: amanda.OpContext) -> None:
-    """Write `loss_scale`, `are_finite`, `saved` and `unread`.
+def write_torch_facts(context: amanda.OpContext) -> None:
+    """Write the functions and the role by which NanTool checks an op of PyTorch.
 
-    loss_scale: "scale" where a GradScaler scales a loss, "check" where it looks at gradients.
     are_finite: returns True only if all elements of some values are finite, and quickly.
-    saved: of a backward op, returns the tensors that the node under way has saved.
-    unread: of a forward op, returns the positions of inputs that an execution writes and does not read.
+    saved_tensors: of a backward op, returns the tensors that the node under way has saved.
+    loss_scale: of a forward op: "scale" where a GradScaler scales a loss, "check" where it checks gradients.
+    unread_positions: of a forward op, returns the positions of inputs that it writes and does not read.
     """
-    context["are_finite"] = _sum_test()
+    context["are_finite"] = _make_finite_test()
     if context.is_backward():
-        context["saved"] = saved_tensors_of_node
+        context["saved_tensors"] = saved_tensors_of_node
     if context.is_forward():
-        scales = context["type"] == "mul" and _is_called_by_scaler()
-        is_check = context.get_op_type() == _CHECK
-        context["loss_scale"] = "check" if is_check else "scale" if scales else None
-        context["unread"] = partial(_running_statistics_positions, context.get_input_names())
+        scales_loss = context["type"] == "mul" and _is_called_by_scaler()
+        is_check = context.get_op_type() == _SCALER_CHECK
+        context["loss_scale"] = "check" if is_check else "scale" if scales_loss else None
+        context["unread_positions"] = partial(_running_statistics_positions, context.get_input_names())
 
 
 def _running_statistics_positions(names: Sequence[str], values: Sequence[Any]) -> tuple[int, ...]:
@@ -369,22 +370,22 @@ def _is_called_by_scaler() -> bool:
     """Return True if a GradScaler calls the op under way."""
     frame: Any = sys._getframe(1)
     while frame is not None:
-        if frame.f_globals.get("__name__") == _SCALER:
+        if frame.f_globals.get("__name__") == _SCALER_MODULE:
             return True
         frame = frame.f_back
     return False
 
 
 @cache
-def _sum_test() -> Callable[[Sequence[Any]], bool]:
-    """Return a function that returns True if values are plain tensors of float32 with finite elements.
+def _make_finite_test() -> Callable[[Sequence[Any]], bool]:
+    """Return a test, a hot path: True if values are plain tensors of float32 with finite elements.
 
-    It reads small tensors in place; of others it computes the sum, which may overflow.
+    It reads small tensors in memory; of others it computes the sum, which may overflow.
     """
     _REQUIRED.check()
     import torch
 
-    own_classes, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
+    plain_classes, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
     functions: Any = torch._C._functorch
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
     # `data_ptr` would copy a tensor that shares its memory until it is written.
@@ -399,7 +400,11 @@ def _sum_test() -> Callable[[Sequence[Any]], bool]:
 
     def are_finite(values: Sequence[Any]) -> bool:
         for tensor in values:
-            if type(tensor) not in own_classes or tensor.dtype is not float32 or tensor.layout is not strided:
+            if (
+                type(tensor) not in plain_classes
+                or tensor.dtype is not float32
+                or tensor.layout is not strided
+            ):
                 return False
             # A sum of these would fail, or be that of many calls of a transform.
             if tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):

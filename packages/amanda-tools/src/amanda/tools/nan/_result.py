@@ -70,13 +70,14 @@ class Finding:
     def sentence(self) -> str:
         """The op, its module, line and step, how much it gave of NaN or Inf, and what its inputs were."""
         place = place_text(self.type, self.module, self.phase, self.source)
-        inputs = [f"input {i} was {summary}" for i, summary in self.inputs.items()]
-        more = [f"{len(inputs) - _NAMED:,} more inputs"] if len(inputs) > _NAMED else []
+        input_texts = [f"input {i} was {summary}" for i, summary in self.inputs.items()]
+        more = [f"{len(input_texts) - _NAMED:,} more inputs"] if len(input_texts) > _NAMED else []
+        # Of an op that made NaN, an output with Inf alone is not the answer.
         outputs = [summary for summary in self.outputs.values() if summary.nan or not self.makes_nan]
         return (
             f"First {'NaN' if self.makes_nan else 'Inf'}: {place}, step {self.step:,}: "
             f"output has {outputs[0].counts_text}; "
-            f"{'; '.join([*inputs[:_NAMED], *more]) or 'no input is a floating tensor'}"
+            f"{'; '.join([*input_texts[:_NAMED], *more]) or 'no input is a floating tensor'}"
         )
 
 
@@ -132,15 +133,9 @@ class NanResult(Result):
     )  # fmt: skip
 
     def __init__(
-        self,
-        findings: Sequence[Finding],
-        executions: int,
-        passed_on: int,
-        dropped: int = 0,
-        entered: Sequence[Entered] = (),
-        skipped: int = 0,
-        inf: bool = False,
-    ) -> None:
+        self, findings: Sequence[Finding], executions: int, passed_on: int, dropped: int = 0,
+        entered: Sequence[Entered] = (), skipped: int = 0, inf: bool = False,
+    ) -> None:  # fmt: skip
         # In one order, so that `first` and the sentence name the same op, also of merged results.
         self.findings = tuple(sorted(findings, key=lambda finding: finding.execution))
         self.executions = executions
@@ -158,13 +153,16 @@ class NanResult(Result):
     @property
     def sentence(self) -> str:
         """The answer: where the first NaN, else the first Inf, comes from, or that there is none."""
-        origins = [origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan]
-        origin = next(iter(origins), self.first)
+        nan_origins = [
+            origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan
+        ]
+        origin = nan_origins[0] if nan_origins else self.first
         if origin is not None:
             return f"{origin.sentence}."
         if not self.executions:
             return NOTHING
-        unread = "; not every output was read" * any("not read" in text for text in self.remarks)
+        is_partly_read = any("not read" in text for text in self.remarks)
+        unread = "; not every output was read" if is_partly_read else ""
         outcome = f"none produced {self._sought}"
         if self._skipped:
             outcome = (
@@ -196,12 +194,12 @@ class NanResult(Result):
 
     def _origins(self) -> list[Finding | Entered]:
         """Return the ops and tensors at which NaN or Inf begins, in the order of execution; each op once."""
-        origins: dict[FindingKey, Finding | Entered] = {}
-        beginnings: list[Finding | Entered] = [entry for entry in self.entered if not entry.is_consequence]
-        beginnings += self.findings
-        for origin in sorted(beginnings, key=lambda beginning: beginning.execution):
-            fold(origins, origin)
-        return list(origins.values())
+        origins_by_key: dict[FindingKey, Finding | Entered] = {}
+        origins: list[Finding | Entered] = [entry for entry in self.entered if not entry.is_consequence]
+        origins += self.findings
+        for origin in sorted(origins, key=lambda origin: origin.execution):
+            fold(origins_by_key, origin)
+        return list(origins_by_key.values())
 
     def __bool__(self) -> bool:
         return bool(self.findings or self.entered)
@@ -230,14 +228,13 @@ class NanResult(Result):
         """Return this and other runs or ranks as one result; `execution` is a number within each run."""
         all_results = (self, *results)
         return NanResult(
-            findings=[finding for result in all_results for finding in result.findings],
-            executions=sum(result.executions for result in all_results),
-            passed_on=sum(result.passed_on for result in all_results),
+            [finding for result in all_results for finding in result.findings],
+            sum(result.executions for result in all_results), sum(result.passed_on for result in all_results),
             dropped=sum(result._dropped for result in all_results),
             entered=[entered for result in all_results for entered in result.entered],
             skipped=sum(result._skipped for result in all_results),
             inf=any(result._inf for result in all_results),
-        )
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> NanResult:
@@ -254,15 +251,17 @@ class NanResult(Result):
     def notes(self) -> Sequence[str]:
         """Return the answer, what followed from it, and what the table does not show."""
         notes = [self.sentence]
-        if later := self._consequences:
-            names = [entry.what.removeprefix("parameter ") for entry in later]
+        if consequences := self._consequences:
+            names = [entry.what.removeprefix("parameter ") for entry in consequences]
             more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
             noun = f"{len(names):,} parameters were" if len(names) > 1 else "A parameter was"
-            first_step = min(entry.step for entry in later)
+            first_step = min(entry.step for entry in consequences)
             notes.append(f"{noun} NaN after it, from step {first_step:,}: {', '.join(names[:_NAMED])}{more}.")
         if self:
-            passed_on = f"; {self.passed_on:,} passed on {self._sought} from their inputs"
-            notes.append(f"{self.executions:,} ops ran{passed_on * bool(self.passed_on)}.")
+            passed_on = (
+                f"; {self.passed_on:,} passed on {self._sought} from their inputs" if self.passed_on else ""
+            )
+            notes.append(f"{self.executions:,} ops ran{passed_on}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
             notes.append("Some inputs were Inf. Use `nan:inf` to find where Inf starts.")
@@ -301,7 +300,7 @@ class ScaledBackward:
         self.is_open, self._skipped_step = True, None
 
     def defer(self, finding: Finding | Entered, step: int) -> bool:
-        """Defer, or drop, a finding that an overflow would explain; return True if it is not to be kept.
+        """Defer a finding that an overflow would explain, or drop it in a skipped step; else return False.
 
         Accumulation of gradients adds Inf to -Inf, which is NaN, between two ops.
         """
@@ -310,18 +309,18 @@ class ScaledBackward:
             return True
         if not self.is_open or finding.phase != "backward":
             return False
-        overflow = (
-            # With a scale that is too large, gradients are Inf first, and NaN where two of them cancel.
+        # With a scale that is too large, gradients are Inf first, and NaN where two of them cancel.
+        may_be_overflow = (
             isinstance(finding, Entered)
             or not finding.makes_nan
             or any(summary.inf for summary in finding.inputs.values())
         )
-        if overflow:
+        if may_be_overflow:
             fold(self.pending, finding)
-        return overflow
+        return may_be_overflow
 
     def end(self, is_skipped: bool, step: int) -> list[Finding | Entered]:
-        """Return the findings that no overflow of a skipped step explains.  step: its number."""
+        """Return the deferred findings; none if the scaler skips the step: overflows explain them."""
         pending, self.pending, self.is_open = list(self.pending.values()), {}, False
         self._skipped_step = step if is_skipped else None
         if is_skipped and pending:

@@ -32,7 +32,7 @@ from amanda.tools.nan._floats import (
     are_finite,
     floating,
     nonfinite_flags,
-    write_torch_roles,
+    write_torch_facts,
 )
 from amanda.tools.nan._result import Entered, Finding, FindingKey, NanResult, ScaledBackward, fold
 from amanda.tools.select import SelectOptions, select
@@ -44,13 +44,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger("amanda")
 
 # Types of ops that only copy or view their inputs, even memory that is not initialised.
-_MOVING_OPS = frozenset(
-    """
+_MOVING_OPS = frozenset("""
     Identity IdentityN StopGradient alias as_strided cat clone contiguous copy detach expand expand_as flip
     getitem identity index_select narrow permute repeat reshape select setitem slice split squeeze stack to
     transpose type type_as unbind unsqueeze
-    """.split()
-)
+""".split())  # fmt: skip
 
 
 class NotFiniteError(AmandaError, ArithmeticError):
@@ -69,11 +67,10 @@ class NotFiniteError(AmandaError, ArithmeticError):
 class _CheckedOp:
     """An op, the recorder of its inputs, and the paths of the parameters among its inputs, by position.
 
-    dtype: `dtype` of StandardMapping.  moves: True if it only copies or views inputs.  reads: True if it
-    reads a handle.  calls: True if it only runs other ops.  are_finite: returns True only if all elements of
-    some values are finite.
-    op_id: of the forward op.  saved: returns what the backward op under way has saved; None if unknown.
-    unread: returns the positions of inputs that an execution does not read.
+    dtype: `dtype` of StandardMapping.  only_moves: it only copies or views inputs.  only_calls: it only runs
+    other ops.  are_finite: returns True only if all elements of some values are finite.  op_id: of the
+    forward op.  saved_tensors: returns what the backward op under way has saved; None if unknown.
+    unread_positions: returns the positions of inputs that an execution does not read.
     """
 
     phase: str
@@ -83,13 +80,13 @@ class _CheckedOp:
     dtype: Dtype
     recorder: InputRecorder
     are_finite: Callable[[Sequence[Any]], bool] = lambda values: False
-    parameters: Mapping[int, str] = field(default_factory=dict)
-    moves: bool = False
-    reads: bool = False
-    calls: bool = False
+    parameter_paths: Mapping[int, str] = field(default_factory=dict)
+    only_moves: bool = False
+    reads_handle: bool = False
+    only_calls: bool = False
     op_id: int = 0
-    saved: Callable[[], Sequence[Any] | None] = lambda: None
-    unread: Callable[[Sequence[Any]], Collection[int]] = lambda values: ()
+    saved_tensors: Callable[[], Sequence[Any] | None] = lambda: None
+    unread_positions: Callable[[Sequence[Any]], Collection[int]] = lambda values: ()
 
     @property
     def place(self) -> tuple[str, str, str, str]:
@@ -114,21 +111,17 @@ class NanTool(amanda.Tool):
 
     @checked
     def __init__(
-        self,
-        stop: bool = False,
-        inf: bool = False,
-        backward: bool = True,
-        limit: PositiveInt = 20,
+        self, stop: bool = False, inf: bool = False, backward: bool = True, limit: PositiveInt = 20,
         **selection: Unpack[SelectOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._stop, self._inf, self._limit = stop, inf, limit
+        self._stop, self._looks_for_inf, self._limit = stop, inf, limit
         self._steps = Steps()
-        self._unread: dict[str, None] = {}  # what is not read
+        self._unread_remarks: dict[str, None] = {}  # what is not read
         # By thread and op, while the op runs.
-        self._running: dict[tuple[int, _CheckedOp], RecordedInputs] = {}
+        self._inputs_of_running: dict[tuple[int, _CheckedOp], RecordedInputs] = {}
         self.clear()
-        self.depends_on(self._steps, StandardMapping(), MappingTool([["pytorch", write_torch_roles]]))
+        self.depends_on(self._steps, StandardMapping(), MappingTool([["pytorch", write_torch_facts]]))
         self.add_inst_for_op(self._instrument_forward)
         if backward:
             self.add_inst_for_op(self._instrument_backward, backward=True)
@@ -137,84 +130,88 @@ class NanTool(amanda.Tool):
     @property
     def result(self) -> NanResult:
         """Return the ops that produced NaN or Inf so far."""
-        # Lists at once, since threads may add to what is kept meanwhile.
-        folded = {
-            key: replace(finding, times=self._times[key]) for key, finding in list(self._findings.items())
+        # Copied by `list` at once, since threads may add findings meanwhile.
+        findings_by_key = {
+            key: replace(finding, times=self._times_by_key[key])
+            for key, finding in list(self._findings_by_key.items())
         }
-        entered = dict(self._entered)
-        for finding in list(self._scaled.pending.values()):
-            fold(entered if isinstance(finding, Entered) else folded, finding)
-        findings = list(folded.values())
+        entered_by_key = dict(self._entered_by_key)
+        for finding in list(self._scaled_backward.pending.values()):
+            fold(entered_by_key if isinstance(finding, Entered) else findings_by_key, finding)
+        findings = list(findings_by_key.values())
         # Ops that run bodies give NaN because an op in the body does, which is the better finding.
-        if not findings and not entered:
+        if not findings and not entered_by_key:
             findings = self._findings_of_callers
-        counts = self._executions, self._passed_on, len(self._dropped) + max(len(findings) - self._limit, 0)
         result = NanResult(
-            findings[: self._limit], *counts, list(entered.values()), self._scaled.skipped, self._inf
-        )
-        result.remarks = folded_unread(list(self._unread))
+            findings[: self._limit], self._execution_count, self._passed_on_count,
+            dropped=len(self._dropped_keys) + max(len(findings) - self._limit, 0),
+            entered=list(entered_by_key.values()), skipped=self._scaled_backward.skipped,
+            inf=self._looks_for_inf,
+        )  # fmt: skip
+        result.remarks = folded_unread(list(self._unread_remarks))
         return result
 
     def clear(self) -> None:
         """Delete the findings; analysed ops stay analysed."""
-        self._findings: dict[FindingKey, Finding] = {}
-        self._times = Counter[FindingKey]()
-        self._dropped: set[FindingKey] = set()  # beyond the limit
+        self._findings_by_key: dict[FindingKey, Finding] = {}
+        self._times_by_key = Counter[FindingKey]()
+        self._dropped_keys: set[FindingKey] = set()  # beyond the limit
         self._findings_of_callers: list[Finding] = []  # at ops that only run others
-        self._entered: dict[FindingKey, Entered] = {}
-        self._executions = self._passed_on = 0
+        self._entered_by_key: dict[FindingKey, Entered] = {}
+        self._execution_count = self._passed_on_count = 0
         self._first_nan_step: int | None = None  # step in which an op gave NaN first, which later ops read
-        self._is_logged = self._is_updated = False  # NaN has been logged; an optimizer gave NaN
-        # By id of forward op: flags of its inputs and outputs, if not finite at the last execution.
-        self._flags_of_forward: dict[int, int] = {}
-        self._scaled = ScaledBackward()
+        self._is_logged = False  # the first finding has been logged
+        self._has_nan_update = False  # an op of an optimizer gave NaN, which weights hold from then on
+        # Of inputs and outputs together, by id of the forward op, if not finite at its last execution.
+        self._flags_by_op_id: dict[int, int] = {}
+        self._scaled_backward = ScaledBackward()
         self._steps.clear()
-        self._running.clear()
+        self._inputs_of_running.clear()
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
         """Insert the routines that check a forward op, and those that follow the scale of a loss."""
-        if context["type"] in UNINITIALISED:
+        if context["type"] in UNINITIALISED:  # its output may be NaN by chance
             return
-        role = context.get("loss_scale")
+        scaler_role = context.get("loss_scale")
         # This op undoes the scale and looks for overflows, which the scaler expects.
-        if role == "check":
-            context.insert_before_op(self._note_flag, inputs=[1])
-            context.insert_after_op(self._end_scaled, outputs=[])
+        if scaler_role == "check":
+            context.insert_before_op(self._note_found_inf, inputs=[1])
+            context.insert_after_op(self._end_scaled_backward, outputs=[])
             return
-        if role == "scale":
-            context.insert_after_op(self._begin_scaled, outputs=[])
+        if scaler_role == "scale":
+            context.insert_after_op(self._begin_scaled_backward, outputs=[])
         kind = context["type"]
-        self._unread.update(dict.fromkeys(remarks_on_packed_inputs(context)))
+        self._unread_remarks.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         self._insert_checks(
             context, context["phase"], kind, in_place=context["in_place"],
-            parameters=parameter_paths(context), moves=kind in _MOVING_OPS,
-            reads=_reads_handle(context, context.get_inputs()),
-            calls=context.get_op_type() in CALLING_OPS, **_facts_in(context, "unread"),
+            parameter_paths=parameter_paths(context), only_moves=kind in _MOVING_OPS,
+            reads_handle=_reads_handle(context, context.get_inputs()),
+            only_calls=context.get_op_type() in CALLING_OPS, **_fact_in(context, "unread_positions"),
         )  # fmt: skip
 
     def _instrument_backward(self, context: amanda.OpContext) -> None:
-        """Insert the routines that check a backward op."""
+        """Insert the routines that check a backward op; none where gradients of a leaf are added up."""
         kind = context["backward_type"]
         if kind == "accumulate_grad":
             return
         if context.is_eager():
-            self._insert_checks(context, "backward", kind, **_facts_in(context, "saved"))
+            self._insert_checks(context, "backward", kind, **_fact_in(context, "saved_tensors"))
             return
         self._insert_checks(
             context, "backward", kind,
-            reads=_reads_handle(context, context.get_grad_outputs() or ()),
-            calls=context.get_backward_op().__name__ in CALLING_OPS,
+            reads_handle=_reads_handle(context, context.get_grad_outputs() or ()),
+            only_calls=context.get_backward_op().__name__ in CALLING_OPS,
         )  # fmt: skip
 
     def _insert_checks(
         self, context: amanda.OpContext, phase: str, kind: str, in_place: bool = False, **facts: Any
     ) -> None:
-        """Insert the routines that check an op, forward or backward.  facts: fields of `_CheckedOp`."""
+        """Insert the routines that record inputs and check outputs.  facts: fields of `_CheckedOp`."""
         dtype, is_eager = context["dtype"], context.is_eager()
         op = _CheckedOp(
             phase, type=kind, module=context.get_scope(), source=context.get_source(), dtype=dtype,
-            recorder=InputRecorder(dtype, self._inf, in_place, is_eager),
-            op_id=context.get_op_id(), **_facts_in(context, "are_finite"), **facts,
+            recorder=InputRecorder(dtype, self._looks_for_inf, in_place, is_eager),
+            op_id=context.get_op_id(), **_fact_in(context, "are_finite"), **facts,
         )  # fmt: skip
         insert_before: Any = context.insert_before_op
         insert_after: Any = context.insert_after_op
@@ -231,12 +228,12 @@ class NanTool(amanda.Tool):
     @all_samples
     def _begin(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
         # An eager op ends on the thread it began on.
-        self._running[get_ident(), op] = op.recorder.record(values, batches)
+        self._inputs_of_running[get_ident(), op] = op.recorder.record(values, batches)
 
     @amanda.observer
     @all_samples
     def _end(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
-        self._check_outputs(values, self._running.pop((get_ident(), op), None), op, batches)
+        self._check_outputs(values, self._inputs_of_running.pop((get_ident(), op), None), op, batches)
 
     @amanda.observer
     def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
@@ -249,129 +246,138 @@ class NanTool(amanda.Tool):
 
     @amanda.gathered(_begin_in_graph, _end_in_graph)
     def _check_executions(self, executions: Executions) -> None:
-        """Check a batch of executions at once; one by one if any of them is not finite."""
-        ends, begun = executions.prepared(_pair_ends)
+        """Check the calls of both routines in a batch at once; one by one if a value is not finite."""
+        begin_end_pairs, open_begins = executions.prepared(_pair_begins_and_ends)
         # Sums of squares may overflow, which only means that elements are looked at.
         with np.errstate(all="ignore"):
             if are_finite(executions.tensors):
-                self._executions += len(ends)
-                for execution in executions if self._flags_of_forward else ():
-                    self._flags_of_forward.pop(execution.kwargs["op"].op_id, None)
-                # Their inputs, recorded in an earlier call, are not needed: the outputs are finite.
-                for end in (end for begin, end in ends if begin is None):
-                    executions[end].run.pop(executions[end].kwargs["op"], None)
+                self._execution_count += len(begin_end_pairs)
+                for execution in executions if self._flags_by_op_id else ():
+                    self._flags_by_op_id.pop(execution.kwargs["op"].op_id, None)
+                # Inputs that were recorded in an earlier batch are not needed: the outputs are finite.
+                for begin, end in begin_end_pairs:
+                    if begin is None:
+                        executions[end].run.pop(executions[end].kwargs["op"], None)
             else:
-                self._check_each(executions, ends)
-        for i in begun:
-            op: _CheckedOp = executions[i].kwargs["op"]
-            executions[i].run[op] = op.recorder.record(executions[i].values)
+                self._check_each(executions, begin_end_pairs)
+        for begin in open_begins:
+            op: _CheckedOp = executions[begin].kwargs["op"]
+            executions[begin].run[op] = op.recorder.record(executions[begin].values)
 
-    def _check_each(self, executions: Executions, ends: Sequence[tuple[int | None, int]]) -> None:
-        """Check the executions of a batch one by one.  ends: as of `_pair_ends`."""
-        for begin, end in ends:
+    def _check_each(self, executions: Executions, begin_end_pairs: Sequence[tuple[int | None, int]]) -> None:
+        """Check the executions that end in a batch one by one.  begin_end_pairs: of _pair_begins_and_ends."""
+        for begin, end in begin_end_pairs:
             execution = executions[end]
             op: _CheckedOp = execution.kwargs["op"]
-            inputs = execution.run.pop(op, None) if begin is None else None
+            # Inputs of an execution that began in an earlier batch were recorded in its `run`.
+            recorded = execution.run.pop(op, None) if begin is None else None
             if are_finite(leaves(execution.values)):
-                self._executions += 1
-                self._flags_of_forward.pop(op.op_id, None)
+                self._execution_count += 1
+                self._flags_by_op_id.pop(op.op_id, None)
             else:
-                inputs = inputs if begin is None else op.recorder.record(executions[begin].values)
-                self._check_outputs(execution.values, inputs, op)
+                if begin is not None:
+                    recorded = op.recorder.record(executions[begin].values)
+                self._check_outputs(execution.values, recorded, op)
 
     def _check_outputs(
         self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp,
         batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Add a finding if an execution gave NaN or Inf that it did not read; batches: of the values.
+        """Count an execution, and judge the op if the outputs have NaN, or Inf if the tool looks for it.
 
+        recorded: its inputs; None if not known.  batches: numbers of batches of a vmap, by flat index.
         Raises NotFiniteError for the first finding if the tool stops at one.
         """
-        execution, self._executions = self._executions, self._executions + 1
+        execution, self._execution_count = self._execution_count, self._execution_count + 1
         if recorded is not None:
             op.recorder.note_writes(recorded)
         if op.are_finite(values):
-            if self._flags_of_forward and op.phase != "backward":
-                self._flags_of_forward.pop(op.op_id, None)
+            if self._flags_by_op_id and op.phase != "backward":
+                self._flags_by_op_id.pop(op.op_id, None)
             return
-        floats = floating(values, op.dtype, leave=partial(self._note_unread, op))
-        if not any(nonfinite_flags(op_tensor.tensor, self._inf) for op_tensor in floats):
+        op_tensors = floating(values, op.dtype, leave=partial(self._note_unread, op))
+        if not any(nonfinite_flags(op_tensor.tensor, self._looks_for_inf) for op_tensor in op_tensors):
             return
-        output_floats = Floats.of(values, op.dtype, self._inf, batches=batches)
-        input_floats = Floats() if recorded is None else op.recorder.floats(recorded, op.unread)
-        # The NaN was in the variable before, whoever wrote it there.
-        if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads:
+        output_floats = Floats.of(values, op.dtype, self._looks_for_inf, batches=batches)
+        input_floats = Floats() if recorded is None else op.recorder.floats(recorded, op.unread_positions)
+        # An op that reads a handle gives what the variable held: the NaN was there before.
+        if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads_handle:
             input_floats = output_floats
-        input_flags, output_flags = input_floats.flags, output_floats.flags
+        self._judge(op, execution, input_floats, output_floats)
+
+    def _judge(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
+        """Add a finding if the op made the NaN or Inf in its outputs, else count it as passed on."""
+        input_flags, output_flags = inputs.flags, outputs.flags
         if op.phase != "backward":
-            self._flags_of_forward[op.op_id] = input_flags | output_flags
+            self._flags_by_op_id[op.op_id] = input_flags | output_flags
         # A backward op multiplies by what was saved, which is among its inputs too.
         elif output_flags & ~input_flags:
-            input_flags |= self._saved_flags(op)
-        if (output_flags & NAN and not input_flags & NAN) or not input_flags:
-            self._note_finding(op, execution, input_floats, output_floats)
+            input_flags |= self._flags_of_saved(op)
+        makes_nan = output_flags & NAN and not input_flags & NAN
+        if makes_nan or not input_flags:
+            self._count_or_add_finding(op, execution, inputs, outputs)
         else:
-            self._passed_on += 1
+            self._passed_on_count += 1
         # An op that only moves elements names no source; the op that reads them will.
-        if output_flags & NAN and not op.moves:
-            self._note_sources(op, execution, input_floats)
-            self._first_nan_step = (
-                self._steps.number if self._first_nan_step is None else self._first_nan_step
-            )
-            self._is_updated = self._is_updated or op.phase == "optimizer"
+        if output_flags & NAN and not op.only_moves:
+            self._add_entered(op, execution, inputs)
+            if self._first_nan_step is None:
+                self._first_nan_step = self._steps.number
+            self._has_nan_update = self._has_nan_update or op.phase == "optimizer"
 
-    def _note_finding(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
-        """Add the finding of an execution; count one that repeats an earlier finding."""
+    def _count_or_add_finding(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
+        """Add the finding of an execution, apart for an op that only runs other ops; count a repeated one."""
         key = *op.place, bool(outputs.flags & NAN)
-        if key in self._findings and not self._scaled.is_open and not self._stop:
-            self._times[key] += 1
+        if key in self._findings_by_key and not self._scaled_backward.is_open and not self._stop:
+            self._times_by_key[key] += 1
             return
-        summaries = inputs.summaries(inputs.tensors), outputs.summaries(outputs.holds)
-        finding = Finding(*op.place, execution, *summaries, self._steps.number)
-        if not op.calls:
+        input_summaries = inputs.summaries(inputs.tensors)
+        output_summaries = outputs.summaries(outputs.flags_by_index)
+        finding = Finding(*op.place, execution, input_summaries, output_summaries, self._steps.number)
+        if not op.only_calls:
             self._add_finding(finding)
-        elif not self._findings and not self._entered:
+        elif not self._findings_by_key and not self._entered_by_key:
             self._findings_of_callers = [*self._findings_of_callers, finding][: self._limit]
             if self._stop:
                 raise NotFiniteError(finding)
 
-    def _saved_flags(self, op: _CheckedOp) -> int:
+    def _flags_of_saved(self, op: _CheckedOp) -> int:
         """Return flags of a backward op's saved tensors, or of its forward op's last inputs and outputs."""
-        saved = op.saved()
-        if saved is None:
-            return self._flags_of_forward.get(op.op_id, 0)
-        return Floats.of(saved, op.dtype, self._inf).flags
+        tensors = op.saved_tensors()
+        if tensors is None:
+            return self._flags_by_op_id.get(op.op_id, 0)
+        return Floats.of(tensors, op.dtype, self._looks_for_inf).flags
 
     def _note_unread(self, op: _CheckedOp, tensor: OpTensor, reason: str) -> None:
         """Add a remark on an output that cannot be read; each remark is made once."""
         role = "gradient" if op.phase == "backward" else "output"
         remark = tensor._replace(role=role).unread(reason, op.type, op.module or op.source)
-        self._unread[remark] = None
+        self._unread_remarks[remark] = None
 
     def _add_finding(self, finding: Finding | Entered) -> None:
-        """Keep or defer a finding, and log the first; raise NotFiniteError if the tool stops."""
-        if self._scaled.defer(finding, self._steps.number):
+        """Keep a finding and log the first; or defer it.  Raises NotFiniteError if the tool stops at it."""
+        if self._scaled_backward.defer(finding, self._steps.number):
             return
         key = finding.key
         if isinstance(finding, Entered):
-            self._entered.setdefault(key, finding)
-        elif key in self._findings or len(self._findings) < self._limit:
-            self._findings.setdefault(key, finding)
-            self._times[key] += finding.times
+            self._entered_by_key.setdefault(key, finding)
+        elif key in self._findings_by_key or len(self._findings_by_key) < self._limit:
+            self._findings_by_key.setdefault(key, finding)
+            self._times_by_key[key] += finding.times
         else:
-            self._dropped.add(key)
+            self._dropped_keys.add(key)
         if self._stop:
             raise NotFiniteError(finding)
         # One line: what follows from the first NaN would fill the screen.
         if not self._is_logged:
-            self._is_logged = isinstance(finding, Entered) or finding.makes_nan or self._inf
+            self._is_logged = isinstance(finding, Entered) or finding.makes_nan or self._looks_for_inf
             logger.warning("%s", finding.sentence, extra={"live": True})
 
-    def _note_sources(self, op: _CheckedOp, execution: int, inputs: Floats) -> None:
-        """Report the parameters with NaN, and the inputs with NaN that no instrumented op produced."""
-        for i, flags in inputs.holds.items():
+    def _add_entered(self, op: _CheckedOp, execution: int, inputs: Floats) -> None:
+        """Add an entry, once, for each parameter with NaN, and each input with NaN that no op produced."""
+        for i, flags in inputs.flags_by_index.items():
             position = inputs.tensors[i].position
-            path = op.parameters.get(position)
+            path = op.parameter_paths.get(position)
             # Once an op gave NaN, a NaN input is most likely its work, and not the program's.
             if not flags & NAN or (path is None and self._first_nan_step is not None):
                 continue
@@ -379,54 +385,56 @@ class NanTool(amanda.Tool):
             name = f"{side} {position} of {op.type}" if path is None else f"parameter {path}"
             # Parameters get NaN by an update, which comes after the step in which an op gave it.
             step, first_nan_step = self._steps.number, self._first_nan_step
-            follows = first_nan_step is not None and (self._is_updated or first_nan_step < step)
-            is_known = (name, op.module, op.source) in self._entered
-            if not self._stop and (is_known or (not follows and len(self._entered) >= self._limit)):
+            is_consequence = first_nan_step is not None and (self._has_nan_update or first_nan_step < step)
+            is_known = (name, op.module, op.source) in self._entered_by_key
+            is_beyond_limit = not is_consequence and len(self._entered_by_key) >= self._limit
+            if not self._stop and (is_known or is_beyond_limit):
                 continue
             summary = inputs.summaries([i])[i]
             self._add_finding(
-                Entered(name, op.phase, op.module, op.source, execution, summary, step, follows)
+                Entered(name, op.phase, op.module, op.source, execution, summary, step, is_consequence)
             )
 
     @amanda.observer
-    def _begin_scaled(self) -> None:
+    def _begin_scaled_backward(self) -> None:
         """Begin to defer findings: a GradScaler has scaled a loss."""
-        self._scaled.begin()
+        self._scaled_backward.begin()
 
     @staticmethod
     @amanda.observer
-    def _note_flag(found_inf: Any, run: dict[str, Any]) -> None:
+    def _note_found_inf(found_inf: Any, run: dict[str, Any]) -> None:
         """Note the tensor into which the scaler's check writes whether it found Inf."""
         run["found_inf"] = found_inf
 
     @amanda.observer
-    def _end_scaled(self, run: dict[str, Any]) -> None:
+    def _end_scaled_backward(self, run: dict[str, Any]) -> None:
         """Keep or drop the findings of a scaled backward pass, which is over."""
         is_skipped = bool(run.pop("found_inf"))
-        for finding in self._scaled.end(is_skipped, self._steps.number):
+        for finding in self._scaled_backward.end(is_skipped, self._steps.number):
             self._add_finding(finding)
         # What the skipped step gave has been thrown away.
-        if is_skipped and not self._findings:
+        if is_skipped and not self._findings_by_key:
             self._first_nan_step = None
 
 
-def _pair_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, int]], list[int]]:
-    """Return the ends of ops in a gathered call, each with its beginning, and the beginnings without an end.
+def _pair_begins_and_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, int]], list[int]]:
+    """Return positions in a batch: (begin, end) of each op that ends in it, and the begins without an end.
 
-    The beginning is None where it was in an earlier call.
+    A begin is None where it was in an earlier batch.
     """
-    begun: dict[_CheckedOp, int] = {}
-    ends: list[tuple[int | None, int]] = []
+    begin_by_op: dict[_CheckedOp, int] = {}
+    begin_end_pairs: list[tuple[int | None, int]] = []
     for i, execution in enumerate(executions):
         op: _CheckedOp = execution.kwargs["op"]
         if "begins" in execution.kwargs:
-            begun[op] = i
+            begin_by_op[op] = i
         else:
-            ends.append((begun.pop(op, None), i))
-    return ends, list(begun.values())
+            begin_end_pairs.append((begin_by_op.pop(op, None), i))
+    return begin_end_pairs, list(begin_by_op.values())
 
 
-def _facts_in(context: amanda.OpContext, name: str) -> dict[str, Any]:
+def _fact_in(context: amanda.OpContext, name: str) -> dict[str, Any]:
+    """Return a keyword for `_CheckedOp`, if a framework's rule has written the key; else {}."""
     return {name: context[name]} if name in context else {}
 
 

@@ -39,9 +39,9 @@ def load_ipython_extension(shell: Any) -> None:
         %amanda TOOL,TOOL STATEMENT
         %%amanda TOOL[:OPTION=VALUE,...][,TOOL...]
         """
-        words, _, statement = line.strip().partition(" ")
+        tools_text, _, statement = line.strip().partition(" ")
         try:
-            tools = make_tools(map(ToolSpec.parse, split_tools(words)), alone=True) if words else []
+            tools = make_tools(map(ToolSpec.parse, split_tools(tools_text)), alone=True) if tools_text else []
             if not tools:
                 raise SpecError("no tool is given: %%amanda flops, or %amanda flops model(x)")
             if cell is not None and statement.strip():
@@ -79,7 +79,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def _show(shell: Any, tools: Iterable[Tooling]) -> None:
-    """Display each result, and keep it in the notebook; save it where the option `out` is given."""
+    """Display each tool's result, if any, keep it in RESULTS, and save it with the option `out`."""
     display: Any = import_module("IPython.display").display
     results = {}
     for tooling in tools:

@@ -26,24 +26,24 @@ class _TimedOp(NamedTuple):
 class DeviceClock:
     """Clock of a device: the time of an op lies between two events in the queue of the device.
 
-    record: record an event, for None a new one; return the event, or None if that is not possible now.
-    An event has the methods of torch.cuda.Event.
+    record_event: records an event, for None a new one; returns the event, or None if that is not possible
+    now.  An event has the methods of torch.cuda.Event.
     """
 
     PENDING_LIMIT = 4096
 
-    def __init__(self, record: Callable[[Any], Any]) -> None:
-        self._record = record
+    def __init__(self, record_event: Callable[[Any], Any]) -> None:
+        self._record_event = record_event
         # Events are used again: to create one takes microseconds of the driver.
-        self._free: list[Any] = []
-        self._pending: deque[_TimedOp] = deque()
+        self._free_events: list[Any] = []
+        self._pending: deque[_TimedOp] = deque()  # ops whose events the device may not have passed yet
 
     def begin(self, profile: OpProfile) -> Any:
         """Return the event at which an op begins; None if the device cannot record one now."""
-        return self._record(self._free.pop() if self._free else None)
+        return self._record_event(self._free_events.pop() if self._free_events else None)
 
     def end(self, profile: OpProfile, begin_event: Any) -> None:
-        """Record the end of an op; above PENDING_LIMIT ops, read completed events."""
+        """Record the event at which an op ends; above PENDING_LIMIT ops, add the times of the oldest ones."""
         end_event = None if begin_event is None else self.begin(profile)
         if end_event is not None:
             self._pending.append(_TimedOp(profile, begin_event, end_event))
@@ -61,11 +61,11 @@ class DeviceClock:
         self._pending.clear()
 
     def _read_oldest(self) -> None:
-        """Add the time between the oldest two events to their op."""
+        """Add the time between the two events of the oldest op to its profile."""
         profile, begin_event, end_event = self._pending.popleft()
         # Milliseconds of an event become nanoseconds.
         profile.device = (profile.device or 0) + round(1e6 * begin_event.elapsed_time(end_event))
-        self._free += (begin_event, end_event)
+        self._free_events += (begin_event, end_event)
 
 
 RANGE = "amanda: "
@@ -80,7 +80,7 @@ class KernelProfiler:
     def __init__(self) -> None:
         self.obstacle = ""
         self._profiler: Any = None
-        self._thread = 0
+        self._profiler_thread = 0
 
     def begin(self, profile: OpProfile) -> Any:
         """Return the range of an op, which ends when dropped; None if torch.profiler cannot run."""
@@ -98,22 +98,22 @@ class KernelProfiler:
 
             torch.ops.profiler._record_function_exit._RecordFunction(profiler_range)
 
-    def stop(self, places: Sequence[OpProfile]) -> None:
-        """Stop torch.profiler if it runs, and add the kernels in the ranges of each op to the op."""
-        # Taken first, so that an exception below does not stop it twice.
+    def stop(self, profiles: Sequence[OpProfile]) -> None:
+        """Stop torch.profiler if it runs, and add kernels to the ops in whose ranges they are."""
+        # Set to None first, so that an exception below does not stop it twice.
         profiler, self._profiler = self._profiler, None
         if profiler is None:
             return
         # torch.profiler's state is one of the thread that started it.
-        if get_ident() != self._thread:
+        if get_ident() != self._profiler_thread:
             self.obstacle = "the result was read on another thread than torch.profiler began on"
             return
         profiler.stop()
         for index, kernel, device, nanoseconds in kernels_in_ranges(profiler.events() or ()):
-            if index < len(places):
-                counts = places[index].kernels.setdefault((kernel, device), [0, 0])
-                counts[0] += 1
-                counts[1] += nanoseconds
+            if index < len(profiles):
+                calls_and_time = profiles[index].kernels.setdefault((kernel, device), [0, 0])
+                calls_and_time[0] += 1
+                calls_and_time[1] += nanoseconds
 
     def _start_profiler(self) -> bool:
         """Start torch.profiler on this thread; return False, with the obstacle noted, if that fails."""
@@ -128,7 +128,7 @@ class KernelProfiler:
         activities = torch.profiler.supported_activities()  # type: ignore[no-untyped-call]
         self._profiler = torch.profiler.profile(activities=activities, acc_events=True)
         self._profiler.start()
-        self._thread = get_ident()
+        self._profiler_thread = get_ident()
         return True
 
 
@@ -174,11 +174,11 @@ class Schedule(NamedTuple):
 
     def records(self, step: int) -> bool:
         """Return True if a step, counted from 0, is recorded."""
-        num_skipped = self.wait + self.warmup
+        skipped_count = self.wait + self.warmup
         if not self.active:
-            return step >= num_skipped
-        cycle, step_in_cycle = divmod(step, num_skipped + self.active)
-        return step_in_cycle >= num_skipped and (not self.repeat or cycle < self.repeat)
+            return step >= skipped_count
+        cycle, step_in_cycle = divmod(step, skipped_count + self.active)
+        return step_in_cycle >= skipped_count and (not self.repeat or cycle < self.repeat)
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value}" for name, value in self._asdict().items() if value) or "all"
@@ -190,23 +190,23 @@ Probe = DeviceClock | KernelProfiler
 
 @dataclass(slots=True, eq=False)
 class _StartedExecution:
-    """An execution under way.
+    """An execution under way; times in nanoseconds.
 
-    inside: time of the ops within.  overhead: time of the routines at these.  begun: results of the probes.
+    inner_time: of the ops within.  overhead: of the routines at these.  probe_begins: results of the probes.
     """
 
-    place: OpProfile
+    profile: OpProfile
     begin: int = 0
-    inside: int = 0
+    inner_time: int = 0
     overhead: int = 0
-    begun: Sequence[Any] = ()
+    probe_begins: Sequence[Any] = ()
 
 
 class Recorder:
-    """Sums for each op and, up to `limit`, each execution.
+    """Sums for each op and, up to `limit`, each execution, in the steps that a schedule records.
 
     on_end: called when recording stops.
-    places: profiles by the ids of the forward and the backward op.  clocks: of devices.
+    profiles: by the ids of the forward and the backward op.  clocks: by name of the device.
     memory: with the peaks of recorded steps.  log: for the timeline.
     recording: whether the present step is recorded.
     """
@@ -215,67 +215,67 @@ class Recorder:
         self.schedule = schedule
         self.memory = StorageTracker(limit)
         self.clocks: dict[str, DeviceClock] = {}
-        self.places: dict[tuple[int, int | None], OpProfile] = {}
+        self.profiles: dict[tuple[int, int | None], OpProfile] = {}
         self._on_end = on_end
         self._limit = limit
-        self._step = self._first = 0
+        self._step = self._first_step = 0
         self.recording = False
         self.clear()
 
     def clear(self) -> None:
         """Forget all executions; the present step is the first."""
-        for place in self.places.values():
-            place.clear()
+        for op_profile in self.profiles.values():
+            op_profile.clear()
         for clock in self.clocks.values():
             clock.clear()
         self.memory.clear()
         self.log = ExecutionLog(self._limit)
         # One stack for each thread: ops nest within a thread.  Bounded, as an op that raises never ends.
-        self._open: defaultdict[int, deque[_StartedExecution]] = defaultdict(partial(deque, maxlen=DEEPEST))
-        self._first = self._step
+        make_stack = partial(deque[_StartedExecution], maxlen=DEEPEST)
+        self._stack_by_thread = defaultdict[int, deque[_StartedExecution]](make_stack)
+        self._first_step = self._step
         self._begin_step()
 
     def on_step(self, number: int) -> None:
         """Begin a step.
 
-        A lower number than before means that earlier steps were counted too soon.  Then the records so far
-        count as one step, or are dropped if there is a schedule.
+        A lower number than before means that `Steps` took parts of one step for steps.  Then the records so
+        far count as one step, or are dropped if there is a schedule.
         """
-        # `Steps` may learn late that what it took for steps were parts of one.
         previous_step, self._step = self._step, number
         if number < previous_step:
-            self._first = min(self._first, number)
+            self._first_step = min(self._first_step, number)
             if self.schedule != Schedule():
                 self.clear()
             else:
                 # The log, like the schedule, numbers steps from the first.
-                self.log.merge_steps(number - self._first)
+                self.log.merge_steps(number - self._first_step)
         self._begin_step()
 
     def _begin_step(self) -> None:
-        """Begin the step of the schedule, and start or stop recording with it."""
-        current_step = self._step - self._first
+        """Begin the step of the schedule, and start or stop recording with it; nothing in a logged step."""
+        current_step = self._step - self._first_step
         # Nothing changes: this runs ahead of each op that may begin a step.
         if self.log.number == current_step:
             return
         was_recording, self.recording = self.recording, self.schedule.records(current_step)
         self.log.start_step(current_step if self.recording else None)
         if was_recording != self.recording:
-            self._open.clear()  # an execution with its begin or end outside of recording has no time
+            self._stack_by_thread.clear()  # an execution that is partly recorded has no time
             if not self.recording:
                 self._on_end()
-            self.memory.record(self.recording)
+            self.memory.set_recording(self.recording)
 
-    def recomputation(self, place: OpProfile) -> OpProfile:
-        """Return the profile of an op's executions that run again in the backward pass."""
-        if place.recomputation is None:
-            place.recomputation = self.places[place.op_id, RECOMPUTED] = OpProfile(
-                "recomputation", place.type, place.module, place.source, place.name, place.id, place.op_id,
-                runs_others=place.runs_others, index=len(self.places),
+    def recomputation(self, op_profile: OpProfile) -> OpProfile:
+        """Return the profile of an op's executions that run again in the backward pass, new at first."""
+        if op_profile.recomputation is None:
+            op_profile.recomputation = self.profiles[op_profile.op_id, RECOMPUTED] = OpProfile(
+                "recomputation", op_profile.type, op_profile.module, op_profile.source, op_profile.name,
+                op_profile.id, op_profile.op_id, runs_others=op_profile.runs_others, index=len(self.profiles),
             )  # fmt: skip
-        return place.recomputation
+        return op_profile.recomputation
 
-    def nested_routines(self, place: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
+    def nested_routines(self, op_profile: OpProfile, probes: Sequence[Probe] = ()) -> Routines:
         """Return routines for an op that begins and ends on one thread, nested in other ops."""
 
         # Next to the op, inside of the routines of all tools, whose time is not the op's.
@@ -284,14 +284,14 @@ class Recorder:
             """Push an execution onto the stack of this thread, and read the clock last."""
             if not self.recording:
                 return
-            profile = self.recomputation(place) if recomputed else place
-            stack = self._open[get_ident()]
+            profile = self.recomputation(op_profile) if recomputed else op_profile
+            stack = self._stack_by_thread[get_ident()]
             routine_begin = perf_counter_ns() if stack else 0
             # Made before the clock is read, as everything else that is not the op's time.
             execution = _StartedExecution(profile)
             # probes begin before the clock is read, so that their time is not the op's
             if probes:
-                execution.begun = [probe.begin(profile) for probe in probes]
+                execution.probe_begins = [probe.begin(profile) for probe in probes]
             if stack:
                 stack[-1].overhead += perf_counter_ns() - routine_begin
             stack.append(execution)
@@ -303,32 +303,34 @@ class Recorder:
             """Pop the execution, and those within that raised; add its time without that of routines."""
             # The first statement, for the same reason.
             now = perf_counter_ns()
-            profile = self.recomputation(place) if recomputed else place
+            profile = self.recomputation(op_profile) if recomputed else op_profile
             thread = get_ident()
-            stack = self._open.get(thread)
-            # fast path: the innermost execution is nearly always the one that ends
-            if not stack or (stack[-1].place is not profile and all(e.place is not profile for e in stack)):
+            stack = self._stack_by_thread.get(thread)
+            if not stack:
                 return
-            execution, inside, overhead = stack.pop(), 0, 0
-            while execution.place is not profile:  # the op raised, and its time belongs to the op around it
-                inside, overhead = inside + execution.inside, overhead + execution.overhead
+            # Fast path: the innermost execution is nearly always the one that ends.
+            if stack[-1].profile is not profile and all(e.profile is not profile for e in stack):
+                return
+            execution, inner_time, overhead = stack.pop(), 0, 0
+            while execution.profile is not profile:  # the op raised, and its time belongs to the op around it
+                inner_time, overhead = inner_time + execution.inner_time, overhead + execution.overhead
                 execution = stack.pop()
             overhead += execution.overhead
             if probes:
-                for probe, begun in zip(probes, execution.begun, strict=True):
-                    probe.end(profile, begun)
+                for probe, probe_begin in zip(probes, execution.probe_begins, strict=True):
+                    probe.end(profile, probe_begin)
             # Routines at the ops within are not the op's time.
-            own_interval = now - execution.begin - overhead
-            profile.add(own_interval, execution.inside + inside)
+            duration = now - execution.begin - overhead
+            profile.add(duration, execution.inner_time + inner_time)
             self.log.add(profile, execution.begin, now, thread)
             if stack:
                 outer = stack[-1]
-                outer.inside += own_interval
+                outer.inner_time += duration
                 outer.overhead += overhead + perf_counter_ns() - now
 
         return begin, end
 
-    def parallel_routines(self, place: OpProfile, has_tensor_input: bool) -> Routines:
+    def parallel_routines(self, op_profile: OpProfile, has_tensor_input: bool) -> Routines:
         """Return routines for an op of a graph, which begins and ends on any thread, within one run.
 
         Executions of an op that overlap, in a loop, are taken to end in the order of their begin.
@@ -340,31 +342,31 @@ class Recorder:
             """Note the time at which an execution of this run begins."""
             if self.recording:
                 # By run: several sessions may run a graph at once, and each has its own queue of begins.
-                run.setdefault(place, deque()).append(perf_counter_ns())
+                run.setdefault(op_profile, deque()).append(perf_counter_ns())
 
         @amanda.innermost
         def end(*_: Any, run: dict[Any, Any]) -> None:
             """Add the time since the earliest begin that has no end."""
             now = perf_counter_ns()
-            begun = run.get(place)
-            if begun:
-                start = begun.popleft()
-                place.add(now - start, 0)
-                self.log.add(place, start, now, GRAPH)
+            begin_times = run.get(op_profile)
+            if begin_times:
+                start = begin_times.popleft()
+                op_profile.add(now - start, 0)
+                self.log.add(op_profile, start, now, GRAPH)
             # An op without inputs has no begin: it is counted without time.
             elif not has_tensor_input and self.recording:
-                place.calls += 1
+                op_profile.calls += 1
 
         return begin, end
 
 
 def floor(samples: int = 200) -> float:
-    """Return the nanoseconds that the routines measure for an empty op: the least that a row can show."""
-    place = OpProfile(phase="forward", type="", module="", source="")
+    """Return the median of the nanoseconds that the routines measure for an op that does nothing."""
+    op_profile = OpProfile(phase="forward", type="", module="", source="")
     # A recorder of its own: the measurement must not appear in a profile.
     recorder = Recorder(Schedule(), samples)
-    begin, end = recorder.nested_routines(place)
+    begin, end = recorder.nested_routines(op_profile)
     for _ in range(samples):
         begin()
         end()
-    return float(median(event.took for event in recorder.log.events([place])))
+    return float(median(event.took for event in recorder.log.events([op_profile])))

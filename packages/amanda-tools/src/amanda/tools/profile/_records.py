@@ -17,7 +17,7 @@ from amanda.tools.kit import place_text
 from amanda.tools.results import amount
 
 KEYS = ("phase", "type", "module", "source")
-_SUMS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
+_SUMMED_FIELDS = ("calls", "timed", "total", "own", "device", "allocated", "at_peak")
 """Fields that `summed` adds up, without None."""
 
 
@@ -94,18 +94,19 @@ class OpProfile:
         return {**self.names, "name": self.name, "id": f"{self.id:016x}"}
 
 
-def summed(places: Sequence[OpProfile]) -> OpProfile:
-    """Return a new profile with the sums of profiles, and the names of the first."""
-    sums = replace(places[0], kernels={}, recomputation=None)
-    for name in _SUMS:
-        numbers = [value for place in places if (value := getattr(place, name)) is not None]
-        setattr(sums, name, sum(numbers) if numbers else None)
-    sums.least = min((place.least for place in places if place.timed), default=0)
-    sums.most = max(place.most for place in places)
-    for kernel, (calls, nanoseconds) in (item for place in places for item in place.kernels.items()):
-        earlier_calls, earlier_nanoseconds = sums.kernels.get(kernel, (0, 0))
-        sums.kernels[kernel] = [earlier_calls + calls, earlier_nanoseconds + nanoseconds]
-    return sums
+def summed(profiles: Sequence[OpProfile]) -> OpProfile:
+    """Return a new profile with the sums of profiles, of one a copy, and the names of the first."""
+    total = replace(profiles[0], kernels={}, recomputation=None)
+    for name in _SUMMED_FIELDS:
+        numbers = [number for profile in profiles if (number := getattr(profile, name)) is not None]
+        setattr(total, name, sum(numbers) if numbers else None)
+    total.least = min((profile.least for profile in profiles if profile.timed), default=0)
+    total.most = max(profile.most for profile in profiles)
+    for profile in profiles:
+        for kernel, (calls, nanoseconds) in profile.kernels.items():
+            earlier_calls, earlier_nanoseconds = total.kernels.get(kernel, (0, 0))
+            total.kernels[kernel] = [earlier_calls + calls, earlier_nanoseconds + nanoseconds]
+    return total
 
 
 # A device's text is built anew at each call, which is slower than the rest of a routine.
@@ -133,12 +134,12 @@ class Peak:
 
 @dataclass(eq=False, slots=True)
 class DeviceMemory:
-    """Bytes of one device.
+    """Live bytes of one device, by the ops that allocated them, and their peak in recorded steps.
 
     recording: whether steps are recorded.  limit: number of changes kept for the timeline.
     peak: the most bytes alive in recorded steps, None before any.  alive: bytes now.
-    older_bytes: bytes that no recorded op allocated, which `older_tensors` owns.  owned: live bytes by owner.
-    changed: bytes added to `owned` since the peak.
+    older_bytes: bytes that no recorded op allocated, which `older_tensors` owns.  bytes_by_owner: live ones.
+    changes_since_peak: bytes added to `bytes_by_owner` since the peak, which gives the owners at the peak.
     history: nanoseconds, and live bytes without the older bytes until then, after each change.
     """
 
@@ -151,16 +152,14 @@ class DeviceMemory:
     )
     alive: int = 0
     older_bytes: int = 0
-    owned: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
-    changed: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
+    bytes_by_owner: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
+    changes_since_peak: defaultdict[OpProfile, int] = field(default_factory=lambda: defaultdict(int))
     history: list[tuple[int, int]] = field(default_factory=list)
 
     def change_bytes(self, owner: OpProfile, size: int, when: int | None = None) -> None:
-        """Add to the live bytes of an op; size: negative for freed bytes.  when: None for now."""
-        # `changed` has what happened since the peak: the owners at the peak are those of now less these
-        # changes.
-        self.owned[owner] += size
-        self.changed[owner] += size
+        """Add to the live bytes of an op; size: negative for freed bytes.  when: in ns; None for now."""
+        self.bytes_by_owner[owner] += size
+        self.changes_since_peak[owner] += size
         self.alive += size
         if self.recording:
             # Only an allocation can raise the peak.
@@ -171,7 +170,7 @@ class DeviceMemory:
 
     def add_older_bytes(self, size: int) -> None:
         """Add bytes that were alive before the scope, and so at the peak, but are first read now."""
-        self.owned[self.older_tensors] += size
+        self.bytes_by_owner[self.older_tensors] += size
         self.alive += size
         self.older_bytes += size
         if self.peak is not None:
@@ -182,11 +181,14 @@ class DeviceMemory:
         # Also an equal peak: the latest of equal ones has the fewest changes since.
         if self.peak is None or self.alive >= self.peak:
             self.peak = self.alive
-            self.changed.clear()
+            self.changes_since_peak.clear()
 
-    def at_peak(self) -> Peak:
+    def find_peak(self) -> Peak:
         """Return the peak, with the bytes of each owner at that time."""
-        sizes = [(owner, size - self.changed.get(owner, 0)) for owner, size in self.owned.items()]
+        sizes = [
+            (owner, size - self.changes_since_peak.get(owner, 0))
+            for owner, size in self.bytes_by_owner.items()
+        ]
         owners = sorted(((owner, size) for owner, size in sizes if size), key=lambda item: -item[1])
         return Peak(self.name, self.peak or 0, owners)
 
@@ -199,7 +201,7 @@ class _LiveStorage(NamedTuple):
 
 
 class StorageTracker:
-    """Live storages, by the op that allocated them; weak references report their end.
+    """Live storages of PyTorch, with the op that allocated each; weak references report their end.
 
     Storages that an op reads and no recorded op allocated belong to `older_tensors`: parameters, inputs.
     limit: number of changes kept for the timeline.
@@ -207,13 +209,13 @@ class StorageTracker:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._alive: dict[int, _LiveStorage] = {}
-        self._dead: deque[tuple[int, int]] = deque()
+        self._live_storage_by_id: dict[int, _LiveStorage] = {}
+        self._deaths: deque[tuple[int, int]] = deque()  # (id, nanoseconds), not processed yet
         self._recording = False
         self.devices: dict[str, DeviceMemory] = {}
 
-    def record(self, recording: bool) -> None:
-        """Begin or stop to update the peaks."""
+    def set_recording(self, recording: bool) -> None:
+        """Begin or stop to update the peaks of all devices."""
         self.process_deaths()
         self._recording = recording
         for device in self.devices.values():
@@ -227,25 +229,22 @@ class StorageTracker:
         for device in self.devices.values():
             device.peak = None
             device.history.clear()
-        self.record(self._recording)
+        self.set_recording(self._recording)
 
     def record_storages(self, storages: Iterable[Any], maker: OpProfile | None) -> None:
-        """Record storages that an op allocated, or for maker None reads; recorded storages keep their owner.
-
-        storages: of PyTorch, which has one Python object for each as long as the storage lives.
-        """
-        if self._dead:
+        """Record storages that an op allocated or, for maker None, reads; a known one keeps its owner."""
+        if self._deaths:
             self.process_deaths()
-        alive = self._alive
+        live_storage_by_id = self._live_storage_by_id
         for storage in storages:
             # PyTorch has one Python object for a storage as long as that lives, so its id is a key.
             key, size = id(storage), storage.nbytes()
-            live = alive.get(key)
+            live = live_storage_by_id.get(key)
             # An id is used again once its storage is gone, maybe before the death was processed.
             if live is not None and live.reference() is storage:
                 if live.size != size:  # resized in place
                     live.device.change_bytes(live.owner, size - live.size)
-                    alive[key] = live._replace(size=size)
+                    live_storage_by_id[key] = live._replace(size=size)
                 continue
             name = name_of(storage.device)
             device = self.devices.get(name)
@@ -253,8 +252,8 @@ class StorageTracker:
                 peak = 0 if self._recording else None
                 device = self.devices[name] = DeviceMemory(name, self._limit, self._recording, peak)
             # The callback holds the queue, not the tracker, which may be dropped before.
-            reference = weakref.ref(storage, partial(_note_death, self._dead, key))
-            alive[key] = _LiveStorage(reference, size, maker or device.older_tensors, device)
+            reference = weakref.ref(storage, partial(_note_death, self._deaths, key))
+            live_storage_by_id[key] = _LiveStorage(reference, size, maker or device.older_tensors, device)
             if maker is None:
                 device.add_older_bytes(size)
                 continue
@@ -263,13 +262,13 @@ class StorageTracker:
             device.change_bytes(maker, size)
 
     def process_deaths(self) -> None:
-        """Process the deaths of storages."""
-        while self._dead:
-            key, when = self._dead.popleft()
-            live = self._alive.get(key)
+        """Subtract the bytes of storages that have died, at the times of their deaths."""
+        while self._deaths:
+            key, when = self._deaths.popleft()
+            live = self._live_storage_by_id.get(key)
             # Else the id belongs to a new storage already.
             if live is not None and live.reference() is None:
-                del self._alive[key]
+                del self._live_storage_by_id[key]
                 live.device.change_bytes(live.owner, -live.size, when)
 
 
@@ -340,11 +339,12 @@ class ExecutionLog:
 
     def __init__(self, limit: int) -> None:
         self._limit = self._room = limit
-        self._numbers = array("q")  # four for each execution: the garbage collector would walk objects
+        # Index of the profile, begin, duration and thread of each: the garbage collector would walk objects.
+        self._numbers = array("q")
         self._steps: list[RecordedStep] = []
-        self._count = self._spent = 0
-        self._begin: int | None = None
-        self._end = 0
+        self._step_count = self._steps_duration = 0  # of all steps that have ended, also beyond the limit
+        self._step_begin: int | None = None  # None while the present step has no ops
+        self._step_end = 0
         self.number: int | None = None
         self.threads: dict[int, OsThread] = {}
         self.dropped = 0
@@ -352,14 +352,14 @@ class ExecutionLog:
     def add(self, place: OpProfile, begin: int, end: int, thread: int) -> None:
         """Add an execution to the step, and to the log if there is room."""
         # Executions end in another order than they begin: an outer op ends last.
-        if self._begin is None or begin < self._begin:
-            self._begin = begin
-        if end > self._end:
-            self._end = end
+        if self._step_begin is None or begin < self._step_begin:
+            self._step_begin = begin
+        if end > self._step_end:
+            self._step_end = end
+        # Full logs count what they drop, so that the result can tell.
         if not self._room:
             self.dropped += 1
             return
-        # Full logs count what they drop, so that the result can tell.
         self._room -= 1
         self._numbers.extend((place.index, begin, end - begin, thread))
         if thread not in self.threads:
@@ -367,33 +367,34 @@ class ExecutionLog:
 
     def start_step(self, number: int | None) -> None:
         """End the present step, unless it has no ops, and begin the next.  number: None not to record it."""
-        for step in self._present_step():
-            self._count += 1
-            self._spent += step.end - step.begin
-            if self._count <= self._limit:
+        for step in self._steps_under_way():
+            self._step_count += 1
+            self._steps_duration += step.end - step.begin
+            if self._step_count <= self._limit:
                 self._steps.append(step)
-        self.number, self._begin = number, None
+        self.number, self._step_begin = number, None
 
     def merge_steps(self, number: int) -> None:
         """Merge all steps so far into the present one."""
-        begins = [step.begin for step in (*self._steps, *self._present_step())]
-        self._steps, self._count, self._spent = [], 0, 0
-        self.number, self._begin = number, min(begins, default=None)
+        begins = [step.begin for step in (*self._steps, *self._steps_under_way())]
+        self._steps, self._step_count, self._steps_duration = [], 0, 0
+        self.number, self._step_begin = number, min(begins, default=None)
 
     def steps(self) -> tuple[list[RecordedStep], int, int]:
         """Return the logged steps, the number of all steps and their nanoseconds, with the present step."""
-        present_step = self._present_step()
-        spent = self._spent + sum(step.end - step.begin for step in present_step)
-        return [*self._steps, *present_step][: self._limit], self._count + len(present_step), spent
+        under_way = self._steps_under_way()
+        duration = self._steps_duration + sum(step.end - step.begin for step in under_way)
+        return [*self._steps, *under_way][: self._limit], self._step_count + len(under_way), duration
 
-    def _present_step(self) -> list[RecordedStep]:
-        """Return the step under way in a list; an empty list without one, or without ops in it."""
-        if self.number is None or self._begin is None:
+    def _steps_under_way(self) -> list[RecordedStep]:
+        """Return the present step in a list; an empty list if it has no ops or is not recorded."""
+        if self.number is None or self._step_begin is None:
             return []
-        return [RecordedStep(self.number, self._begin, self._end)]
+        return [RecordedStep(self.number, self._step_begin, self._step_end)]
 
-    def events(self, places: Sequence[OpProfile]) -> list[TimedExecution]:
-        """Return the executions sorted by begin, longer ones first; places: by index."""
+    def events(self, profiles: Sequence[OpProfile]) -> list[TimedExecution]:
+        """Return the executions sorted by begin, longer ones first.  profiles: of all ops, by index."""
         numbers = iter(self._numbers.tolist())
-        events = [TimedExecution(places[index], *times) for index, *times in zip(*[numbers] * 4, strict=True)]
+        rows = zip(numbers, numbers, numbers, numbers, strict=True)
+        events = [TimedExecution(profiles[index], *times) for index, *times in rows]
         return sorted(events, key=lambda event: (event.begin, -event.took))

@@ -20,21 +20,19 @@ MS = 1e-6
 milliseconds = "{:,.3f}".format
 bytes_text = partial(amount, unit="B")
 
-_TREE = (
-    Column("calls", show="{:,}".format, number=True, priority=-1),
-    Column("self ms", show=milliseconds, number=True, unit="ms"),
-    Column("total ms", show=milliseconds, number=True, unit="ms", priority=3),
-    Column("forward ms", show=milliseconds, number=True, unit="ms"),
-    Column("backward ms", show=milliseconds, number=True, unit="ms"),
+_ms_column = partial(Column, show=milliseconds, number=True, unit="ms")
+_TREE_COLUMNS = (
+    Column("calls", show="{:,}".format, number=True, priority=-1), _ms_column("self ms"),
+    _ms_column("total ms", priority=3), _ms_column("forward ms"), _ms_column("backward ms"),
     Column("share", show="{:.1%}".format, number=True, unit="share", priority=4),
     Column("allocated", show=bytes_text, number=True, unit="B"),
-)
+)  # fmt: skip
 
 
 def _self_time(places: Iterable[OpProfile], phase: str | None = None) -> int:
     """Return the nanoseconds in ops of a phase, or of all, without those in ops within."""
     # Self time, as the total of an outer op has that of the ops within.
-    return sum(place.own for place in places if phase in (None, place.phase))
+    return sum(op.own for op in places if phase in (None, op.phase))
 
 
 class KernelResult(Result):
@@ -43,12 +41,10 @@ class KernelResult(Result):
     name: ClassVar[str] = "profile.kernels"
     title = "Kernels"
     columns: ClassVar[Sequence[Column]] = (
-        *map(Column, KEYS),
-        Column("kernel", priority=7),
-        Column("device"),
+        *map(Column, KEYS), Column("kernel", priority=7), Column("device"),
         Column("calls", show="{:,}".format, total=True),
         Column("ms", show=milliseconds, total=True, priority=1),
-    )
+    )  # fmt: skip
 
     def __init__(self, places: Sequence[OpProfile], obstacle: str = "") -> None:
         self.ops = tuple(places)
@@ -57,9 +53,9 @@ class KernelResult(Result):
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return a row for each kernel of each op, most time first."""
         calls, nanoseconds = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
-        for place in self.ops:
-            for kernel, (kernel_calls, kernel_nanoseconds) in place.kernels.items():
-                key = (*place.names.values(), *kernel)
+        for op in self.ops:
+            for kernel, (kernel_calls, kernel_nanoseconds) in op.kernels.items():
+                key = (*op.names.values(), *kernel)
                 calls[key] += kernel_calls
                 nanoseconds[key] += kernel_nanoseconds
         return [(*key, calls[key], MS * time) for key, time in nanoseconds.most_common()]
@@ -68,14 +64,14 @@ class KernelResult(Result):
         """Return a sentence on the times, or the reason why there are none."""
         if self._obstacle:
             return [f"There are no kernels: {self._obstacle}."]
-        if not any(place.kernels for place in self.ops):
+        if not any(op.kernels for op in self.ops):
             return ["There are no kernels: ProfileTool(kernels=True) records them with torch.profiler."]
         return [
             "Rows are kernels on a GPU, and operators of ATen on a CPU, without the time of operators within."
         ]
 
 
-_NUMBERS = {
+_FILE_NAMES = {
     "calls": "calls", "timed": "timed", "total": "total_ns", "own": "self_ns", "least": "min_ns",
     "most": "max_ns", "device": "device_ns", "allocated": "allocated", "at_peak": "at_peak",
 }  # fmt: skip
@@ -96,14 +92,13 @@ class ProfileResult(KeyedResult):
     keys: ClassVar[Sequence[str]] = KEYS
     _counted: ClassVar[Sequence[Column]] = (
         Column("calls", show="{:,}".format, total=True, priority=1),
-        Column("total ms", show=milliseconds, number=True, unit="ms", folded="sum", priority=-1),
+        _ms_column("total ms", folded="sum", priority=-1),
         Column("self ms", show=milliseconds, total=True, unit="ms", priority=3),
         Column("mean us", show="{:,.1f}".format, number=True, unit="us", folded="mean"),
         Column("share", show="{:.1%}".format, number=True, unit="share", folded="sum", priority=2),
-        Column("device ms", show=milliseconds, number=True, unit="ms", folded="sum"),
-        Column("allocated", show=bytes_text, total=True, unit="B"),
+        _ms_column("device ms", folded="sum"), Column("allocated", show=bytes_text, total=True, unit="B"),
         Column("at peak", show=bytes_text, total=True, unit="B"),
-    )
+    )  # fmt: skip
     _order: ClassVar[str] = "self ms"
 
     ops: Sequence[OpProfile]
@@ -120,31 +115,31 @@ class ProfileResult(KeyedResult):
 
     @classmethod
     def of(cls, recorder: Recorder, obstacle: str = "") -> ProfileResult:
-        """Return a copy of the records of a recorder.
+        """Return a copy of the records of a recorder, which may go on.
 
         Args:
-            recorder: May go on.
+            recorder: The recorder.
             obstacle: Why there are no kernels, in words; "" without a reason.
         """
-        # Copies: the recorder goes on, and a result stays as it is.
-        copies = {place: summed([place]) for place in recorder.places.values()}
-        places, log, devices = list(copies.values()), recorder.log, recorder.memory.devices.values()
+        copy_by_op = {op: summed([op]) for op in recorder.profiles.values()}
+        log, devices = recorder.log, recorder.memory.devices.values()
         peaks = []
-        for peak in (device.at_peak() for device in devices if device.peak):
+        for peak in (device.find_peak() for device in devices if device.peak):
             # Parameters and older tensors are not ops, and have no copy yet.
-            owners = [(copies.get(owner) or summed([owner]), size) for owner, size in peak.owners]
+            owners = [(copy_by_op.get(owner) or summed([owner]), size) for owner, size in peak.owners]
             peaks.append(replace(peak, owners=owners))
-            for owner, size in owners:
-                owner.at_peak += size
+            for owner_copy, size in owners:
+                owner_copy.at_peak += size
         # older bytes were alive before the first change, so every point of the history has all of them
         alive = {
             device.name: [(when, size + device.older_bytes) for when, size in device.history]
             for device in devices
         }
-        steps, count, spent = log.steps()
-        timeline = Timeline(log.events(places), dict(log.threads), steps, alive, log.dropped)
-        measured = [place for place in places if place.calls]
-        return cls(measured, peaks, timeline, count, spent, str(recorder.schedule), obstacle)
+        steps, step_count, duration = log.steps()
+        ops = list(copy_by_op.values())
+        timeline = Timeline(log.events(ops), dict(log.threads), steps, alive, log.dropped)
+        executed = [op for op in ops if op.calls]
+        return cls(executed, peaks, timeline, step_count, duration, str(recorder.schedule), obstacle)
 
     def kernels(self) -> KernelResult:
         """Return a row for each kernel of each op, if the tool has `kernels=True`."""
@@ -156,16 +151,17 @@ class ProfileResult(KeyedResult):
         Args:
             depth: Levels of modules below the model; None for as many as a screen shows.
         """
-        all_time = _self_time(self.ops)
+        time_of_all = _self_time(self.ops)
 
-        def numbers(node: Any) -> Sequence[Any]:
+        def numbers_of_node(node: Any) -> Sequence[Any]:
+            """Return the cells of a module's row, in the order of `_TREE_COLUMNS`."""
             ops = list(node.all_ops())
             total, sums = _self_time(ops), summed(ops)
             times = (_self_time(node.ops), total, _self_time(ops, "forward"), _self_time(ops, "backward"))
-            share = total / all_time if all_time else 0.0
+            share = total / time_of_all if time_of_all else 0.0
             return sums.calls, *(MS * time for time in times), share, sums.allocated
 
-        return self._tree(depth, _TREE, numbers)
+        return self._tree(depth, _TREE_COLUMNS, numbers_of_node)
 
     def total(self, phase: str | None = None) -> float:
         """Return milliseconds in ops of one phase, or of all; ops within ops count once."""
@@ -179,51 +175,45 @@ class ProfileResult(KeyedResult):
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, most self time first."""
         total_ns = _self_time(self.ops)
-        rows = [(*key, *_row(summed(places), total_ns)) for key, places in self._grouped(self.ops).items()]
-        self_column = len(self._by) + 2
-        return sorted(rows, key=lambda row: -(row[self_column] or 0))
+        groups = self._grouped(self.ops)
+        rows = [(*key, *_numbers_of_row(summed(ops), total_ns)) for key, ops in groups.items()]
+        self_time_position = len(self._by) + 2  # the third number behind the keys
+        return sorted(rows, key=lambda row: -(row[self_time_position] or 0))
 
     def _facts(self) -> Mapping[str, Any]:
         """Return totals, steps, peaks with their owners, and each op in nanoseconds."""
         return {
             "by": self._by,
-            "steps": [
-                {"step": step.number, "ms": MS * (step.end - step.begin)} for step in self.timeline.steps
-            ],
+            "steps": [{"step": step.number, "ms": MS * (step.end - step.begin)}
+                      for step in self.timeline.steps],
             "wall_ms": self.wall,
-            "totals_ms": {
-                phase: self.total(phase) for phase in dict.fromkeys(place.phase for place in self.ops)
-            },
+            "totals_ms": {phase: self.total(phase) for phase in dict.fromkeys(op.phase for op in self.ops)},
             "executions": {"kept": len(self.timeline.events), "dropped": self.timeline.dropped},
-            "schedule": self.schedule,
-            "recorded_steps": self.recorded_steps,
-            "wall_ns": self.wall_ns,
+            "schedule": self.schedule, "recorded_steps": self.recorded_steps, "wall_ns": self.wall_ns,
             "peaks": [
                 {"device": peak.device, "bytes": peak.size,
-                 "owners": [{**_names_in_file(place), "bytes": size} for place, size in peak.owners]}
+                 "owners": [{**_names_in_file(owner), "bytes": size} for owner, size in peak.owners]}
                 for peak in self.peaks
             ],
             "places": [
-                {**_names_in_file(place), **{name: getattr(place, field) for field, name in _NUMBERS.items()}}
-                for place in self.ops
+                {**_names_in_file(op), **{name: getattr(op, field) for field, name in _FILE_NAMES.items()}}
+                for op in self.ops
             ],
         }  # fmt: skip
 
     def merged(self, *profiles: ProfileResult) -> ProfileResult:
         """Return the sum of this profile and those of other runs or ranks, with the timeline of this one."""
         results = (self, *profiles)
-        places_by_names: dict[tuple[str, ...], list[OpProfile]] = {}
+        ops_by_names: dict[tuple[str, ...], list[OpProfile]] = {}
         # Timelines of several runs have clocks of their own, and are not merged.
-        for place in (op for result in results for op in result.ops):
-            places_by_names.setdefault((*place.names.values(), place.name), []).append(place)
+        for op in (op for result in results for op in result.ops):
+            ops_by_names.setdefault((*op.names.values(), op.name), []).append(op)
         return replace(
-            self,
-            ops=list(map(summed, places_by_names.values())),
+            self, ops=list(map(summed, ops_by_names.values())),
             peaks=[peak for result in results for peak in result.peaks],
             recorded_steps=sum(result.recorded_steps for result in results),
-            wall_ns=sum(result.wall_ns for result in results),
-            row_keys=self._by,
-        )
+            wall_ns=sum(result.wall_ns for result in results), row_keys=self._by,
+        )  # fmt: skip
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> ProfileResult:
@@ -244,17 +234,17 @@ class ProfileResult(KeyedResult):
 
     def notes(self) -> Sequence[str]:
         """Return sentences on times, peaks, and executions without time or outside of the timeline."""
-        ops, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
+        total_ms, steps, dropped = self.total(), self.recorded_steps, self.timeline.dropped
         notes = [] if self.ops else [NOTHING]
         if self.ops:
-            share = f", {ops / self.wall:.0%}" if self.wall else ""
+            share = f", {total_ms / self.wall:.0%}" if self.wall else ""
             notes.append(
-                f"Ops took {ops:,.3f} ms of {self.wall:,.3f} ms in {steps} recorded "
+                f"Ops took {total_ms:,.3f} ms of {self.wall:,.3f} ms in {steps} recorded "
                 f"step{'s' if steps != 1 else ''}{share}. The time of tools is excluded, except for "
                 f"{floor() / 1000:.2f} us per op."
             )
         notes += [f"{str(peak)[0].upper()}{str(peak)[1:]}." for peak in self.peaks]
-        untimed = sum(place.calls - place.timed for place in self.ops)
+        untimed = sum(op.calls - op.timed for op in self.ops)
         if untimed:
             notes.append(
                 f"{untimed:,} executions have no time: the ops have no inputs, so nothing marks their begin."
@@ -288,29 +278,24 @@ class ProfileResult(KeyedResult):
         return _trace.write(self.to_trace(), _trace.tensorboard_file(Path(folder)))
 
 
-def _row(place: OpProfile, total_ns: int) -> tuple[Any, ...]:
-    """Return the numbers of a row.  total_ns: nanoseconds of all ops."""
-    is_timed = place.timed > 0
+def _numbers_of_row(sums: OpProfile, total_ns: int) -> tuple[Any, ...]:
+    """Return the numbers of a row, behind its keys.  sums: of its ops.  total_ns: of all ops."""
+    is_timed = sums.timed > 0
     return (
-        place.calls,
-        MS * place.total if is_timed else None,
-        MS * place.own if is_timed else None,
-        place.total / place.timed / 1000 if is_timed else None,
-        place.own / total_ns if total_ns else 0.0,
-        None if place.device is None else MS * place.device,
-        place.allocated,
-        place.at_peak or None,
-    )
+        sums.calls, MS * sums.total if is_timed else None, MS * sums.own if is_timed else None,
+        sums.total / sums.timed / 1000 if is_timed else None, sums.own / total_ns if total_ns else 0.0,
+        None if sums.device is None else MS * sums.device, sums.allocated, sums.at_peak or None,
+    )  # fmt: skip
 
 
-def _names_in_file(place: OpProfile) -> dict[str, str]:
+def _names_in_file(op: OpProfile) -> dict[str, str]:
     """Return the names and ids of an op as files have them; "of" is the id of the forward op."""
-    return {**place.about, "of": f"{place.op_id:016x}"}
+    return {**op.about, "of": f"{op.op_id:016x}"}
 
 
 def _op_from_dict(content: Mapping[str, Any]) -> OpProfile:
-    """Return the profile of an op in a file."""
-    names = {key: content[key] for key in (*KEYS, "name")}
-    numbers = {field: content[name] for field, name in _NUMBERS.items() if name in content}
+    """Return the profile that a file has of an op, or, without numbers, of an owner of bytes at a peak."""
+    texts = {key: content[key] for key in (*KEYS, "name")}
+    numbers = {field: content[name] for field, name in _FILE_NAMES.items() if name in content}
     ids = {"id": int(content["id"], 16), "op_id": int(content["of"], 16)}
-    return made_of(OpProfile, {**names, **ids, **numbers})
+    return made_of(OpProfile, {**texts, **ids, **numbers})

@@ -25,53 +25,49 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.profile",
-    "torch",
-    "torch:UntypedStorage._cdata",
-    "torch:_C.DisableTorchFunction",
-    "torch:_C._autograd._top_saved_tensors_default_hooks",
-    "torch:_C._functions.AccumulateGrad._sequence_nr",
-    "torch:autograd._get_sequence_nr",
-    "torch:autograd._profiler_enabled",
+    "amanda.tools.profile", "torch", "torch:UntypedStorage._cdata", "torch:_C.DisableTorchFunction",
+    "torch:_C._autograd._top_saved_tensors_default_hooks", "torch:_C._functions.AccumulateGrad._sequence_nr",
+    "torch:autograd._get_sequence_nr", "torch:autograd._profiler_enabled",
     "torch:ops.profiler._record_function_enter_new",
     "torch:ops.profiler._record_function_exit._RecordFunction",
-)
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MeasuringFacts:
     """Facts about an op that measuring needs; a rule writes them to `context["profile"]`.
 
-    passes: the op only passes values on, and is not measured.  parallel: it runs beside other ops.
-    runs_others: it runs ops that are measured too.  ranges: torch.profiler sees the op's kernels.
-    gpu: the device of the op.  record: record an event in the queue of the device.
-    storages: return the memory of values.  saved: return the memory that a forward op saves for its backward
-    pass, from the outputs and the result of `sequence` before the op.
-    nbytes: return the bytes of outputs; where the end of tensors cannot be observed.
-    untimed: why an op with `passes` has no time; "" for an op that moves values.
+    is_unmeasured: the op only passes values on.  runs_in_parallel: it runs beside other ops.
+    runs_others: it runs ops that are measured too.  has_kernel_ranges: torch.profiler sees the op's kernels.
+    gpu: the device of the op.  record_event: records an event in the queue of the device.
+    storages_of: returns the memory of values.  storages_saved_since: returns the memory that a forward op
+    saves for its backward pass, from the outputs and the result of `next_sequence_number` before the op.
+    output_bytes: returns the bytes of outputs; where the end of tensors cannot be observed.
+    untimed_reason: why an op that is not measured has no time; "" for an op that moves values.
     """
 
-    passes: bool = False
-    parallel: bool = False
+    is_unmeasured: bool = False
+    runs_in_parallel: bool = False
     runs_others: bool = False
-    ranges: bool = False
+    has_kernel_ranges: bool = False
     gpu: str | None = None
-    record: Callable[[Any], Any] | None = None
-    storages: Callable[[Iterable[Any]], list[Any]] | None = None
-    saved: Callable[[Iterable[Any], int], list[Any]] | None = None
-    sequence: Callable[[], int] | None = None
-    nbytes: Callable[[Iterable[Any]], int] | None = None
-    untimed: str = ""
+    record_event: Callable[[Any], Any] | None = None
+    storages_of: Callable[[Iterable[Any]], list[Any]] | None = None
+    storages_saved_since: Callable[[Iterable[Any], int], list[Any]] | None = None
+    next_sequence_number: Callable[[], int] | None = None
+    output_bytes: Callable[[Iterable[Any]], int] | None = None
+    untimed_reason: str = ""
 
 
 def _pytorch_facts(context: amanda.OpContext) -> None:
-    """Write the facts of an op of PyTorch; a backward op has those of its forward op."""
+    """Write the facts of an op of PyTorch; a backward op inherits those of its forward op."""
     if context.is_backward():
         return
     _REQUIRED.check()
     context["profile"] = MeasuringFacts(
-        ranges=True, gpu=_gpu_of(context.get_inputs()), record=_record_event,
-        storages=_storages_of, saved=_storages_saved_since, sequence=_next_sequence_number,
+        has_kernel_ranges=True, gpu=_gpu_of(context.get_inputs()), record_event=_record_event,
+        storages_of=_storages_of, storages_saved_since=_storages_saved_since,
+        next_sequence_number=_next_sequence_number,
     )  # fmt: skip
 
 
@@ -80,9 +76,9 @@ def _gpu_of(inputs: Iterable[Any]) -> str | None:
     import torch
 
     # Ops without inputs, such as `randn`, name their device by a generator or a device.
-    types = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
+    classes_with_device = (torch.Tensor, torch.Generator)  # storages warn that they are deprecated
     for value in leaves(inputs):
-        device = value.device if isinstance(value, types) else value
+        device = value.device if isinstance(value, classes_with_device) else value
         if isinstance(device, torch.device) and device.type == "cuda":
             return name_of(device)
     return None
@@ -101,10 +97,10 @@ def _record_event(event: Any) -> Any:
 
 
 def _batch_sizes(context: amanda.OpContext) -> tuple[int, ...]:
-    """Return the numbers of samples of the vmaps that an op runs under; () without a vmap."""
+    """Return the sizes of the vmaps that an op runs under, by its most deeply batched tensor; () without."""
     values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
-    is_tensor = context["dtype"]  # which asks no class of tensors for its shape
-    samples = (tensors_of(value).samples(value) for value in leaves(values) if is_tensor(value))
+    dtype_of = context["dtype"]  # None of what is no tensor; a nested tensor would refuse to tell its shape
+    samples = [tensors_of(value).samples(value) for value in leaves(values) if dtype_of(value)]
     return max((sample.sizes for sample in samples if sample is not None), key=len, default=())
 
 
@@ -143,9 +139,10 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
     """
     import torch
 
-    next_number, autograd = _next_sequence_number(), torch._C._autograd
-    # The number has not changed: the op made no node, and so saved nothing.
-    if next_number == since or autograd._top_saved_tensors_default_hooks(True) is not None:
+    next_number = _next_sequence_number()
+    has_made_nodes = next_number != since
+    packs_saved_tensors = torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    if not has_made_nodes or packs_saved_tensors:
         return []
     saved_values: list[Any] = []
     visited: set[Any] = set()
@@ -157,11 +154,11 @@ def _storages_saved_since(outputs: Iterable[Any], since: int) -> list[Any]:
             if node is None or node in visited or not since <= node._sequence_nr() < next_number:
                 continue
             visited.add(node)
-            kind: Any = type(node)
-            for name in _saved_attributes(kind):
+            node_class: Any = type(node)
+            for name in _saved_attributes(node_class):
                 with suppress(RuntimeError):  # freed, or written into since
                     saved_values.append(getattr(node, name))
-            nodes += [tensor for tensor, _ in node.next_functions]
+            nodes += [next_node for next_node, _ in node.next_functions]
     return _storages_of(saved_values)
 
 
@@ -171,13 +168,13 @@ def _saved_attributes(kind: Any) -> Sequence[str]:
     return [name for name in vars(kind) if name.startswith("_saved_") and f"_raw{name}" in vars(kind)]
 
 
-_SHARED = frozenset(
+_TYPES_WITHOUT_MEMORY = frozenset(
     {"ExpandDims", "Identity", "IdentityN", "Placeholder", "PlaceholderWithDefault", "PreventGradient",
      "ReadVariableOp", "Reshape", "Snapshot", "Squeeze", "StopGradient"}
 )  # fmt: skip
 """Types of TensorFlow's operations whose outputs share the memory of their inputs."""
 
-_FLOW = frozenset(
+_FLOW_TYPES = frozenset(
     {"ControlTrigger", "Enter", "Exit", "LoopCond", "Merge", "NextIteration", "RefEnter", "RefExit",
      "RefMerge", "RefNextIteration", "RefSwitch", "Switch", "_SwitchN"}
 )  # fmt: skip
@@ -189,21 +186,20 @@ def _tensorflow_facts(context: amanda.OpContext) -> None:
     kind = context.get_op_type() if context.is_forward() else str(context.get_backward_op().__name__)
     shape, dtype = context["shape"], context["dtype"]
 
-    def nbytes(values: Iterable[Any]) -> int:
+    def output_bytes(outputs: Iterable[Any]) -> int:
         """Return the bytes of outputs; 0 for an op whose outputs share the memory of inputs."""
-        sizes = ((shape(tensor) or (), itemsize(dtype(tensor)) or 0) for tensor in leaves(values))
-        return 0 if kind in _SHARED else sum(prod(extents) * width for extents, width in sizes)
+        if kind in _TYPES_WITHOUT_MEMORY:
+            return 0
+        return sum(prod(shape(tensor) or ()) * (itemsize(dtype(tensor)) or 0) for tensor in leaves(outputs))
 
     context["profile"] = MeasuringFacts(
+        is_unmeasured=kind in _FLOW_TYPES, runs_others=kind in CALLING_OPS, output_bytes=output_bytes,
         # Operations of a graph run beside each other on a pool of threads.
-        passes=kind in _FLOW,
-        parallel=not context.is_eager(),
-        runs_others=kind in CALLING_OPS,
-        nbytes=nbytes,
-    )
+        runs_in_parallel=not context.is_eager(),
+    )  # fmt: skip
 
 
-_COMPILED = (
+_TRACED_REASON = (
     "have no time, because XLA compiled and fused them: jax.profiler.trace measures the program, "
     "and outside of jit each op is measured"
 )
@@ -216,7 +212,8 @@ def _jax_facts(context: amanda.OpContext) -> None:
     values = context.get_inputs() if context.is_forward() else context.get_grad_outputs() or ()
     # Under jit an op runs once, as it is traced, and then never by itself.
     is_traced = any(isinstance(value, jax.core.Tracer) for value in leaves(values))
-    context["profile"] = MeasuringFacts(passes=True, untimed=_COMPILED) if is_traced else MeasuringFacts()
+    untimed_reason = _TRACED_REASON if is_traced else ""
+    context["profile"] = MeasuringFacts(is_unmeasured=is_traced, untimed_reason=untimed_reason)
 
 
 class ProfileTool(amanda.Tool):
@@ -243,27 +240,22 @@ class ProfileTool(amanda.Tool):
 
     @checked
     def __init__(
-        self,
-        wait: NonNegativeInt = 0,
-        warmup: NonNegativeInt = 0,
-        active: NonNegativeInt = 0,
-        repeat: NonNegativeInt = 0,
-        backward: bool = True,
-        memory: bool = True,
-        kernels: bool = False,
-        limit: NonNegativeInt = 100_000,
-        **selection: Unpack[SelectOptions],
-    ) -> None:
+        self, wait: NonNegativeInt = 0, warmup: NonNegativeInt = 0, active: NonNegativeInt = 0,
+        repeat: NonNegativeInt = 0, backward: bool = True, memory: bool = True, kernels: bool = False,
+        limit: NonNegativeInt = 100_000, **selection: Unpack[SelectOptions],
+    ) -> None:  # fmt: skip
         super().__init__()
         if repeat and not active:
             raise OptionError(f"repeat={repeat} needs active, the number of steps to record in each cycle")
-        self._follows_memory, self._tells_kernels = memory, kernels
+        self._records_memory, self._records_kernels = memory, kernels
         # It starts with the first op of a recorded step, on the thread of that op.
-        self._kernels = KernelProfiler()
+        self._kernel_profiler = KernelProfiler()
         self._recorder = Recorder(Schedule(wait, warmup, active, repeat), limit, self._read_kernels)
-        self._sequences: dict[int, int] = {}
-        self._untimed: dict[str, set[tuple[int, int | None]]] = {}
-        self._batched: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}
+        # Of autograd's next node, before the op under way.
+        self._sequence_number_by_thread: dict[int, int] = {}
+        # Ops by their ids, forward and backward.
+        self._untimed_ops_by_reason: dict[str, set[tuple[int, int | None]]] = {}
+        self._ops_by_batch_sizes: dict[tuple[int, ...], set[tuple[int, int | None]]] = {}
         self._steps = Steps()
         self._steps.on_step(self._recorder.on_step)
         rules = [["pytorch", _pytorch_facts], ["tensorflow", _tensorflow_facts], ["jax", _jax_facts]]
@@ -284,12 +276,14 @@ class ProfileTool(amanda.Tool):
             clock.wait()
         self._read_kernels()
         self._recorder.memory.process_deaths()
-        result = ProfileResult.of(self._recorder, self._kernels.obstacle)
-        result.remarks = [f"{len(ops):,} ops {reason}." for reason, ops in self._untimed.items()]
+        result = ProfileResult.of(self._recorder, self._kernel_profiler.obstacle)
+        result.remarks = [
+            f"{len(ops):,} ops {reason}." for reason, ops in self._untimed_ops_by_reason.items()
+        ]
         result.remarks += [
             f"{len(ops):,} ops ran under vmap when they were first met: a call computed all samples, "
             f"{'x'.join(map(str, sizes))}."
-            for sizes, ops in self._batched.items()
+            for sizes, ops in self._ops_by_batch_sizes.items()
         ]
         return result
 
@@ -300,106 +294,110 @@ class ProfileTool(amanda.Tool):
 
     def _read_kernels(self) -> None:
         """Stop torch.profiler, and add the kernels to their ops."""
-        self._kernels.stop(list(self._recorder.places.values()))
+        self._kernel_profiler.stop(list(self._recorder.profiles.values()))
 
     def _instrument(self, context: amanda.OpContext) -> None:
-        """Insert the routines that measure the time and memory of an op."""
+        """Insert the routines that measure the time and memory of an op, or note why it has no time."""
         facts: MeasuringFacts = context.get("profile") or MeasuringFacts()
-        op = context.get_op_id(), context.get_backward_op_id()
-        if facts.untimed:
-            self._untimed.setdefault(facts.untimed, set()).add(op)
+        op_ids = context.get_op_id(), context.get_backward_op_id()
+        if facts.untimed_reason:
+            self._untimed_ops_by_reason.setdefault(facts.untimed_reason, set()).add(op_ids)
         if context.is_eager() and (sizes := _batch_sizes(context)):
-            self._batched.setdefault(sizes, set()).add(op)
-        if facts.passes:
+            self._ops_by_batch_sizes.setdefault(sizes, set()).add(op_ids)
+        if facts.is_unmeasured:
             return
         insert_before: Callable[..., None] = context.insert_before_op
         insert_after: Callable[..., None] = context.insert_after_op
         if context.is_backward():
             insert_before, insert_after = context.insert_before_backward_op, context.insert_after_backward_op
-        place = self._profile_of(context, facts)
-        if self._follows_memory and facts.storages is not None:
-            sequence, saved = (facts.sequence, facts.saved) if context.is_forward() else (None, None)
-            insert_before(self._record_inputs, storages=facts.storages, sequence=sequence)
-            insert_after(self._record_outputs, place=place, storages=facts.storages, saved=saved)
-        elif self._follows_memory and facts.nbytes is not None:
-            insert_after(self._add_output_bytes, place=place, bytes_of=facts.nbytes)
-        if facts.parallel:
+        op_profile = self._profile_of(context, facts)
+        if self._records_memory and (storages_of := facts.storages_of) is not None:
+            # Only forward ops save tensors.
+            next_number = facts.next_sequence_number if context.is_forward() else None
+            saved_since = facts.storages_saved_since if context.is_forward() else None
+            insert_before(self._record_inputs, storages_of=storages_of, next_number=next_number)
+            insert_after(
+                self._record_outputs, op_profile=op_profile, storages_of=storages_of, saved_since=saved_since
+            )
+        elif self._records_memory and facts.output_bytes is not None:
+            insert_after(self._add_output_bytes, op_profile=op_profile, bytes_of=facts.output_bytes)
+        if facts.runs_in_parallel:
             has_tensor_input = _has_tensor_input(context)
-            begin, end = self._recorder.parallel_routines(place, has_tensor_input)
+            begin, end = self._recorder.parallel_routines(op_profile, has_tensor_input)
             if has_tensor_input:
                 insert_before(begin)
         else:
-            begin, end = self._recorder.nested_routines(place, self._probes(facts))
+            begin, end = self._recorder.nested_routines(op_profile, self._probes(facts))
             insert_before(begin, [])
         insert_after(end, [])
 
     def _probes(self, facts: MeasuringFacts) -> list[Probe]:
         """Return the probes of an op besides the program's clock: torch.profiler, and the clock of a GPU."""
-        probes: list[Probe] = [self._kernels] if self._tells_kernels and facts.ranges else []
-        if facts.gpu is not None and facts.record is not None:
-            probes.append(self._recorder.clocks.setdefault(facts.gpu, DeviceClock(facts.record)))
+        has_kernels = self._records_kernels and facts.has_kernel_ranges
+        probes: list[Probe] = [self._kernel_profiler] if has_kernels else []
+        if facts.gpu is not None and facts.record_event is not None:
+            probes.append(self._recorder.clocks.setdefault(facts.gpu, DeviceClock(facts.record_event)))
         return probes
 
     def _profile_of(self, context: amanda.OpContext, facts: MeasuringFacts) -> OpProfile:
         """Return the profile of a context's op, a new one at the first analysis."""
-        op, backward = context.get_op_id(), context.get_backward_op_id()
-        places = self._recorder.places
-        if (op, backward) not in places:
+        op_id, backward_op_id = context.get_op_id(), context.get_backward_op_id()
+        profiles = self._recorder.profiles
+        if (op_id, backward_op_id) not in profiles:
             phase, kind, name = context["phase"], context["type"], context.get_forward_op_type()
             if context.is_backward():
                 phase, kind = "backward", context["backward_type"]
                 name = str(context.get_backward_op().__name__)
-            places[op, backward] = OpProfile(
+            profiles[op_id, backward_op_id] = OpProfile(
                 phase, type=kind, module=context.get_scope(), source=context.get_source(), name=name,
-                id=backward or op, op_id=op, runs_others=facts.runs_others, index=len(places),
+                id=backward_op_id or op_id, op_id=op_id, runs_others=facts.runs_others, index=len(profiles),
             )  # fmt: skip
-        return places[op, backward]
+        return profiles[op_id, backward_op_id]
 
     @amanda.observer
-    def _record_inputs(self, *values: Any, storages: Any, sequence: Any, recomputed: bool) -> None:
-        """Record the memory of an op's inputs, and the number of autograd's next node."""
-        if sequence is not None:
+    def _record_inputs(self, *inputs: Any, storages_of: Any, next_number: Any, recomputed: bool) -> None:
+        """Record the memory of an op's inputs, and the number of autograd's next node, of a forward op."""
+        if next_number is not None:
             # By thread: autograd numbers the nodes of each thread apart.
-            self._sequences[get_ident()] = sequence()
-        self._recorder.memory.record_storages(storages(values), None)
+            self._sequence_number_by_thread[get_ident()] = next_number()
+        self._recorder.memory.record_storages(storages_of(inputs), maker=None)
 
     @amanda.observer
     def _record_outputs(
-        self, *values: Any, place: OpProfile, storages: Any, saved: Any, recomputed: bool
+        self, *outputs: Any, op_profile: OpProfile, storages_of: Any, saved_since: Any, recomputed: bool
     ) -> None:
-        """Record the memory of an op's outputs, and of what the op saved for its backward pass."""
+        """Record the memory of an op's outputs, and of what a forward op saved for its backward pass."""
         if recomputed:
-            place = self._recorder.recomputation(place)
-        self._recorder.memory.record_storages(storages(values), place)
-        if saved is not None:
-            self._recorder.memory.record_storages(saved(values, self._sequences[get_ident()]), place)
+            op_profile = self._recorder.recomputation(op_profile)
+        self._recorder.memory.record_storages(storages_of(outputs), op_profile)
+        if saved_since is not None:
+            first_number = self._sequence_number_by_thread[get_ident()]
+            self._recorder.memory.record_storages(saved_since(outputs, first_number), op_profile)
 
     @amanda.observer
-    def _add_output_bytes(self, *values: Any, place: OpProfile, bytes_of: Any, recomputed: bool) -> None:
+    def _add_output_bytes(
+        self, *outputs: Any, op_profile: OpProfile, bytes_of: Any, recomputed: bool
+    ) -> None:
         """Add the bytes of outputs, while recording, to what an op or its recomputation has allocated."""
         if recomputed:
-            place = self._recorder.recomputation(place)
+            op_profile = self._recorder.recomputation(op_profile)
         if self._recorder.recording:
-            place.allocated = (place.allocated or 0) + bytes_of(values)
+            op_profile.allocated = (op_profile.allocated or 0) + bytes_of(outputs)
 
 
 def _has_tensor_input(context: amanda.OpContext) -> bool:
     """Return True if the op reads a tensor or a list, or a gradient: at its arrival the op begins."""
     if context.is_backward():
         return bool(context.get_grad_outputs())
-    is_tensor = context["dtype"]  # a tensor of unknown rank has a type and no shape
-    return any(isinstance(value, (list, tuple)) or is_tensor(value) for value in context.get_inputs())
+    dtype_of = context["dtype"]  # None of what is no tensor; a tensor of unknown rank has no shape either
+    return any(isinstance(value, (list, tuple)) or dtype_of(value) for value in context.get_inputs())
 
 
 @checked
 def profile(
-    function: Callable[..., Any],
-    /,
-    *inputs: Any,
-    warmup: NonNegativeInt = 1,
-    calls: PositiveInt = 1,
+    function: Callable[..., Any], /, *inputs: Any, warmup: NonNegativeInt = 1, calls: PositiveInt = 1,
     **keywords: Any,
-) -> ProfileResult:
+) -> ProfileResult:  # fmt: skip
     """Return the time and memory of each op in calls of a function.
 
     Args:

@@ -25,37 +25,44 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 
     Ops of a graph, which run in parallel, are on tracks without overlaps.
     """
-    events, tracks, pid = timeline.events, _tracks(timeline), os.getpid()
-    begins = [*(event.begin for event in events), *(step.begin for step in timeline.steps)]
+    tracks, pid = _tracks(timeline), os.getpid()
+    begins = [*(event.begin for event in timeline.events), *(step.begin for step in timeline.steps)]
     # Numbers from the start: microseconds since the epoch would lose their fraction in a float.
     base = min(begins, default=0)
-    trace_events = list(_metadata_events(timeline, set(tracks)))
-    for step in timeline.steps:
-        names = "user_annotation", f"ProfilerStep#{step.number}"
-        trace_events.append(_complete_event(*names, _STEPS, step.begin - base, step.end - step.begin, {}))
-    for event, track in zip(events, tracks, strict=True):
-        names = "cpu_op", event.place.type
-        trace_events.append(_complete_event(*names, track, event.begin - base, event.took, event.place.about))
-    for number, pair in enumerate(backward_pairs(events), 1):
-        # A flow starts at the forward op and finishes at the backward op; "bp": "e" binds it to the enclosing
-        # slice.
-        for phase, index, extra in zip("sf", pair, ({}, {"bp": "e"}), strict=True):
-            trace_events.append({
-                "ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "id": number, "tid": tracks[index],
-                "ts": (events[index].begin - base) / 1000, **extra,
-            })  # fmt: skip
+    trace_events = [
+        *_metadata_events(timeline, set(tracks)), *_slices(timeline, tracks, base),
+        *_flows(timeline.events, tracks, base),
+    ]  # fmt: skip
     for device, history in timeline.alive.items():
         for when, size in history:
             trace_events.append({"ph": "C", "name": f"memory on {device}", "ts": (when - base) / 1000,
                                  "args": {"bytes": size}})  # fmt: skip
+    # The program's clock has no date: the offset to the time of day is taken now.
+    base_of_day = time.time_ns() - time.perf_counter_ns() + base
     return {
-        "schemaVersion": 1,
-        "displayTimeUnit": "ms",
-        # The program's clock has no date: the offset to the time of day is taken now.
-        "baseTimeNanoseconds": time.time_ns() - time.perf_counter_ns() + base,
+        "schemaVersion": 1, "displayTimeUnit": "ms", "baseTimeNanoseconds": base_of_day,
         "otherData": {"tool": "amanda.profile", "dropped": timeline.dropped},
         "traceEvents": [{**event, "pid": pid} for event in trace_events],
-    }
+    }  # fmt: skip
+
+
+def _slices(timeline: Timeline, tracks: Sequence[int], base: int) -> Iterator[dict[str, Any]]:
+    """Yield a complete event for each step and each execution.  base: nanoseconds that are 0 in the trace."""
+    for step in timeline.steps:
+        name, duration = f"ProfilerStep#{step.number}", step.end - step.begin
+        yield _complete_event("user_annotation", name, _STEPS, step.begin - base, duration, {})
+    for event, track in zip(timeline.events, tracks, strict=True):
+        op = event.place
+        yield _complete_event("cpu_op", op.type, track, event.begin - base, event.took, op.about)
+
+
+def _flows(events: Sequence[TimedExecution], tracks: Sequence[int], base: int) -> Iterator[dict[str, Any]]:
+    """Yield the start of a flow at each forward op, and its finish at the backward op."""
+    for number, (forward, backward) in enumerate(backward_pairs(events), 1):
+        # "bp": "e" binds the finish to the slice around it.
+        for index, phase, binding in ((forward, "s", {}), (backward, "f", {"bp": "e"})):
+            yield {"ph": phase, "cat": "fwdbwd", "name": "fwdbwd", "id": number, "tid": tracks[index],
+                   "ts": (events[index].begin - base) / 1000, **binding}  # fmt: skip
 
 
 def is_trace_name(path: Path) -> bool:
@@ -89,12 +96,11 @@ def _metadata_events(timeline: Timeline, tracks: set[int]) -> Iterator[dict[str,
     """Yield the events that name the process and its tracks, and order the tracks, steps first."""
     names = {thread.number: thread.name for thread in timeline.threads.values()}
     names |= {track: f"graph {track - _FIRST_LANE}" for track in tracks if track >= _FIRST_LANE}
-    if timeline.steps:
-        names[_STEPS] = "steps"
-        tracks = tracks | {_STEPS}
+    names[_STEPS] = "steps"
+    all_tracks = tracks | {_STEPS} if timeline.steps else tracks
     yield _metadata_event(0, "process_name", {"name": Path(sys.argv[0] or "python").name})
     yield _metadata_event(0, "process_labels", {"labels": "amanda profile"})
-    for track in sorted(tracks):
+    for track in sorted(all_tracks):
         yield _metadata_event(track, "thread_name", {"name": names[track]})
         yield _metadata_event(track, "thread_sort_index", {"sort_index": 0 if track == _STEPS else track})
 
@@ -105,15 +111,17 @@ def _metadata_event(track: int, name: str, args: Mapping[str, Any]) -> dict[str,
 
 def _tracks(timeline: Timeline) -> list[int]:
     """Return the number of each event's track: its thread, or for a graph the first free lane."""
-    ends: list[int] = []
+    lane_ends: list[int] = []  # by lane, the end of the last op in it
     tracks = []
     for event in timeline.events:
         if event.thread != GRAPH:
             tracks.append(timeline.threads[event.thread].number)
             continue
         # Slices of a track have to nest, and parallel ops overlap: the first free lane takes each.
-        lane = next((i for i, end in enumerate(ends) if end <= event.begin), len(ends))
-        ends[lane : lane + 1] = [event.begin + event.took]
+        lane = next((i for i, end in enumerate(lane_ends) if end <= event.begin), len(lane_ends))
+        if lane == len(lane_ends):
+            lane_ends.append(0)
+        lane_ends[lane] = event.begin + event.took
         tracks.append(_FIRST_LANE + lane)
     return tracks
 
@@ -123,17 +131,19 @@ def backward_pairs(events: Sequence[TimedExecution]) -> Iterator[tuple[int, int]
 
     If an op ran several times before its backward pass, its last execution is paired first.
     """
-    forward: dict[int, list[int]] = {}
-    backward_runs: dict[int, dict[int, int]] = {}  # by forward op: how many executions each backward op had
+    positions_by_forward_op: dict[int, list[int]] = {}
+    # By forward op, and by `id` of the profile of each of its backward ops.
+    backward_counts_by_forward_op: dict[int, dict[int, int]] = {}
     for i, event in enumerate(events):
-        op = event.place.op_id
+        op_id, profile_id = event.place.op_id, id(event.place)
         if event.place.phase != "backward":
             # A forward execution after a backward one begins another pass.
-            if backward_runs.pop(op, None) is not None:
-                forward[op] = []
-            forward.setdefault(op, []).append(i)
-        elif op in forward:
-            counts = backward_runs.setdefault(op, {})
-            counts[id(event.place)] = count = counts.get(id(event.place), 0) + 1
-            if count <= len(forward[op]):
-                yield forward[op][-count], i
+            if backward_counts_by_forward_op.pop(op_id, None) is not None:
+                positions_by_forward_op[op_id] = []
+            positions_by_forward_op.setdefault(op_id, []).append(i)
+        elif op_id in positions_by_forward_op:
+            counts = backward_counts_by_forward_op.setdefault(op_id, {})
+            counts[profile_id] = count = counts.get(profile_id, 0) + 1
+            forward_positions = positions_by_forward_op[op_id]
+            if count <= len(forward_positions):
+                yield forward_positions[-count], i

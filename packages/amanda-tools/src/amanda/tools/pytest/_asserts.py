@@ -96,12 +96,9 @@ def assert_op_counts(
 
 @checked
 def assert_finite(
-    function: Callable[..., T],
-    *inputs: Any,
-    inf: bool = True,
-    backward: bool = True,
+    function: Callable[..., T], *inputs: Any, inf: bool = True, backward: bool = True,
     compiled: Compiled = "eager",
-) -> T:
+) -> T:  # fmt: skip
     """Run a function and check that no op makes NaN or is given any; return what the function returns.
 
     Args:
@@ -154,19 +151,21 @@ class Counts(amanda.Tool):
         }
 
 
-def check_counts(expected: Mapping[str, int], counts: Mapping[str, int], phase: str, exact: bool) -> None:
+def check_counts(
+    expected_counts: Mapping[str, int], counts: Mapping[str, int], phase: str, exact: bool
+) -> None:
     """Raise AssertionError where the count of a type is another; with `exact` also for types not expected."""
     __tracebackhide__ = True
     lines = []
-    for kind in dict.fromkeys([*expected, *(sorted(counts) if exact else ())]):
-        if counts.get(kind, 0) == expected.get(kind, 0):
+    for kind in dict.fromkeys([*expected_counts, *(sorted(counts) if exact else ())]):
+        if counts.get(kind, 0) == expected_counts.get(kind, 0):
             continue
         # A count of 0 is most often a type that is spelt differently.
         close_types = get_close_matches(
-            kind, [counted for counted in counts if counted not in expected], n=1, cutoff=0.5
+            kind, [counted for counted in counts if counted not in expected_counts], n=1, cutoff=0.5
         )
         hint = f" (did you mean {close_types[0]!r}?)" if close_types and kind not in counts else ""
-        lines.append(f"{kind}: {counts.get(kind, 0)} executed, {expected.get(kind, 0)} expected{hint}")
+        lines.append(f"{kind}: {counts.get(kind, 0)} executed, {expected_counts.get(kind, 0)} expected{hint}")
     if lines:
         raise AssertionError("\n".join([f"op counts differ ({phase}):", *lines]))
 
@@ -178,37 +177,41 @@ def listing(graph: Graph, backward: bool = True) -> str:
     that one op more changes the lines about it alone.
     """
     ops = [op for op in graph.ops if backward or op.phase == "forward"]
-    numbers = {op.index: number for number, op in enumerate(ops)}
-    return "".join(f"{_op_line(graph, op, numbers)}\n" for op in ops)
+    number_by_op_index = {op.index: number for number, op in enumerate(ops)}
+    return "".join(f"{_op_line(graph, op, number_by_op_index)}\n" for op in ops)
 
 
-def _op_line(graph: Graph, op: Op, numbers: dict[int, int]) -> str:
+def _op_line(graph: Graph, op: Op, number_by_op_index: dict[int, int]) -> str:
     """Return the line of an op: its type, what it reads, what it makes, and its module."""
     outputs = ", ".join(str(tensor) for tensor in graph.outputs(op)) or "nothing"
-    last = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
+    last_tensor = max((i for i, position in enumerate(op.inputs) if position is not None), default=-1)
     inputs = ", ".join(
-        _input_text(graph, position, numbers[op.index], numbers) for position in op.inputs[: last + 1]
+        _input_text(graph, position, number_by_op_index[op.index], number_by_op_index)
+        for position in op.inputs[: last_tensor + 1]
     )
     name = f"{op.type}{'_' if op.in_place else ''}"
     return f"{name}({inputs}) -> {outputs}" + (f"  # {op.module}" if op.module else "")
 
 
-def _input_text(graph: Graph, position: Position, reader: int, numbers: dict[int, int]) -> str:
+def _input_text(
+    graph: Graph, position: Position, reader_number: int, number_by_op_index: dict[int, int]
+) -> str:
     """Return an input's name, or its op and how far back that is; "_" for no tensor; lists in brackets."""
     if isinstance(position, tuple):
-        return f"[{', '.join(_input_text(graph, element, reader, numbers) for element in position)}]"
+        texts = [_input_text(graph, element, reader_number, number_by_op_index) for element in position]
+        return f"[{', '.join(texts)}]"
     if position is None:
         return "_"
     tensor = graph.tensors[position]
     # Distances, not numbers, lest one new op change every later line.
-    if tensor.producer is None or tensor.producer not in numbers:
+    if tensor.producer is None or tensor.producer not in number_by_op_index:
         return tensor.name or f"{tensor.kind} {tensor}"
     op = graph.ops[tensor.producer]
-    output = f".{op.makes.index(tensor.index)}" if len(op.makes) > 1 else ""
-    return f"{op.type}{output}@-{reader - numbers[op.index]}"
+    output = f".{op.makes.index(tensor.index)}" if len(op.makes) > 1 else ""  # which of several
+    return f"{op.type}{output}@-{reader_number - number_by_op_index[op.index]}"
 
 
-_UPDATE = "pytest --amanda-update"
+_UPDATE_COMMAND = "pytest --amanda-update"
 
 
 class Traced:
@@ -226,7 +229,7 @@ class Traced:
     def __init__(self, file: Path, update: bool) -> None:
         from amanda.tools.trace import TraceTool
 
-        self._file, self._update = file, update
+        self._file, self._writes_snapshots = file, update
         self._tracer, self._counts = TraceTool(), Counts()
         self._scope: amanda.Scope | None = None
 
@@ -288,18 +291,19 @@ class Traced:
             backward: True to compare backward ops too.
         """
         __tracebackhide__ = True
-        path = self._file.with_name(f"{self._file.name}{f'.{name}' if name else ''}.txt")
+        suffix = f".{name}.txt" if name else ".txt"
+        path = self._file.with_name(f"{self._file.name}{suffix}")
         text = listing(self.graph, backward)
-        if self._update:
+        if self._writes_snapshots:
             with naming(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_file(path, text)
             return
         if not path.exists():
-            raise AssertionError(f"there is no graph to compare with: {path}; {_UPDATE} writes it")
+            raise AssertionError(f"there is no graph to compare with: {path}; {_UPDATE_COMMAND} writes it")
         with parsing(path, "snapshot"):
             stored = path.read_text(encoding="utf-8")
         if stored != text:
             lines = unified_diff(stored.splitlines(), text.splitlines(), "stored", "traced", lineterm="", n=2)
-            message = [f"the graph is not that of {path}", *lines, f"{_UPDATE} writes it anew"]
+            message = [f"the graph is not that of {path}", *lines, f"{_UPDATE_COMMAND} writes it anew"]
             raise AssertionError("\n".join(message))

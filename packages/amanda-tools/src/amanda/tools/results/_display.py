@@ -46,15 +46,16 @@ def shortened(text: str, width: int) -> str:
         return text
     if "/" in text or (" " not in text and ("." in text or text.startswith("…"))):
         end = text[len(text) - width :]
-        # A slash is kept, so that the path of a file is told from a name.
-        cut = end.find("/", 1) if "/" in text else end.find(".") + 1
-        component = end[cut:] if cut > 0 else ""
-        return f"…{component if 2 * len(component) > width else end[1:]}"
+        # From the next component on; a slash is kept, so that the path of a file is told from a name.
+        component_begin = end.find("/", 1) if "/" in text else end.find(".") + 1
+        components = end[component_begin:] if component_begin > 0 else ""
+        return f"…{components if 2 * len(components) > width else end[1:]}"
     if " " in text:
         words = text[:width].rpartition(" ")[0]
         return f"{words} …" if width // 2 < len(words) < width - 1 else f"{text[: width - 1]}…"
-    tail = len(_BACKWARD) if text.endswith(_BACKWARD) and width > len(_BACKWARD) + 2 else width // 2
-    return f"{text[: width - 1 - tail]}…{text[len(text) - tail :]}"
+    keeps_backward = text.endswith(_BACKWARD) and width > len(_BACKWARD) + 2
+    tail_length = len(_BACKWARD) if keeps_backward else width // 2
+    return f"{text[: width - 1 - tail_length]}…{text[len(text) - tail_length :]}"
 
 
 _BACKWARD = "_backward"
@@ -97,12 +98,9 @@ _STYLE = """<style>
 
 
 def html_table(
-    title: str,
-    names: Sequence[str],
-    numbers: Sequence[bool],
-    rows: Sequence[Sequence[tuple[str, Any]]],
+    title: str, names: Sequence[str], numbers: Sequence[bool], rows: Sequence[Sequence[tuple[str, Any]]],
     totals: Sequence[str],
-) -> str:
+) -> str:  # fmt: skip
     """Return an HTML table.
 
     numbers: True for a column that is aligned to the right.  rows: for each cell its text and its value; the

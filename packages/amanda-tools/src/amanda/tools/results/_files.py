@@ -78,7 +78,7 @@ def check_file(path: Path) -> None:
 
 
 def read_text(path: Path) -> bytes:
-    """Return the content of a text file; raise TooLargeError, OSError, ValueError for a damaged gzip file."""
+    """Return a file's bytes, inflated; raise TooLargeError, OSError, ValueError for a damaged gzip file."""
     check_size(path, path.stat().st_size, TEXT)
     with path.open("rb") as file:  # once: it may be a pipe, whose size is not known before
         # One byte more than allowed tells that there is more.
@@ -141,7 +141,7 @@ _PLAIN = {str: (str,), int: (int,), float: (int, float), bool: (bool,), type(Non
 
 
 def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
-    """Return a record of values, which are checked against the annotations of its class.
+    """Return a new record, `kind(**values)`, whose values are checked against the annotations of its class.
 
     Args:
         kind: Class of the record.
@@ -151,8 +151,8 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
         ValueError: For a value of another plain type.
         TypeError: For a missing or an unknown field.
     """
-    hashable: Any = kind
-    for name, types in _types(hashable).items():
+    record_class: Any = kind
+    for name, types in _plain_types_by_field(record_class).items():
         value = values.get(name)
         # True passes for a number in Python, and is none in a file.
         if name in values and (not isinstance(value, types) or (type(value) is bool and bool not in types)):
@@ -161,14 +161,14 @@ def made_of(kind: type[T], values: Mapping[str, Any]) -> T:
 
 
 @cache
-def _types(kind: Any) -> dict[str, tuple[type, ...]]:
-    """Return the types that the values of each field of plain types may have; others are left out."""
-    types = {}
-    for name, hint in get_type_hints(kind).items():
+def _plain_types_by_field(record_class: Any) -> dict[str, tuple[type, ...]]:
+    """Return the types that a value may have, by the field; fields of other than plain types are left out."""
+    types_by_field = {}
+    for name, hint in get_type_hints(record_class).items():
         alternatives = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-        if all(part in _PLAIN for part in alternatives):
-            types[name] = tuple(chain.from_iterable(_PLAIN[part] for part in alternatives))
-    return types
+        if all(alternative in _PLAIN for alternative in alternatives):
+            types_by_field[name] = tuple(chain.from_iterable(map(_PLAIN.__getitem__, alternatives)))
+    return types_by_field
 
 
 def field_values(record: Any) -> dict[str, Any]:

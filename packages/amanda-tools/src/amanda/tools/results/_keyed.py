@@ -34,17 +34,17 @@ class ModuleNode:
         ops: objects with a path `module`, "" outside of modules.
         """
         root = cls()
-        nodes = {"": root}
+        node_by_path = {"": root}
         for op in ops:
-            parent = root
+            node = root
             # TensorFlow's scopes have slashes, PyTorch's paths dots.
             for name in filter(None, re.split(r"[./]", op.module)):
-                path = f"{parent.path}.{name}".lstrip(".")
-                if path not in nodes:
-                    nodes[path] = cls(path, name)
-                    parent.children.append(nodes[path])
-                parent = nodes[path]
-            parent.ops.append(op)
+                path = f"{node.path}.{name}".lstrip(".")
+                if path not in node_by_path:
+                    node_by_path[path] = cls(path, name)
+                    node.children.append(node_by_path[path])
+                node = node_by_path[path]
+            node.ops.append(op)
         root._combine_layers()
         for child in root.children:
             child._join_chains()
@@ -65,29 +65,30 @@ class ModuleNode:
 
     def readable_depth(self) -> int:
         """Return the largest depth at which a screen shows the tree, 1 at least."""
-        depth, count = 1, sum(1 for _ in self.walk(1))
+        depth, row_count = 1, sum(1 for _ in self.walk(1))
         while True:
-            following = sum(1 for _ in self.walk(depth + 1))
-            if following == count or following > ROWS_SHOWN:
+            deeper_row_count = sum(1 for _ in self.walk(depth + 1))
+            if deeper_row_count == row_count or deeper_row_count > ROWS_SHOWN:
                 return depth
-            depth, count = depth + 1, following
+            depth, row_count = depth + 1, deeper_row_count
 
     def _structure(self) -> tuple[Any, ...]:
         """Return the names of the modules within, by which layers are compared."""
         return tuple(sorted((child.name, child._structure()) for child in self.children))
 
     def _combine_layers(self) -> None:
-        """Make one node of numbered modules with the same modules within."""
-        layers: dict[tuple[Any, ...], list[ModuleNode]] = {}
+        """Combine numbered modules that have the same modules within into one node, at all levels."""
+        nodes_by_structure: dict[tuple[Any, ...], list[ModuleNode]] = {}
         for child in self.children:
             child._combine_layers()
             # Numbers alone do not make layers: those of a Sequential may be a convolution and a pooling.
             is_layer = child.name.isdecimal() and child.children
-            layers.setdefault(child._structure() if is_layer else (child.name,), []).append(child)
-        self.children = [_merged(nodes, self.path) for nodes in layers.values()]
+            key = child._structure() if is_layer else (child.name,)
+            nodes_by_structure.setdefault(key, []).append(child)
+        self.children = [_merge_nodes(nodes, self.path) for nodes in nodes_by_structure.values()]
 
     def _join_chains(self) -> None:
-        """Join a module that holds one module alone with that module."""
+        """Join each module that holds one module, and no ops, with that module; the name is of both."""
         while len(self.children) == 1 and not self.ops:
             (child,) = self.children
             self.path, self.ops, self.children = child.path, child.ops, child.children
@@ -96,16 +97,15 @@ class ModuleNode:
             child._join_chains()
 
 
-def _merged(nodes: list[ModuleNode], parent: str) -> ModuleNode:
-    """Return nodes with equal structures as one, in a parent; names that differ are numbers of layers."""
-    first, *_ = nodes
+def _merge_nodes(nodes: list[ModuleNode], parent_path: str) -> ModuleNode:
+    """Return one node for nodes of equal structure, with all their ops; layers 0 to 15 are named "0-15"."""
     names = {node.name for node in nodes}
-    name = ranges(map(int, names)) if len(names) > 1 else first.name
-    path = f"{parent}.{name}".lstrip(".")
-    children = [
-        _merged([child for node in nodes for child in node.children if child.name == within.name], path)
-        for within in first.children
-    ]
+    name = ranges(map(int, names)) if len(names) > 1 else nodes[0].name
+    path = f"{parent_path}.{name}".lstrip(".")
+    children_by_name: dict[str, list[ModuleNode]] = {}
+    for child in (child for node in nodes for child in node.children):
+        children_by_name.setdefault(child.name, []).append(child)
+    children = [_merge_nodes(same_children, path) for same_children in children_by_name.values()]
     return ModuleNode(path, name, [op for node in nodes for op in node.ops], children)
 
 
@@ -120,14 +120,16 @@ class TreeResult(Result):
 
     _combines = False
 
-    def __init__(self, result: Any, depth: int | None, columns: Sequence[Column], numbers: _Numbers) -> None:
+    def __init__(
+        self, result: Any, depth: int | None, columns: Sequence[Column], numbers_of_node: _Numbers
+    ) -> None:
         root = ModuleNode.of(result.ops)
         nodes = list(root.walk()) if result.ops else []
         labels = {node.path: f"{'  ' * level}{node.name or 'total'}" for level, node in nodes}
         self._depth = root.readable_depth() if depth is None else depth
         # Those of all depths, of which a table may show more or fewer.
         self._levels = [level for level, _ in nodes]
-        self._all_rows = [(node.path, *numbers(node)) for _, node in nodes]
+        self._all_rows = [(node.path, *numbers_of_node(node)) for _, node in nodes]
         self._own_ops_level = min((level for level, node in nodes if node.ops and node.children), default=inf)
         self._result = result
         self.name, self.remarks = f"{result.name}.tree", result.remarks  # type: ignore[misc]
@@ -147,11 +149,11 @@ class TreeResult(Result):
         printed._depth = view.depth or self._depth
         if position is not None:
             keys: list[tuple[Any, ...]] = []
-            ancestors: list[Any] = []
+            key_path: list[Any] = []  # of the module at hand: the keys of all modules around it, then its own
             for level, row in zip(self._levels, self._all_rows, strict=True):
-                # By the keys of all modules around it first, so that a module stays above those within.
-                ancestors[level:] = [(sort_key(self.columns[position], [row[position]]), row[0])]
-                keys.append(tuple(ancestors))
+                path, key = row[0], sort_key(self.columns[position], [row[position]])
+                key_path = [*key_path[:level], (key, path)]
+                keys.append(tuple(key_path))  # so that a module stays above those within
             order = sorted(range(len(keys)), key=keys.__getitem__)
             printed._levels = [self._levels[i] for i in order]
             printed._all_rows = [self._all_rows[i] for i in order]
@@ -222,15 +224,15 @@ class PlacesResult(KeyedResult, Generic[PlaceT]):
     def merged(self: PlacesT, *results: PlacesT) -> PlacesT:
         """Return this and other runs or ranks as one result: the sums of equal places are added."""
         zeros = dict.fromkeys(self._summed, 0)
-        sums: dict[tuple[Any, ...], Any] = {}
+        total_by_key: dict[tuple[Any, ...], Any] = {}
         for place in (place for result in (self, *results) for place in result.ops):
-            empty = replace(place, **zeros)
-            # An empty place is a copy, so that merging changes none of the results.
-            total = sums.setdefault(tuple(field_values(empty).values()), empty)
+            # A copy with zeros, so that merging changes none of the results; its other fields are the key.
+            zero_place = replace(place, **zeros)
+            total = total_by_key.setdefault(tuple(field_values(zero_place).values()), zero_place)
             for name in self._summed:
                 setattr(total, name, getattr(total, name) + getattr(place, name))
         merged = copy(self)
-        merged.ops = list(sums.values())
+        merged.ops = list(total_by_key.values())
         return merged
 
     @classmethod

@@ -60,16 +60,16 @@ def position_of(columns: Sequence[Column], name: str) -> int | None:
 
 
 def groups_of(columns: Sequence[Column], rows: Rows, view: View, order: str = "") -> list[Rows]:
-    """Return rows in groups, each of which is printed as one row.
+    """Return rows in groups, each of which is printed as one row; a group of one is a row as it is.
 
-    A long table combines repeated layers: rows that differ in numbers, and in the first index in the module's
-    path, alone.  With a depth, a group has the rows of one module at that depth with all modules in it.
-    order: the column by which the result is in order.
+    Of a table that is too long for the view, repeated layers are one group: rows that differ in numbers, and
+    in the first index of the module's path, alone.  With a depth, the rows of one module at that depth are.
+    order: the column by which the result is in order; "" without one.
     """
     is_long = len(rows) > (view.top or ROWS_SHOWN) and not view.whole
     groups: list[Rows] = [[row] for row in rows]
     if (is_long or view.depth is not None) and position_of(columns, "module") is not None:
-        groups = _combined(columns, rows, view.depth)
+        groups = _combine_layers(columns, rows, view.depth)
     position = position_of(columns, view.sort or order)
     if position is None or not (view.sort or is_long):
         return groups
@@ -77,7 +77,7 @@ def groups_of(columns: Sequence[Column], rows: Rows, view: View, order: str = ""
 
 
 def sort_key(column: Column, values: Sequence[Any]) -> tuple[bool, Any]:
-    """Return a key for the values of a group: large numbers come first, texts in order, NaN last."""
+    """Return a key (is NaN, value) for a group: large numbers come first, texts in order, NaN last."""
     if not (column.total or column.number):
         return False, str(values[0])
     numbers = [value or 0 for value in values]
@@ -87,30 +87,31 @@ def sort_key(column: Column, values: Sequence[Any]) -> tuple[bool, Any]:
     return False, -(sum(numbers) if column.total or column.folded == "sum" else max(numbers))
 
 
-def _combined(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[Rows]:
-    """Return the groups of rows that agree in their labels, and in the module but for its first index."""
+def _combine_layers(columns: Sequence[Column], rows: Rows, depth: int | None) -> list[Rows]:
+    """Return the groups of rows that agree in their texts, and in the module but for its first index.
+
+    Without a depth a group has one row of each module; with one, all rows of modules within the same one.
+    """
     module, source = (position_of(columns, name) for name in ("module", "source"))
     assert module is not None
-    label_columns = [
-        i
-        for i, column in enumerate(columns)
-        # At a depth, lines of the program do not tell the ops of a module apart.
-        if not (column.total or column.number) and i != module and not (depth is not None and i == source)
+    # At a depth, lines of the program do not tell the ops of a module apart.
+    left_out = (module,) if depth is None else (module, source)
+    text_positions = [
+        i for i, column in enumerate(columns) if not (column.total or column.number) and i not in left_out
     ]
     groups_by_key: dict[tuple[Any, ...], list[Sequence[Any]]] = {}
-    counts = Counter[tuple[Any, ...]]()
+    row_counts = Counter[tuple[Any, ...]]()
     for row in rows:
-        labels = tuple(str(row[i]) for i in label_columns)  # lists of packed weights are among them
+        texts = tuple(str(row[i]) for i in text_positions)  # lists of packed weights are among them
         if depth is not None:
             # TensorFlow's scopes have slashes, PyTorch's paths dots.
             path = "".join(re.findall(r"[./]?[^./]+", row[module])[:depth])
             row = [path if i == module else value for i, value in enumerate(row)]
         path = row[module]
-        # The count keeps several rows of one module apart, so that each group has one row of a module.
-        module_and_labels = (path, *labels)
-        count = counts[module_and_labels] if depth is None else 0
-        counts[module_and_labels] += 1
-        key = (_INDEX.sub("*", path, count=1), count, *labels)
+        # The second row of a module with these texts belongs into a second group, and so on.
+        number = row_counts[path, texts] if depth is None else 0
+        row_counts[path, texts] += 1
+        key = (_INDEX.sub("*", path, count=1), number, *texts)
         groups_by_key.setdefault(key, []).append(row)
     return list(groups_by_key.values())
 
@@ -197,24 +198,25 @@ class TableLayout:
         layout = cls(columns, cells, totals, [i for i, column in enumerate(columns) if column.shown])
         if width is not None:
             layout._leave_out_repetitions(width)
-            layout._shorten_texts(layout._fit(width))
+            layout._shorten_texts(layout._leave_out_columns(width))
         return layout
 
     def _leave_out_repetitions(self, width: int) -> None:
-        """Leave out columns without texts, phases that types tell, and, for want of room, equal texts."""
-        texts = {i: {row[i] for row in self.cells} for i in self.positions}
-        empty = {i for i in self.positions if texts[i] == {""} and not self.totals[i]}
+        """Leave out columns without texts, and phases that types imply; for want of room also equal texts."""
+        texts_by_position = {i: {row[i] for row in self.cells} for i in self.positions}
+        empty = {i for i in self.positions if texts_by_position[i] == {""} and not self.totals[i]}
         phase, kind = (position_of(self.columns, name) for name in ("phase", "type"))
         if phase is not None and kind is not None and kind in self.positions:
             is_implied = all(row[phase] == _phase_of_type(row[kind]) for row in self.cells)
-            empty |= {phase} if is_implied and self.cells else set()
+            if is_implied and self.cells:
+                empty.add(phase)
         self._remove(empty)
         if self._width_at(_READABLE) <= width:
             return
         self._fold_prefix()
         if self._width_at(_READABLE) <= width or len(self.cells) < 2:
             return
-        equal = {i for i in self.positions[2:] if len(texts[i]) == 1 and not self.totals[i]}
+        equal = {i for i in self.positions[2:] if len(texts_by_position[i]) == 1 and not self.totals[i]}
         for i in sorted(equal):
             if _priority(self.columns[i]) < 0:
                 self.hidden.append(self.columns[i].name)
@@ -230,31 +232,34 @@ class TableLayout:
         paths = [row[module] for row in self.cells]
         if max(map(len, paths), default=0) <= _SHORT_PATH:
             return
-        counts = Counter(
+        # "model.layers." and "model.layers.0." of "model.layers.0.mlp", but not "model.".
+        prefix_counts = Counter(
             path[: match.end()] for path in paths for match in re.finditer(r"(?<=\.)[^.]+\.", path)
         )
-        shared = [prefix for prefix, count in counts.items() if 2 * count > len(paths)]
-        self.prefix = max(shared, key=lambda prefix: len(prefix) * counts[prefix], default="")
+        shared = [prefix for prefix, count in prefix_counts.items() if 2 * count > len(paths)]
+        # The one that saves the most characters.
+        self.prefix = max(shared, key=lambda prefix: len(prefix) * prefix_counts[prefix], default="")
         if self.prefix:
             for row in self.cells:
                 if row[module].startswith(self.prefix):
                     row[module] = f"…{row[module].removeprefix(self.prefix)}"
 
-    def _fit(self, width: int) -> int:
-        """Leave out columns until the others fit; return the width of the longest text."""
+    def _leave_out_columns(self, width: int) -> int:
+        """Leave out columns of low priority until the others fit; return the width to shorten texts to."""
         longest = max((len(row[i]) for row in self.cells for i in self.positions), default=1)
         while True:
+            # The column to leave out next: of the lowest priority, the last one.
             priorities = {i: _priority(self.columns[i]) for i in self.positions}
-            least = min(self.positions, key=lambda i: (priorities[i], -i))
+            lowest = min(self.positions, key=lambda i: (priorities[i], -i))
             # Texts of a column that matters may be cut shorter, if that keeps the column.
-            shortest = _READABLE if priorities[least] <= 0 and len(self.positions) > _FEWEST else _SHORTEST
+            shortest = _READABLE if priorities[lowest] <= 0 and len(self.positions) > _FEWEST else _SHORTEST
             for text_width in range(max(longest, shortest), shortest - 1, -1):
                 if self._width_at(text_width) <= width:
                     return text_width
             if len(self.positions) <= _FEWEST:
                 return _SHORTEST
-            self.hidden.insert(0, self.columns[least].name)
-            self._remove({least})
+            self.hidden.insert(0, self.columns[lowest].name)
+            self._remove({lowest})
 
     def _remove(self, positions: set[int]) -> None:
         self.positions = [i for i in self.positions if i not in positions]
@@ -265,12 +270,13 @@ class TableLayout:
         )
 
     def _column_width(self, i: int, text_width: int) -> int:
-        """Return the width of a column with texts of at most so many characters."""
+        """Return the width of a column whose texts are cut to about `text_width`; numbers are never cut."""
         column = self.columns[i]
         natural_width = max([len(self.totals[i]), *(len(row[i]) for row in self.cells)])
         if not (column.total or column.number):
             # Names of types are known by their beginning; places and shapes are what people look for.
-            natural_width = min(natural_width, text_width + 8 * (column.name != "type"))
+            extra_width = 0 if column.name == "type" else 8
+            natural_width = min(natural_width, text_width + extra_width)
         return max(natural_width, len(column.name))
 
     def _shorten_texts(self, text_width: int) -> None:
@@ -301,13 +307,13 @@ def shortened_texts(texts: Sequence[str], width: int) -> list[str]:
     >>> shortened_texts(["encoder.layers.0.mlp.up", "decoder.layers.0.mlp.up"], 16)
     ['encoder…0.mlp.up', 'decoder…0.mlp.up']
     """
-    short = {text: shortened(text, width) for text in texts}
-    counts = Counter(short.values())
-    for text in [text for text, cut in short.items() if counts[cut] > 1]:
+    short_by_text = {text: shortened(text, width) for text in texts}
+    counts = Counter(short_by_text.values())
+    for text in [text for text, short in short_by_text.items() if counts[short] > 1]:
         head, dot, rest = text.partition(".")
         if dot and len(head) < width // 2:
-            short[text] = head + shortened(f".{rest}", width - len(head))
-    return [short[text] for text in texts]
+            short_by_text[text] = head + shortened(f".{rest}", width - len(head))
+    return [short_by_text[text] for text in texts]
 
 
 def as_text(result: Result, view: View, width: int | None = None) -> str:
@@ -317,13 +323,11 @@ def as_text(result: Result, view: View, width: int | None = None) -> str:
     """
     result = result._printed(view)
     sentences = [printable(sentence) for sentence in (result.title, *result.notes(), *result.remarks)]
-    first = 1 + result._leading
+    count_above = 1 + result._leading
     table_width = None if view.whole else width or shutil.get_terminal_size().columns
     table, omissions = _table_and_omissions(result, table_width, view)
-    above, below = (
-        folded("\n".join(filter(None, part)), width)
-        for part in (sentences[:first], [omissions, *sentences[first:]])
-    )
+    above = folded("\n".join(filter(None, sentences[:count_above])), width)
+    below = folded("\n".join(filter(None, [omissions, *sentences[count_above:]])), width)
     return "\n".join([*filter(None, [above]), *table, *filter(None, [below])])
 
 
@@ -352,35 +356,32 @@ def _table_and_omissions(result: Result, width: int | None, view: View) -> tuple
     if not result._shows_table:
         return [], ""
     rows = result.rows()
+    # Each group is printed as one row.
     groups: Sequence[Rows] = [[row] for row in rows]
     if result._combines:
         groups = groups_of(result.columns, rows, view, result._order)
     top = view.top or (ROWS_SHOWN if result._combines else None)
-    shown = groups if view.whole else groups[:top]
-    cells = [
-        [
-            printable(_cell_text(column, [row[i] for row in group]), line=True)
-            for i, column in enumerate(result.columns)
-        ]
-        for group in shown
-    ]
+    shown_groups = groups if view.whole else groups[:top]
+    cells = [[printable(_cell_text(column, [row[i] for row in group]), line=True)
+              for i, column in enumerate(result.columns)] for group in shown_groups]  # fmt: skip
     sort_position = position_of(result.columns, view.sort) if view.sort else None
     columns = [
         replace(column, priority=_SORTED) if i == sort_position else column
         for i, column in enumerate(result.columns)
     ]
     layout = TableLayout.fitting(columns, cells, result._totals(rows), width)
-    return list(_lines(layout)), " ".join(_omissions(layout, groups, len(shown)))
+    return list(_lines(layout)), " ".join(_omissions(layout, groups, len(shown_groups)))
 
 
 def _lines(layout: TableLayout) -> Iterator[str]:
     """Yield the lines of a table: heads, rows, and totals."""
     columns = [layout.columns[i] for i in layout.positions]
-    heads = [printable(column.name, line=True) for column in columns]
     totals = [layout.totals[i] for i in layout.positions]
-    if has_totals := any(totals):
-        totals[0] = totals[0] or "total"
-    lines = [heads, *([row[i] for i in layout.positions] for row in layout.cells), *[totals] * has_totals]
+    has_totals = any(totals)
+    lines = [[printable(column.name, line=True) for column in columns]]
+    lines += [[row[i] for i in layout.positions] for row in layout.cells]
+    if has_totals:
+        lines.append([totals[0] or "total", *totals[1:]])
     widths = [max(map(len, texts)) for texts in zip(*lines, strict=True)]
     for i, texts in enumerate(lines):
         if has_totals and i == len(lines) - 1:
@@ -394,11 +395,11 @@ def _lines(layout: TableLayout) -> Iterator[str]:
             yield "─" * (sum(widths) + GAP * (len(widths) - 1))
 
 
-def _omissions(layout: TableLayout, groups: Sequence[Rows], shown: int) -> Iterator[str]:
+def _omissions(layout: TableLayout, groups: Sequence[Rows], shown_count: int) -> Iterator[str]:
     """Yield sentences on rows and columns that a table leaves out, and on what its texts stand for."""
     is_combined = any(len(group) > 1 for group in groups)
-    if shown < len(groups) or is_combined:
-        number = f"{shown:,} of {len(groups):,}" if shown < len(groups) else f"{shown:,}"
+    if shown_count < len(groups) or is_combined:
+        number = f"{shown_count:,} of {len(groups):,}" if shown_count < len(groups) else f"{shown_count:,}"
         yield f"Showing {number} rows{' (repeated layers combined)' * is_combined}."
     if layout.prefix:
         yield f'"…" stands for "{layout.prefix}".'
@@ -406,5 +407,5 @@ def _omissions(layout: TableLayout, groups: Sequence[Rows], shown: int) -> Itera
         yield f"In every row: {', '.join(f'{name} {text}' for name, text in layout.repeated.items())}."
     if layout.hidden:
         yield f"Hidden columns: {', '.join(layout.hidden)}."
-    if shown < len(groups) or is_combined or layout.hidden:
+    if shown_count < len(groups) or is_combined or layout.hidden:
         yield "Show everything: --full (shell) or result.whole() (Python)."

@@ -56,15 +56,15 @@ class Table(Result):
         version, title, rows = content["version"], content["title"], content["rows"]
         if type(version) is not int or not isinstance(title, str):
             raise ValueError(f"its version is {version!r}, and its title {title!r}")
-        columns, values = [], []
+        columns, values_of_columns = [], []
         for description in content["columns"]:
-            column, cells = _read_column(description, [row[description["name"]] for row in rows])
+            column, values = _read_column(description, [row[description["name"]] for row in rows])
             columns.append(column)
-            values.append(cells)
+            values_of_columns.append(values)
         standard_fields = {"schema", "version", "title", "notes", "columns", "rows"}
         return cls(
-            str(content["schema"]).removeprefix("amanda."), version, columns, list(zip(*values, strict=True)),
-            title, [str(note) for note in content["notes"]],
+            str(content["schema"]).removeprefix("amanda."), version, columns,
+            list(zip(*values_of_columns, strict=True)), title, [str(note) for note in content["notes"]],
             {name: value for name, value in content.items() if name not in standard_fields},
         )  # fmt: skip
 
@@ -135,7 +135,8 @@ def _read_column(description: Mapping[str, Any], values: Sequence[Any]) -> tuple
         return Column(name, _text, total, unit=unit, merge=merge), values
     if not all(isinstance(value, (int, float)) for value in present):
         return Column(name, _text, unit=unit), values
-    show: Any = partial(amount, unit=unit) if unit == "B" else "{:.1%}".format if unit == "share" else _number
+    show_by_unit = {"B": partial(amount, unit="B"), "share": "{:.1%}".format}
+    show: Any = show_by_unit.get(unit, _number)
     return Column(name, show, total, number=True, unit=unit, merge=merge), numbers
 
 
@@ -216,15 +217,14 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     _check_same_tool(results)
     first = next(iter(results.values()))
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
-    rows = [(name, row) for name, result in results.items() for row in result.rows()]
-    if tool := _source_tool(first):
-        # Numbers are of ranks: "host0.rank1".
-        ranked = [
+    names_and_rows = [(name, row) for name, result in results.items() for row in result.rows()]
+    if tool := _source_tool(first):  # these are tables by rank already
+        rows_of_ranks = [
             (f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
-            for name, (rank, *cells) in rows
+            for name, (rank, *cells) in names_and_rows
         ]
-        return Table(_RANKS, 1, first.columns, ranked, first.title, notes, {"of": tool})
-    numbered = [(_rank_number(name), *row) for name, row in rows]
+        return Table(_RANKS, 1, first.columns, rows_of_ranks, first.title, notes, {"of": tool})
+    numbered = [(_rank_number(name), *row) for name, row in names_and_rows]
     columns = [Column("rank", number=True), *first.columns]
     title = f"{first.title or first.name} by rank"
     return Table(_RANKS, 1, columns, numbered, title, notes, {"of": first.name})
@@ -247,16 +247,16 @@ _MERGE_FUNCTIONS: Mapping[str, Callable[[Sequence[Any]], Any]] = {"sum": sum, "m
 
 
 def _merge_by_columns(results: Mapping[str, Result]) -> Table:
-    """Return a table whose rows agree in all columns that do not merge."""
+    """Return a table with a row for all rows that agree in the columns without `merge`; the others merge."""
     first = next(iter(results.values()))
-    keys = [i for i, column in enumerate(first.columns) if not column.merge]
-    groups: dict[str, list[Sequence[Any]]] = {}
+    key_positions = [i for i, column in enumerate(first.columns) if not column.merge]
+    rows_by_key: dict[str, list[Sequence[Any]]] = {}
     for row in (row for result in results.values() for row in result.rows()):
         # By repr, as values of a file may be lists, which are not hashable.
-        groups.setdefault(repr([row[i] for i in keys]), []).append(row)
+        rows_by_key.setdefault(repr([row[i] for i in key_positions]), []).append(row)
     rows = [
-        [_merge_values(column, values) for column, *values in zip(first.columns, *group, strict=True)]
-        for group in groups.values()
+        [_merge_values(column, values) for column, *values in zip(first.columns, *equal_rows, strict=True)]
+        for equal_rows in rows_by_key.values()
     ]
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
     facts = {"of": tool} if (tool := _source_tool(first)) else {}
@@ -339,8 +339,9 @@ def gather(
         )
     # Collectives of the merge are not ops of the program.
     with amanda.disabled():
+        # As JSON: ranks read each other's results as they read files, with the same checks.  A rank without a
+        # result sends the name of a class, which does not begin with "{".
         text = to_json(result.to_dict()) if isinstance(result, Result) else type(result).__name__
-        # As JSON: ranks read each other's results as they read files, with the same checks.
         texts: list[Any] = [None] * distributed.get_world_size(group)
         if to is None:
             distributed.all_gather_object(texts, text, group)

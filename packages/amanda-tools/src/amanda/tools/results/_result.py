@@ -174,6 +174,7 @@ class Result(ABC):
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, with the leading notes above it and the others below."""
+        # Subclasses print another order of rows, or other rows, than they keep.
         if (printed := self._printed(View())) is not self:
             return printed._repr_html_()
         notes = self._sentences
@@ -182,11 +183,11 @@ class Result(ABC):
         rows = self.rows()
         cells = [list(zip(self._cell_texts(row), row, strict=True)) for row in rows]
         names = [column.name for column in self.columns]
-        numbers = [column.total or column.number for column in self.columns]
+        are_numbers = [column.total or column.number for column in self.columns]
         totals = self._totals(rows)
         if any(totals) and not totals[0]:
             totals[0] = "total"
-        table = html_table(self.title, names, numbers, cells, totals)
+        table = html_table(self.title, names, are_numbers, cells, totals)
         return html_result(notes[: self._leading], table, notes[self._leading :])
 
     def _cell_texts(self, row: Sequence[Any]) -> list[str]:
@@ -217,14 +218,10 @@ class Result(ABC):
         """Return schema, version, facts, the texts of the table, and each row as an object of its columns."""
         names = [column.name for column in self.columns]
         return {
-            "schema": f"amanda.{self.name}",
-            "version": self.version,
-            **self._facts(),
-            "title": self.title,
-            "notes": self._sentences,
-            "columns": [column.to_dict() for column in self.columns],
+            "schema": f"amanda.{self.name}", "version": self.version, **self._facts(), "title": self.title,
+            "notes": self._sentences, "columns": [column.to_dict() for column in self.columns],
             "rows": [dict(zip(names, row, strict=True)) for row in self.rows()],
-        }
+        }  # fmt: skip
 
     def to_json(self) -> str:
         """Return `to_dict` as JSON; NaN and infinities are words."""
@@ -261,7 +258,7 @@ class Result(ABC):
             FileError: Where the file cannot be written.
         """
         path = Path(path)
-        forms = self._forms()
+        forms = self._forms()  # functions that return the text, by suffix
         # The longest, since ".view.html" ends in ".html" too.
         suffix = max((ending for ending in forms if path.name.endswith(ending)), key=len, default="")
         if not suffix:

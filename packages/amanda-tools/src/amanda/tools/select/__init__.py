@@ -41,9 +41,9 @@ class Patterns:
     """
 
     def __init__(self, option: str, patterns: Sequence[str] | str | None) -> None:
-        listed = [patterns] if isinstance(patterns, str) else patterns
+        pattern_list = [patterns] if isinstance(patterns, str) else patterns
         self.option = option
-        self.patterns = None if listed is None else tuple(map(self._spelt, listed))
+        self.patterns = None if pattern_list is None else tuple(map(self._spelt, pattern_list))
         self.unused = dict.fromkeys(self.patterns or ())
         self.rejected: set[str] = set()
 
@@ -102,7 +102,7 @@ class ModulePaths(Paths):
 
 
 def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | None:
-    """Return the names or patterns that an option has, as a list; None for None.
+    """Return an option's value, a name or several, as a list of names or patterns; None for None.
 
     Raises `error` for a value that is neither a name nor names.
 
@@ -152,12 +152,11 @@ def _name_hint(option: Patterns) -> str:
     ]
     if close_names:
         return f"; did you mean {' or '.join(dict.fromkeys(close_names))}?"
+    if not names:
+        return ""
     examples = sorted(names)[:_MAX_EXAMPLES]
-    return (
-        f"; there were {', '.join(examples)}{' and others' * (len(names) > len(examples))}"
-        if examples
-        else ""
-    )
+    others = " and others" if len(names) > len(examples) else ""
+    return f"; there were {', '.join(examples)}{others}"
 
 
 Phase = Literal["forward", "backward", "optimizer", "construction"]
@@ -192,7 +191,7 @@ class Selection:
         self._modules = Paths("module", listed("module", module, SelectionError))
         self._exclude = Paths("exclude", listed("exclude", exclude, SelectionError) or ())
         self._phase = phase
-        self._matched = self._has_seen_ops = False
+        self._has_selected = self._has_seen_ops = False
 
     @property
     def has_modules(self) -> bool:
@@ -205,7 +204,7 @@ class Selection:
         return self._types.patterns is not None
 
     def let(self, tool: amanda.Tool) -> None:
-        """Apply a tool to the selected ops alone."""
+        """Restrict a tool to the selected ops, and with phase "backward" its routines to backward ops."""
         if self.has_types or self._phase:
             tool.depends_on(StandardMapping())
         tool.restrict(self)
@@ -229,10 +228,12 @@ class Selection:
         if self.has_types and not names:  # the word of StandardMapping, and the framework's names
             operator_name = getattr(context.get_op(), "__name__", "")
             names = (str(context["type"]), str(context.get_forward_op_type()), operator_name)
-        is_of_type = not self.has_types or self._types(*names)
-        is_placed = self._modules(*context.get_scopes())
-        fits = is_of_type and is_placed and not self._exclude(*context.get_scopes())
-        self._matched = self._matched or fits
+        paths = context.get_scopes()
+        # Types and modules are both asked, since they note for `unmatched` what fits them.
+        has_type = not self.has_types or self._types(*names)
+        has_path = self._modules(*paths)
+        fits = has_type and has_path and not self._exclude(*paths)
+        self._has_selected = self._has_selected or fits
         return fits
 
     def has_path(self, path: str) -> bool:
@@ -249,7 +250,7 @@ class Selection:
         if not self._has_seen_ops:
             return []
         texts = [*unmatched([self._types, self._modules]), *unmatched([self._exclude], "excluded")]
-        if self._matched or texts:
+        if self._has_selected or texts:
             return texts
         inclusions = self._inclusions()
         if self._exclude.matched:

@@ -23,21 +23,21 @@ class NumpyMoments:
 
     def __init__(self, bits: int = -1) -> None:
         self._bins = Bins(bits) if bits >= 0 else None
-        self._sums = Statistics()
-        self._counts: Array | None = None
+        self._statistics = Statistics()
+        self._bin_counts: Array | None = None
 
     @property
     def numbers(self) -> tuple[float, ...]:
         """Return the fields of `Statistics` in their order."""
-        return tuple(vars(self._sums).values())
+        return tuple(vars(self._statistics).values())
 
     @property
     def counts(self) -> bytes | None:
         """Return how many are in each bin, int64 in bytes; None where nothing was counted."""
-        return None if self._counts is None else self._counts.tobytes()
+        return None if self._bin_counts is None else self._bin_counts.tobytes()
 
     def add(self, array: Array) -> bool:
-        """Take in the numbers of an array in one piece of memory; return False for another element type."""
+        """Add a contiguous array's numbers; return False, adding none, unless it is of float32 or 64."""
         if array.dtype not in (np.float32, np.float64) or not array.dtype.isnative:
             return False
         flat = array.reshape(-1)
@@ -50,24 +50,23 @@ class NumpyMoments:
         """Add the statistics of a block, and its counts of bins."""
         # One sum decides for nearly all blocks; only a block with NaN, Inf or an overflowing sum is filtered.
         finite = block if np.isfinite(block.sum()) else block[np.isfinite(block)]
-        self._sums = self._sums.merged(_block_statistics(block, finite))
+        self._statistics = self._statistics.merged(_block_statistics(block, finite))
         if self._bins is not None:
             counts = _count_bins(block, np.isfinite(block), self._bins)[: self._bins.total]
-            self._counts = counts if self._counts is None else self._counts + counts
+            self._bin_counts = counts if self._bin_counts is None else self._bin_counts + counts
 
     def merge(self, moments: NumpyMoments) -> None:
         """Add the statistics and counts of other moments, which have the same bins."""
-        self._sums = self._sums.merged(moments._sums)
-        if moments._counts is not None:
-            self._counts = moments._counts if self._counts is None else self._counts + moments._counts
+        self._statistics = self._statistics.merged(moments._statistics)
+        if moments._bin_counts is not None:
+            earlier = self._bin_counts
+            self._bin_counts = moments._bin_counts if earlier is None else earlier + moments._bin_counts
 
 
 def _block_statistics(block: Array, finite: Array) -> Statistics:
     """Return the statistics of a block.  finite: its finite numbers."""
-    nan, inf, negative_inf, zeros = (
-        int(np.count_nonzero(flags))
-        for flags in (np.isnan(block), block == np.inf, block == -np.inf, finite == 0)
-    )
+    masks = (np.isnan(block), block == np.inf, block == -np.inf, finite == 0)
+    nan, inf, negative_inf, zeros = (int(np.count_nonzero(mask)) for mask in masks)
     if not len(finite):
         return Statistics(nan=nan, inf=inf, negative_inf=negative_inf)
     mean = float(finite.mean())
@@ -106,19 +105,19 @@ class Accumulator:
     Memory does not grow with their number.  Adding does not wait for the device.
     """
 
-    __slots__ = ("_bins", "_counts", "_on_host", "_unstored", "_vectors")
+    __slots__ = ("_bin_counts_by_device", "_bins", "_host_moments", "_unstored_zeros", "_vectors_by_device")
 
     def __init__(self, bins: Bins | None) -> None:
         self._bins = bins
         # Numbers on the host are merged at once; those on a device wait as vectors, since to read them would
         # synchronise.
-        self._on_host = Moments() if bins is None else Moments(bins.bits)
-        self._vectors: dict[str, list[Any]] = {}  # by device
-        self._counts: dict[str, Any] = {}  # by device
-        self._unstored = 0
+        self._host_moments = Moments() if bins is None else Moments(bins.bits)
+        self._vectors_by_device: dict[str, list[Any]] = {}
+        self._bin_counts_by_device: dict[str, Any] = {}
+        self._unstored_zeros = 0  # of sparse tensors
 
     def add(self, tensor: Any) -> None:
-        """Take the numbers of a tensor in."""
+        """Add the numbers of a tensor; none of a tensor without stored elements, as on the device meta."""
         tensors = tensors_of(tensor)
         # Memory of the host is read in place, without a copy.
         array = tensors.borrowed(tensor)
@@ -128,8 +127,7 @@ class Accumulator:
         stored = tensors.stored_values(tensor)
         if stored is None:
             return
-        # Zeros that a sparse tensor does not store.
-        self._unstored += tensors.unstored(tensor, stored)
+        self._unstored_zeros += tensors.unstored(tensor, stored)
         for block in tensors.blocks(stored):
             if isinstance(block, np.ndarray):
                 self._add_array(block)
@@ -137,69 +135,71 @@ class Accumulator:
                 self._add_block(block)
 
     def _add_array(self, array: Any) -> None:
-        """Take in real numbers of NumPy, of any layout."""
-        # Other element types than float32 and float64 are converted block by block.
-        if self._on_host.add(array):
+        """Add real numbers of NumPy, of any layout and element type."""
+        # False for another type than float32 and float64, which is converted block by block.
+        if self._host_moments.add(array):
             return
         flat = array.reshape(-1)
         for start in range(0, len(flat), Tensors.cached_block):
-            self._on_host.add(flat[start : start + Tensors.cached_block].astype(np.float64))
+            self._host_moments.add(flat[start : start + Tensors.cached_block].astype(np.float64))
 
     def _add_block(self, block: Any) -> None:
-        """Compute the statistics of a block on its device, and its counts of bins."""
-        finite = do("isfinite", block)
+        """Add the statistics of a block, and its counts of bins, to those of its device."""
+        is_finite = do("isfinite", block)
         device = str(getattr(block, "device", "cpu"))
-        vectors = self._vectors.setdefault(device, [])
-        vectors.append(_block_vector(block, finite))
+        vectors = self._vectors_by_device.setdefault(device, [])
+        vectors.append(_block_vector(block, is_finite))
         if len(vectors) >= MAX_VECTORS:
             # Merged on the device, so that neither memory grows nor the host waits.
-            self._vectors[device] = [_merge_rows(do("stack", vectors))]
+            self._vectors_by_device[device] = [_merge_rows(do("stack", vectors))]
         if self._bins is not None:
-            counts = _count_bins(block, finite, self._bins)
-            self._counts[device] = self._counts[device] + counts if device in self._counts else counts
+            bin_counts = _count_bins(block, is_finite, self._bins)
+            earlier = self._bin_counts_by_device.get(device)
+            self._bin_counts_by_device[device] = bin_counts if earlier is None else earlier + bin_counts
 
     @staticmethod
     def add_all(pairs: Iterable[tuple[Accumulator, Any]]) -> None:
-        """Add tensors, each to an accumulator with the same bins; shared memory is read once; a hot path."""
-        large: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
+        """Add each tensor to its accumulator, all with equal bins; shared memory is read once; a hot path."""
+        large_by_memory: dict[Hashable, list[tuple[Accumulator, Any]]] = {}
         for accumulator, tensor in pairs:
             array = tensor if type(tensor) is np.ndarray else tensors_of(tensor).borrowed(tensor)
             if array is None or array.dtype.kind not in _REAL:
                 accumulator.add(tensor)
-            # To look for shared memory costs more than to measure a small tensor twice.
+            # To look for shared memory costs more than to measure a small tensor twice.  "f" is float32.
             elif array.size < MIN_SHARED_SIZE or array.dtype.char != "f":
                 accumulator._add_array(array)
             else:
                 flat = array.ravel(order="K")  # a permuted view is not a copy, and has the memory of its base
-                memory = flat.__array_interface__["data"][0], flat.size
-                large.setdefault(memory, []).append((accumulator, flat))
-        for group in large.values():
+                address = flat.__array_interface__["data"][0]
+                memory = address, flat.size
+                large_by_memory.setdefault(memory, []).append((accumulator, flat))
+        for group in large_by_memory.values():
             first_accumulator, flat = group[0]
             if len(group) == 1:
                 first_accumulator._add_array(flat)
                 continue
             # The numbers of the memory are added up once, and merged into each tensor's statistics.
-            measured = Accumulator(first_accumulator._bins)
-            measured._add_array(flat)
+            shared = Accumulator(first_accumulator._bins)
+            shared._add_array(flat)
             for accumulator, _ in group:
-                accumulator._on_host.merge(measured._on_host)
+                accumulator._host_moments.merge(shared._host_moments)
 
     def vector(self) -> Sequence[float]:
         """Return the fields of `statistics` in their order."""
-        if self._vectors or self._unstored:
+        if self._vectors_by_device or self._unstored_zeros:
             return tuple(vars(self.statistics()).values())
-        numbers: Sequence[float] = self._on_host.numbers
+        numbers: Sequence[float] = self._host_moments.numbers
         return numbers
 
     def statistics(self) -> Statistics:
         """Return the statistics of all that was added; wait for the devices."""
         # Vectors of each device are merged there first: one transfer for each device.
-        total = Statistics.of_vector(self._on_host.numbers)
-        if self._unstored:
+        total = Statistics.of_vector(self._host_moments.numbers)
+        if self._unstored_zeros:
             # Least and most 0: else the merge would take the empty extremes, inf and -inf.
-            unstored = Statistics(count=self._unstored, zeros=self._unstored, least=0.0, most=0.0)
+            unstored = Statistics(count=self._unstored_zeros, zeros=self._unstored_zeros, least=0.0, most=0.0)
             total = total.merged(unstored)
-        for vectors in self._vectors.values():
+        for vectors in self._vectors_by_device.values():
             table = tensors_of(vectors[0]).to_numpy(do("stack", vectors))
             total = total.merged(Statistics.of_vector(_merge_rows(table).tolist()))
         return total
@@ -208,29 +208,31 @@ class Accumulator:
         """Return the sketch of all that was added; None without bins."""
         if self._bins is None:
             return None
-        on_host = self._on_host.counts
-        if on_host is not None and not (self._counts or self._unstored):
-            return Sketch(self._bins, np.frombuffer(on_host, np.int64))
+        host_bytes = self._host_moments.counts
+        host_counts = None if host_bytes is None else np.frombuffer(host_bytes, np.int64)
+        if host_counts is not None and not (self._bin_counts_by_device or self._unstored_zeros):
+            return Sketch(self._bins, host_counts)
         total = np.zeros(self._bins.total, np.int64)
-        if on_host is not None:
-            total += np.frombuffer(on_host, np.int64)
-        for counts in self._counts.values():
-            # Behind are those that are not finite.
+        if host_counts is not None:
+            total += host_counts
+        for counts in self._bin_counts_by_device.values():
+            # The last element counts numbers that are not finite, which are in no bin.
             total += tensors_of(counts).to_numpy(counts)[: self._bins.total]
-        total[self._bins.side] += self._unstored
+        total[self._bins.side] += self._unstored_zeros  # the bin around zero
         return Sketch(self._bins, total)
 
 
-def _block_vector(block: Any, finite: Any) -> Any:
-    """Return the ten numbers of `Statistics` for one block, as a vector on its device."""
+def _block_vector(block: Any, is_finite: Any) -> Any:
+    """Return the ten fields of `Statistics` of a block, in order, as a vector on its device."""
+    # `where`, not a selection: the elements stay on their device, in an array of a known shape.
     zeros = do("zeros_like", block)
-    count = _count(finite, block)
-    finite_values = do("where", finite, block, zeros)
+    count = _count(is_finite, block)
+    finite_values = do("where", is_finite, block, zeros)
     # At least 1 in the divisor: the mean of no numbers counts for nothing in a merge.
     mean = do("sum", finite_values) / do("maximum", count, count * 0 + 1)
-    distance = do("where", finite, block - mean, zeros)
-    least = do("min", do("where", finite, block, zeros + float("inf")))
-    most = do("max", do("where", finite, block, zeros - float("inf")))
+    distance = do("where", is_finite, block - mean, zeros)
+    least = do("min", do("where", is_finite, block, zeros + float("inf")))
+    most = do("max", do("where", is_finite, block, zeros - float("inf")))
     return do("stack", [
         count, mean, do("sum", distance * distance), do("sum", do("abs", finite_values)), least, most,
         # NaN alone is unequal to itself.
@@ -247,7 +249,7 @@ def _count(flags: Any, like: Any) -> Any:
 
 
 def _merge_rows(table: Any) -> Any:
-    """Return the vector of several sets of numbers together, each a row; Chan's formula for many."""
+    """Return one vector for several, the rows of a table, by Chan's formula for many sets of numbers."""
     if table.shape[0] == 1:
         return table[0]
     # Columns are the fields of Statistics: 3 is `absolute`, 4 and 5 the extremes, counts from 6 on.
@@ -262,14 +264,15 @@ def _merge_rows(table: Any) -> Any:
     ])  # fmt: skip
 
 
-def _count_bins(block: Any, finite: Any, bins: Bins) -> Any:
-    """Return counts of elements by bin, last of those that are not finite.  finite: flags of the others."""
+def _count_bins(block: Any, is_finite: Any, bins: Bins) -> Any:
+    """Return the number of elements in each bin, and behind them that of the elements that are not finite."""
     tensors = tensors_of(block)
-    leading, of_one = tensors.leading_bits(block, bins.bits)
+    leading_bits, bits_of_one = tensors.leading_bits(block, bins.bits)
     # Leading bits of the element type itself, relative to those of 1, number the same bins as float64 does.
-    position = do("clip", leading - (of_one + (LOWEST << bins.bits) - 1), 0, bins.side - 1) + 1
-    finite_values = do("where", finite, block, do("zeros_like", block))
-    index = bins.side + astype(do("sign", finite_values), "int64") * astype(position, "int64")
+    bits_below_lowest = bits_of_one + (LOWEST << bins.bits) - 1
+    magnitude_bin = do("clip", leading_bits - bits_below_lowest, 0, bins.side - 1) + 1
+    finite_values = do("where", is_finite, block, do("zeros_like", block))
+    index = bins.side + astype(do("sign", finite_values), "int64") * astype(magnitude_bin, "int64")
     # NaN and Inf are counted behind the bins, as a mask would give tensors of a size that is not known ahead.
-    index = do("where", finite, index, do("zeros_like", index) + bins.total)
+    index = do("where", is_finite, index, do("zeros_like", index) + bins.total)
     return tensors.counts(index, bins.total + 1)

@@ -136,7 +136,8 @@ class Bins:
     def of(cls, count: int) -> Bins:
         """Return bins of both signs.  count: a power of two from 256 to 2**24, else AmandaError is raised."""
         # Half of the bins are for negative numbers, and each octave has 2**bits.
-        bits = (count // (2 * OCTAVES)).bit_length() - 1
+        bins_of_octave = count // (2 * OCTAVES)
+        bits = bins_of_octave.bit_length() - 1
         if not 0 <= bits <= 16 or count != 2 * OCTAVES << bits:
             raise AmandaError(
                 f"bins is {count!r}; give 0 for none or a power of two from {2 * OCTAVES} to {2**24}"
@@ -164,10 +165,10 @@ class Bins:
         if offset == 0:
             return 0.0, 0.0
         sign = math.copysign(1.0, offset)
-        return sign * self._lower(abs(offset) - 1), sign * self._lower(abs(offset))
+        return sign * self._lower_edge(abs(offset) - 1), sign * self._lower_edge(abs(offset))
 
-    def _lower(self, position: int) -> float:
-        """Return the lower edge of a bin of one sign; position 0 is for what is too small."""
+    def _lower_edge(self, position: int) -> float:
+        """Return the lower edge of the bin of a sign at a position from zero; 0 is for what is too small."""
         if position == 0:
             return 0.0
         if position == self.side:
@@ -216,14 +217,14 @@ class Sketch:
         return Sketch(bins, dict(sorted(counts.items())))
 
     def _coarser(self, bins: Bins) -> Iterator[tuple[int, int]]:
-        """Yield the numbers of wider bins and counts; several counts may be of one wider bin."""
-        finer = self.bins.bits - bins.bits
+        """Yield the index in wider bins of each count, with the count; several may be of one wider bin."""
+        dropped_bits = self.bins.bits - bins.bits
         for index, count in self.counts.items():
             offset = index - self.bins.side
             position = abs(offset)
             if 1 < position < self.bins.side:
                 # Bins 0 and 1 are zero and what is too small: they have no neighbours to be joined with.
-                position = ((position - 2) >> finer) + 2
+                position = ((position - 2) >> dropped_bits) + 2
             elif position == self.bins.side:
                 position = bins.side
             yield bins.side + (position if offset >= 0 else -position), count
@@ -240,9 +241,10 @@ class Sketch:
         if not total:
             return None
         rank = q * (total - 1)
-        below, above = self._bin_of_rank(math.floor(rank)), self._bin_of_rank(math.ceil(rank))
+        bins = self._bin_of_rank(math.floor(rank)), self._bin_of_rank(math.ceil(rank))
+        middles = (self._bin_middle(index, least, most) for index in bins)
         # The extremes are known exactly, so no quantile lies beyond them.
-        low, high = (min(max(self._bin_middle(index, least, most), least), most) for index in (below, above))
+        low, high = (min(max(middle, least), most) for middle in middles)
         return low + (high - low) * (rank - math.floor(rank))
 
     def _bin_of_rank(self, rank: int) -> int:

@@ -56,11 +56,9 @@ class Measured:
 
     def merged(self, other: Measured) -> Measured:
         """Return the statistics of both together; without a sketch where one of them has none."""
-        sketch = self.sketch and other.sketch and self.sketch.merged(other.sketch)
-        return replace(
-            self, executions=self.executions + other.executions, sketch=sketch or None,
-            statistics=self.statistics.merged(other.statistics),
-        )  # fmt: skip
+        sketch = self.sketch.merged(other.sketch) if self.sketch and other.sketch else None
+        executions, statistics = self.executions + other.executions, self.statistics.merged(other.statistics)
+        return replace(self, executions=executions, sketch=sketch, statistics=statistics)
 
 
 def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
@@ -132,11 +130,8 @@ class StatsResult(Result):
 
     def notes(self) -> Sequence[str]:
         """Return the extremes, what the numbers count, and the largest error of quantiles."""
-        notes = [
-            self._extremes(),
-            "Statistics cover finite values only (magnitudes for complex numbers); "
-            "NaN and Inf have their own columns.",
-        ]
+        notes = [self._extremes(), "Statistics cover finite values only (magnitudes for complex numbers); "
+                 "NaN and Inf have their own columns."]  # fmt: skip
         errors = [entry.sketch.bins.error for entry in self.measured if entry.sketch is not None]
         if errors and self.quantiles:
             notes.append(f"Quantiles are approximate (within {max(errors):.1%}).")
@@ -154,7 +149,7 @@ class StatsResult(Result):
         """Return this and other runs or ranks as one result: tensors with equal keys are merged in order."""
         merged_by_key: dict[tuple[Any, ...], Measured] = {}
         for result in (self, *results):
-            for key, entry in _number_keys(result.measured):
+            for key, entry in _with_unique_keys(result.measured):
                 merged_by_key[key] = merged_by_key[key].merged(entry) if key in merged_by_key else entry
         return StatsResult(merged_by_key.values(), self.quantiles)
 
@@ -167,17 +162,14 @@ class StatsResult(Result):
     def from_dict(cls, content: Mapping[str, Any]) -> StatsResult:
         """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
         check_schema(content, cls.name, cls.version)
-        measured = [
-            made_of(
-                Measured,
-                {
-                    **{key: row[key] for key in (*KEYS, "dtype", "executions")},
-                    "statistics": Statistics.from_dict(details["statistics"]),
-                    "sketch": details["sketch"] and Sketch.from_dict(details["sketch"]),
-                },
+        measured = []
+        for row, details in zip(content["rows"], content["kept"], strict=True):
+            texts_and_count = {key: row[key] for key in (*KEYS, "dtype", "executions")}
+            statistics = Statistics.from_dict(details["statistics"])
+            sketch = details["sketch"] and Sketch.from_dict(details["sketch"])
+            measured.append(
+                made_of(Measured, {**texts_and_count, "statistics": statistics, "sketch": sketch})
             )
-            for row, details in zip(content["rows"], content["kept"], strict=True)
-        ]
         return cls(measured, content["quantiles"])
 
 
@@ -189,8 +181,8 @@ def _shown_numbers(entry: Measured) -> tuple[float | None, ...]:
     return statistics.mean, statistics.std, statistics.least, statistics.most, statistics.l1, statistics.l2
 
 
-def _number_keys(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...], Measured]]:
-    """Yield each entry with its keys, and with the number of earlier ones with the same keys."""
+def _with_unique_keys(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...], Measured]]:
+    """Yield each entry behind its values of KEYS and the number of earlier entries with these."""
     counts = Counter[tuple[str, ...]]()
     for entry in measured:
         key = tuple(getattr(entry, name) for name in KEYS)
@@ -200,22 +192,22 @@ def _number_keys(measured: Iterable[Measured]) -> Iterable[tuple[tuple[Any, ...]
 
 @dataclass(slots=True)
 class _OpStreams(OpRecord):
-    """One op, forward or backward, and what was measured of each of its tensors."""
+    """One op, forward or backward, and the stream of each of its tensors, by a label such as "output 0"."""
 
-    measured: dict[str, _Stream] = field(default_factory=dict)
+    stream_by_label: dict[str, _Stream] = field(default_factory=dict)
 
-    def read(self) -> Iterator[Measured]:
-        """Return the statistics so far; wait for the devices."""
+    def read_statistics(self) -> Iterator[Measured]:
+        """Yield an entry for each tensor, with the statistics so far; wait for the devices."""
         # A copy of the items: another thread may execute the op meanwhile.
-        for tensor, stream in list(self.measured.items()):
+        for label, stream in list(self.stream_by_label.items()):
             yield Measured(
-                self.phase, self.type, self.module, self.source, tensor=stream.label(tensor),
+                self.phase, self.type, self.module, self.source, tensor=stream.label_with_sizes(label),
                 dtype=stream.dtype, executions=stream.executions, statistics=stream.accumulator.statistics(),
                 sketch=stream.accumulator.sketch(),
             )  # fmt: skip
 
 
-_BATCH = "(vmap)"
+_BATCH = "(vmap)"  # once for each vmap around the op
 
 
 @dataclass(slots=True)
@@ -233,8 +225,8 @@ class _Stream:
         if len(self.batches) > 2:
             self.batches = {min(self.batches), max(self.batches)}
 
-    def label(self, label: str) -> str:
-        """Return the label of the stream with the sizes of the batches in it: "output 0 (vmap 8)"."""
+    def label_with_sizes(self, label: str) -> str:
+        """Return a label of the stream with the sizes of its batches, if any: "output 0 (vmap 8)"."""
         if not self.batches:
             return label
         sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
@@ -269,22 +261,17 @@ class StatsTool(TensorTool[_OpStreams]):
 
     @checked
     def __init__(
-        self,
-        weights: bool = True,
-        activations: bool = True,
-        gradients: bool = True,
-        every: PositiveInt = 1,
-        quantiles: Sequence[Share] = (0.01, 0.5, 0.99),
-        bins: Annotated[int, Range(0, 1 << 24)] = 4096,
+        self, weights: bool = True, activations: bool = True, gradients: bool = True, every: PositiveInt = 1,
+        quantiles: Sequence[Share] = (0.01, 0.5, 0.99), bins: Annotated[int, Range(0, 1 << 24)] = 4096,
         **selection: Unpack[SelectOptions],
-    ) -> None:
+    ) -> None:  # fmt: skip
         is_role_measured: dict[Role, bool] = {"weight": weights, "output": activations, "gradient": gradients}
         super().__init__([role for role, is_measured in is_role_measured.items() if is_measured], every)
         self._bins = Bins.of(bins) if bins else None
         self._quantiles = tuple(quantiles) if bins else ()
         # `op_gone` names a forward op; its backward ops have records of their own.
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
-        self._gone: dict[tuple[str, ...], Measured] = {}  # of ops that are gone, those alike together
+        self._deleted_by_key: dict[tuple[str, ...], Measured] = {}  # of ops of deleted models
         select(self, **selection)
 
     @property
@@ -292,7 +279,10 @@ class StatsTool(TensorTool[_OpStreams]):
         """Return the statistics so far; wait for the devices."""
         # Ops that are gone come first: they ran before most of those that live.
         records = list(self._records.values())
-        measured = [*self._gone.values(), *(entry for record in records for entry in record.read())]
+        measured = [
+            *self._deleted_by_key.values(),
+            *(entry for record in records for entry in record.read_statistics()),
+        ]
         result = StatsResult(measured, self._quantiles)
         result.remarks = self.remarks
         return result
@@ -300,16 +290,17 @@ class StatsTool(TensorTool[_OpStreams]):
     def clear(self) -> None:
         """Forget what was measured; what was analysed stays."""
         super().clear()
-        self._gone.clear()
+        self._deleted_by_key.clear()
         for record in self._records.values():
-            record.measured.clear()
+            record.stream_by_label.clear()
 
     def op_gone(self, op_id: int) -> None:
-        """Keep what was measured of an op that is gone together with those alike; waits for the devices."""
-        for backward in self._backward_ids.pop(op_id, ()):
-            for entry in self._records.pop((op_id, backward)).read():
+        """Merge the statistics of a deleted op with those of equal keys; wait for the devices."""
+        for backward_id in self._backward_ids.pop(op_id, ()):
+            for entry in self._records.pop((op_id, backward_id)).read_statistics():
                 key = (entry.phase, entry.type, entry.module, entry.source, entry.tensor, entry.dtype)
-                self._gone[key] = self._gone[key].merged(entry) if key in self._gone else entry
+                earlier = self._deleted_by_key.get(key)
+                self._deleted_by_key[key] = entry if earlier is None else earlier.merged(entry)
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _OpStreams:
         """Return an op, of which nothing is measured yet."""
@@ -318,29 +309,35 @@ class StatsTool(TensorTool[_OpStreams]):
 
     def observe(self, record: _OpStreams, tensors: Iterator[OpTensor], execution: int) -> None:
         """Measure the tensors of an execution."""
-        for accumulator, tensor in self._accumulators(record, tensors):
+        for accumulator, tensor in self._tensors_by_accumulator(record, tensors):
             accumulator.add(tensor)
 
     def observe_all(self, observed: Iterable[tuple[_OpStreams, Iterator[OpTensor], int]]) -> None:
         """Measure the tensors of executions of many ops."""
         Accumulator.add_all(
-            pair for record, tensors, _ in observed for pair in self._accumulators(record, tensors)
+            pair for record, tensors, _ in observed for pair in self._tensors_by_accumulator(record, tensors)
         )
 
-    def _accumulators(
+    def _tensors_by_accumulator(
         self, record: _OpStreams, tensors: Iterator[OpTensor]
     ) -> Iterator[tuple[Accumulator, Any]]:
         """Yield each tensor with the accumulator of its stream, whose executions are counted."""
         for tensor in tensors:
-            # A weight needs no number: an op has one.
-            label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
-            # Batches of any size are one stream, which replaces these words by the sizes.
-            label += f" {_BATCH * tensor.batches}" if tensor.batches else ""
-            label += (f" {tensor.slice}" if tensor.slice else "") + " (partial)" * is_partial(tensor.tensor)
-            stream = record.measured.get(label)
+            label = _stream_label(tensor)
+            stream = record.stream_by_label.get(label)
             if stream is None:
-                stream = record.measured[label] = _Stream(Accumulator(self._bins), tensor.dtype)
+                stream = record.stream_by_label[label] = _Stream(Accumulator(self._bins), tensor.dtype)
             stream.executions += 1
             if tensor.batches:
                 stream.note_batches(tensor.tensor.shape[: tensor.batches])
             yield stream.accumulator, tensor.tensor
+
+
+def _stream_label(tensor: OpTensor) -> str:
+    """Return what tells a tensor from the others of its op: "output 0 (vmap)", "weight layers.0"."""
+    # A weight needs no number: an op has one.
+    label = tensor.role if "weight" in tensor.role else f"{tensor.role} {tensor.flat_index}"
+    # Batches of any size are one stream, which replaces these words by the sizes.
+    label += f" {_BATCH * tensor.batches}" if tensor.batches else ""
+    label += f" {tensor.slice}" if tensor.slice else ""
+    return f"{label} (partial)" if is_partial(tensor.tensor) else label

@@ -52,22 +52,22 @@ _OUTSIDE_LIMIT = 100
 class _StepCandidate:
     """An op whose executions may begin steps.
 
-    inside: in the call of a module, or in a graph.  order: of the first execution.
+    is_inside: in the call of a module, or in a graph.  order: of the first execution.
     thread: on which its executions count; None for any, since a graph calls back on threads of its own.
     """
 
-    inside: bool
+    is_inside: bool
     order: int
     thread: int | None
     executions: int = 0
 
     def leads(self, rival: _StepCandidate | None) -> bool:
-        """Return True if this op begins steps rather than the other one."""
+        """Return True if this op begins steps rather than its rival, or there is no rival."""
         if rival is None or rival is self:
             return True
         # A call of a module is a step rather than a line outside.
-        if self.inside != rival.inside:
-            return self.inside
+        if self.is_inside != rival.is_inside:
+            return self.is_inside
         # What repeats is a loop; what ran once may be preparation.
         if (self.executions > 1) != (rival.executions > 1):
             return self.executions > 1
@@ -90,16 +90,18 @@ class Steps(amanda.Tool):
         super().__init__()
         self.number = 0
         self._listeners: list[Listener] = []
-        self._explicit = False
-        self._candidates: dict[Hashable, _StepCandidate] = {}
-        self._models: set[int] = set()
+        self._only_calls_begin_steps = False  # after a call of `step`
+        self._candidate_by_place: dict[
+            Hashable, _StepCandidate
+        ] = {}  # by op id, or by line outside of modules
+        self._model_ordinals: set[int] = set()  # of models whose first op has been analysed
         self._leader: _StepCandidate | None = None
-        self._between_runs = True
+        self._is_between_runs = True  # no op of a graph has been analysed since the last execution
         self.add_inst_for_op(self._watch_candidate)
 
     def step(self) -> None:
         """Begin a step now; from then on only calls of `step` begin steps."""
-        self._explicit = True
+        self._only_calls_begin_steps = True
         self._begin_step(self.number + 1)
 
     @deprecated(use="clear", since="amanda-tools 0.2", gone="0.4")
@@ -110,7 +112,7 @@ class Steps(amanda.Tool):
     def clear(self) -> None:
         """Count from 0 again: the next step that begins is the first."""
         self._leader = None
-        for candidate in self._candidates.values():
+        for candidate in self._candidate_by_place.values():
             candidate.executions = 0
         self._begin_step(0)
 
@@ -128,48 +130,48 @@ class Steps(amanda.Tool):
 
     def _watch_candidate(self, context: amanda.OpContext) -> None:
         """Count the executions of an op that may begin steps."""
-        if context.is_static():  # no step of it
+        if context.is_static():  # an op of a file, which does not run now
             return
-        place = self._place(context)
+        place = self._find_place(context)
         if place is None:
             return
-        if place not in self._candidates:
-            eager = context.is_eager()
-            inside = not isinstance(place, tuple)
-            thread = get_ident() if eager else None
-            self._candidates[place] = _StepCandidate(inside, len(self._candidates), thread)
+        if place not in self._candidate_by_place:
+            is_line, order = isinstance(place, tuple), len(self._candidate_by_place)
+            thread = get_ident() if context.is_eager() else None
+            self._candidate_by_place[place] = _StepCandidate(not is_line, order, thread)
         context.insert_before_op(self._count_execution, inputs=[], place=place)
 
-    def _place(self, context: amanda.OpContext) -> Hashable:
-        """Return the key of an op that may begin steps; None for an op that may not."""
+    def _find_place(self, context: amanda.OpContext) -> Hashable:
+        """Return the id of an op that may begin steps, or its line outside of modules; None for other ops."""
         op_id = context.get_op_id()
-        if op_id in self._candidates:
+        if op_id in self._candidate_by_place:
             return op_id
         if not context.is_eager():
-            first, self._between_runs = self._between_runs, False
-            return op_id if first else None
-        if subjects := interceptor.subjects():
-            model = interceptor.ordinal(subjects[0])
-            first = model not in self._models
-            self._models.add(model)
-            return op_id if first else None
+            is_first_of_run, self._is_between_runs = self._is_between_runs, False
+            return op_id if is_first_of_run else None
+        if called_modules := interceptor.subjects():
+            model = interceptor.ordinal(called_modules[0])
+            is_first_of_model = model not in self._model_ordinals
+            self._model_ordinals.add(model)
+            return op_id if is_first_of_model else None
         # Layers are initialized line by line, which is no loop of the program.
         if in_construction():
             return None
         # Outside modules nothing says where a repetition begins, and each time has an id of its own.
         line = (context.get_source(), context.get_op_type())
-        return line if line in self._candidates or len(self._candidates) < _OUTSIDE_LIMIT else None
+        has_room = len(self._candidate_by_place) < _OUTSIDE_LIMIT
+        return line if line in self._candidate_by_place or has_room else None
 
     @opening
     def _count_execution(self, place: Hashable) -> None:
         """Count an execution; begin a step if the op leads."""
-        candidate = self._candidates[place]
-        self._between_runs = True
+        candidate = self._candidate_by_place[place]
+        self._is_between_runs = True
         # Replicas and loaders on other threads run the same op for the same step.
         if candidate.thread not in (None, get_ident()):
             return
         candidate.executions += 1
-        if candidate.leads(self._leader) and not self._explicit:
+        if candidate.leads(self._leader) and not self._only_calls_begin_steps:
             self._leader = candidate
             # The first execution finds the number at 0 already.
             if self.number != candidate.executions - 1:
@@ -199,12 +201,9 @@ class Window:
 
     @checked(error=WindowError)
     def __init__(
-        self,
-        steps: Steps,
-        start: NonNegativeInt = 0,
-        end: NonNegativeInt | None = None,
+        self, steps: Steps, start: NonNegativeInt = 0, end: NonNegativeInt | None = None,
         frequency: PositiveInt = 1,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if end is not None and end <= start:
             raise WindowError(f"end is {end}, start {start}: no step is in between (end is left out)")
         self._start, self._end, self._frequency = start, end, frequency
@@ -222,21 +221,21 @@ class Window:
         self.open = begun and (number - self._start) % self._frequency == 0
 
     def gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
-        """Return a routine that runs at steps of the window alone.
+        """Return a routine that calls another at steps of the window alone, and else does nothing.
 
         Args:
             context: Of the op that the routine is for.
             type: Kind of the action, which tells replacements: these return NotImplemented at other steps.
             routine: Observes or changes values of the op.
         """
-        window, skipped = self, NotImplemented if type.is_replacement else None
+        window, result_if_closed = self, NotImplemented if type.is_replacement else None
         takes_run = has_run(routine)
         # Routines that change values decide in a recomputation as they did at first; observers hear once.
-        changes = context.is_eager() and context.is_forward() and "observer" not in marks(routine)
-        signature = _add_run_keyword(routine) if changes and not takes_run else None
+        may_change = context.is_eager() and context.is_forward() and "observer" not in marks(routine)
+        signature = _add_run_keyword(routine) if may_change and not takes_run else None
 
         def gated(*values: Any, **kwargs: Any) -> Any:
-            return routine(*values, **kwargs) if window.open else skipped
+            return routine(*values, **kwargs) if window.open else result_if_closed
 
         def gated_with_run(*values: Any, run: Any, **kwargs: Any) -> Any:
             """Call the routine if the window was open at the first routine of the execution."""
@@ -244,13 +243,13 @@ class Window:
             is_open = run.setdefault(window, window.open) if isinstance(run, dict) else window.open
             if takes_run:
                 kwargs["run"] = run
-            return routine(*values, **kwargs) if is_open else skipped
+            return routine(*values, **kwargs) if is_open else result_if_closed
 
         wrapper: Routine = gated_with_run if takes_run or signature else gated
         functools.update_wrapper(wrapper, routine, updated=())
         if signature is not None:
             wrapper.__signature__ = signature  # type: ignore[attr-defined]
-        # Not traceable: inlined into a graph, the decision of one step would hold for all.
+        # The mark is dropped: inlined into a graph, the decision of one step would hold for all.
         return with_marks(wrapper, marks(routine) - {"traceable"})
 
 

@@ -209,14 +209,16 @@ def _check_indices(owner: str, indices: Iterable[Any], count: int) -> None:
 def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
     """Return an op or tensor from JSON: lists become tuples, unknown keys are dropped."""
     # Files of earlier versions lack these; every other key is needed.
-    later = ("recomputations", "batches")
-    names = [field.name for field in fields(kind) if field.name in content or field.name not in later]
-    values = {name: content[name] if name == "attributes" else _tuples(content[name]) for name in names}
+    added_later = ("recomputations", "batches")
+    names = [field.name for field in fields(kind) if field.name in content or field.name not in added_later]
+    values = {
+        name: content[name] if name == "attributes" else _lists_to_tuples(content[name]) for name in names
+    }
     return made_of(kind, values)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+def _lists_to_tuples(value: Any) -> Any:
+    return tuple(map(_lists_to_tuples, value)) if isinstance(value, list) else value
 
 
 class TraceFacts(NamedTuple):
@@ -233,7 +235,7 @@ class TraceFacts(NamedTuple):
     brings_in: bool = False
 
 
-_FRAMES_LIMIT = 256
+_OPEN_LIMIT = 256
 UNKNOWN = -1
 """Root of a tensor that fits any other, such as new data from outside."""
 
@@ -241,17 +243,18 @@ UNKNOWN = -1
 class OpenExecution(NamedTuple):
     """An execution under way.
 
-    target: the recorded op that the execution repeats; None for a new op.  forward: op of a backward op.
-    input_states: tensors among the inputs by flat position.  serial: of the last write before the op.
-    number: of autodiff's next node before the op.
+    repeated_op: index of the recorded op that the execution repeats; None for a new op.
+    forward_op: index of the recorded forward op of a backward op.
+    input_states: tensors among the inputs by flat position.  write_serial: of the last write before the op.
+    next_node_number: of autodiff's next node before the op.
     """
 
     inputs: tuple[Position, ...]
-    target: int | None
-    forward: int | None = None
+    repeated_op: int | None
+    forward_op: int | None = None
     input_states: Sequence[Any] = ()
-    serial: int = 0
-    number: int | None = None
+    write_serial: int = 0
+    next_node_number: int | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -260,10 +263,11 @@ class ProgramOp:
 
     op: has the fields that all executions share.  framework: its namespace.  forward: of a backward op.
     symbolic: an op of a graph, analysed on symbols.
-    ops: indices of the recorded ops.  last: index of the op that was executed last.
-    frames: executions under way, each with its thread, and some that raised.
-    nodes: autodiff's nodes of each execution: number of the first, number after the last, index of the op.
-    resumed: the forward op of the backward op under way.  by_forward: recorded backward ops by forward op.
+    ops: indices of the recorded ops.  last_executed: the one of these that was executed last.
+    open_executions: executions under way, each with its thread, and some that raised.
+    node_ranges: autodiff's nodes of each execution: number of the first, number after the last, recorded op.
+    resumed_forward_op: recorded forward op of the backward op under way, where `run` leads to it.
+    op_by_forward_op: recorded backward ops by the index of their forward op.
     """
 
     op: Op
@@ -272,45 +276,46 @@ class ProgramOp:
     symbolic: bool
     forward: ProgramOp | None
     ops: list[int] = field(default_factory=list)
-    last: int | None = None
-    frames: list[tuple[int, OpenExecution]] = field(default_factory=list)
+    last_executed: int | None = None
+    open_executions: list[tuple[int, OpenExecution]] = field(default_factory=list)
     is_dropped: bool = False
-    nodes: list[tuple[int, int, int]] = field(default_factory=list)
-    resumed: int | None = None
-    by_forward: dict[int | None, int] = field(default_factory=dict)
+    node_ranges: list[tuple[int, int, int]] = field(default_factory=list)
+    resumed_forward_op: int | None = None
+    op_by_forward_op: dict[int | None, int] = field(default_factory=dict)
 
-    def begin(self, frame: OpenExecution) -> None:
+    def begin(self, execution: OpenExecution) -> None:
         """Begin an execution in this thread."""
         # By thread: one op may run on several threads at once.
-        self.frames.append((get_ident(), frame))
+        self.open_executions.append((get_ident(), execution))
         # An op that raises never ends.
-        del self.frames[:-_FRAMES_LIMIT]
+        del self.open_executions[:-_OPEN_LIMIT]
 
     def end(self) -> OpenExecution | None:
-        """End the innermost execution in this thread; return it, or None without one."""
+        """Remove the innermost execution of this thread; return it, or None without one."""
         thread = get_ident()
-        for i in range(len(self.frames) - 1, -1, -1):
-            frame_thread, execution = self.frames[i]
-            if frame_thread == thread:
-                del self.frames[i]
+        for i in reversed(range(len(self.open_executions))):
+            thread_of_execution, execution = self.open_executions[i]
+            if thread_of_execution == thread:
+                del self.open_executions[i]
                 return execution
         return None
 
     @property
     def position(self) -> int:
         """Return the position in `ops` of the execution under way in this thread; 0 without one."""
-        thread = get_ident()
-        frame = next((frame for key, frame in reversed(self.frames) if key == thread), None)
-        if frame is None:
-            return 0
-        return len(self.ops) if frame.target is None else self.ops.index(frame.target)
+        present_thread = get_ident()
+        for thread, execution in reversed(self.open_executions):
+            if thread == present_thread:
+                repeated_op = execution.repeated_op
+                return len(self.ops) if repeated_op is None else self.ops.index(repeated_op)
+        return 0
 
-    def op_of_node(self, number: int | None) -> int | None:
-        """Return the op of a node; the first for None or an unknown number; None without recorded ops."""
-        if number is not None:
+    def op_of_node(self, node_number: int | None) -> int | None:
+        """Return the recorded op that made a node; if none did, the first one; None without recorded ops."""
+        if node_number is not None:
             # The latest first: autograd's numbers grow, and an op that ran again has newer nodes.
-            for first, end, op in reversed(self.nodes):
-                if first <= number < end:
+            for first, end, op in reversed(self.node_ranges):
+                if first <= node_number < end:
                     return op
         return self.ops[0] if self.ops else None
 
@@ -319,18 +324,18 @@ class ProgramOp:
 class RecordedOp:
     """A recorded op.
 
-    op: at the begin of the first execution.  roots: of the inputs, which tell ops of one place apart.
-    written: index of each written input after the op, by flat position.
-    parts: tensors that share written memory, and were read after the write.
+    op: at the begin of the first execution.  input_roots: by which ops of one place are told apart.
+    written_inputs: index of each written input after the op, by flat position.
+    other_versions: new versions of tensors in written memory that were read since, or of a leaf's gradient.
     """
 
     op: Op
     calls: int | None
-    roots: tuple[Position, ...]
+    input_roots: tuple[Position, ...]
     recomputations: int = 0
     outputs: tuple[Position, ...] = ()
-    written: dict[int, int] = field(default_factory=dict)
-    parts: list[int] = field(default_factory=list)
+    written_inputs: dict[int, int] = field(default_factory=dict)
+    other_versions: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -354,47 +359,49 @@ class GraphRecorder:
 
     def __init__(self, executions: int, limit: int) -> None:
         self.executions, self._limit = executions, limit
-        self._frameworks: dict[str, int] = {}
+        self._framework_numbers: dict[str, int] = {}
         self.ops: list[RecordedOp] = []
-        self.values: list[RecordedTensor] = []
+        self.tensors: list[RecordedTensor] = []
         self._dropped = 0
         self._graph: Graph | None = None
 
     def add_tensor(self, described: Tensor, is_same_tensor: bool = False, from_outside: bool = False) -> int:
-        """Return the index of a new tensor.
+        """Add a tensor; return its index.
 
         is_same_tensor: it is its alias after a write, or handed on.  from_outside: new data each time.
         """
-        index = root = len(self.values)
+        index = root = len(self.tensors)
         if is_same_tensor and described.alias_of is not None:
-            root = self.values[described.alias_of].root
-        self.values.append(RecordedTensor(replace(described, index=index), UNKNOWN if from_outside else root))
+            root = self.tensors[described.alias_of].root
+        self.tensors.append(
+            RecordedTensor(replace(described, index=index), UNKNOWN if from_outside else root)
+        )
         self._graph = None
         return index
 
     def add_op(
-        self, place: ProgramOp, inputs: tuple[Position, ...], forward: int | None, recomputed: bool
+        self, program_op: ProgramOp, inputs: tuple[Position, ...], forward_op: int | None, recomputed: bool
     ) -> int:
-        """Add an op as a reader of its inputs; return its index."""
+        """Add an op, as a reader of its inputs, and its first execution; return its index."""
         index = len(self.ops)
-        framework = self._frameworks.setdefault(place.framework, len(self._frameworks))
-        op = replace(place.op, index=index, framework=framework, inputs=inputs, forward=forward)
-        roots = tuple(map_position(lambda tensor: self.values[tensor].root, position) for position in inputs)
-        calls = None if place.symbolic else int(not recomputed)
+        framework = self._framework_numbers.setdefault(program_op.framework, len(self._framework_numbers))
+        op = replace(program_op.op, index=index, framework=framework, inputs=inputs, forward=forward_op)
+        roots = tuple(map_position(lambda tensor: self.tensors[tensor].root, position) for position in inputs)
+        calls = None if program_op.symbolic else int(not recomputed)
         self.ops.append(RecordedOp(op, calls, roots, recomputations=int(recomputed)))
-        place.ops.append(index)
+        program_op.ops.append(index)
         for tensor in indices_at(inputs):
-            self.values[tensor].consumers[index] = None
+            self.tensors[tensor].consumers[index] = None
         self._graph = None
         return index
 
     def count(self, op: int, recomputed: bool = False) -> None:
         """Count a further execution of an op, or a recomputation."""
-        executed = self.ops[op]
+        recorded = self.ops[op]
         if recomputed:
-            executed.recomputations += 1
+            recorded.recomputations += 1
         else:
-            executed.calls = (executed.calls or 0) + 1
+            recorded.calls = (recorded.calls or 0) + 1
         self._graph = None
 
     @property
@@ -402,43 +409,45 @@ class GraphRecorder:
         """Return True if no further op is recorded."""
         return len(self.ops) >= self._limit
 
-    def drop_if_full(self, place: ProgramOp) -> bool:
-        """Return True for a new op after the limit; count it as dropped, once."""
-        if place.ops or not self.is_full:
+    def drop_if_full(self, program_op: ProgramOp) -> bool:
+        """Return True for an op without records after the limit, which is counted as dropped, once."""
+        if program_op.ops or not self.is_full:
             return False
-        if not place.is_dropped:
-            place.is_dropped = True
+        if not program_op.is_dropped:
+            program_op.is_dropped = True
             self._dropped += 1
             self._graph = None
         return True
 
     def op(self, index: int) -> Op:
         """Return a recorded op as it is now."""
-        executed = self.ops[index]
-        outputs = set(indices_at(executed.outputs))
-        writes = (*executed.written.values(), *executed.parts)
+        recorded = self.ops[index]
+        outputs = set(indices_at(recorded.outputs))
+        writes = (*recorded.written_inputs.values(), *recorded.other_versions)
         return replace(
-            executed.op, outputs=executed.outputs, calls=executed.calls,
-            recomputations=executed.recomputations,
+            recorded.op, outputs=recorded.outputs, calls=recorded.calls,
+            recomputations=recorded.recomputations,
             writes=tuple(tensor for tensor in writes if tensor not in outputs),
         )  # fmt: skip
 
     def tensor(self, index: int) -> Tensor:
         """Return a recorded tensor as it is now."""
-        value = self.values[index]
-        return replace(value.tensor, consumers=tuple(value.consumers))
+        recorded = self.tensors[index]
+        return replace(recorded.tensor, consumers=tuple(recorded.consumers))
 
     def producers(self, op: Op) -> list[Op]:
-        """Return the ops that made the tensors that a recorded op reads or writes."""
-        earlier_tensors = [self.values[index].tensor.alias_of for index in op.writes]
-        tensors = [*op.reads, *(index for index in earlier_tensors if index is not None)]
-        makers = dict.fromkeys(self.values[index].tensor.producer for index in tensors)
-        return [self.op(maker) for maker in makers if maker is not None and maker != op.index]
+        """Return the ops that made the tensors that a recorded op reads or writes, each once."""
+        aliases = [
+            self.tensors[index].tensor.alias_of for index in op.writes
+        ]  # the tensors before the writes
+        tensors = [*op.reads, *(index for index in aliases if index is not None)]
+        producers = dict.fromkeys(self.tensors[index].tensor.producer for index in tensors)
+        return [self.op(producer) for producer in producers if producer is not None and producer != op.index]
 
     def graph(self) -> Graph:
         """Return the graph so far; the same object as long as nothing is added."""
         if self._graph is None:
             ops = tuple(map(self.op, range(len(self.ops))))
-            tensors = tuple(map(self.tensor, range(len(self.values))))
-            self._graph = Graph(ops, tensors, tuple(self._frameworks), self.executions, self._dropped)
+            tensors = tuple(map(self.tensor, range(len(self.tensors))))
+            self._graph = Graph(ops, tensors, tuple(self._framework_numbers), self.executions, self._dropped)
         return self._graph

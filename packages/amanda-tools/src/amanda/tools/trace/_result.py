@@ -55,12 +55,10 @@ class TraceResult(Result):
 
     def _tensor_texts(self, positions: Sequence[Position]) -> str:
         """Return the types and shapes of tensors, those of a list in brackets."""
+        tensors, present = self.graph.tensors, [position for position in positions if position is not None]
         return " ".join(
-            f"({self._tensor_texts(position)})"
-            if isinstance(position, tuple)
-            else str(self.graph.tensors[position])
-            for position in positions
-            if position is not None
+            f"({self._tensor_texts(position)})" if isinstance(position, tuple) else str(tensors[position])
+            for position in present
         )
 
     def _facts(self) -> Mapping[str, Any]:
@@ -102,9 +100,8 @@ class TraceResult(Result):
         lines = [
             f"graph ({', '.join(graph.frameworks)}) {{",
             *(f"  {tensor.kind} {_tensor_name(tensor)}: {tensor}" for tensor in outside),
-            *(f"  {_op_line(graph, op)}" for op in graph.ops),
-            "}",
-        ]
+            *(f"  {_op_line(graph, op)}" for op in graph.ops), "}",
+        ]  # fmt: skip
         return "\n".join(lines + [f"# {graph.dropped} more ops were not recorded"] * (graph.dropped > 0))
 
     def to_model_explorer(self) -> str:
@@ -193,12 +190,10 @@ def _quoted(text: str) -> str:
 def _tensor_node(tensor: Tensor, reader: Op) -> dict[str, Any]:
     """Return the node of a tensor that no op made, beside the op that reads it first."""
     return {
-        "id": f"tensor{tensor.index}",
-        "label": tensor.name or tensor.kind,
+        "id": f"tensor{tensor.index}", "label": tensor.name or tensor.kind,
         "namespace": _explorer_box(reader) if tensor.kind in ("parameter", "buffer", "constant") else "",
-        "attrs": _key_values({"kind": tensor.kind}),
-        "outputsMetadata": _explorer_outputs([tensor]),
-    }
+        "attrs": _key_values({"kind": tensor.kind}), "outputsMetadata": _explorer_outputs([tensor]),
+    }  # fmt: skip
 
 
 def _explorer_node(graph: Graph, op: Op) -> dict[str, Any]:
@@ -209,15 +204,12 @@ def _explorer_node(graph: Graph, op: Op) -> dict[str, Any]:
     }  # fmt: skip
     edges = enumerate(graph.inputs(op))
     return {
-        "id": f"op{op.index}",
-        "label": op.type,
-        "namespace": _explorer_box(op),
+        "id": f"op{op.index}", "label": op.type, "namespace": _explorer_box(op),
         "attrs": _key_values(attributes),
-        "incomingEdges": [
-            _explorer_edge(graph, tensor, i) for i, tensor in edges if tensor.producer != op.index
-        ],
+        "incomingEdges": [_explorer_edge(graph, tensor, i) for i, tensor in edges
+                          if tensor.producer != op.index],
         "outputsMetadata": _explorer_outputs(graph.outputs(op)),
-    }
+    }  # fmt: skip
 
 
 def _explorer_edge(graph: Graph, tensor: Tensor, position: int) -> dict[str, str]:

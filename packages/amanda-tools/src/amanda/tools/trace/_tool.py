@@ -40,16 +40,12 @@ class TraceTool(amanda.Tool):
 
     @checked
     def __init__(
-        self,
-        executions: PositiveInt = 8,
-        backward: bool = True,
-        limit: PositiveInt = 100_000,
-        attributes: bool = True,
-        count: bool = False,
-        **selection: Unpack[SelectOptions],
-    ) -> None:
+        self, executions: PositiveInt = 8, backward: bool = True, limit: PositiveInt = 100_000,
+        attributes: bool = True, count: bool = False, **selection: Unpack[SelectOptions],
+    ) -> None:  # fmt: skip
         super().__init__()
-        self._executions, self._limit, self._attributes, self._count = executions, limit, attributes, count
+        self._executions, self._limit = executions, limit
+        self._records_attributes, self._counts_executions = attributes, count
         self.clear()
         # A rule, so that tools that depend on this one find the graph when they analyse an op.
         self.depends_on(StandardMapping(), MappingTool([["*", self._add_graph]]))
@@ -76,92 +72,92 @@ class TraceTool(amanda.Tool):
         # Plans are dropped with it: their routines hold the records of the old graph.
         self.load_state_dict({})
         self.recorder = GraphRecorder(self._executions, self._limit)
-        self._trackers: dict[str, ExecutionTracker] = {}
-        self._places: dict[Hashable, ProgramOp] = {}
+        self._tracker_by_framework: dict[str, ExecutionTracker] = {}
+        self._program_op_by_ids: dict[Hashable, ProgramOp] = {}
 
     def _add_graph(self, context: amanda.OpContext) -> None:
         context["graph"] = GraphSoFar(self)
 
     def _instrument_before(self, context: amanda.OpContext) -> None:
         """Insert the routines that record the inputs of an op."""
-        place, tracker = self.place_of(context), self.tracker(context)
+        program_op, tracker = self.place_of(context), self.tracker(context)
         # Symbols have no values at execution: the op is recorded once, when its outputs are known.
-        if place.symbolic:
+        if program_op.symbolic:
             return
         if context.is_forward():
-            context.insert_before_op(tracker.before_op, place=place)
+            context.insert_before_op(tracker.before_op, program_op=program_op)
             return
         # Without numbers of nodes the framework's `run` leads from a forward execution to its backward ops.
         if tracker.values.next_node_number() is None:
-            context.insert_before_backward_op(self._resume_execution, grad_outputs=[], place=place)
-        context.insert_before_backward_op(tracker.before_backward_op, place=place)
+            context.insert_before_backward_op(self._resume_execution, grad_outputs=[], program_op=program_op)
+        context.insert_before_backward_op(tracker.before_backward_op, program_op=program_op)
 
     def _instrument_after(self, context: amanda.OpContext) -> None:
         """Insert the routines that record the outputs of an op; record symbols at once."""
-        place, tracker = self.place_of(context), self.tracker(context)
-        if place.symbolic:
-            tracker.add_symbols(context, place)
-            if self._count:
+        program_op, tracker = self.place_of(context), self.tracker(context)
+        if program_op.symbolic:
+            tracker.add_symbols(context, program_op)
+            if self._counts_executions:
                 insert = context.insert_after_op if context.is_forward() else context.insert_after_backward_op
-                insert(self._count_execution, [], place=place)
+                insert(self._count_execution, [], program_op=program_op)
         elif context.is_backward():
-            context.insert_after_backward_op(tracker.after_backward_op, place=place)
+            context.insert_after_backward_op(tracker.after_backward_op, program_op=program_op)
         else:
-            context.insert_after_op(tracker.after_op, place=place)
+            context.insert_after_op(tracker.after_op, program_op=program_op)
             if tracker.values.next_node_number() is None:
-                context.insert_after_op(self._keep_execution, outputs=[], place=place)
+                context.insert_after_op(self._keep_execution, outputs=[], program_op=program_op)
 
     @amanda.observer
-    def _count_execution(self, place: ProgramOp) -> None:
+    def _count_execution(self, program_op: ProgramOp) -> None:
         # None is recorded after the limit.
-        for index in place.ops[-1:]:
+        for index in program_op.ops[-1:]:
             self.recorder.count(index)
 
     @staticmethod
     @amanda.observer
-    def _keep_execution(place: ProgramOp, run: dict[str, Any]) -> None:
+    def _keep_execution(program_op: ProgramOp, run: dict[str, Any]) -> None:
         """Note the recorded op of an execution, for its backward ops."""
-        run["traced"] = place.last
+        run["traced"] = program_op.last_executed
 
     @staticmethod
     @amanda.observer
-    def _resume_execution(place: ProgramOp, run: dict[str, Any]) -> None:
+    def _resume_execution(program_op: ProgramOp, run: dict[str, Any]) -> None:
         """Set the recorded op of a backward op's execution; None if none was recorded."""
-        place.resumed = run.get("traced")
+        program_op.resumed_forward_op = run.get("traced")
 
     def tracker(self, context: amanda.OpContext) -> ExecutionTracker:
         """Return the tracker of a context's framework."""
         framework = context.namespace[0]
-        if framework not in self._trackers:
+        if framework not in self._tracker_by_framework:
             values = values_of(framework, context["shape"], context["dtype"])
-            self._trackers[framework] = ExecutionTracker(values, self.recorder)
-        return self._trackers[framework]
+            self._tracker_by_framework[framework] = ExecutionTracker(values, self.recorder)
+        return self._tracker_by_framework[framework]
 
     def place_of(self, context: amanda.OpContext) -> ProgramOp:
-        """Return the place of a context's op."""
+        """Return the ProgramOp of a context's op, a new one at its first analysis."""
         key = context.get_op_id(), context.get_backward_op_id()
-        place = self._places.get(key)
-        if place is None:
-            place = self._describe_op(context)
+        program_op = self._program_op_by_ids.get(key)
+        if program_op is None:
+            program_op = self._describe_op(context)
             # A full graph needs no more places, whose number is not bounded otherwise.
             if not self.recorder.is_full:
-                self._places[key] = place
-        return place
+                self._program_op_by_ids[key] = program_op
+        return program_op
 
     def _describe_op(self, context: amanda.OpContext) -> ProgramOp:
-        """Return a new place for a context's op."""
+        """Return a new ProgramOp for a context's op, of which nothing is recorded yet."""
         values, backward = self.tracker(context).values, context.is_backward()
-        facts = values.facts(context)
+        facts, has_attributes = values.facts(context), self._records_attributes and not backward
         # The recorder sets index, framework, inputs and outputs of each execution.
         op = Op(
             index=UNRECORDED, id=context.get_op_id(), phase=context["phase"],
             type=context["backward_type" if backward else "type"], name=facts.name, framework=UNRECORDED,
             module=context.get_scope(), source=context.get_source(), inputs=(), outputs=(),
             in_place=context["in_place"] and not backward,
-            attributes=plain_value(context.get_attrs()) if self._attributes and not backward else None,
+            attributes=plain_value(context.get_attrs()) if has_attributes else None,
         )  # fmt: skip
         # None if the forward op was first analysed in another scope.
-        forward = self._places.get((context.get_op_id(), None)) if backward else None
+        forward = self._program_op_by_ids.get((context.get_op_id(), None)) if backward else None
         return ProgramOp(
             op, facts, framework=str(context.namespace), symbolic=values.is_symbolic(context), forward=forward
         )
@@ -195,13 +191,15 @@ class GraphSoFar:
             distance: Most tensors between; None for all ancestors.
         """
         recorder, ancestors = self._tool.recorder, dict[int, Op]()
-        makers = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
-        level = [recorder.op(index) for index in makers if index is not None]
+        producers = dict.fromkeys(tensor.producer for tensor in self.inputs(context))
+        level = [recorder.op(index) for index in producers if index is not None]
         while level and distance != 0:
             ancestors.update({op.index: op for op in level})
+            if distance == 1:
+                break
             distance = None if distance is None else distance - 1
-            producers = (maker for op in level for maker in recorder.producers(op)) if distance != 0 else ()
-            level = [*{maker.index: maker for maker in producers if maker.index not in ancestors}.values()]
+            next_level = (producer for op in level for producer in recorder.producers(op))
+            level = list({op.index: op for op in next_level if op.index not in ancestors}.values())
         return tuple(ancestors.values())
 
     def op(self, context: amanda.OpContext) -> Op | None:

@@ -26,11 +26,11 @@ from amanda.tools.trace._values import FrameworkValues, MemorySpan
 
 _WRITES_LIMIT = 128
 """Most writes kept for one memory; a tensor that was not read since misses earlier writes."""
-_BASE = 1 << 20
+_BASE_ADDRESS = 1 << 20
 """Address that stands for the start of a memory."""
-_WORK: Any = 10_000
+_WORK_LIMIT: Any = 10_000
 """Bound of the work of np.shares_memory."""
-_STATE = ("parameter", "buffer")
+_STATE_KINDS = ("parameter", "buffer")
 """Kinds that a tensor keeps when it is written."""
 
 
@@ -38,13 +38,13 @@ class InputState(NamedTuple):
     """An input before the op: a weak reference, index and version of the tensor."""
 
     reference: Callable[[], Any]
-    tensor: int
+    tensor_index: int
     version: int | None
 
 
 @dataclass(slots=True, eq=False)
 class _LiveTensor:
-    """A live tensor: its index as of a write into its memory, and a weak reference."""
+    """A live tensor: its index as of the write with a serial number, and a weak reference."""
 
     index: int
     serial: int
@@ -52,7 +52,7 @@ class _LiveTensor:
 
 
 class MemoryWrite(NamedTuple):
-    """A write by an op.  serial: number of the write."""
+    """A write into a span of memory by a recorded op.  serial: number of the write."""
 
     serial: int
     op: int
@@ -70,39 +70,39 @@ class LiveTensors:
         self.serial = 0
         self._recorder = recorder
         # By id, as tensors compare element by element; an entry goes when its tensor does.
-        self._live: dict[int, _LiveTensor] = {}
+        self._live_by_id: dict[int, _LiveTensor] = {}
         # By the memory that is written: its views share the list, which goes with the memory.
         self._writes: weakref.WeakKeyDictionary[Any, list[MemoryWrite]] = weakref.WeakKeyDictionary()
 
     def input_state(self, value: Any) -> InputState | None:
         """Return the state of an input before the op; None for values that are not recorded tensors."""
-        live = self._live.get(id(value))
+        live = self._live_by_id.get(id(value))
         return None if live is None else InputState(live.reference, live.index, self.values.version(value))
 
     def last_index(self, tensor: Any) -> int | None:
         """Return the index of a tensor as of the last op that read or made it; None for an unknown one."""
-        live = self._live.get(id(tensor))
+        live = self._live_by_id.get(id(tensor))
         return None if live is None else live.index
 
     def current_index(self, tensor: Any) -> int | None:
         """Return the index of a tensor at this moment, after recording the writes into its memory."""
-        live = self._live.get(id(tensor))
+        live = self._live_by_id.get(id(tensor))
         if live is None:
             return None
         # Writes through other tensors of this memory become versions only once somebody reads this tensor.
         for write in self.writes_since(tensor, live.serial):
             live.index = self.add_version(write.op, live.index, tensor)
-            self._recorder.ops[write.op].parts.append(live.index)
+            self._recorder.ops[write.op].other_versions.append(live.index)
         live.serial = self.serial
         return live.index
 
     def note_write(self, tensor: Any, op: int) -> None:
         """Note that an op has written a tensor, for as long as its memory is in use."""
-        memory_span = self.values.memory(tensor)
-        if memory_span is not None:
-            owner, span = memory_span
+        memory_and_span = self.values.memory(tensor)
+        if memory_and_span is not None:
+            memory, span = memory_and_span
             self.serial += 1
-            writes = self._writes.setdefault(owner, [])
+            writes = self._writes.setdefault(memory, [])
             writes.append(MemoryWrite(self.serial, op, span))
             # A loop may write a buffer without end.
             del writes[:-_WRITES_LIMIT]
@@ -130,7 +130,7 @@ class LiveTensors:
         """Record a tensor in written memory; return its index.  earlier_index: None for a new gradient."""
         kind, name = "gradient", None
         if earlier_index is not None:
-            earlier = self._recorder.values[earlier_index]
+            earlier = self._recorder.tensors[earlier_index]
             kind, name = earlier.tensor.kind, earlier.tensor.name
             # A write of a part leaves the rest, so the op reads the earlier tensor as well.
             earlier.consumers[op] = None
@@ -139,9 +139,11 @@ class LiveTensors:
 
     def set_index(self, tensor: Any, index: int) -> None:
         """Set the index of a live tensor."""
-        live = self._live.get(id(tensor))
+        live = self._live_by_id.get(id(tensor))
         if live is None:
-            self._live[id(tensor)] = _LiveTensor(index, self.serial, self._reference(tensor, id(tensor)))
+            self._live_by_id[id(tensor)] = _LiveTensor(
+                index, self.serial, self._reference(tensor, id(tensor))
+            )
         else:
             live.index, live.serial = index, self.serial
 
@@ -149,7 +151,7 @@ class LiveTensors:
         """Return a weak reference whose end drops the index; a strong one if no weak one is possible."""
         try:
             # The id is free for another tensor as soon as this one is gone.
-            return weakref.ref(tensor, lambda _: self._live.pop(key, None))
+            return weakref.ref(tensor, lambda _: self._live_by_id.pop(key, None))
         except TypeError:  # no weak references: the tensor lives as long as the tracker
             return lambda: tensor
 
@@ -158,7 +160,7 @@ class LiveTensors:
     ) -> None:
         """Set the indices of tensors.  only_changed: only of unknown tensors, or those written since."""
         for tensor, index in self._tensors_with_indices(values, positions):
-            live = self._live.get(id(tensor)) if only_changed else None
+            live = self._live_by_id.get(id(tensor)) if only_changed else None
             if live is None or self.writes_since(tensor, live.serial):
                 self.set_index(tensor, index)
 
@@ -183,7 +185,7 @@ class LiveTensors:
             return None
         # The handle of a variable or an iterator is another object at each execution.
         index = None if self.values.is_handle(value) else self.last_index(value)
-        return UNKNOWN if index is None else self._recorder.values[index].root
+        return UNKNOWN if index is None else self._recorder.tensors[index].root
 
     def record_input(self, value: Any, kind: str | None = None) -> int | None:
         """Return the index of an input, which is recorded if it comes from outside; None for no tensor.
@@ -205,37 +207,39 @@ class LiveTensors:
         return index
 
     def record_output(
-        self, place: ProgramOp, value: Any, op: int, input_states: Sequence[InputState]
+        self, program_op: ProgramOp, value: Any, op: int, input_states: Sequence[InputState]
     ) -> int | None:
-        """Record an output; return its index, None for no tensor.  input_states: of tensors among inputs."""
+        """Record an output, an alias of the input whose memory it has; return its index, or None."""
         if not self.values.is_tensor(value):
             return None
         alias = self.last_index(value)
-        kind, name = place.facts.makes, self.values.name(value)
-        # Known already: the op gave back an input, as ops in place do.
-        is_known = alias is not None
-        if alias is None:
-            # symbols have no memory to share
-            inputs = () if place.symbolic else input_states
-            # A view has memory that an input has; what the first input's kind says goes to the output too.
-            alias = self._input_sharing_memory(value, inputs) if kind else input_states[0].tensor
-        owner = None if alias is None else self._recorder.values[alias]
-        if owner is not None and is_known and place.symbolic and owner.tensor.producer is None:
-            owner.tensor = replace(owner.tensor, producer=op, kind=kind)  # a loop reads it before it is made
-            return alias
-        if owner is not None and (not kind or (owner.tensor.kind in _STATE and is_known)):
-            kind, name = owner.tensor.kind, owner.tensor.name
+        kind, name = program_op.facts.makes, self.values.name(value)  # kind is "" for that of the first input
+        is_input = alias is not None  # as ops in place give back
+        if alias is None and not kind:
+            alias = input_states[0].tensor_index
+        elif alias is None and not program_op.symbolic:  # symbols have no memory to share
+            alias = self._index_of_input_sharing_memory(value, input_states)
+        if alias is not None:
+            aliased = self._recorder.tensors[alias]
+            if is_input and program_op.symbolic and aliased.tensor.producer is None:
+                # A loop of a graph reads the tensor before this op makes it.
+                aliased.tensor = replace(aliased.tensor, producer=op, kind=kind)
+                return alias
+            if not kind or (is_input and aliased.tensor.kind in _STATE_KINDS):
+                kind, name = aliased.tensor.kind, aliased.tensor.name
         described = self.values.describe(value, kind=kind, name=name, producer=op, alias_of=alias)
-        return self._recorder.add_tensor(described, is_known, from_outside=place.facts.brings_in)
+        return self._recorder.add_tensor(described, is_input, from_outside=program_op.facts.brings_in)
 
-    def _input_sharing_memory(self, value: Any, input_states: Sequence[InputState]) -> int | None:
+    def _index_of_input_sharing_memory(self, value: Any, input_states: Sequence[InputState]) -> int | None:
         """Return the index of the input whose memory a value shares; None without one."""
-        memory = self.values.memory(value) if input_states else None
-        for state in input_states if memory is not None else ():
+        memory_and_span = self.values.memory(value) if input_states else None
+        if memory_and_span is None:
+            return None
+        for state in input_states:
             tensor = state.reference()
-            input_memory = None if tensor is None else self.values.memory(tensor)
-            if input_memory is not None and memory is not None and input_memory[0] is memory[0]:
-                return state.tensor
+            input_memory_and_span = None if tensor is None else self.values.memory(tensor)
+            if input_memory_and_span is not None and input_memory_and_span[0] is memory_and_span[0]:
+                return state.tensor_index
         return None
 
 
@@ -244,7 +248,7 @@ def may_overlap(span: MemorySpan, other_span: MemorySpan) -> bool:
     try:
         # Strided views may interleave without sharing an element; to decide this exactly may take exponential
         # time, so the work is bounded and a doubtful case counts as shared.
-        return bool(np.shares_memory(_array_of_span(span), _array_of_span(other_span), max_work=_WORK))
+        return bool(np.shares_memory(_array_of_span(span), _array_of_span(other_span), max_work=_WORK_LIMIT))
     except (getattr(np, "exceptions", np).TooHardError, ValueError):  # NumPy 1.25 moved it
         return True
 
@@ -255,13 +259,13 @@ def _array_of_span(span: MemorySpan) -> Any:
     interface = {
         "version": 3, "shape": span.shape, "typestr": f"|V{span.width}",
         # Not the address of the tensor, which NumPy would not be allowed to read: only distances matter.
-        "data": (_BASE + span.start * span.width, True),
+        "data": (_BASE_ADDRESS + span.start * span.width, True),
         "strides": tuple(step * span.width for step in span.strides),
     }  # fmt: skip
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
-_NODES_KEPT = 256
+_NODE_RANGES_LIMIT = 256
 """Most executions of an op whose backward pass is still to come."""
 
 
@@ -278,106 +282,105 @@ class ExecutionTracker:
         self._recorder = recorder
 
     @amanda.observer
-    def before_op(self, *inputs: Any, place: ProgramOp, recomputed: bool = False) -> None:
+    def before_op(self, *inputs: Any, program_op: ProgramOp, recomputed: bool = False) -> None:
         """Record the inputs of an op before it runs; none of a new op after the limit."""
-        if self._recorder.drop_if_full(place):
+        if self._recorder.drop_if_full(program_op):
             return
         # A repeated execution adds no op: its tensors take the indices of the first one.
-        target = self._matching_op(place, inputs, recomputed)
-        if target is None:
+        repeated_op = self._matching_op(program_op, inputs, recomputed)
+        if repeated_op is None:
             input_positions = tuple(map_position(self._tensors.record_input, value) for value in inputs)
         else:
-            input_positions = self._recorder.ops[target].op.inputs
+            input_positions = self._recorder.ops[repeated_op].op.inputs
             self._tensors.set_indices(inputs, input_positions, only_changed=True)
         # Versions before the op: one that has changed afterwards tells an input that was written.
         input_states = [self._tensors.input_state(value) for value in leaves(inputs)]
-        serial, number = self._tensors.serial, self.values.next_node_number()
-        place.begin(OpenExecution(input_positions, target, None, input_states, serial, number))
+        serial, next_number = self._tensors.serial, self.values.next_node_number()
+        program_op.begin(OpenExecution(input_positions, repeated_op, None, input_states, serial, next_number))
 
     @amanda.observer
-    def after_op(self, *outputs: Any, place: ProgramOp, recomputed: bool = False) -> None:
+    def after_op(self, *outputs: Any, program_op: ProgramOp, recomputed: bool = False) -> None:
         """Record the outputs of an op, and the inputs that it wrote."""
-        frame = place.end()
-        if frame is None:
+        execution = program_op.end()
+        if execution is None:
             return
         # Before the outputs are recorded, as an output may be a written input.
-        written_tensors = self._written_inputs(place, frame)
-        index, executed = self._count_or_add_op(place, frame, recomputed)
-        number = self.values.next_node_number()
+        written_tensors = self._written_inputs(program_op, execution)
+        index, recorded = self._count_or_add_op(program_op, execution, recomputed)
+        first_number, end_number = execution.next_node_number, self.values.next_node_number()
         # The op has made nodes: their numbers lead from the backward pass to this execution.
-        if number is not None and frame.number is not None and number != frame.number:
-            place.nodes.append((frame.number, number, index))
-            del place.nodes[:-_NODES_KEPT]
+        if first_number is not None and end_number is not None and first_number != end_number:
+            program_op.node_ranges.append((first_number, end_number, index))
+            del program_op.node_ranges[:-_NODE_RANGES_LIMIT]
         for tensor in written_tensors.values():
             self._tensors.note_write(tensor, index)
-        self._record_outputs(place, frame, executed, outputs)
+        self._record_outputs(program_op, execution, recorded, outputs)
         for position, tensor in written_tensors.items():
-            if frame.target is None:
-                # An op in place gives back its input, which is among the outputs then and has its new index
-                # already.
+            if execution.repeated_op is None:
+                # An op in place gives back its input, which has its new index then, as an output.
                 new_index = self._tensors.last_index(tensor)
-                if new_index is None or place.symbolic or new_index not in indices_at(executed.outputs):
-                    new_index = self._tensors.add_version(index, frame.input_states[position].tensor, tensor)
-                executed.written[position] = new_index
-            if position in executed.written:
-                self._tensors.set_index(tensor, executed.written[position])
+                if new_index is None or program_op.symbolic or new_index not in indices_at(recorded.outputs):
+                    earlier_index = execution.input_states[position].tensor_index
+                    new_index = self._tensors.add_version(index, earlier_index, tensor)
+                recorded.written_inputs[position] = new_index
+            if position in recorded.written_inputs:
+                self._tensors.set_index(tensor, recorded.written_inputs[position])
 
     @amanda.observer
-    def before_backward_op(self, *gradients: Any, place: ProgramOp) -> None:
+    def before_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
         """Record the gradients that enter a backward op: several if autodiff added them up."""
-        if self._recorder.drop_if_full(place):
+        if self._recorder.drop_if_full(program_op):
             return
         # Autodiff may add up gradients before a node sees them: every summand that was sent is read.
-        number, arrived = self.values.incoming_gradients(len(gradients))
-        forward, place.resumed = place.resumed, None
+        node_number, summands_by_gradient = self.values.incoming_gradients(len(gradients))
+        forward_op, program_op.resumed_forward_op = program_op.resumed_forward_op, None
         # Of several executions of the forward op, the one whose nodes have this number.
-        if forward is None and place.forward is not None:
-            forward = place.forward.op_of_node(number)
-        target = place.by_forward.get(forward)
+        if forward_op is None and program_op.forward is not None:
+            forward_op = program_op.forward.op_of_node(node_number)
+        repeated_op = program_op.op_by_forward_op.get(forward_op)
         # After the limit further executions are counted at the last op.
-        if target is None and self._recorder.is_full:
-            target = place.ops[-1]
+        if repeated_op is None and self._recorder.is_full:
+            repeated_op = program_op.ops[-1]
         input_positions: list[Position] = []
-        for gradient, sent_indices in zip(gradients, arrived, strict=True) if target is None else ():
-            if len(sent_indices) > 1:
-                input_positions.append(tuple(sent_indices))
-            elif sent_indices:
-                input_positions.append(sent_indices[0])
-            else:
-                record = partial(self._tensors.record_input, kind="gradient")
-                input_positions.append(map_position(record, gradient))
-        place.begin(OpenExecution(tuple(input_positions), target, forward))
+        if repeated_op is None:
+            for gradient, summands in zip(gradients, summands_by_gradient, strict=True):
+                if summands:
+                    input_positions.append(tuple(summands) if len(summands) > 1 else summands[0])
+                else:  # no traced op sent it
+                    record_gradient = partial(self._tensors.record_input, kind="gradient")
+                    input_positions.append(map_position(record_gradient, gradient))
+        program_op.begin(OpenExecution(tuple(input_positions), repeated_op, forward_op))
 
     @amanda.observer
-    def after_backward_op(self, *gradients: Any, place: ProgramOp) -> None:
+    def after_backward_op(self, *gradients: Any, program_op: ProgramOp) -> None:
         """Record the gradients that leave a backward op, or are accumulated by it."""
-        frame = place.end()
-        if frame is None:
+        execution = program_op.end()
+        if execution is None:
             return
-        index, executed = self._count_or_add_op(place, frame)
-        place.by_forward[frame.forward] = index
-        self._record_outputs(place, frame, executed, gradients)
+        index, recorded = self._count_or_add_op(program_op, execution)
+        program_op.op_by_forward_op[execution.forward_op] = index
+        self._record_outputs(program_op, execution, recorded, gradients)
         # The next nodes receive these, in the order of the node's edges.
-        sent = [position if isinstance(position, int) else None for position in executed.outputs]
-        total = self.values.send_gradients(sent)
+        sent_indices = [position if isinstance(position, int) else None for position in recorded.outputs]
+        leaf_gradient = self.values.send_gradients(sent_indices)
         # A leaf's gradient is written by each pass: a new version of the same tensor.
-        if total is not None and frame.target is None:
-            earlier_index = self._tensors.current_index(total)
-            executed.parts.append(self._tensors.add_version(index, earlier_index, total))
-        if total is not None and executed.parts:
-            self._tensors.set_index(total, executed.parts[0])
+        if leaf_gradient is not None and execution.repeated_op is None:
+            earlier_index = self._tensors.current_index(leaf_gradient)
+            recorded.other_versions.append(self._tensors.add_version(index, earlier_index, leaf_gradient))
+        if leaf_gradient is not None and recorded.other_versions:
+            self._tensors.set_index(leaf_gradient, recorded.other_versions[0])
 
-    def add_symbols(self, context: amanda.OpContext, place: ProgramOp) -> None:
-        """Record a new op of a graph, whose inputs and outputs are symbols."""
-        if place.ops:
+    def add_symbols(self, context: amanda.OpContext, program_op: ProgramOp) -> None:
+        """Record an op of a graph, once: its inputs and outputs are symbols, which no execution changes."""
+        if program_op.ops:
             return
         if context.is_backward():
-            self.before_backward_op(*(context.get_grad_outputs() or ()), place=place)
-            self.after_backward_op(*(context.get_grad_inputs() or ()), place=place)
+            self.before_backward_op(*(context.get_grad_outputs() or ()), program_op=program_op)
+            self.after_backward_op(*(context.get_grad_inputs() or ()), program_op=program_op)
             return
-        self.before_op(*context.get_inputs(), place=place)
-        self.after_op(*(context.get_outputs() or ()), place=place)
-        for index in place.ops:
+        self.before_op(*context.get_inputs(), program_op=program_op)
+        self.after_op(*(context.get_outputs() or ()), program_op=program_op)
+        for index in program_op.ops:
             self.values.note_call(context, list(indices_at(self._recorder.ops[index].op.inputs)))
 
     def current_inputs(self, context: amanda.OpContext) -> list[int]:
@@ -394,52 +397,53 @@ class ExecutionTracker:
         indices = map(self._tensors.current_index, filter(self.values.is_tensor, leaves(values)))
         return [index for index in indices if index is not None]
 
-    def _matching_op(self, place: ProgramOp, inputs: Sequence[Any], recomputed: bool) -> int | None:
+    def _matching_op(self, program_op: ProgramOp, inputs: Sequence[Any], recomputed: bool) -> int | None:
         """Return the recorded op that an execution repeats; None for a new op."""
-        if not place.ops:
+        if not program_op.ops:
             return None
         # Roots, not indices: a parameter that an optimizer has written since is the same input.
         roots = tuple(map_position(self._tensors.root_of, value) for value in inputs)
-        for index in place.ops:
-            if roots_agree(roots, self._recorder.ops[index].roots):
+        for index in program_op.ops:
+            if roots_agree(roots, self._recorder.ops[index].input_roots):
                 return index
         # A recomputation in a checkpoint has other tensors as inputs, and is the same op nevertheless.
-        full = len(place.ops) >= self._recorder.executions or self._recorder.is_full
-        return place.ops[-1] if recomputed or full else None
+        is_full = len(program_op.ops) >= self._recorder.executions or self._recorder.is_full
+        return program_op.ops[-1] if recomputed or is_full else None
 
     def _count_or_add_op(
-        self, place: ProgramOp, frame: OpenExecution, recomputed: bool = False
+        self, program_op: ProgramOp, execution: OpenExecution, recomputed: bool = False
     ) -> tuple[int, RecordedOp]:
-        """Count an execution at its target, or add a new op; return index and op."""
-        if frame.target is None:
-            index = self._recorder.add_op(place, frame.inputs, frame.forward, recomputed)
+        """Count an execution at the op that it repeats, or add a new op; return index and op."""
+        if execution.repeated_op is None:
+            index = self._recorder.add_op(program_op, execution.inputs, execution.forward_op, recomputed)
         else:
-            index = frame.target
+            index = execution.repeated_op
             self._recorder.count(index, recomputed)
-        place.last = index
+        program_op.last_executed = index
         return index, self._recorder.ops[index]
 
     def _record_outputs(
-        self, place: ProgramOp, frame: OpenExecution, executed: RecordedOp, outputs: Sequence[Any]
+        self, program_op: ProgramOp, execution: OpenExecution, recorded: RecordedOp, outputs: Sequence[Any]
     ) -> None:
         """Record the outputs of a new op, and set the indices of an execution's outputs."""
-        if frame.target is None:
-            states = [state for state in frame.input_states if state is not None]
-            record = partial(self._tensors.record_output, place, op=executed.op.index, input_states=states)
-            executed.outputs = tuple(map_position(record, output, keep=True) for output in outputs)
-        self._tensors.set_indices(outputs, executed.outputs)
+        if execution.repeated_op is None:
+            states = [state for state in execution.input_states if state is not None]
+            op = recorded.op.index
+            record_output = partial(self._tensors.record_output, program_op, op=op, input_states=states)
+            recorded.outputs = tuple(map_position(record_output, output, keep=True) for output in outputs)
+        self._tensors.set_indices(outputs, recorded.outputs)
 
-    def _written_inputs(self, place: ProgramOp, frame: OpenExecution) -> dict[int, Any]:
-        """Return the inputs that the op wrote, by flat position, without those that ops within it wrote."""
+    def _written_inputs(self, program_op: ProgramOp, execution: OpenExecution) -> dict[int, Any]:
+        """Return the inputs that the op itself wrote, not ops within it, by flat position."""
         written_tensors: dict[int, Any] = {}
-        for position, state in enumerate(frame.input_states):
+        for position, state in enumerate(execution.input_states):
             tensor = None if state is None else state.reference()
             # An op may be given a tensor twice.
             if tensor is None or any(tensor is other for other in written_tensors.values()):
                 continue
-            is_written = position in place.facts.written or self.values.version(tensor) != state.version
+            is_written = position in program_op.facts.written or self.values.version(tensor) != state.version
             # What ops within this one have written is recorded at those ops.
-            if is_written and not self._tensors.writes_since(tensor, frame.serial):
+            if is_written and not self._tensors.writes_since(tensor, execution.write_serial):
                 written_tensors[position] = tensor
         return written_tensors
 

@@ -31,7 +31,7 @@ class MemorySpan(NamedTuple):
 
 
 class FrameworkValues:
-    """Facts about a framework from StandardMapping alone; subclasses know more."""
+    """Facts about the tensors and ops of any framework, by StandardMapping; subclasses know more."""
 
     def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
         self._shape = shape
@@ -109,15 +109,10 @@ class FrameworkValues:
 
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.trace",
-    "torch",
-    "torch:UntypedStorage._cdata",
-    "torch:Tensor._version",
-    "torch:_C._current_autograd_node",
-    "torch:_C._current_graph_task_id",
-    "torch:_C._functions.AccumulateGrad._sequence_nr",
-    "torch:autograd._get_sequence_nr",
-)
+    "amanda.tools.trace", "torch", "torch:UntypedStorage._cdata", "torch:Tensor._version",
+    "torch:_C._current_autograd_node", "torch:_C._current_graph_task_id",
+    "torch:_C._functions.AccumulateGrad._sequence_nr", "torch:autograd._get_sequence_nr",
+)  # fmt: skip
 
 _PASSES_LIMIT = 16
 _AVERAGES = (3, 4)
@@ -137,11 +132,13 @@ class PytorchValues(FrameworkValues):
         _REQUIRED.check()
         self._torch = torch
         # Nodes of leaves have no number, and are told apart by their variable.
-        self._leaf = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
-        # By model: to walk through all its parameters takes longer than an op.
-        self._names: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = weakref.WeakKeyDictionary()
-        # By pass: nested and parallel passes run through nodes of the same numbers.
-        self._sent: dict[int, dict[Hashable, list[int]]] = {}
+        self._leaf_node_class = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
+        # By model and id of a tensor: to walk through all parameters takes longer than an op.
+        self._kinds_and_paths_by_model: weakref.WeakKeyDictionary[Any, dict[int, tuple[str, str]]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # By pass, node and position: nested and parallel passes run through nodes of the same numbers.
+        self._sent_by_pass: dict[int, dict[Hashable, list[int]]] = {}
 
     def is_tensor(self, value: Any) -> bool:
         return isinstance(value, self._torch.Tensor)
@@ -183,31 +180,31 @@ class PytorchValues(FrameworkValues):
 
         Without such a path, "parameter" or "input", and None.
         """
-        parameter = isinstance(tensor, self._torch.nn.Parameter)
-        modules = [
-            subject for subject in interceptor.subjects() if isinstance(subject, self._torch.nn.Module)
-        ]
-        # Paths are relative to the outermost module that is being called.
-        for root in modules[:1]:
-            kind_and_path = self._kinds_and_paths(root).get(id(tensor))
-            # ids are reused: the cached path has to lead to this very tensor
-            if (kind_and_path is None and parameter) or (
-                kind_and_path and attrgetter(kind_and_path[1])(root) is not tensor
-            ):
-                del self._names[root]  # the module has changed since
-                kind_and_path = self._kinds_and_paths(root).get(id(tensor))
+        is_parameter = isinstance(tensor, self._torch.nn.Parameter)
+        module_class = self._torch.nn.Module
+        modules = [subject for subject in interceptor.subjects() if isinstance(subject, module_class)]
+        if modules:
+            outermost = modules[0]  # to which paths are relative
+            kind_and_path = self._kinds_and_paths(outermost).get(id(tensor))
+            if kind_and_path is None:
+                is_outdated = is_parameter
+            else:  # ids are reused: the cached path has to lead to this very tensor
+                is_outdated = attrgetter(kind_and_path[1])(outermost) is not tensor
+            if is_outdated:
+                del self._kinds_and_paths_by_model[outermost]  # the module has changed since
+                kind_and_path = self._kinds_and_paths(outermost).get(id(tensor))
             if kind_and_path is not None:
                 return kind_and_path
-        return ("parameter" if parameter else "input"), None
+        return ("parameter" if is_parameter else "input"), None
 
     def _kinds_and_paths(self, root: Any) -> dict[int, tuple[str, str]]:
         """Return kinds and paths of a model's parameters and buffers, by their ids."""
-        if root not in self._names:
+        if root not in self._kinds_and_paths_by_model:
             kinds = {"buffer": root.named_buffers(), "parameter": root.named_parameters()}
-            self._names[root] = {
+            self._kinds_and_paths_by_model[root] = {
                 id(tensor): (kind, name) for kind, pairs in kinds.items() for name, tensor in pairs
             }
-        return self._names[root]
+        return self._kinds_and_paths_by_model[root]
 
     def next_node_number(self) -> int | None:
         number: int = self._torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -216,31 +213,32 @@ class PytorchValues(FrameworkValues):
     def incoming_gradients(self, count: int, take: bool = True) -> tuple[int | None, Sequence[Sequence[int]]]:
         """Return the number of the present node, None for a leaf's, and the gradients sent to the node."""
         node = self._torch._C._current_autograd_node()
-        number = None if node is None or isinstance(node, self._leaf) else int(node._sequence_nr())
-        sent = self._sent.get(self._torch._C._current_graph_task_id())
+        number = None if node is None or isinstance(node, self._leaf_node_class) else int(node._sequence_nr())
+        sent = self._sent_by_pass.get(self._torch._C._current_graph_task_id())
         if node is None or sent is None:
             return number, [()] * count
-        # `get` for a look ahead of the op, `pop` when the op runs.
-        key, get_summands = self._node_key(node), sent.pop if take else sent.get
-        return number, [get_summands((key, position), ()) for position in range(count)]
+        find_summands = sent.pop if take else sent.get
+        key = self._node_key(node)
+        return number, [find_summands((key, position), ()) for position in range(count)]
 
     def send_gradients(self, gradients: Sequence[int | None]) -> Any:
         """Send gradients on to the nodes that come next; return the gradient of a leaf."""
         node = self._torch._C._current_autograd_node()
         if node is None:
             return None
-        sent = self._sent.setdefault(self._torch._C._current_graph_task_id(), {})
+        sent = self._sent_by_pass.setdefault(self._torch._C._current_graph_task_id(), {})
         for (next_node, position), gradient in zip(node.next_functions, gradients, strict=False):
             if next_node is not None and gradient is not None:
                 sent.setdefault((self._node_key(next_node), position), []).append(gradient)
         # A pass that fails never takes what was sent to its nodes.
-        while len(self._sent) > _PASSES_LIMIT:
-            del self._sent[next(iter(self._sent))]
-        return node.variable.grad if isinstance(node, self._leaf) else None
+        while len(self._sent_by_pass) > _PASSES_LIMIT:
+            del self._sent_by_pass[next(iter(self._sent_by_pass))]
+        return node.variable.grad if isinstance(node, self._leaf_node_class) else None
 
     def _node_key(self, node: Any) -> Hashable:
         """Return a key of a node in its pass: nodes of leaves have no number."""
-        return id(node.variable) if isinstance(node, self._leaf) else (type(node), node._sequence_nr())
+        is_leaf = isinstance(node, self._leaf_node_class)
+        return id(node.variable) if is_leaf else (type(node), node._sequence_nr())
 
 
 _WRITING_TYPES = re.compile(
@@ -257,10 +255,10 @@ class TensorflowValues(FrameworkValues):
 
     def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
         super().__init__(shape, dtype)
-        self._variables: dict[int, tuple[str, str]] = {}
-        self._captured: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
+        self._kind_and_path_by_handle: dict[int, tuple[str, str]] = {}
+        self._captured_by_graph: weakref.WeakKeyDictionary[Any, dict[int, Any]] = weakref.WeakKeyDictionary()
         # By the function's name, without the number that each trace of it gets.
-        self._arguments: dict[str, Sequence[int]] = {}
+        self._arguments_by_function: dict[str, Sequence[int]] = {}
 
     def is_tensor(self, value: Any) -> bool:
         # NumPy arrays and numbers have an element type too, and are not tensors here.
@@ -277,10 +275,10 @@ class TensorflowValues(FrameworkValues):
         if self._dtype(tensor) != "resource":
             return "input", self.name(tensor)
         # Variables are looked for only when a new handle is met.
-        if tensor._id not in self._variables:
+        if tensor._id not in self._kind_and_path_by_handle:
             for subject in interceptor.subjects()[:1]:
                 self._note_variables(getattr(subject, "variables", ()))
-        return self._variables.get(tensor._id, ("parameter", self.name(tensor)))
+        return self._kind_and_path_by_handle.get(tensor._id, ("parameter", self.name(tensor)))
 
     def _note_variables(self, variables: Any) -> None:
         """Note kind and path of variables, by the number of the handle."""
@@ -292,7 +290,7 @@ class TensorflowValues(FrameworkValues):
             if handle is not None:
                 kind = "parameter" if getattr(variable, "trainable", True) else "buffer"
                 name = str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
-                self._variables.setdefault(handle._id, (kind, name))
+                self._kind_and_path_by_handle.setdefault(handle._id, (kind, name))
 
     def facts(self, context: amanda.OpContext) -> TraceFacts:
         """Return the facts of an op; its name is the graph's, or the type in eager mode."""
@@ -302,24 +300,24 @@ class TensorflowValues(FrameworkValues):
         written: Sequence[int] = ()
         if _WRITING_TYPES.fullmatch(kind):
             written = [i for i, value in enumerate(inputs) if self._dtype(value) == "resource"] or (0,)
-        makes = _OUTPUT_KINDS.get(kind, "activation")
-        return TraceFacts(str(context.get_op().name), makes, written, kind.startswith("IteratorGetNext"))
+        name, makes = str(context.get_op().name), _OUTPUT_KINDS.get(kind, "activation")
+        return TraceFacts(name, makes, written, brings_in=kind.startswith("IteratorGetNext"))
 
     def captured_tensor(self, tensor: Any) -> Any:
         """Return the tensor that a function captured, or the index of an argument of its call; else None."""
         graph = getattr(tensor, "graph", None)
         if graph is None or not hasattr(graph, "captures"):
             return None
-        captured = self._captured.get(graph)
+        reference_by_id = self._captured_by_graph.get(graph)
         # A function captures more tensors while it is traced.
-        if captured is None or tensor._id not in captured:
+        if reference_by_id is None or tensor._id not in reference_by_id:
             # Weak: a captured tensor may hold the graph that is the key here.
             pairs = ((inner._id, weakref.ref(outer)) for outer, inner in graph.captures)
-            captured = self._captured[graph] = dict(pairs)
+            reference_by_id = self._captured_by_graph[graph] = dict(pairs)
             self._note_variables(getattr(graph, "variables", ()))
-        if tensor._id in captured:
-            return captured[tensor._id]()
-        arguments = self._arguments.get(graph.name, ())
+        if tensor._id in reference_by_id:
+            return reference_by_id[tensor._id]()
+        arguments = self._arguments_by_function.get(graph.name, ())
         for index, argument in zip(arguments, graph.inputs, strict=False):
             if argument is tensor or argument._id == tensor._id:
                 return index
@@ -328,13 +326,13 @@ class TensorflowValues(FrameworkValues):
     def note_call(self, context: amanda.OpContext, arguments: Sequence[int]) -> None:
         """Note the arguments of the functions that an op calls, whose ops come next."""
         # The first input of these chooses the branch, and is not an argument of a function.
-        branches = ("If", "StatelessIf", "Case", "StatelessCase")
-        num_skipped = 1 if context.get_forward_op_type() in branches else 0
+        if context.get_forward_op_type() in ("If", "StatelessIf", "Case", "StatelessCase"):
+            arguments = arguments[1:]
         for value in context.get_attrs().values():
             for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, dict) and "name" in item:
+                if isinstance(item, dict) and "name" in item:  # an attribute that names a function
                     name = _FUNCTION.sub(r"\1", str(item["name"]))
-                    self._arguments[name] = arguments[num_skipped:]
+                    self._arguments_by_function[name] = arguments
 
 
 class JaxValues(FrameworkValues):
@@ -343,7 +341,7 @@ class JaxValues(FrameworkValues):
     def __init__(self, shape: TensorQuery, dtype: TensorQuery) -> None:
         super().__init__(shape, dtype)
         # Arrays have no names: a weight is known by the slot of the model that it is in.
-        self._weights: TensorMap[str] = TensorMap()
+        self._weight_paths: TensorMap[str] = TensorMap()
 
     def is_symbolic(self, context: amanda.OpContext) -> bool:
         """Return True for an op that is traced into a program: its inputs and outputs are symbols."""
@@ -353,17 +351,17 @@ class JaxValues(FrameworkValues):
         return any(isinstance(value, jax.core.Tracer) for value in leaves(values))
 
     def facts(self, context: amanda.OpContext) -> TraceFacts:
-        """Return the facts of an op, and note which of its inputs are weights."""
+        """Return the facts of an op; of a forward op also note the paths of its weights, for `origin`."""
         if context.is_forward():
             for index, value in enumerate(context.get_inputs()):
                 variable = None if isinstance(value, (list, tuple)) else context.get_variable(index)
                 if variable is not None and self._dtype(value) is not None:
-                    self._weights[value] = str(context.get_variable_path(variable))
+                    self._weight_paths[value] = str(context.get_variable_path(variable))
         return super().facts(context)
 
     def origin(self, tensor: Any) -> tuple[str, str | None]:
         """Return "parameter" and the path of a weight; "input" and None for other arrays."""
-        path = self._weights.get(tensor)
+        path = self._weight_paths.get(tensor)
         return ("input", None) if path is None else ("parameter", path)
 
 

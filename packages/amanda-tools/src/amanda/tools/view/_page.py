@@ -34,8 +34,8 @@ class Source:
     version: Any
     content: Mapping[str, Any]
 
-    def list_of(self, key: str) -> list[dict[str, Any]]:
-        """Return the objects under a key.  Raises AmandaError for anything that is not a list of objects."""
+    def objects_at(self, key: str) -> list[dict[str, Any]]:
+        """Return the list of objects under a key; [] without the key, AmandaError for any other value."""
         values = self.content.get(key, [])
         if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
             raise AmandaError(f"{self.name}: `{key}` is to be a list of objects, as {self.schema} has it")
@@ -108,45 +108,44 @@ def key_of(row: Row) -> Key:
 
 def is_about_ops(source: Source) -> bool:
     """Return True if its rows say which op they are about."""
-    rows = source.list_of("rows")
+    rows = source.objects_at("rows")
     return bool(rows) and all(key in rows[0] for key in KEYS)
 
 
 def table(source: Source, ops: Ops) -> dict[str, Any]:
-    """Return columns and rows, with the ops of each row.
+    """Return the columns and rows of a table, and under "ops" the indices of the ops that each row is about.
 
-    `ops` is None where the table is about something else.  As many rows as there are ops of one key are
+    None for "ops" where the table is about something else.  As many rows as there are ops of one key are
     theirs in turn, unless texts in other columns tell the rows apart; otherwise each is about all of them.
     """
     columns = _columns(source)
-    rows = source.list_of("rows")
+    rows = source.objects_at("rows")
     names = [column["name"] for column in columns]
     return {
-        "name": source.name,
-        "schema": source.schema,
+        "name": source.name, "schema": source.schema,
         "title": _text_of(source.content.get("title")) or source.schema.removeprefix("amanda."),
-        "columns": columns,
-        "rows": [[number_of(row.get(name)) for name in names] for row in rows],
+        "columns": columns, "rows": [[number_of(row.get(name)) for name in names] for row in rows],
         "first": source.content.get("first"),
-        "ops": _ops_of(rows, columns, ops) if is_about_ops(source) else None,
-    }
+        "ops": _op_indices_of_rows(rows, columns, ops) if is_about_ops(source) else None,
+    }  # fmt: skip
 
 
-def _ops_of(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
-    """Return the ops of each row, one alone where rows and ops go in pairs."""
-    ops_of_rows = [ops.about(row) for row in rows]
-    text_columns = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
-    if any(isinstance(row.get(word), str) for row in rows for word in text_columns):
-        return ops_of_rows  # which may tell rows of one op apart, as the name of a tensor does
-    rows_by_ops: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for row, indices in enumerate(ops_of_rows):
-        rows_by_ops[tuple(indices)].append(row)
-    for claimed, claimants in rows_by_ops.items():
+def _op_indices_of_rows(rows: Sequence[Row], columns: Sequence[Row], ops: Ops) -> list[list[int]]:
+    """Return the indices of the ops that each row is about, one alone where rows and ops go in pairs."""
+    indices_of_rows = [ops.about(row) for row in rows]
+    # A further text, such as the name of a tensor, may tell rows of one op apart.
+    further_texts = {column["name"] for column in columns if not column["number"]} - {*KEYS, "id", "name"}
+    if any(isinstance(row.get(name), str) for row in rows for name in further_texts):
+        return indices_of_rows
+    rows_by_op_indices: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for row, indices in enumerate(indices_of_rows):
+        rows_by_op_indices[tuple(indices)].append(row)
+    for indices_of_key, rows_of_key in rows_by_op_indices.items():
         # As many rows as ops of one key: they are in the order of execution, one each.
-        if len(claimed) == len(claimants) > 1:
-            for row, index in zip(claimants, claimed, strict=True):
-                ops_of_rows[row] = [index]
-    return ops_of_rows
+        if len(indices_of_key) == len(rows_of_key) > 1:
+            for row, index in zip(rows_of_key, indices_of_key, strict=True):
+                indices_of_rows[row] = [index]
+    return indices_of_rows
 
 
 def _columns(source: Source) -> list[dict[str, Any]]:
@@ -156,21 +155,19 @@ def _columns(source: Source) -> list[dict[str, Any]]:
 
     Raises AmandaError for rows without any column.
     """
-    rows, columns = source.list_of("rows"), source.content.get("columns")
+    rows, columns = source.objects_at("rows"), source.content.get("columns")
     objects = [column for column in columns if isinstance(column, dict)] if isinstance(columns, list) else []
-    columns_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
-    names = dict.fromkeys((*columns_by_name, *(rows[0] if rows else ())))
+    column_by_name = {column["name"]: column for column in objects if isinstance(column.get("name"), str)}
+    names = dict.fromkeys((*column_by_name, *(rows[0] if rows else ())))
     if not names and rows:
         raise AmandaError(f"{source.name}: the rows of {source.schema} are empty objects")
-    return [
-        {
-            "name": name,
-            "number": _are_numbers([row.get(name) for row in rows]),
-            "total": bool(columns_by_name.get(name, {}).get("total")),
-            "unit": _text_of(columns_by_name.get(name, {}).get("unit")),
-        }
-        for name in names
-    ]
+    described = []
+    for name in names:
+        column = column_by_name.get(name, {})
+        is_number = _are_numbers([row.get(name) for row in rows])
+        total, unit = bool(column.get("total")), _text_of(column.get("unit"))
+        described.append({"name": name, "number": is_number, "total": total, "unit": unit})
+    return described
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
@@ -187,7 +184,7 @@ def _text_of(value: Any) -> str:
 
 _TEXT_FIELDS = ("phase", "type", "name", "module", "source")
 _OTHER_FIELDS = ("id", "inputs", "outputs", "writes", "forward", "calls", "in_place", "attributes")
-_TENSOR = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "alias_of")
+_TENSOR_FIELDS = ("shape", "dtype", "bytes", "kind", "name", "producer", "consumers", "alias_of")
 
 
 def op_columns(ops: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -209,25 +206,29 @@ def graph(source: Source) -> dict[str, Any]:
     An edge is (producer, consumer, tensor); one that comes from outside has -1 for a producer.
     Raises AmandaError for an index that refers to nothing.
     """
-    tensors, count = source.list_of("tensors"), len(source.list_of("ops"))
+    tensors, op_count = source.objects_at("tensors"), len(source.objects_at("ops"))
     edges: list[int] = []
     for index, tensor in enumerate(tensors):
         producer = tensor.get("producer")
+        is_from_outside = producer is None
         for consumer in tensor.get("consumers") or []:
-            for op in (consumer, 0 if producer is None else producer):
-                if not isinstance(op, int) or not 0 <= op < count:
+            for op in (consumer,) if is_from_outside else (consumer, producer):
+                if not isinstance(op, int) or not 0 <= op < op_count:
                     named = f"{source.name}: tensor {index} names op {op!r}"
-                    raise AmandaError(f"{named}, but the ops are numbered 0 to {count - 1}")
-            if (producer is not None or tensor.get("kind") == "input") and producer != consumer:
+                    raise AmandaError(f"{named}, but the ops are numbered 0 to {op_count - 1}")
+            # Of tensors from outside, parameters and constants have no edge.
+            has_edge = tensor.get("kind") == "input" if is_from_outside else producer != consumer
+            if has_edge:
                 # Flat, since a list for each edge would make the page larger.
                 edges += (-1 if producer is None else producer, consumer, index)
-    return {"tensors": by_column(_TENSOR, tensors), "edges": edges}
+    return {"tensors": by_column(_TENSOR_FIELDS, tensors), "edges": edges}
 
 
 def stages(source: Source, ops: Ops) -> dict[int, int]:
-    """Return the stage of each op that a partition has put into one; its ops of one place are in order."""
+    """Return a partition's stages by the index of the op; its rows of one place are in execution order."""
     stage_of_op: dict[int, int] = {}
-    for row in source.list_of("ops"):
+    for row in source.objects_at("ops"):
+        # The first op of the row's place that no earlier row has taken.
         index = next((op for op in ops.about(row) if op not in stage_of_op), None)
         if index is not None and isinstance(row.get("stage"), int):
             stage_of_op[index] = row["stage"]
@@ -262,40 +263,34 @@ def to_page(*results: str | Path | Result, title: str | None = None) -> str:
     style, script = _asset("view.css"), f'"use strict";\n(() => {{\n{modules}\n}})();\n'
     library = _asset("dagre.min.js").partition("//# sourceMappingURL")[0]
     parts = {
-        "title": escape(heading),
-        "policy": _policy(style, (library, script)),
-        "style": style,
-        "notice": escape(_asset("dagre.LICENSE")).replace("--", "- -"),
-        "library": library,
-        "data": data,
+        "title": escape(heading), "policy": _policy(style, (library, script)), "style": style,
+        "notice": escape(_asset("dagre.LICENSE")).replace("--", "- -"), "library": library, "data": data,
         "script": script,
-    }
+    }  # fmt: skip
     return re.sub(r"{{(.*?)}}", lambda match: parts[match[1]], _asset("index.html"))
 
 
 def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
-    """Return all that the page shows, as plain values."""
+    """Return all that the page shows, as plain values: of the first trace the graph, of the others tables."""
     trace = next((source for source in sources if source.schema == "amanda.trace"), None)
     tables = [source for source in sources if source is not trace]
     if trace is not None:
-        ops = trace.list_of("ops")
+        ops = trace.objects_at("ops")
     else:  # those that rows name, in order, each place once
-        rows = (row for source in tables if is_about_ops(source) for row in source.list_of("rows"))
+        rows = (row for source in tables if is_about_ops(source) for row in source.objects_at("rows"))
         ops = [dict(zip(KEYS, key, strict=True)) for key in dict.fromkeys(map(key_of, rows))]
     page_ops = Ops(ops)
     partition = next((source for source in sources if source.schema == "amanda.partition"), None)
     return {
         "title": title,
-        "sources": [
-            {key: getattr(source, key) for key in ("name", "schema", "version")} for source in sources
-        ],
+        "sources": [{"name": source.name, "schema": source.schema, "version": source.version}
+                    for source in sources],
         "notes": [note for source in sources for note in _notes(source)],
-        "facts": [fact for source in sources for fact in _run_facts(source)],
-        "ops": op_columns(ops),
+        "facts": [fact for source in sources for fact in _run_facts(source)], "ops": op_columns(ops),
         "graph": None if trace is None else graph(trace),
         "stages": {} if partition is None else stages(partition, page_ops),
         "tables": [table(source, page_ops) for source in tables],
-    }
+    }  # fmt: skip
 
 
 def _notes(source: Source) -> list[str]:
@@ -343,12 +338,9 @@ def _asset(name: str) -> str:
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=click.Path(path_type=Path))
 @click.option(
-    "-o",
-    "--output",
-    type=path_to_write(".html", ".htm"),
-    metavar="PAGE",
+    "-o", "--output", type=path_to_write(".html", ".htm"), metavar="PAGE",
     help="Page to write; by default the first file's name with .view.html, in the working directory.",
-)
+)  # fmt: skip
 @click.option("--title", help="Title of the page; by default the file names.")
 @limit_option
 @click.option("--open", "shown", is_flag=True, help="Show the page in a browser.")
