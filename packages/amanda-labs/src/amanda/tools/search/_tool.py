@@ -70,8 +70,8 @@ class SearchTool(amanda.Tool):
         self._nodes: dict[int, DataflowNode] = {}
         self._sites: dict[str, Site] = {}
         self._decisions: dict[str, Decision] = {}
-        self._refused: set[str] = set()
-        self._unfit: dict[str, Mapping[str, str]] = {}
+        self._refused_names: set[str] = set()
+        self._obstacles: dict[str, Mapping[str, str]] = {}
         self._untrained = ""
         # Labels that were assigned before their ops were met.
         self._requested: dict[str, str] = {}
@@ -278,7 +278,7 @@ class SearchTool(amanda.Tool):
         result = ChoicesResult(self.sites)
         unfit_remarks = [
             f"there is no {label} at {name}: {reason}"
-            for name, reasons in self._unfit.items() for label, reason in reasons.items()
+            for name, reasons in self._obstacles.items() for label, reason in reasons.items()
         ]  # fmt: skip
         result.remarks = as_remarks(
             [*self.unmatched(), *unfit_remarks, *([self._untrained] if self._untrained else [])]
@@ -307,8 +307,8 @@ class SearchTool(amanda.Tool):
             strict: As in `amanda.Tool.load_state_dict`.
         """
         self._requested |= self.architecture
-        self._sites, self._decisions, self._unfit, self._namers = {}, {}, {}, {}
-        self._refused = set()
+        self._sites, self._decisions, self._obstacles, self._namers = {}, {}, {}, {}
+        self._refused_names = set()
         super().load_state_dict(state, strict)
 
     def calibrating(self) -> AbstractContextManager[Any]:
@@ -353,10 +353,11 @@ class SearchTool(amanda.Tool):
         choice = next((choice for choice in self.choices if choice.selection(context)), None)
         if choice is None:
             return
+        # A tool numbers places of one name; one for each namespace, so that all modes have the same names.
         namer = self._namers.setdefault(str(context.namespace), amanda.Tool())
         name = namer.place(context)
         # Refused ops are not tried again at each analysis.
-        if name not in self._sites and name not in self._refused:
+        if name not in self._sites and name not in self._refused_names:
             self._add_site(context, name, choice, node)
         site = self._sites.get(name)
         if site is None:
@@ -381,16 +382,16 @@ class SearchTool(amanda.Tool):
         if decision.admit(site):
             self._sites[name] = site
             self._decisions[decision_name] = site.decision = decision
-            self._unfit[decision_name] = decision.rejected
+            self._obstacles[decision_name] = decision.rejected
             if self._has_alphas:
                 decision.start_mixture(self._seed)
             if decision_name in self._requested:
                 decision.check(self._requested[decision_name])
                 decision.label = self._requested[decision_name]
         else:
-            self._refused.add(name)
+            self._refused_names.add(name)
             too_few = f"only {', '.join(site.candidates) or 'none'} of the candidates fit"
-            self._unfit[name] = site.rejected or {decision_name: too_few}
+            self._obstacles[name] = site.rejected or {decision_name: too_few}
         site.close()
 
     def _record_write(self, context: amanda.OpContext, node: DataflowNode) -> None:
