@@ -271,7 +271,7 @@ TERMS_PER_CHUNK = 1 << 18
 
 
 class Extraction:
-    """Extracts the effective paths of the samples of a pass.
+    """Extracts effective paths: follows keys, numbers of a sample and an element, from the scores to inputs.
 
     steps: the executed ops, by their index in the graph.  rules: by type.  theta, mode: see `leading`.
     missing: types of ops at which paths end because they have no rule, each with a source line.

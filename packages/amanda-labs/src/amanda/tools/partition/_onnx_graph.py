@@ -54,7 +54,7 @@ class FileOp:
 
 
 class FileGraph:
-    """The outermost graph of a model; external data stay in their files.
+    """The outermost graph of a model: ops, constant nodes and values by name; external data stay in files.
 
     ops: nodes that depend on inputs of the model, or are random, in the order of the file.
     constants: the other nodes, by their outputs; each part that reads such an output has a copy of the node.

@@ -237,7 +237,7 @@ class MemoryTotals:
 
 
 class Ledger:
-    """The account of live bytes, by weak references whose callbacks report freed memory.
+    """The account of live memory: its bytes, and the Storage in each; callbacks report freed memory.
 
     totals: are kept up to date.  bytes: alive now.  clock: sum of the costs of all ops that ran.
     """
@@ -323,7 +323,7 @@ Heuristic = Callable[["Storage", float], float]
 
 
 class Cluster:
-    """A set of a union-find forest: neighbouring storages that are gone, with the sum of their costs."""
+    """A set of a union-find forest: evicted storages that need each other, with the sum of their costs."""
 
     __slots__ = ("_parent", "cost")
 

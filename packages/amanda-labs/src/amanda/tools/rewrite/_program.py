@@ -83,7 +83,7 @@ class MatchSite:
 
 
 class ProgramMatches:
-    """The analysed ops, and their matches; of overlapping matches the earliest, then longest is replaced."""
+    """Nodes of the analysed ops, and sites of matches; if some overlap, the first and longest is replaced."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.nodes: dict[int, ProgramNode] = {}
@@ -270,7 +270,7 @@ def _weak_reference(value: Any) -> Callable[[], Any]:
 
 @dataclass(eq=False)
 class OpExecution:
-    """An execution of an op of a match.
+    """An execution of an op of a match, with the executions that made its inputs.
 
     producers: the executions that made the inputs.  compute: function of the inputs that returns the output.
     is_used: True once the match was replaced.  reader: the first reader of the output outside of the match.

@@ -55,7 +55,7 @@ class OutputForm(NamedTuple):
 
 
 class TorchOpExecutions(OpExecutions):
-    """Executions that delay ops once the form of their outputs is known; first executions compute."""
+    """Executions in PyTorch, which delays ops once the form of their outputs is known; the first compute."""
 
     def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
         super().__init__(on_read)
@@ -106,7 +106,7 @@ class TorchOpExecutions(OpExecutions):
 
 @dataclass(eq=False, kw_only=True)
 class DelayedExecution(OpExecution):
-    """A delayed execution.
+    """An execution of an op that is computed once its output is read, or never: then the match was replaced.
 
     on_read: called before the first read outside of the match.
     modes: of autograd and autocast at the time of the call; the dispatch keys are restored too, for a reader

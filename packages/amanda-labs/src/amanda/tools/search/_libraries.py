@@ -1,4 +1,4 @@
-"""Mapping rules of the tool: functions of each framework that candidates call."""
+"""Libraries: functions of each framework by which candidates compute; mapping rules that write them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SearchLibrary:
 
 
 class JaxLibrary(SearchLibrary):
-    """JAX, eager and under jit.
+    """Functions of JAX for candidates, eager and under jit.
 
     attributes: of the convolution, for the library of an op.
     """
@@ -182,18 +182,18 @@ class JaxLibrary(SearchLibrary):
 
 
 class TorchLibrary(SearchLibrary):
-    """PyTorch.
+    """Functions of PyTorch for candidates; a convolution has the inputs of torch.nn.functional.conv2d.
 
-    edges: padding by the module of the convolution, for the library of an op; None if the op itself pads.
+    module_padding: of the convolution's module, for the library of an op; None if the op itself pads.
     """
 
-    def __init__(self, edges: ModulePadding | None = None) -> None:
-        self._module_padding = edges
+    def __init__(self, module_padding: ModulePadding | None = None) -> None:
+        self._module_padding = module_padding
 
     def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: a module pads the input of its convolution, unless with zeros."""
-        edges = ModulePadding.of(context)
-        return self if edges is None else TorchLibrary(edges)
+        module_padding = ModulePadding.of(context)
+        return self if module_padding is None else TorchLibrary(module_padding)
 
     def as_output(self, x: Any) -> Any:
         """Return a copy, since a later op may write to the output in place."""
@@ -249,7 +249,7 @@ class TorchLibrary(SearchLibrary):
 
 
 class TensorFlowLibrary(SearchLibrary):
-    """TensorFlow, eager and in functions."""
+    """Functions of TensorFlow for candidates, eager and in functions."""
 
     def __init__(self, no_gradient_reason: str = "") -> None:
         self.no_gradient_reason = no_gradient_reason
@@ -329,14 +329,14 @@ def _jax_padding(attributes: Mapping[str, Any], kernel_growth: Sequence[int]) ->
 
 
 def library_rules() -> MappingTool:
-    """Return mapping rules that put the library of an op's framework under "search"."""
-    graph = (
+    """Return mapping rules that put the library of an op's framework under "search" into contexts."""
+    no_gradient_reason = (
         "no tape leads to the parameters of candidates in functions of TensorFlow, nor in sessions: hand "
         "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
     )
     rules: list[list[Any]] = [
         ["*", partial(_put_library, SearchLibrary())], ["pytorch", partial(_put_library, TorchLibrary())],
-        ["tensorflow", partial(_put_library, TensorFlowLibrary(graph))],
+        ["tensorflow", partial(_put_library, TensorFlowLibrary(no_gradient_reason))],
         ["tensorflow/*/eager", partial(_put_library, TensorFlowLibrary())],
         ["jax", partial(_put_library, JaxLibrary())],
     ]  # fmt: skip

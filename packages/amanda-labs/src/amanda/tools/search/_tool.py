@@ -280,9 +280,8 @@ class SearchTool(amanda.Tool):
             f"there is no {label} at {name}: {reason}"
             for name, reasons in self._obstacles.items() for label, reason in reasons.items()
         ]  # fmt: skip
-        result.remarks = as_remarks(
-            [*self.unmatched(), *unfit_remarks, *([self._untrained] if self._untrained else [])]
-        )
+        untrained_remarks = [self._untrained] if self._untrained else []
+        result.remarks = as_remarks([*self.unmatched(), *unfit_remarks, *untrained_remarks])
         return result
 
     def clear(self) -> None:
@@ -300,7 +299,7 @@ class SearchTool(amanda.Tool):
         return [*super().unmatched(), *selected, *names_without_op]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load parameters of candidates that `state_dict` returned; the architecture stays.
+        """Load parameters of candidates that `state_dict` returned; ops are met anew, the architecture stays.
 
         Args:
             state: A result of `state_dict`.

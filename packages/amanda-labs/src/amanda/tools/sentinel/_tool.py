@@ -157,7 +157,7 @@ class SentinelTool(amanda.Tool):
         self._end_step()
 
     def scope_entered(self) -> None:
-        """Begin a step, and hook the steps of optimizers, once torch is imported."""
+        """Begin a step, and hook the steps of optimizers: at once, or when torch is imported."""
         self._thread = get_ident()
         # The tool must not be what imports a framework.
         self._cancel_import_hook = when_imported("torch.optim.optimizer", self._hook_optimizers)

@@ -23,13 +23,13 @@ Compute = Callable[..., Any]
 
 
 def _counts_time(routine: Compute) -> Compute:
-    """Add the time in a method of a StepWatcher to `seconds`."""
+    """Return a method of StepWatcher that also adds the time in it to `seconds` of the watcher."""
 
     @wraps(routine)
     def timed_method(self: StepWatcher, *values: Any, **kwargs: Any) -> None:
-        begun = perf_counter()
+        start = perf_counter()
         routine(self, *values, **kwargs)
-        self.seconds += perf_counter() - begun
+        self.seconds += perf_counter() - start
 
     return timed_method
 
