@@ -58,10 +58,10 @@ class Protection:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         # The hook is global, so it must not keep this object alive, whose end closes the process.
-        link, reference = ProcessLink({"threads": torch.get_num_threads()}), weakref.ref(self)
+        link, weak_self = ProcessLink({"threads": torch.get_num_threads()}), weakref.ref(self)
 
         def before_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            protection = reference()
+            protection = weak_self()
             if protection is not None:
                 protection._before_step(optimizer, args, kwargs)
 

@@ -305,7 +305,7 @@ class StagesTool(amanda.Tool):
 
 
 def _check_method(request: CutRequest) -> None:
-    """Raise ToolError for options that method="min_cut" ignores."""
+    """Raise ToolError for other than 2 stages, and for options that it ignores, with method="min_cut"."""
     if request.method == "min_cut" and (
         request.stages != 2 or request.memory is not None or request.byte_cost
     ):

@@ -20,7 +20,7 @@ from amanda.tools.remat._storage import (
     ReplayableOp,
     ScratchInput,
     Storage,
-    leave_neighbours,
+    leave_evicted_neighbours,
 )
 
 EXACT_HEAPS, STORAGES_PER_VICTIM = 128, 8
@@ -322,7 +322,7 @@ class StorageRecomputation:
                 f"{counts.type} at {counts.source} made {storage.size:,} bytes at first, and "
                 f"{'none' if size is None else size} when it was run again"
             )
-        leave_neighbours(storage)
+        leave_evicted_neighbours(storage)
         storage.last_read = self.ledger.clock
         self.ledger.add(framework_storage, storage, counts=True)
         self.ledger.keep_alive(storage, self.torch.byte_tensor(framework_storage))

@@ -289,7 +289,7 @@ class Ledger:
                 self.bytes -= entry.size
                 if (storage := entry.storage) is not None:
                     storage.memory = None
-                    join_neighbours(storage)
+                    join_evicted_neighbours(storage)
 
     def forget_written(self, memory: Any) -> Storage | None:
         """Drop and return the record of memory that is about to be written; None if there is no record."""
@@ -367,7 +367,7 @@ def _neighbour_clusters(storage: Storage) -> list[Cluster]:
     return [neighbour.cluster for neighbour in neighbours if neighbour.cluster is not None]
 
 
-def join_neighbours(storage: Storage) -> None:
+def join_evicted_neighbours(storage: Storage) -> None:
     """Join a storage that is gone, and the sets of its evicted inputs and consumers; no effect for others."""
     if storage.is_gone:
         storage.cluster = Cluster(storage.cost)
@@ -375,7 +375,7 @@ def join_neighbours(storage: Storage) -> None:
             storage.cluster.join(cluster)
 
 
-def leave_neighbours(storage: Storage) -> None:
+def leave_evicted_neighbours(storage: Storage) -> None:
     """Take a storage that was made again from its set, whose cost falls; sets are not split (h_DTR^eq)."""
     if storage.cluster is not None:
         root = storage.cluster.root()

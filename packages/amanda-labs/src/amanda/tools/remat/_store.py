@@ -23,7 +23,7 @@ from amanda.tools.remat._storage import (
     ReplayableOp,
     ScratchInput,
     Storage,
-    join_neighbours,
+    join_evicted_neighbours,
 )
 from amanda.tools.rerun import undisturbed
 
@@ -212,7 +212,7 @@ class RematStore:
                     if storage.maker is None and storage.held_tensor is not None:
                         self._restore_dependents(storage, memory)
                     storage.held_tensor = None
-                    join_neighbours(storage)
+                    join_evicted_neighbours(storage)
 
     def _restore_dependents(self, written: Storage, memory: Any) -> None:
         """Recompute the evicted storages that cannot be recomputed once a storage is written."""

@@ -128,7 +128,7 @@ class PolicyGradient:
         self._baseline: float | None = None
 
     def probabilities(self, space: Space) -> dict[str, Any]:
-        """Return the probability of each candidate of each op."""
+        """Return the probabilities of the candidates of each op, equal ones for an op that is new."""
         probabilities = {}
         for name, labels in space.items():
             logits = self._logits.setdefault(name, np.zeros(len(labels)))
@@ -212,7 +212,7 @@ class StudyTrials:
         self._proposals: list[Any] = []
 
     def _open_study(self, storage: Any, directions: Any, sampler: BaseSampler | None) -> Study:
-        """Return the study "search" of a storage, or a new one in memory."""
+        """Open the study "search" of a storage, or a new one in memory; raise SearchError if that fails."""
         if not isinstance(storage, (str, self._optuna.storages.BaseStorage, type(None))):
             raise SearchError(
                 f"Search: study is {shown(storage)}; give a study of Optuna, or a storage or its URL"

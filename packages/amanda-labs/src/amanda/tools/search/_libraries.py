@@ -138,7 +138,7 @@ class JaxLibrary(SearchLibrary):
         return "its weight has no value under jit; call prepare(model, x) outside of jit" if is_symbol else ""
 
     def activation(self, word: str) -> Callable[[Any], Any]:
-        """Return the function of jax.nn."""
+        """Return the activation of this word, a function of jax.nn."""
         import jax
 
         function: Callable[..., Any] = getattr(jax.nn, word)
@@ -200,7 +200,7 @@ class TorchLibrary(SearchLibrary):
         return x.clone()
 
     def activation(self, word: str) -> Callable[[Any], Any]:
-        """Return the function of torch."""
+        """Return the activation of this word, a function of torch.nn.functional."""
         from torch.nn import functional
 
         function: Callable[[Any], Any] = getattr(functional, word)
@@ -255,7 +255,7 @@ class TensorFlowLibrary(SearchLibrary):
         self.no_gradient_reason = no_gradient_reason
 
     def activation(self, word: str) -> Callable[[Any], Any]:
-        """Return the function of tf.nn."""
+        """Return the activation of this word, a function of tf.nn."""
         import tensorflow
 
         function: Callable[[Any], Any] = getattr(tensorflow.nn, word)
@@ -274,7 +274,7 @@ class TensorFlowLibrary(SearchLibrary):
         return tensorflow.identity(x)
 
     def with_gradient_sum(self, value: Any, gradients: Any, like: Any) -> Any:
-        """Return an equal tensor; in a function its backward pass adds the gradient to the sum."""
+        """Return an equal tensor; in a function its backward pass adds the gradient to a sum."""
         import tensorflow
 
         # In eager mode a tape reaches the parameter itself.

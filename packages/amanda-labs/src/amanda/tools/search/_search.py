@@ -288,7 +288,7 @@ class Search:
         return architectures
 
     def _next_architecture(self, number: int, tried: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
-        """Return an architecture within the limits that was not tried; None if there is none.
+        """Draw an architecture within the limits that was not tried; None if many draws give none.
 
         The controller may repeat itself, so random architectures are drawn after many of its proposals.
         """

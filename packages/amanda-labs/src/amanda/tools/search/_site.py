@@ -199,12 +199,12 @@ def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozen
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
     for shortcut in (0, 1):
-        start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
-        visited, branch_ops = _ancestors(flow, branch, start)
+        block_input, branch_output = node.inputs[shortcut], node.inputs[1 - shortcut]
+        ancestors, branch_ops = _ancestors(flow, branch_output, until=block_input)
         # Equal shapes: a broadcast addition is not a shortcut that could take the block's place.
-        if start in visited and branch_ops and node.shapes[0] == node.shapes[1]:
+        if block_input in ancestors and branch_ops and node.shapes[0] == node.shapes[1]:
             # Ops that the shortcut needs as well are computed in any case.
-            _, shortcut_ops = _ancestors(flow, start)
+            _, shortcut_ops = _ancestors(flow, block_input)
             return shortcut, frozenset(branch_ops - shortcut_ops)
     return None
 

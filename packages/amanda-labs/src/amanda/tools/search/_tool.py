@@ -77,7 +77,7 @@ class SearchTool(amanda.Tool):
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
         # The model, held weakly, and the example of `prepare`: a copy is prepared with copies of them.
-        self._prepared: tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self._model_and_example: tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]] | None = None
         if architecture is not None:
             self.load(Path(architecture))
         self.depends_on(StandardMapping(), library_rules())
@@ -129,9 +129,9 @@ class SearchTool(amanda.Tool):
             The value that the model returns.
         """
         try:
-            self._prepared = weakref.ref(model), example, kwargs
+            self._model_and_example = weakref.ref(model), example, kwargs
         except TypeError:  # an object with slots
-            self._prepared = None
+            self._model_and_example = None
         return super().prepare(model, *example, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -140,7 +140,7 @@ class SearchTool(amanda.Tool):
         Raises ToolError for a tool that was used and cannot be prepared again: without a model, or with
         restrictions.
         """
-        model, example, kwargs = self._prepared or (lambda: None, (), {})
+        model, example, kwargs = self._model_and_example or (lambda: None, (), {})
         core = self._amanda
         if type(self) is not SearchTool or model() is None or core.admissions or core.wrappers:
             return super().__reduce_ex__(protocol)
