@@ -426,7 +426,7 @@ def rearrangement(step: Step, elements: Indices, output: int) -> Terms:
 
 
 def concatenation(step: Step, elements: Indices, output: int) -> Terms:
-    """Return the origin of each element that the op concatenates or stacks from the tensors of a list."""
+    """Return the origin of each element in one of the tensors that the op joins; -1 in the others."""
     join = np.stack if step.type == "stack" else np.concatenate
     list_position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
     tensors = step.inputs[list_position]

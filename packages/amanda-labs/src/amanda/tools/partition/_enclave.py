@@ -382,7 +382,7 @@ class Enclave:
         gradients = self._torch.autograd.grad(
             [results[i] for i in outputs], [*trained_arguments, *trained_parameters],
             [unpack_tensor(*packed_tensor) for packed_tensor in tensors],
-            retain_graph=True, allow_unused=True,  # the program may differentiate again; `dropped` ends it
+            retain_graph=True, allow_unused=True,  # the program may differentiate again, until it drops this
         )  # fmt: skip
         argument_gradients = gradients[: len(trained_arguments)]
         parameter_gradients = gradients[len(trained_arguments) :]

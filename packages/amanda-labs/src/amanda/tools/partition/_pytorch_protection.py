@@ -207,7 +207,7 @@ class MessageInputs:
         self.encoded = [self._encode(value) for value in values]
 
     def _encode(self, value: Any) -> Any:
-        """Return a value that JSON can hold; `Enclave._decode_input` is the inverse."""
+        """Return a value for JSON, and collect its tensors; `Enclave._decode_input` is the inverse."""
         import torch
 
         if isinstance(value, torch.Tensor):

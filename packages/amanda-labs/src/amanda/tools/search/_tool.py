@@ -372,6 +372,7 @@ class SearchTool(amanda.Tool):
     def _add_site(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
         """Add an op with a choice to its decision, or record why fewer than two candidates fit."""
 
+        # A site creates state of its candidates, and does not hold the context.
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
             return self.keep(context, label, make, **options)
 

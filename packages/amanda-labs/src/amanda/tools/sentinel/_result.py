@@ -306,7 +306,7 @@ class Ranks:
         import torch.distributed as distributed
 
         # The group takes one exchange at a time, and hashes of two steps must not mix.
-        alarms = self.received_alarms(wait=True)
+        alarms = self.receive_alarms(wait=True)
         plain = [parameter for parameter in parameters if _reruns.is_plain(parameter)]
         skipped = len(parameters) - len(plain)
         if skipped:
@@ -358,8 +358,8 @@ class Ranks:
         # NCCL has no collectives of tensors on the host.
         return "cuda" if distributed.get_backend(self._group) == "nccl" else "cpu"
 
-    def received_alarms(self, wait: bool = False) -> list[Alarm]:
-        """Return an alarm for each rank that differs, if hashes have arrived.  wait: wait for the hashes."""
+    def receive_alarms(self, wait: bool = False) -> list[Alarm]:
+        """Receive the hashes sent before, if they are there or `wait` is true; return alarms for these."""
         if self._exchange is None:
             return []
         import torch

@@ -180,7 +180,7 @@ class SentinelTool(amanda.Tool):
             handle.remove()
         self._optimizer_hooks.clear()
         self._judge_step()
-        self._record_alarms(self._ranks.received_alarms(wait=True), stop=False)
+        self._record_alarms(self._ranks.receive_alarms(wait=True), stop=False)
         # NaN may have begun in a step that was not watched, but parameters keep it.
         if not any(alarm.kind == "nan" for alarm in self._alarms):
             self._record_alarms(self._find_non_finite_parameters(), stop=False)
@@ -241,7 +241,7 @@ class SentinelTool(amanda.Tool):
             return
         start, step = perf_counter(), self._counts.steps
         with amanda.disabled():
-            alarms = self._ranks.received_alarms()
+            alarms = self._ranks.receive_alarms()
             if self._ranks.is_due(step):
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 alarms += self._ranks.send(
