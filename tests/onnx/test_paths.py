@@ -51,7 +51,7 @@ def test_elements_are_where_onnx_runtime_moves_them(name: str) -> None:
     expected = onnxruntime.InferenceSession(model.SerializeToString()).run(None, {"x0": DATA})
     outputs = [expected] if kind == "Split" else expected
     place = OpValues(WORDS[kind], attributes, None, None, None, _onnx_moves, str, False, inputs, outputs)
-    found = place.arguments()["move"](DATA)
+    found = place.rule_arguments()["move"](DATA)
     for one, other in zip(found if kind == "Split" else [found], expected, strict=True):
         np.testing.assert_array_equal(one, other)
 

@@ -331,8 +331,8 @@ def test_process_forgets_the_gradients_of_a_pass_that_failed() -> None:
 
     def forward(number: int, failed: Sequence[int]) -> None:
         enclave.forward(
-            [pack_tensor(x)], "torch._C._nn.linear", inputs, number, [True], records=True, random=False,
-            in_place=False, dropped=[], failed=failed,
+            [pack_tensor(x)], "torch._C._nn.linear", inputs, number, [True], has_backward=True, random=False,
+            in_place=False, dropped_executions=[], failed_passes=failed,
         )  # fmt: skip
 
     forward(0, [])

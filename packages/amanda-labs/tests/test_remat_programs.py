@@ -473,7 +473,7 @@ def test_a_step_leaves_no_memory_behind() -> None:
             tool.clear()
         F.relu(model[0].weight)
         assert tool._store is not None
-        tool._store.ledger.process_deaths()
+        tool._store.ledger.remove_freed_memory()
         assert tool._store.ledger.bytes <= 4 * 4 + 16 * 16 * 4
 
 

@@ -224,11 +224,12 @@ def test_a_spike_is_told_with_the_op_at_which_it_begins() -> None:
 
 def test_distances_are_robust_deviations_of_logarithms() -> None:
     spikes = NormHistory(window=16)
-    assert [spikes.distance(norm) for norm in [1.0, 1.1, 0.9, 1.0, 1.2, 0.0, 1.0, 1.1, 0.9]] == [0.0] * 9
-    assert spikes.distance(1e9) > 100
-    assert abs(spikes.distance(1.0)) < 1
-    assert spikes.distance(float("inf")) == float("inf")
-    assert spikes.distance(float("nan")) == 0.0
+    first_norms = [1.0, 1.1, 0.9, 1.0, 1.2, 0.0, 1.0, 1.1, 0.9]
+    assert [spikes.measure_and_add(norm) for norm in first_norms] == [0.0] * 9
+    assert spikes.measure_and_add(1e9) > 100
+    assert abs(spikes.measure_and_add(1.0)) < 1
+    assert spikes.measure_and_add(float("inf")) == float("inf")
+    assert spikes.measure_and_add(float("nan")) == 0.0
 
 
 def test_the_budget_is_kept_at_all_times() -> None:
@@ -289,13 +290,13 @@ def test_backward_ops_that_will_be_new_are_saved_for() -> None:
     for _ in range(30):
         budget.step_ended(0.1, 0.0, False)
     assert budget.allows()
-    budget.step_ended(0.11, 0.01, True, exhausted=True)
+    budget.step_ended(0.11, 0.01, True, is_exhausted=True)
     waited = 0
     while not budget.allows():
         budget.step_ended(0.1, 0.0, False)
         waited += 1
     assert waited == 0  # 0.01 for the step, and as much for backward ops, of 0.03
-    budget.step_ended(0.11, 0.01, True, exhausted=True)
+    budget.step_ended(0.11, 0.01, True, is_exhausted=True)
     while not budget.allows():
         budget.step_ended(0.1, 0.0, False)
         waited += 1

@@ -1,4 +1,4 @@
-"""Values and arguments of ops of each framework, under names that all frameworks share."""
+"""Values of ops and arguments of their rules; a move rearranges any array as an op of a framework does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import amanda
 from amanda.tools.axes import windows_of
-from amanda.tools.effective_path._rules import FIRST, OUTSIDE, WINDOWED, Indices, InputIndex
+from amanda.tools.effective_path._rules import OUTSIDE, READING_FIRST_INPUT, WINDOWED, Indices, InputIndex
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.mapping import are_transposed, local, spatial_axes
@@ -23,47 +23,57 @@ if TYPE_CHECKING:
 
 def jax_rule_key(context: amanda.OpContext) -> str:
     """Return the key of an op's rule: a product over axes of any order is an einsum."""
-    op_word: str = context["type"]
-    return "einsum" if context.get_forward_op_type() == "dot_general" and op_word != "linear" else op_word
+    op_type: str = context["type"]
+    return "einsum" if context.get_forward_op_type() == "dot_general" and op_type != "linear" else op_type
 
 
 def jax_attributes(context: amanda.OpContext) -> Mapping[str, Any]:
-    """Return the parameters of a primitive; those of dot_general with its einsum equation."""
+    """Return the parameters of a primitive; for dot_general also its einsum equation, as "equation"."""
     parameters = context.get_attrs()
     if context.get_forward_op_type() != "dot_general":
         return parameters
     ranks = [len(tensor.shape) for tensor in context.get_inputs()]
-    return {**parameters, "equation": _dot_equation(ranks, *parameters["dimension_numbers"])}
+    contracted_axes, batch_axes = parameters["dimension_numbers"]
+    return {**parameters, "equation": _einsum_equation(ranks, contracted_axes, batch_axes)}
 
 
-def _dot_equation(ranks: Sequence[int], contracted: Sequence[Any], batch: Sequence[Any]) -> str:
+def _einsum_equation(ranks: Sequence[int], contracted_axes: Sequence[Any], batch_axes: Sequence[Any]) -> str:
     """Return the einsum equation of a dot_general: axes of the batch, of the first factor, of the second.
 
-    contracted, batch: pairs of lists of axes, one list for each factor.
+    contracted_axes, batch_axes: pairs of lists of axes, one list for each factor.
     """
-    # Axes that both factors have get one letter; the letters that are free are those of one factor alone.
-    letters = iter(ascii_letters)
-    names = [[""] * rank for rank in ranks]
-    shared = []
-    for first_axis, second_axis in (*zip(*batch, strict=True), *zip(*contracted, strict=True)):
-        names[0][first_axis] = names[1][second_axis] = next(letters)
-        shared.append(names[0][first_axis])
+    unused_letters = iter(ascii_letters)
+    first_letters, second_letters = ([""] * rank for rank in ranks)  # "" for an axis without a letter yet
+    batch_letters = []
+    for first_axis, second_axis in zip(*batch_axes, strict=True):
+        first_letters[first_axis] = second_letters[second_axis] = next(unused_letters)
+        batch_letters.append(first_letters[first_axis])
+    for first_axis, second_axis in zip(*contracted_axes, strict=True):
+        first_letters[first_axis] = second_letters[second_axis] = next(unused_letters)
+    # All other axes are of one factor alone, and so of the result.
     free_letters = []
-    for axes in names:
-        free_axes = [i for i, letter in enumerate(axes) if not letter]
-        for i in free_axes:
-            axes[i] = next(letters)
-        free_letters += [axes[i] for i in free_axes]
-    result = [*shared[: len(batch[0])], *free_letters]
-    return f"{','.join(map(''.join, names))}->{''.join(result)}"
+    for factor_letters in (first_letters, second_letters):
+        for axis, letter in enumerate(factor_letters):
+            if not letter:
+                factor_letters[axis] = next(unused_letters)
+                free_letters.append(factor_letters[axis])
+    first, second, result = map("".join, (first_letters, second_letters, [*batch_letters, *free_letters]))
+    return f"{first},{second}->{result}"
 
 
-def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
-    """Return the moves of JAX, from the parameters of the primitive."""
+Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
+"""Function that moves the elements of an array as an op moves the elements of its input.
+
+The rule `rearrangement` gives it the flat indices of the input; -1 in its result is no element of the input.
+"""
+
+
+def jax_moves(op: OpValues) -> Mapping[str, Move]:
+    """Return the moves of JAX by op type; some raise NotImplementedError for parameters that no move has."""
     parameters = op.attributes
 
     def broadcast(a: NDArray[Any]) -> NDArray[Any]:
-        """Return an array in the shape of the result."""
+        """Return an array broadcast to the shape of the result."""
         extents = [1] * len(parameters["shape"])
         # JAX names the axes of the result that the operand's axes become; all others are new.
         for axis, size in zip(parameters["broadcast_dimensions"], a.shape, strict=True):
@@ -77,14 +87,14 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
         return a[tuple(map(slice, parameters["start_indices"], parameters["limit_indices"], steps))]
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
-        config = parameters["padding_config"]  # of each axis: before, behind and between the elements
-        pairs = [(low, high) for low, high, _ in config]
-        has_interior = any(interior for *_, interior in config)
-        crops = any(width < 0 for pair in pairs for width in pair)
+        config = parameters["padding_config"]
+        widths_by_axis = [(before, behind) for before, behind, _between in config]
+        has_interior = any(between for *_, between in config)
+        crops = any(width < 0 for widths in widths_by_axis for width in widths)
         # np.pad has no form for padding between elements, nor for cropping.
         if has_interior or crops:
             raise NotImplementedError(f"a pad by {config}")
-        return np.pad(a, pairs, constant_values=-1)  # -1: no element of the input
+        return np.pad(a, widths_by_axis, constant_values=-1)
 
     return {
         "permute": lambda a: a.transpose(parameters["permutation"]), "expand": broadcast,
@@ -92,29 +102,27 @@ def jax_moves(op: OpValues) -> Mapping[str, Callable[[NDArray[Any]], Any]]:
     }  # fmt: skip
 
 
-Move: TypeAlias = "Callable[[NDArray[Any]], Any]"
-"""Function that moves the elements of an array as an op moves the elements of its input."""
-
 _NON_NUMERIC_DTYPES = ("resource", "variant", "string", "complex")
 _FUSED_TYPES = ("FusedConv", "MultiHeadAttention", "SkipLayerNormalization")
 
 
 def to_host_array(tensor: Any) -> NDArray[Any] | None:
-    """Return a copy of a tensor on the host, in float32 if NumPy lacks the type; None without an array."""
+    """Return a copy on the host, float32 if NumPy lacks the type; None for nested and meta tensors."""
     if getattr(tensor, "is_nested", False) or getattr(tensor, "is_meta", False):
         return None
     host_array = np.array(tensors_of(tensor).to_numpy(local(tensor)))
+    is_numpy_dtype = host_array.dtype.isbuiltin == 1
     # Element types of ml_dtypes, such as bfloat16: float32 holds each of them exactly.
-    return host_array if host_array.dtype.isbuiltin == 1 else host_array.astype(np.float32)
+    return host_array if is_numpy_dtype else host_array.astype(np.float32)
 
 
 @dataclass(eq=False)
 class OpValues:
-    """An execution of an op of the program, with its inputs and outputs.
+    """An execution of an op of the program: copies of its inputs and outputs, and facts for the op's rule.
 
     type: the key of its rule.  weight, layout, weight_layout, dtype: as StandardMapping writes them.
-    moves: function of the framework that returns moves by word.  shapes_alone: True if the rule reads no
-    values.  inputs, outputs: arrays, and values that are not tensors.
+    moves: function of the framework that returns moves by op type.  reads_shapes_alone: True if the rule
+    reads no values.  inputs, outputs: arrays, and values that are not tensors.
     """
 
     type: str
@@ -124,12 +132,12 @@ class OpValues:
     weight_layout: str | None
     moves: Callable[[OpValues], Mapping[str, Move]]
     dtype: Callable[[Any], str | None]
-    shapes_alone: bool
+    reads_shapes_alone: bool
     inputs: Sequence[Any] = ()
     outputs: Sequence[Any] = ()
 
     def copy_for_rules(self, value: Any) -> Any:
-        """Return a copy of a value for rules, or zeros of its shape, without memory, if no rule reads it."""
+        """Copy a tensor or list for rules; if these read shapes alone, return zeros that take no memory."""
         if isinstance(value, (list, tuple)):
             return [self.copy_for_rules(item) for item in value]
         dtype = self.dtype(value)
@@ -137,22 +145,27 @@ class OpValues:
             return value
         # A view of one zero instead of a copy: rules of moved elements read nothing but shapes.  Smaller
         # tensors may be scores or indices, which are read.
-        if self.shapes_alone and len(value.shape) > 2:
+        if self.reads_shapes_alone and len(value.shape) > 2:
             return np.broadcast_to(np.float32(0), tuple(value.shape))
         return to_host_array(value)
 
-    def varying(self, op: Op, tensors: Container[Any]) -> list[InputIndex]:
-        """Return the inputs that are among tensors, without weights, scales and statistics of norms."""
+    def find_varying_inputs(self, op: Op, varying_tensors: Container[Any]) -> list[InputIndex]:
+        """Return the indices of the op's inputs that vary with the model's inputs.
+
+        Weights, and the scales and statistics of norms, never do, even if they are among varying_tensors.
+        """
         return [
-            (i, j) for i, position in enumerate(op.inputs)
-            for j, tensor in enumerate(position if isinstance(position, tuple) else (position,))
-            # Scales and statistics of a norm do not depend on the model's inputs, also where they are
-            # updated.
-            if tensor in tensors and i != self.weight and (self.type not in FIRST or i == 0)
+            (position, i) for position, tensor_or_list in enumerate(op.inputs)
+            for i, tensor in enumerate(
+                tensor_or_list if isinstance(tensor_or_list, tuple) else (tensor_or_list,)
+            )
+            # Statistics of a norm may be updated, but do not depend on the model's inputs.
+            if tensor in varying_tensors and position != self.weight
+            and (position == 0 or self.type not in READING_FIRST_INPUT)
         ]  # fmt: skip
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the arguments of the op's rule: `tables` of windows, `axes`, `scales`, `move`, ..."""
+    def rule_arguments(self) -> dict[str, Any]:
+        """Return the arguments of the op's rule by name: `tables`, `axes`, `scales`, `move`, ..."""
         # Scales are needed to fold a constant into the sum before it; the op's own rule needs nothing else.
         if self.type in SCALES:
             return {"scales": SCALES[self.type](self)}
@@ -164,7 +177,7 @@ class OpValues:
     def attribute_or_input(self, *names: str, at: int | None = None, default: Any = None) -> Any:
         """Return the first attribute of these names that is not None, else the input at a position.
 
-        A list among the inputs, and neither of both, give `default`.
+        Returns `default` if there is neither, and if the input is a list.
         """
         value = next((self.attributes[name] for name in names if self.attributes.get(name) is not None), None)
         if value is None and at is not None and at < len(self.inputs):
@@ -190,7 +203,7 @@ def _attention_arguments(op: OpValues) -> dict[str, Any]:
 
 
 def _window_tables(op: OpValues) -> list[Indices]:
-    """Return for each spatial axis the (outputs, window) coordinates of inputs."""
+    """Return for each spatial axis (outputs, window) coordinates of inputs, OUTSIDE for the padding."""
     layout, weight_layout = op.layout or "", op.weight_layout
     axes = spatial_axes(layout)
     input_sizes = [op.inputs[0].shape[i] for i in axes]
@@ -198,8 +211,8 @@ def _window_tables(op: OpValues) -> list[Indices]:
     if op.type.startswith("adaptive"):
         tables = list(map(_adaptive_windows, input_sizes, output_sizes))
     else:
-        kernel: list[int] = []
-        if weight_layout:  # a pooling has no weight: its window is among the attributes
+        kernel: list[int] = []  # empty for a pooling, whose window is among the attributes
+        if weight_layout:
             kernel = [op.inputs[1].shape[weight_layout.index(layout[i])] for i in axes]
         tables = [
             window.positions(input_size, output_size)
@@ -217,7 +230,7 @@ def _window_tables(op: OpValues) -> list[Indices]:
 def _adaptive_windows(size: int, count: int) -> Indices:
     """Return (outputs, window) positions for adaptive windows, which divide an axis and may overlap.
 
-    Positions past the end of a window are `size`.
+    size: of the axis.  count: number of windows.  Positions past the end of a window are `size`.
     """
     starts = np.arange(count) * size // count
     # Rounded up, as PyTorch rounds the ends of adaptive windows.
@@ -227,14 +240,15 @@ def _adaptive_windows(size: int, count: int) -> Indices:
 
 
 def _norm_scales(op: OpValues) -> Sequence[Any]:
-    """Return the scale of each channel in a batch norm; in training the variance is the batch's.
+    """Return the scales by which a batch norm multiplies the channels of its first input, in a list of one.
 
-    Returns a list with the scale of the first input alone, which broadcasts with it.
+    The scales broadcast with the input.  In training the variance is the batch's.
     """
-    data, gamma, _, _, variance = op.inputs[:5]
+    data, gamma, _beta, _mean, running_variance = op.inputs[:5]
     # TensorFlow's attribute tells its op from those of frameworks with the channels in the second place.
     default_layout = "NHWC" if "is_training" in op.attributes else "NC"
     channel = (op.layout or default_layout).index("C")
+    variance = running_variance
     if variance is None or op.attribute_or_input("training", "is_training", "training_mode"):
         variance = data.var(axis=tuple(axis for axis in range(data.ndim) if axis != channel))
     epsilon = op.attribute_or_input("eps", "epsilon", default=1e-5)
@@ -267,33 +281,33 @@ SCALES: dict[str, Callable[[OpValues], Sequence[Any]]] = {
 
 
 def _all_moves(op: OpValues, framework_moves: Mapping[str, Move]) -> Mapping[str, Move]:
-    """Return the moves that all frameworks share, and those of one framework."""
+    """Return the moves by op type: those that all frameworks share, overridden by those of one framework."""
     axis = op.attribute_or_input("dim", "axis", default=0)
 
-    def split(a: NDArray[Any]) -> list[NDArray[Any]]:
+    def split_as_outputs(a: NDArray[Any]) -> list[NDArray[Any]]:
         # Some frameworks give the parts as a list, others as several outputs.
         parts = op.outputs[0] if isinstance(op.outputs[0], list) else op.outputs
         return np.split(a, np.cumsum([part.shape[axis] for part in parts])[:-1], axis=axis)
 
-    def expand(a: NDArray[Any]) -> NDArray[Any]:
+    def broadcast_to_output(a: NDArray[Any]) -> NDArray[Any]:
         return np.broadcast_to(a, op.outputs[0].shape)
 
     return {
-        **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk"), split),
-        **dict.fromkeys(("expand", "expand_as"), expand),
+        **dict.fromkeys(("split", "split_with_sizes", "tensor_split", "chunk"), split_as_outputs),
+        **dict.fromkeys(("expand", "expand_as"), broadcast_to_output),
         "unbind": lambda a: [np.take(a, i, axis=axis) for i in range(a.shape[axis])], **framework_moves,
     }  # fmt: skip
 
 
 def _torch_moves(op: OpValues) -> Mapping[str, Move]:
-    """Return the moves of PyTorch, from the arguments of the function."""
+    """Return the moves of PyTorch by op type; each reads the arguments of the op's call."""
     attributes, dim = op.attributes, op.attributes.get("dim", 0)
 
     def pad(a: NDArray[Any]) -> NDArray[Any]:
-        widths = attributes["pad"]
-        # PyTorch pads from the last axis on, NumPy from the first.
-        pairs = list(zip(widths[::2], widths[1::2], strict=True))[::-1]
-        return _pad_indices(a, [(0, 0)] * (a.ndim - len(pairs)) + pairs, attributes)
+        # PyTorch lists the widths before and behind each axis from the last axis on, NumPy from the first.
+        widths_before, widths_behind = attributes["pad"][::2], attributes["pad"][1::2]
+        last_widths = list(zip(widths_before, widths_behind, strict=True))[::-1]
+        return _pad_indices(a, [(0, 0)] * (a.ndim - len(last_widths)) + last_widths, attributes)
 
     def permute(a: NDArray[Any]) -> NDArray[Any]:
         if "source" in attributes:
@@ -302,10 +316,10 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
 
     def transpose(a: NDArray[Any]) -> NDArray[Any]:
         # The last two axes by default: `mT` has no arguments.
-        first = int(op.attribute_or_input("dim0", "axis0", default=-2))
-        second = int(op.attribute_or_input("dim1", "axis1", default=-1))
+        first_axis = int(op.attribute_or_input("dim0", "axis0", default=-2))
+        second_axis = int(op.attribute_or_input("dim1", "axis1", default=-1))
         # `T` of a vector is the vector.
-        return a.swapaxes(first, second) if a.ndim > 1 else a
+        return a.swapaxes(first_axis, second_axis) if a.ndim > 1 else a
 
     return _all_moves(op, {
         "permute": permute, "transpose": transpose,
@@ -320,15 +334,16 @@ def _torch_moves(op: OpValues) -> Mapping[str, Move]:
 
 
 def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
-    """Return the moves of TensorFlow, whose arguments are constant inputs."""
+    """Return the moves of TensorFlow by op type; arguments such as axes are constant inputs of the op."""
 
     def slice_input(a: NDArray[Any]) -> Any:
         """Return the part that a StridedSlice, or a Slice if there is no step, reads."""
-        begin, end, *step = (op.integers(at=i) for i in range(1, len(op.inputs)))
-        if step:
-            return a[_strided_slice_index(begin, end, step[0], op.attributes)]
-        # Slice has sizes, with -1 for the rest of the axis; StridedSlice has ends and a step.
-        return a[tuple(slice(b, None if n < 0 else b + n) for b, n in zip(begin, end, strict=True))]
+        starts, ends_or_sizes, *steps = (op.integers(at=i) for i in range(1, len(op.inputs)))
+        if steps:
+            return a[_strided_slice_index(starts, ends_or_sizes, steps[0], op.attributes)]
+        # -1 stands for the rest of the axis.
+        ends = [None if size < 0 else start + size for start, size in zip(starts, ends_or_sizes, strict=True)]
+        return a[tuple(map(slice, starts, ends))]
 
     return _all_moves(op, {
         "permute": lambda a: a.transpose(op.integers(at=1)), "getitem": slice_input,
@@ -338,9 +353,9 @@ def _tensorflow_moves(op: OpValues) -> Mapping[str, Move]:
 
 
 def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
-    """Return the moves of ONNX by the names that all frameworks share: each moves an array as the op does.
+    """Return the moves of ONNX by op type.
 
-    The arguments of the op are constant inputs, or attributes in older models.
+    Arguments such as axes are constant inputs of the op, or attributes in older models.
     """
 
     def slice_input(a: NDArray[Any]) -> NDArray[Any]:
@@ -356,10 +371,13 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
     def pad(a: NDArray[Any]) -> NDArray[Any]:
         # ONNX lists the widths before all axes first, then those behind them.
         widths = op.integers("pads", at=1)
-        pairs, count = [(0, 0)] * a.ndim, len(widths) // 2
-        for i, axis in enumerate(op.integers(at=3) or range(count)):
-            pairs[axis] = (widths[i], widths[i + count])
-        return _pad_indices(a, pairs, op.attributes)
+        axis_count = len(widths) // 2
+        widths_before, widths_behind = widths[:axis_count], widths[axis_count:]
+        widths_by_axis = [(0, 0)] * a.ndim
+        padded_axes = op.integers(at=3) or range(axis_count)
+        for axis, before, behind in zip(padded_axes, widths_before, widths_behind, strict=True):
+            widths_by_axis[axis] = (before, behind)
+        return _pad_indices(a, widths_by_axis, op.attributes)
 
     return _all_moves(op, {
         "permute": lambda a: a.transpose(op.attributes.get("perm")), "getitem": slice_input, "pad": pad
@@ -367,13 +385,13 @@ def _onnx_moves(op: OpValues) -> Mapping[str, Move]:
 
 
 def _pad_indices(
-    a: NDArray[Any], pairs: Sequence[Sequence[int]], attributes: Mapping[str, Any]
+    indices: NDArray[Any], widths_by_axis: Sequence[Sequence[int]], attributes: Mapping[str, Any]
 ) -> NDArray[Any]:
-    """Pad an array of flat indices with -1; raise NotImplementedError for other modes, and for crops."""
+    """Pad flat indices with -1, no element; raise NotImplementedError for other modes, and for crops."""
     mode = _decode_text(attributes.get("mode", "constant"))
-    if mode != "constant" or min(map(min, pairs), default=0) < 0:
-        raise NotImplementedError(f"a pad in mode {mode} by {pairs}")
-    return np.pad(a, pairs, constant_values=-1)
+    if mode != "constant" or min(map(min, widths_by_axis), default=0) < 0:
+        raise NotImplementedError(f"a pad in mode {mode} by {widths_by_axis}")
+    return np.pad(indices, widths_by_axis, constant_values=-1)
 
 
 def _numpy_index(index: Any) -> Any:
@@ -384,9 +402,13 @@ def _numpy_index(index: Any) -> Any:
 
 
 def _clipped_slice(first: int, last: int, step: int, size: int) -> slice:
-    """Return a slice with bounds clipped as ONNX clips them, where -1 past the start stays the start."""
+    """Return the slice of NumPy for bounds of ONNX: those before the start of the axis count as the start.
+
+    NumPy would count a bound that is still negative from the end again.
+    """
     first, last = (bound + size if bound < 0 else bound for bound in (first, last))
-    if last < 0:  # before the start, which NumPy would count from the end
+    if last < 0:
+        # A negative step runs through element 0, for which NumPy's slices have no number.
         return slice(max(first, 0), None if step < 0 else 0, step)
     return slice(max(first, 0), last, step)
 
@@ -394,9 +416,9 @@ def _clipped_slice(first: int, last: int, step: int, size: int) -> slice:
 def _strided_slice_index(
     begin: Sequence[int], end: Sequence[int], step: Sequence[int], attributes: Mapping[str, Any]
 ) -> Any:
-    """Return the index of NumPy for a StridedSlice."""
+    """Return the index of NumPy for a StridedSlice, a tuple with one entry for each of `begin`."""
 
-    def index(i: int) -> Any:
+    def index_entry(i: int) -> Any:
         """Return entry i: an ellipsis, None for a new axis, an integer for an axis that goes, or a slice."""
         masks = ("ellipsis", "new_axis", "shrink_axis", "begin", "end")
         # Bit i of each mask is about entry i of the slice.
@@ -411,7 +433,7 @@ def _strided_slice_index(
             None if "begin" in masks_set else begin[i], None if "end" in masks_set else end[i], step[i]
         )
 
-    return tuple(map(index, range(len(begin))))
+    return tuple(map(index_entry, range(len(begin))))
 
 
 def _decode_text(value: Any) -> str:
@@ -420,28 +442,32 @@ def _decode_text(value: Any) -> str:
 
 
 def _onnx_rule_key(context: amanda.OpContext) -> str:
-    """Return the key of a node's rule: its word, or its type if the node computes more than the word says."""
-    name, inputs = context.get_forward_op_type(), context.get_inputs()
-    # A fused or quantised op computes more than its word says, and a rule for the word would be wrong.
-    keeps_own_type = name in _FUSED_TYPES or name.startswith("QLinear") or name.endswith("Integer")
-    if name == "Gemm":
-        keeps_own_type = bool(context.get_attrs().get("transA"))
-    if name == "Attention":
-        # Attention of ONNX has four axes; ONNX Runtime's op of the same name projects as well.
-        keeps_own_type = len(context["shape"](inputs[0]) or ()) != 4 or len(inputs) > 4
-    return name if keeps_own_type else str(context["type"])
+    """Return the key of a node's rule: the mapped type, or ONNX's own if the node computes more.
+
+    There are rules for mapped types alone, so a fused or quantised node has none.
+    """
+    onnx_type, inputs = context.get_forward_op_type(), context.get_inputs()
+    is_quantised = onnx_type.startswith("QLinear") or onnx_type.endswith("Integer")
+    computes_more = onnx_type in _FUSED_TYPES or is_quantised
+    if onnx_type == "Gemm":
+        computes_more = bool(context.get_attrs().get("transA"))
+    if onnx_type == "Attention":
+        # Attention of ONNX has four axes and at most a mask besides query, key and value; ONNX Runtime's op
+        # of the same name projects as well.
+        computes_more = len(context["shape"](inputs[0]) or ()) != 4 or len(inputs) > 4
+    return onnx_type if computes_more else str(context["type"])
 
 
 def _mapping_rule(
-    moves: Any, word: Callable[[amanda.OpContext], str] = itemgetter("type"),
+    moves: Any, rule_key: Callable[[amanda.OpContext], str] = itemgetter("type"),
     attributes: Callable[[amanda.OpContext], Mapping[str, Any]] = amanda.OpContext.get_attrs,
 ) -> Any:  # fmt: skip
     """Return a mapping rule that writes the facts of an op by functions of its framework."""
-    return partial(_write_moves, moves, word, attributes)
+    return partial(_write_facts, moves, rule_key, attributes)
 
 
-def _write_moves(moves: Any, word: Any, attributes: Any, context: amanda.OpContext) -> None:
-    context["effective path"] = moves, word(context), attributes(context)
+def _write_facts(moves: Any, rule_key: Any, attributes: Any, context: amanda.OpContext) -> None:
+    context["effective path"] = moves, rule_key(context), attributes(context)
 
 
 def _all_jax_moves(op: OpValues) -> Mapping[str, Any]:
@@ -453,4 +479,4 @@ FRAMEWORKS = [
     ["onnxruntime", _mapping_rule(_onnx_moves, _onnx_rule_key)],
     ["jax", _mapping_rule(_all_jax_moves, jax_rule_key, jax_attributes)],
 ]  # fmt: skip
-"""Mapping rules that write the moves of an op's framework, the key of the op's rule, and attributes."""
+"""Mapping rules that write the function of a framework's moves, the key of the op's rule, and attributes."""

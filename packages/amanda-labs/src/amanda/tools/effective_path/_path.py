@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -68,8 +69,8 @@ class Layer:
         """
         if which not in PARTS:
             raise PathError(f"a path has {', '.join(PARTS)}, not {which!r}")
-        indices: Indices = getattr(self, which)
-        return indices
+        flat_indices: Indices = getattr(self, which)
+        return flat_indices
 
     def check(self) -> None:
         """Raise ValueError for indices that the op does not have, as in a damaged file."""
@@ -187,7 +188,7 @@ class EffectivePath:
         return _overlap_share(common, self.count(which) + other.count(which) - common)
 
     def _count_common(self, other_path: EffectivePath, part: Part) -> dict[str, int]:
-        """Return by layer the size of the intersection of both paths."""
+        """Return by layer the number of elements that both paths have; 0 for a layer that the other lacks."""
         other_parts = {name: layer.part(part) for name, layer in other_path.layers.items()}
         return {
             # Indices are unique and sorted, so NumPy need not sort them again.
@@ -196,21 +197,22 @@ class EffectivePath:
         }
 
     def save(self, path: str | Path) -> Path:
-        """Write the path into an npz file; return the file's path.
+        """Write the path into an npz file, a JSON header and arrays of indices; return the file's path.
 
         Args:
-            path: File to write.
+            path: File to write or replace.
 
         Raises:
             FileError: Where the file cannot be written.
         """
         arrays: dict[str, Any] = {}
-        header: dict[str, Any] = {"schema": f"amanda.{NAME}", "version": VERSION}
-        header |= {"label": self.label, "layers": []}
+        layer_headers: list[dict[str, Any]] = []
         for i, (name, layer) in enumerate(self.layers.items()):
             fields = {key: value for key, value in vars(layer).items() if key not in PARTS}
-            header["layers"].append({"name": name, **fields})
+            layer_headers.append({"name": name, **fields})
             arrays.update({f"{i}/{part}": layer.part(part) for part in PARTS})
+        header = {"schema": f"amanda.{NAME}", "version": VERSION, "label": self.label}
+        header["layers"] = layer_headers
         with replacing(path) as temporary, temporary.open("wb") as file:
             # No pickles: a file from elsewhere must not run code when it is loaded.
             np.savez_compressed(file, allow_pickle=False, path=np.array(json.dumps(header)), **arrays)
@@ -232,11 +234,14 @@ class EffectivePath:
             header = json.loads(str(file["path"]))
             check_schema(header, NAME, VERSION)
             layers = {}
-            for i, entry in enumerate(header["layers"]):
-                entry.update({part: file[f"{i}/{part}"] for part in PARTS})
-                shapes = {key: tuple(map(int, entry[key])) for key in ("sizes", "shape", "weight_shape")}
-                name = entry.pop("name")
-                layers[name] = layer = Layer(**{**entry, **shapes})
+            for i, layer_header in enumerate(header["layers"]):
+                name = layer_header.pop("name")
+                parts = {part: file[f"{i}/{part}"] for part in PARTS}
+                # JSON has lists in the place of tuples.
+                shapes = {
+                    key: tuple(map(int, layer_header[key])) for key in ("sizes", "shape", "weight_shape")
+                }
+                layers[name] = layer = Layer(**{**layer_header, **parts, **shapes})
                 layer.check()
             return cls(layers, header["label"])
 
@@ -291,15 +296,16 @@ class EffectivePathResult(PlottedResult):
         self.title = f"Effective paths of {len(self.paths)} samples, theta {theta:g}"
 
     def rows(self) -> Sequence[Sequence[Any]]:
-        """Return a row for each layer; counts and densities are means."""
+        """Return a row for each layer; counts and densities are means over the paths that have the layer."""
+        if not self.paths:
+            return []
         rows = []
-        for name, layer in union(self.paths).layers.items() if self.paths else ():
-            layers = [path.layers[name] for path in self.paths if name in path.layers]
+        for name, layer in union(self.paths).layers.items():
+            layer_on_paths = [path.layers[name] for path in self.paths if name in path.layers]
             row: list[Any] = ["forward", layer.type, layer.module, layer.source]
             for part, size in zip(PARTS, layer.sizes, strict=True):
-                # A mean over the paths that have the layer.
-                count = fmean(len(sample_layer.part(part)) for sample_layer in layers)
-                row += [count, size, count / size] if size else [None, 0, None]
+                mean_count = fmean(len(path_layer.part(part)) for path_layer in layer_on_paths)
+                row += [mean_count, size, mean_count / size] if size else [None, 0, None]
             rows.append(row)
         return rows
 
@@ -318,16 +324,18 @@ class EffectivePathResult(PlottedResult):
         return {"theta": self.theta, "paths": paths, "missing": self.missing, "reason": self.reason}
 
     def draw(self, axes: Axes) -> None:
-        """Draw bars for each layer: the share of its neurons, synapses and weights."""
-        rows = self.rows()
-        names = [column.name for column in self.columns]
+        """Draw three bars for each layer: the shares of its neurons, synapses and weights, if it has them."""
+        column_names = [column.name for column in self.columns]
+        rows = [dict(zip(column_names, row, strict=True)) for row in self.rows()]
         for i, part in enumerate(PARTS):
-            column = names.index(f"{part} density")
+            densities = [row[f"{part} density"] for row in rows]
+            # The second of the three bars is at the tick of the layer.
             bars = [
-                (n + (i - 1) * 0.27, row[column]) for n, row in enumerate(rows) if row[column] is not None
-            ]
+                (tick + (i - 1) * 0.27, density)
+                for tick, density in enumerate(densities) if density is not None
+            ]  # fmt: skip
             axes.bar([x for x, _ in bars], [y for _, y in bars], 0.25, label=part, color=_COLOURS[i])
-        labels = [f"{row[2] or row[1]} {row[1] if row[2] else ''}".strip() for row in rows]
+        labels = [f"{row['module']} {row['type']}" if row["module"] else row["type"] for row in rows]
         axes.set_xticks(range(len(rows)), labels, rotation=60, ha="right")
         axes.set_ylabel("density")
         axes.set_title(self.title, loc="left")
@@ -336,17 +344,19 @@ class EffectivePathResult(PlottedResult):
 
 # One number for sample and element: sets of them are sorted arrays, which NumPy joins fast.
 Keys = list[Indices]
-"""Elements of a tensor on the paths of all samples.  A key is sample * size + flat index: the same element
-may be on the paths of several samples, since tensors of constants have no batch axis."""
+"""Elements of a tensor on the paths of all samples, in arrays that are not joined yet.
+
+A key is sample * size of the tensor + flat index: the same element may be on the paths of several samples,
+since tensors of constants have no batch axis."""
 
 
 @dataclass
 class OpOnPath:
-    """The elements of an op's inputs and outputs that are on the paths of all samples.
+    """The terms of one output of an op, and the elements of its inputs, that are on the paths of all samples.
 
-    weight: index of the weight among the inputs, if the op sums products with it.
-    synapses: number of terms of all outputs.  synapse_keys: terms on the paths.
-    element_keys: by input, the elements on the paths.
+    output: its position.  weight: index of the weight among the inputs, if the op sums products with it.
+    fan_in: most terms of an element.  synapses: number of all terms of the output.
+    synapse_keys: terms on the paths.  element_keys: by input, the elements on the paths.
     """
 
     step: Step
@@ -359,17 +369,18 @@ class OpOnPath:
 
 
 def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
-    """Return for each sample the layer with the part of an op that is on the sample's path."""
+    """Return for each of the samples, a number, the layer with the part of an op that is on its path."""
     step = op_on_path.step
     neurons, neuron_count, shape = _neurons_by_sample(op_on_path, samples)
     weight = np.zeros(0) if op_on_path.weight is None else step.tensor(op_on_path.weight)
     weight_keys = [] if op_on_path.weight is None else op_on_path.element_keys[op_on_path.weight]
     # All samples share the weight, whose first axis is not a batch.
     weights, weight_count = _split_by_sample(weight_keys, weight.size, samples, shared=True)
-    terms = step.outputs[op_on_path.output].size * op_on_path.fan_in
-    synapses, terms_of_sample = _split_by_sample(op_on_path.synapse_keys, terms, samples)
-    # `op_on_path.synapses` counts the terms that exist: a window at the border has fewer than `fan_in`.
-    synapse_count = op_on_path.synapses * terms_of_sample // terms
+    # As many as if each output had `fan_in` terms; at the border of a window's input it has fewer.
+    term_slots = step.outputs[op_on_path.output].size * op_on_path.fan_in
+    synapses, slots_of_sample = _split_by_sample(op_on_path.synapse_keys, term_slots, samples)
+    # Of the terms that exist, the share of one sample.
+    synapse_count = op_on_path.synapses * slots_of_sample // term_slots
     return [
         Layer(
             type=step.type, module=step.op.module, source=step.op.source,
@@ -382,8 +393,10 @@ def layers_by_sample(op_on_path: OpOnPath, samples: int) -> list[Layer]:
 
 
 def _neurons_by_sample(op_on_path: OpOnPath, samples: int) -> tuple[list[Indices], int, tuple[int, ...]]:
-    """Return the neurons on each sample's path, the number of all neurons of a sample, and their shape."""
-    # Several inputs, as of an addition, are numbered one after another.
+    """Return the neurons on each sample's path, the number of all neurons of a sample, and their shape.
+
+    Several inputs, as of an addition, are numbered one after another.
+    """
     neurons: list[list[Indices]] = [[] for _ in range(samples)]
     neuron_count: int = 0
     shape: tuple[int, ...] = ()
@@ -391,12 +404,13 @@ def _neurons_by_sample(op_on_path: OpOnPath, samples: int) -> tuple[list[Indices
         if input_index == op_on_path.weight:
             continue
         tensor = op_on_path.step.tensor(input_index)
-        indices_by_sample, count = _split_by_sample(keys, tensor.size, samples)
+        indices_by_sample, tensor_neuron_count = _split_by_sample(keys, tensor.size, samples)
         for sample_neurons, indices in zip(neurons, indices_by_sample, strict=True):
             sample_neurons.append(indices + neuron_count)
-        neuron_count += count
+        neuron_count += tensor_neuron_count
         shape = tensor.shape[1:] if tensor.shape[:1] == (samples,) else tensor.shape
-    if prod(shape) != neuron_count:  # the neurons are of several inputs, or of all samples
+    # The shape of one input is that of the neurons, unless there are several, or samples share the input.
+    if prod(shape) != neuron_count:
         shape = (neuron_count,)
     return [np.concatenate(sample_neurons) for sample_neurons in neurons], neuron_count, shape
 
@@ -405,9 +419,10 @@ def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) 
     """Return the flat indices of keys for each sample, and the number of elements of a sample.
 
     Both are of the sample's block of the tensor, if each element on a path lies in the block of its sample;
-    else, and for a tensor that the samples share, of the whole tensor.
+    else, and for a tensor that the samples share, of the whole tensor.  size: of the tensor.
     """
     all_keys = np.unique(np.concatenate(keys)) if keys else np.zeros(0, np.int64)
+    # The inverse of sample * size + flat index; a tensor without elements has no keys.
     sample_of_key, indices = np.divmod(all_keys, max(size, 1))
     # Only if each sample stays in its own block is the first axis that of the batch: a constant, and a tensor
     # that mixes samples, have none.
@@ -416,17 +431,18 @@ def _split_by_sample(keys: Keys, size: int, samples: int, shared: bool = False) 
     stays_in_block = np.all((within_block >= 0) & (within_block < block_size))
     if not shared and size % samples == 0 and stays_in_block:
         indices, size = within_block, block_size
-    ends = np.searchsorted(sample_of_key, np.arange(samples + 1))
-    return [indices[ends[i] : ends[i + 1]] for i in range(samples)], size
+    # The keys are sorted, and so are their samples.
+    starts = np.searchsorted(sample_of_key, np.arange(samples + 1))
+    return [indices[starts[i] : starts[i + 1]] for i in range(samples)], size
 
 
 def layer_names(steps: Sequence[Step]) -> list[str]:
-    """Return a name for each step from its module and type, with a number for repetitions."""
-    counts: dict[str, int] = {}
+    """Return for each step "module/type", for the second step with this name "module/type.1", and so on."""
+    earlier_count = Counter[str]()
     names = []
     for step in steps:
         name = f"{step.op.module}/{step.type}"
         # A module that is called twice has two layers, in the order of execution.
-        counts[name] = counts.get(name, -1) + 1
-        names.append(f"{name}.{counts[name]}" if counts[name] else name)
+        names.append(f"{name}.{earlier_count[name]}" if earlier_count[name] else name)
+        earlier_count[name] += 1
     return names

@@ -1,4 +1,4 @@
-"""Terms of the outputs of ops, and rules that return them, by the words of StandardMapping."""
+"""Rules by op type: each returns, for elements of an op's output, the terms whose sums they are."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ Rule = Callable[..., Terms]
 def leading(
     contributions: Numbers, value: Numbers, theta: PositiveFloat, mode: Mode = "cumulative"
 ) -> NDArray[np.bool_]:
-    """Return True for the fewest positive contributions whose sum is at least theta times a neuron's value.
+    """Return a mask: True for the fewest positive contributions that sum to theta times a neuron's value.
 
     Source: Qiu et al. 2019, sec. 3.1; Gan et al. 2020 (Ptolemy), sec. 3.
 
@@ -96,7 +96,7 @@ def leading(
     positive = contributions > 0
     if mode == "absolute":
         return positive & (contributions >= theta)
-    # Ops such as a maximum have no sum to reach.
+    # NaN: there is no value to reach but the sum itself.
     value = np.where(np.isnan(value), np.where(positive, contributions, 0).sum(1), value)
     target = theta * value
     # A partition saves nothing on a few terms.
@@ -106,18 +106,19 @@ def leading(
 
 
 _PRESORTED = 32
+"""Number of the largest terms of a neuron that are sorted before all of them are."""
 
 
 def _leading_partitioned(contributions: Numbers, target: Numbers) -> NDArray[np.bool_]:
-    """Return the same as `_leading_sorted`, which it calls on the largest terms of each neuron first.
+    """Return what `_leading_sorted` returns, but sort the few largest terms of each neuron first.
 
-    Most sums are reached by a few of many terms, which need not all be sorted.
+    All terms are sorted only for neurons whose sum these do not reach: most sums are reached by a few terms.
     """
-    largest = np.argpartition(-contributions, _PRESORTED, axis=1)[:, : _PRESORTED + 1]
-    largest.sort(axis=1)  # of equal contributions the first comes first
-    largest_contributions = np.take_along_axis(contributions, largest, 1)
+    largest_terms = np.argpartition(-contributions, _PRESORTED, axis=1)[:, : _PRESORTED + 1]
+    largest_terms.sort(axis=1)  # of equal contributions the first comes first
+    largest_contributions = np.take_along_axis(contributions, largest_terms, 1)
     is_leading = np.zeros(contributions.shape, bool)
-    np.put_along_axis(is_leading, largest, _leading_sorted(largest_contributions, target), 1)
+    np.put_along_axis(is_leading, largest_terms, _leading_sorted(largest_contributions, target), 1)
     # Undecided if even the smallest of the largest was needed: more of them may be.
     # Also equal to the smallest: of equal contributions the first ones count, and a partition keeps any.
     smallest_needed = np.where(is_leading, contributions, np.inf).min(1)
@@ -127,65 +128,80 @@ def _leading_partitioned(contributions: Numbers, target: Numbers) -> NDArray[np.
 
 
 def _leading_sorted(contributions: Numbers, target: Numbers) -> NDArray[np.bool_]:
-    """Return True for the largest positive contributions, until their sum reaches a target."""
+    """Return (neurons, terms), True for the largest positive contributions until their sum is the target."""
     # Stable, so that of equal contributions the first come first in every run.
-    order = np.argsort(-contributions, axis=1, kind="stable")
-    ranked = np.maximum(np.take_along_axis(contributions, order, 1), 0)
-    # Infinities have no difference: the sum before each is the sum after its neighbour.
-    before = np.pad(np.cumsum(ranked, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    descending_terms = np.argsort(-contributions, axis=1, kind="stable")
+    descending = np.maximum(np.take_along_axis(contributions, descending_terms, 1), 0)
+    # Shifted by one, not the sum less the term: of infinities that difference would be NaN.
+    sum_before = np.pad(np.cumsum(descending, axis=1)[:, :-1], ((0, 0), (1, 0)))
+    is_needed = (sum_before < target[:, None]) & (descending > 0)
     is_leading = np.zeros(contributions.shape, bool)
-    np.put_along_axis(is_leading, order, (before < target[:, None]) & (ranked > 0), 1)
+    np.put_along_axis(is_leading, descending_terms, is_needed, 1)
     return is_leading
 
 
 class Mesh:
     """Coordinates of elements of an output and of their terms, by names of axes.
 
-    rows: flat indices of the elements.  axes: extents of the axes of the output.  terms: extents of the axes
-    that are summed over.  coordinates: by name of axis; they broadcast to (outputs, *terms).
+    elements: flat indices of the elements.  axes: extents of the axes of the output by name.
+    term_axes: extents of the axes that are summed over.
+    coordinates: by name of axis; they broadcast to (elements, *term_axes).
     """
 
     def __init__(
-        self, rows: Indices, axes: Mapping[Any, int], terms: Mapping[Any, int] | None = None
+        self, elements: Indices, axes: Mapping[Any, int], term_axes: Mapping[Any, int] | None = None
     ) -> None:
-        inner = terms or {}
-        self._shape = (len(rows), *inner.values())
-        outputs = np.unravel_index(rows, tuple(axes.values())) if axes else ()
+        term_extents = dict(term_axes or {})
+        self._broadcast_shape = (len(elements), *term_extents.values())
+        element_coordinates = np.unravel_index(elements, tuple(axes.values())) if axes else ()
         self.coordinates = {
-            name: coordinates.reshape(-1, *[1] * len(inner))
-            for name, coordinates in zip(axes, outputs, strict=True)
+            name: coordinates.reshape(-1, *[1] * len(term_extents))
+            for name, coordinates in zip(axes, element_coordinates, strict=True)
         }
         # Open grids: coordinates broadcast, and no array of all terms is made for each axis.
-        self.coordinates.update(zip(inner, np.ix_(*map(np.arange, inner.values())), strict=True))
+        term_coordinates = np.ix_(*map(np.arange, term_extents.values()))
+        self.coordinates.update(zip(term_extents, term_coordinates, strict=True))
 
-    def indices(self, names: Sequence[Any], extents: Sequence[int]) -> Indices:
-        """Return (outputs, terms) flat indices into a tensor; an axis of extent 1 is broadcast."""
+    def flat_indices(self, names: Sequence[Any], extents: Sequence[int]) -> Indices:
+        """Return (elements, terms) flat indices into a tensor, by the names and extents of its axes.
+
+        An axis of extent 1 is broadcast.  An index is negative where a coordinate is OUTSIDE.
+        """
         index = np.zeros(1, np.int64)
         for i, (name, extent) in enumerate(zip(names, extents, strict=True)):
-            # An axis of extent 1 is broadcast; the coordinate stays negative outside of the tensor.
+            # Broadcast: coordinate 0, or still OUTSIDE.
             coordinate = self.coordinates[name] if extent > 1 else np.minimum(self.coordinates[name], 0)
-            index = index + coordinate * prod(extents[i + 1 :])
-        return np.broadcast_to(index, self._shape).reshape(self._shape[0], -1)
+            stride = prod(extents[i + 1 :])
+            index = index + coordinate * stride
+        return np.broadcast_to(index, self._broadcast_shape).reshape(self._broadcast_shape[0], -1)
 
 
-def operand_indices(rows: Indices, shape: Sequence[int], operand: Sequence[int]) -> Indices:
-    """Return flat indices into an operand that is broadcast, for flat indices into the shape of the result.
+def operand_indices(elements: Indices, shape: Sequence[int], operand_shape: Sequence[int]) -> Indices:
+    """Return flat indices into an operand that is broadcast to a shape, for flat indices into the shape."""
+    if shape == operand_shape:
+        return elements
+    # Axes are named by their distance from the right, where broadcasting aligns them.
+    mesh = Mesh(elements, dict(zip(range(-len(shape), 0), shape, strict=True)))
+    # There is one term for each element.
+    return mesh.flat_indices(range(-len(operand_shape), 0), operand_shape)[:, 0]
 
-    rows: the indices into the result, which are returned as they are if the shapes are equal.
-    """
-    if shape == operand:
-        return rows
-    mesh = Mesh(rows, dict(zip(range(-len(shape), 0), shape, strict=True)))
-    return mesh.indices(range(-len(operand), 0), operand)[:, 0]
+
+class _ProductTerms(NamedTuple):
+    """(elements, terms) flat indices into two factors, and products; term_count: of the whole output."""
+
+    first_indices: Indices
+    second_indices: Indices
+    products: Numbers
+    term_count: int
 
 
 def _product_terms(
-    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], labels: Sequence[Sequence[Any]]
-) -> tuple[list[Indices], Numbers, int]:
-    """Return the terms of a product of two tensors, summed over the labels that the output lacks.
+    elements: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], labels: Sequence[Sequence[Any]]
+) -> _ProductTerms:
+    """Return the terms of elements of a product of two tensors, summed over the labels that the output lacks.
 
-    shape: of the output.  labels: of the axes of both factors and of the output; extents of 1 are broadcast.
-    Returns the indices of both factors, the products, and the number of terms of all elements.
+    elements: flat indices into the output, which has this shape.
+    labels: names of the axes of both factors and of the output; extents of 1 are broadcast.
     """
     *factor_labels, output_labels = labels
     extents: dict[Any, int] = {}
@@ -193,66 +209,73 @@ def _product_terms(
         for name, extent in zip(names, tensor.shape, strict=True):
             # A factor of extent 1 is broadcast along the axis.
             extents[name] = max(extents.get(name, 1), extent)
-    summed = {name: extent for name, extent in extents.items() if name not in output_labels}
-    mesh = Mesh(rows, dict(zip(output_labels, shape, strict=True)), summed)
-    indices = [
-        mesh.indices(names, tensor.shape) for tensor, names in zip(factors, factor_labels, strict=True)
-    ]
-    first, second = (tensor.reshape(-1)[index] for tensor, index in zip(factors, indices, strict=True))
+    summed_axes = {name: extent for name, extent in extents.items() if name not in output_labels}
+    mesh = Mesh(elements, dict(zip(output_labels, shape, strict=True)), summed_axes)
+    first_indices, second_indices = (
+        mesh.flat_indices(names, tensor.shape) for tensor, names in zip(factors, factor_labels, strict=True)
+    )
+    first, second = factors
     # In float64: products of float32 are exact there.
-    return indices, first.astype(np.float64) * second, prod(shape) * prod(summed.values())
+    products = first.reshape(-1)[first_indices].astype(np.float64) * second.reshape(-1)[second_indices]
+    return _ProductTerms(first_indices, second_indices, products, prod(shape) * prod(summed_axes.values()))
 
 
 def _matmul_terms(
-    rows: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], transposed: Sequence[bool]
-) -> tuple[list[Indices], Numbers, int]:
-    """Return the terms of (..., n, k) times (..., k, m), transposed or vectors; see `_product_terms`.
+    elements: Indices, shape: Sequence[int], factors: Sequence[NDArray[Any]], transposed: Sequence[bool]
+) -> _ProductTerms:
+    """Return the terms of elements of (..., n, k) times (..., k, m).  A factor may be a vector (k,).
 
+    transposed: for each factor, True if its last two axes are exchanged.
     Axes of a batch that the output lacks are summed over too.
     """
     labels: list[Sequence[Any]] = []
-    for tensor, axes, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True):
+    for tensor, matrix_labels, is_transposed in zip(factors, ("nk", "km"), transposed, strict=True):
         if tensor.ndim == 1:
             labels.append("k")
             continue
         # Axes of a batch are numbered from the right, so that broadcast ones meet.
-        labels.append([*range(2 - tensor.ndim, 0), *(reversed(axes) if is_transposed else axes)])
-    matrix_axes = [axis for tensor, axis in zip(factors, "nm", strict=True) if tensor.ndim > 1]
-    batch = range(len(matrix_axes) - len(shape), 0)
-    return _product_terms(rows, shape, factors, [*labels, [*batch, *matrix_axes]])
+        batch_labels = range(2 - tensor.ndim, 0)
+        labels.append([*batch_labels, *(reversed(matrix_labels) if is_transposed else matrix_labels)])
+    # A vector gives the output no axis.
+    output_labels = [label for tensor, label in zip(factors, "nm", strict=True) if tensor.ndim > 1]
+    output_batch_labels = range(len(output_labels) - len(shape), 0)
+    return _product_terms(elements, shape, factors, [*labels, [*output_batch_labels, *output_labels]])
 
 
-def matmul(step: Step, rows: Indices, output: int) -> Terms:
+def matmul(step: Step, elements: Indices, output: int) -> Terms:
     """Return the products that a matrix product sums; the weight of a linear layer is the second factor."""
-    inputs: list[InputIndex] = [(position, 0) for position in MATRIX_PRODUCTS[step.type].factors]
+    first, second = ((position, 0) for position in MATRIX_PRODUCTS[step.type].factors)
+    factors = [step.tensor(first), step.tensor(second)]
     transposed = step.arguments.get("transposed", (False, False))
-    read, values, count = _matmul_terms(
-        rows, step.outputs[output].shape, [step.tensor(index) for index in inputs], transposed
-    )
-    return Terms(dict(zip(inputs, read, strict=True)), values, count, weighted=True)
+    terms = _matmul_terms(elements, step.outputs[output].shape, factors, transposed)
+    sources = {first: terms.first_indices, second: terms.second_indices}
+    return Terms(sources, terms.products, terms.term_count, weighted=True)
 
 
-def einsum(step: Step, rows: Indices, output: int) -> Terms:
+def einsum(step: Step, elements: Indices, output: int) -> Terms:
     """Return the products that an equation sums.
 
     Raises NotImplementedError for an equation with an ellipsis, or with other than two factors.
     """
     equation = step.arguments["equation"].replace(" ", "")
-    terms, arrow, out = equation.partition("->")
-    names = terms.split(",")
-    inputs = [
-        (i, j) for i, value in enumerate(step.inputs)
-        for j, tensor in enumerate(value if isinstance(value, (list, tuple)) else [value])
+    factor_text, arrow, output_labels = equation.partition("->")
+    factor_labels = factor_text.split(",")
+    # The factors are inputs of their own, or a list at one position.
+    input_indices = [
+        (position, i) for position, value in enumerate(step.inputs)
+        for i, tensor in enumerate(value if isinstance(value, (list, tuple)) else [value])
         if isinstance(tensor, np.ndarray)
     ]  # fmt: skip
-    if len(names) != 2 or len(inputs) != 2 or "." in equation or not arrow:
+    if len(factor_labels) != 2 or len(input_indices) != 2 or "." in equation or not arrow:
         raise NotImplementedError(f"einsum {equation!r}")
-    factors = [step.tensor(index) for index in inputs]
-    read, values, count = _product_terms(rows, step.outputs[output].shape, factors, [*names, out])
-    return Terms(dict(zip(inputs, read, strict=True)), values, count, weighted=True)
+    factors = [step.tensor(index) for index in input_indices]
+    shape, labels = step.outputs[output].shape, [*factor_labels, output_labels]
+    terms = _product_terms(elements, shape, factors, labels)
+    sources = dict(zip(input_indices, (terms.first_indices, terms.second_indices), strict=True))
+    return Terms(sources, terms.products, terms.term_count, weighted=True)
 
 
-def attention(step: Step, rows: Indices, output: int) -> Terms:
+def attention(step: Step, elements: Indices, output: int) -> Terms:
     """Return the terms of softmax(q k^T) v: values, weighted by the softmax.
 
     Raises NotImplementedError where several heads of the query share one of the values.
@@ -267,155 +290,160 @@ def attention(step: Step, rows: Indices, output: int) -> Terms:
     if mask is not None:
         scores = np.where(mask, scores, -np.inf) if mask.dtype == bool else scores + mask
     # The largest is subtracted, or else exp would overflow.
-    shares = np.exp(scores - scores.max(-1, keepdims=True))
-    shares /= shares.sum(-1, keepdims=True)
-    # Only values are on the path: the softmax of query and key is taken as constant weights.
-    read, values, count = _matmul_terms(rows, step.outputs[output].shape, (shares, value), (False, False))
-    return Terms({(2, 0): read[1]}, values, count, weighted=True)
+    attention_weights = np.exp(scores - scores.max(-1, keepdims=True))
+    attention_weights /= attention_weights.sum(-1, keepdims=True)
+    factors = (attention_weights, value)
+    terms = _matmul_terms(elements, step.outputs[output].shape, factors, transposed=(False, False))
+    # Only values, input 2, are on the path: the softmax of query and key is taken as constant weights.
+    return Terms({(2, 0): terms.second_indices}, terms.products, terms.term_count, weighted=True)
 
 
-def _window_mesh(step: Step, rows: Indices, output: int, channels: Mapping[str, int]) -> tuple[Mesh, int]:
-    """Return the coordinates of the inputs in each output's window, and the number of terms of all outputs.
+def _window_mesh(step: Step, elements: Indices, output: int, channels: Mapping[str, int]) -> tuple[Mesh, int]:
+    """Return the coordinates of the inputs in the window of each element, and the term count of all outputs.
 
-    channels: extents of the axes of terms before the axes of the window, "h" and "w".
+    The mesh has the axes of the layout, where "H" and "W" are coordinates of the input, and the axes of
+    terms: `channels`, with their extents, then "h" and "w", the place in the window.
     """
     shape, layout, tables = step.outputs[output].shape, step.layout or "", step.arguments["tables"]
     spatial = [layout[axis] for axis in spatial_axes(layout)]
-    window = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
-    mesh = Mesh(rows, dict(zip(layout, shape, strict=True)), {**channels, **window})
+    window_axes = {axis.lower(): table.shape[1] for axis, table in zip(spatial, tables, strict=True)}
+    mesh = Mesh(elements, dict(zip(layout, shape, strict=True)), {**channels, **window_axes})
     for axis, table in zip(spatial, tables, strict=True):
         # The coordinate of an output becomes that of the input which each place of its window reads.
         mesh.coordinates[axis] = table[mesh.coordinates[axis], mesh.coordinates[axis.lower()]]
     outputs_at_place = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
-    # Along each axis the places that windows read in the tensor, of all outputs together.
+    # Of the places of all windows, those inside of the tensor: in the padding there are no terms.
     places_read = prod(int((table >= 0).sum()) for table in tables)
     return mesh, outputs_at_place * prod(channels.values()) * places_read
 
 
-def convolution(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the products of weight and input, over the channels of an output's group and its window."""
+def convolution(step: Step, elements: Indices, output: int) -> Terms:
+    """Return the products of weight and input, over channels of an output's group and its window."""
     assert step.weight is not None
     layout, weight_layout = step.layout or "", step.weight_layout or ""
     data, weight = step.tensor((0, 0)), step.tensor((step.weight, 0))
-    extents = dict(zip(weight_layout, weight.shape, strict=True))
-    is_depthwise = "M" in extents  # (..., I, M): each channel has M outputs of its own
-    mesh, count = _window_mesh(step, rows, output, {"I": 1 if is_depthwise else extents["I"]})
+    # "O": output channels, "I": input channels of a group.  Depthwise: each channel "I" has "M" outputs.
+    weight_extents = dict(zip(weight_layout, weight.shape, strict=True))
+    is_depthwise = "M" in weight_extents
+    group_channels = 1 if is_depthwise else weight_extents["I"]
+    mesh, term_count = _window_mesh(step, elements, output, {"I": group_channels})
     coordinates = mesh.coordinates
+    # At first "C" is the channel of the output; below it becomes the channel of the input that is read.
     if is_depthwise:
         # Output channel c * M + m of a depthwise convolution reads input channel c.
-        coordinates["C"], coordinates["M"] = np.divmod(coordinates["C"], extents["M"])
+        coordinates["C"], coordinates["M"] = np.divmod(coordinates["C"], weight_extents["M"])
         coordinates["I"] = coordinates["C"]
     else:
-        # The channels of the output become those of the input that its group reads.
         coordinates["O"] = coordinates["C"]
-        groups = data.shape[layout.index("C")] // extents["I"]
-        group_of_output = coordinates["O"] // (extents["O"] // groups)
-        coordinates["C"] = group_of_output * extents["I"] + coordinates["I"]
+        group_count = data.shape[layout.index("C")] // group_channels
+        group_of_output = coordinates["O"] // (weight_extents["O"] // group_count)
+        coordinates["C"] = group_of_output * group_channels + coordinates["I"]
     # Everything outside is -1, however far: negative flat indices would wrap around.
-    data_indices = np.maximum(mesh.indices(layout, data.shape), -1)
-    # Places in the window are "h" and "w" in the mesh, where "H" and "W" are coordinates of the input.
+    data_indices = np.maximum(mesh.flat_indices(layout, data.shape), -1)
+    # A weight's place in the window is "h" and "w": "H" and "W" are coordinates of the input.
     weight_axes = [axis.lower() if axis in layout else axis for axis in weight_layout]
-    weight_indices = mesh.indices(weight_axes, weight.shape)
+    weight_indices = mesh.flat_indices(weight_axes, weight.shape)
     is_outside = data_indices < 0
-    values = data.reshape(-1)[data_indices].astype(np.float64) * weight.reshape(-1)[weight_indices]
+    products = data.reshape(-1)[data_indices].astype(np.float64) * weight.reshape(-1)[weight_indices]
     sources = {(0, 0): data_indices, (step.weight, 0): np.where(is_outside, -1, weight_indices)}
-    return Terms(sources, np.where(is_outside, 0, values), count, weighted=True)
+    return Terms(sources, np.where(is_outside, 0, products), term_count, weighted=True)
 
 
-def _reduced_elements(step: Step, rows: Indices, output: int) -> tuple[Indices, int]:
-    """Return (outputs, terms) flat indices that a pooling or reduction reads, and the number of all terms."""
+def _reduced_elements(step: Step, elements: Indices, output: int) -> tuple[Indices, int]:
+    """Return (elements, terms) flat indices that an op reads, -1 for padding, and the count of all terms."""
     data = step.tensor(step.data)
-    if "tables" in step.arguments:
-        mesh, count = _window_mesh(step, rows, output, {})
-        return np.maximum(mesh.indices(step.layout or "", data.shape), -1), count
-    axes, extents = step.arguments.get("axes"), dict(enumerate(data.shape))
-    reduced = {axis % data.ndim for axis in (extents if axes is None else axes)}
-    remaining = {axis: extent for axis, extent in extents.items() if axis not in reduced}
-    mesh = Mesh(rows, remaining, {axis: extents[axis] for axis in sorted(reduced)})
-    return mesh.indices(range(data.ndim), data.shape), data.size
+    if "tables" in step.arguments:  # a pooling
+        mesh, term_count = _window_mesh(step, elements, output, channels={})
+        return np.maximum(mesh.flat_indices(step.layout or "", data.shape), -1), term_count
+    axes = step.arguments.get("axes")  # None for all
+    reduced_axes = {axis % data.ndim for axis in (range(data.ndim) if axes is None else axes)}
+    remaining_extents = {axis: size for axis, size in enumerate(data.shape) if axis not in reduced_axes}
+    reduced_extents = {axis: data.shape[axis] for axis in sorted(reduced_axes)}
+    mesh = Mesh(elements, remaining_extents, reduced_extents)
+    return mesh.flat_indices(range(data.ndim), data.shape), data.size
 
 
-def average(step: Step, rows: Indices, output: int) -> Terms:
+def average(step: Step, elements: Indices, output: int) -> Terms:
     """Return the elements in the window of an output, or along the axes of a reduction, with their values."""
-    read, count = _reduced_elements(step, rows, output)
-    values = step.tensor(step.data).reshape(-1)[read].astype(np.float64)
-    return Terms({step.data: read}, np.where(read < 0, 0, values), count)
+    read_indices, term_count = _reduced_elements(step, elements, output)
+    values = step.tensor(step.data).reshape(-1)[read_indices].astype(np.float64)
+    return Terms({step.data: read_indices}, np.where(read_indices < 0, 0, values), term_count)
 
 
-def maximum(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the largest element in the window or along axes, the first of equal ones."""
-    read, count = _reduced_elements(step, rows, output)
-    values = np.where(read < 0, -np.inf, step.tensor(step.data).reshape(-1)[read])
-    largest = np.zeros(read.shape)
+def maximum(step: Step, elements: Indices, output: int) -> Terms:
+    """Return the elements in the window or along axes; the first of the largest contributes 1, others 0."""
+    read_indices, term_count = _reduced_elements(step, elements, output)
+    values = np.where(read_indices < 0, -np.inf, step.tensor(step.data).reshape(-1)[read_indices])
+    contributions = np.zeros(read_indices.shape)
     # argmax gives the first of equal ones, to which frameworks send the gradient of a maximum.
-    np.put_along_axis(largest, values.argmax(1)[:, None], 1, 1)
-    return Terms({step.data: read}, largest, count)
+    np.put_along_axis(contributions, values.argmax(1)[:, None], values=1, axis=1)
+    return Terms({step.data: read_indices}, contributions, term_count)
 
 
-def summation(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the summands of a + b that vary; constants are not on a path."""
+def summation(step: Step, elements: Indices, output: int) -> Terms:
+    """Return the summands of a + b that vary, a term for each; with one of them, `elementwise`."""
     if len(step.varying) < 2:
-        return elementwise(step, rows, output)
+        return elementwise(step, elements, output)
     scales = step.arguments["scales"]
-    shape, count = step.outputs[output].shape, len(step.varying)
-    sources, contributions = {}, np.zeros((len(rows), count))
-    for i, where in enumerate(step.varying):
-        array = step.tensor(where)
+    shape, summand_count = step.outputs[output].shape, len(step.varying)
+    sources, contributions = {}, np.zeros((len(elements), summand_count))
+    for i, input_index in enumerate(step.varying):
+        summand = step.tensor(input_index)
         # A summand may be broadcast.
-        index = operand_indices(rows, shape, array.shape)
-        sources[where] = np.where(np.arange(count) == i, index[:, None], -1)
-        contributions[:, i] = array.reshape(-1)[index].astype(np.float64) * scales[min(i, len(scales) - 1)]
-    return Terms(sources, contributions, prod(shape) * count)
+        indices = operand_indices(elements, shape, summand.shape)
+        # Term i reads summand i alone.
+        sources[input_index] = np.where(np.arange(summand_count) == i, indices[:, None], -1)
+        scale = scales[min(i, len(scales) - 1)]
+        contributions[:, i] = summand.reshape(-1)[indices].astype(np.float64) * scale
+    return Terms(sources, contributions, prod(shape) * summand_count)
 
 
-def elementwise(step: Step, rows: Indices, output: int) -> Terms:
-    """Return for each output one element of each input that varies; inputs may be broadcast."""
-    shape = step.outputs[output].shape
-    return Terms(
-        {where: operand_indices(rows, shape, step.tensor(where).shape)[:, None] for where in step.varying}
-    )
+def elementwise(step: Step, elements: Indices, output: int) -> Terms:
+    """Return one term without value for each element: of each input that varies, the element at its place."""
+    shape, sources = step.outputs[output].shape, {}
+    for input_index in step.varying:
+        sources[input_index] = operand_indices(elements, shape, step.tensor(input_index).shape)[:, None]
+    return Terms(sources)
 
 
-def reshape(step: Step, rows: Indices, output: int) -> Terms:
+def reshape(step: Step, elements: Indices, output: int) -> Terms:
     """Return the same elements in the same order, for an op that changes the shape.
 
     Raises NotImplementedError for an op that drops or repeats elements.
     """
     if step.tensor(step.data).size != step.outputs[output].size:
         raise NotImplementedError("it gives another number of elements than it reads")
-    return Terms({step.data: rows[:, None]})
+    return Terms({step.data: elements[:, None]})
 
 
-def rearrangement(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the origins of elements that an op moves: its `move` is applied to an array of flat indices."""
+def rearrangement(step: Step, elements: Indices, output: int) -> Terms:
+    """Return the origin of each element that an op moves, by its `move` of flat indices; -1 for padding."""
     data = step.tensor(step.data)
     moved_indices = step.arguments["move"](np.arange(data.size).reshape(data.shape))
+    # A list has an array for each output of the op.
     origins: NDArray[Any] = moved_indices[output] if isinstance(moved_indices, list) else moved_indices
-    return Terms({step.data: origins.reshape(-1)[rows][:, None]})
+    return Terms({step.data: origins.reshape(-1)[elements][:, None]})
 
 
-def concatenation(step: Step, rows: Indices, output: int) -> Terms:
-    """Return the elements of several tensors that the op concatenates or stacks."""
+def concatenation(step: Step, elements: Indices, output: int) -> Terms:
+    """Return the origin of each element in one of the tensors that the op joins; -1 in the others."""
     join = np.stack if step.type == "stack" else np.concatenate
-    position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
-    tensors = step.inputs[position]
-    # Numbers all elements of all tensors, joins the numbers as the op does, and looks them up.
-    ends = np.cumsum([tensor.size for tensor in tensors])
-    starts = ends - [tensor.size for tensor in tensors]
-    spans = list(zip(starts, ends, strict=True))
-    numbers = [
-        np.arange(start, end).reshape(tensor.shape)
-        for tensor, (start, end) in zip(tensors, spans, strict=True)
-    ]
+    list_position = next(i for i, value in enumerate(step.inputs) if isinstance(value, (list, tuple)))
+    tensors = step.inputs[list_position]
+    sizes = [tensor.size for tensor in tensors]
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
+    # Number the elements of all tensors one after another, join the numbers as the op does, look them up.
+    numbers = [start + np.arange(x.size).reshape(x.shape) for x, start in zip(tensors, starts, strict=True)]
     joined_numbers = join(numbers, axis=step.arguments.get("axis", 0)).reshape(-1)
-    numbers_read = joined_numbers[rows][:, None]
+    read_numbers = joined_numbers[elements][:, None]
     return Terms({
-        (position, j): np.where((numbers_read >= start) & (numbers_read < end), numbers_read - start, -1)
-        for j, (start, end) in enumerate(spans)
+        (list_position, i): np.where((read_numbers >= start) & (read_numbers < end), read_numbers - start, -1)
+        for i, (start, end) in enumerate(zip(starts, ends, strict=True))
     })  # fmt: skip
 
 
-FIRST = frozenset(
+READING_FIRST_INPUT = frozenset(
     {"batch_norm", "instance_norm", "group_norm", "layer_norm", "softmax", "log_softmax", "prelu"}
 )
 """Words of ops that compute element by element of their first input, with weights and statistics."""
@@ -427,7 +455,7 @@ _ELEMENTWISE = """
     square tanh to type type_as where LeakyRelu StopGradient
 """.split()
 _PASSING: dict[str, Rule] = {
-    **dict.fromkeys([*_ELEMENTWISE, *FIRST], elementwise),
+    **dict.fromkeys([*_ELEMENTWISE, *READING_FIRST_INPUT], elementwise),
     **dict.fromkeys("reshape squeeze unsqueeze view unflatten ravel".split(), reshape),
     **dict.fromkeys("""
         permute transpose getitem pad Pad PadV2 split split_with_sizes tensor_split chunk unbind expand

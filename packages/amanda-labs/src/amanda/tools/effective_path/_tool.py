@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from operator import index
 from typing import Any
 
 import amanda
@@ -86,18 +86,18 @@ class EffectivePathTool(amanda.Tool):
             )
         self.theta, self._mode, self._output = theta, mode, Paths("output", output)
         self._rules = {**RULES, **(rules or {})}
-        self._custom = frozenset(rules or ())
+        self._custom_types = frozenset(rules or ())
         # Paths lead along forward ops alone.
         self._trace = TraceTool(executions=_MAX_EXECUTIONS, backward=False)
         self._values: dict[tuple[int, int], OpValues] = {}
         self._missing: dict[str, str] = {}
-        self._has_unread_ops = False
+        self._has_warned_of_unread = False
         self.depends_on(StandardMapping(), self._trace, MappingTool(FRAMEWORKS))
         self.add_inst_for_op(self._record_op)
 
     @property
     def result(self) -> EffectivePathResult:
-        """Return the paths of the samples of the last pass, and their densities."""
+        """Return the paths of the samples of the last pass; without any, `reason` says why `paths` raises."""
         try:
             return EffectivePathResult(self.paths(), self.theta, self._missing)
         except PathError as error:
@@ -109,17 +109,19 @@ class EffectivePathTool(amanda.Tool):
         self._missing = {}
 
     def _record_op(self, context: amanda.OpContext) -> None:
-        """Record the inputs and outputs of a forward op that has a rule."""
+        """Insert routines that copy the inputs and outputs of a forward op, if there is a rule for the op."""
         if context["phase"] != "forward":
             return
-        moves, word, attributes = context["effective path"]
-        # The program's rule for a framework's own name comes before the word's.
-        rule_key = context.get_op_type() if context.get_op_type() in self._custom else word
+        # Written by the mapping rules of FRAMEWORKS.
+        moves, rule_key, attributes = context["effective path"]
+        # The program's rule for a framework's own name comes before the one for the mapped type.
+        if context.get_op_type() in self._custom_types:
+            rule_key = context.get_op_type()
         if rule_key in self._rules:
             op_values = OpValues(
                 rule_key, attributes, context["weight_index"], context["layout"],
                 context["weight_layout"], moves, context["dtype"],
-                rule_key in PASSING - SCALES.keys() - self._custom,
+                reads_shapes_alone=rule_key in PASSING - SCALES.keys() - self._custom_types,
             )  # fmt: skip
             program_op = self._trace.place_of(context)
             context.insert_before_op(self._record_inputs, op_values=op_values, program_op=program_op)
@@ -127,15 +129,19 @@ class EffectivePathTool(amanda.Tool):
 
     @amanda.observer
     def _record_inputs(self, *inputs: Any, op_values: OpValues, program_op: ProgramOp) -> None:
-        """Copy the inputs of an op; begin a new pass if the op has run in this one."""
+        """Copy the inputs of an op; begin a new pass if the op has run in this one.
+
+        An op whose tensors cannot be read is left out, the first with a warning.
+        """
         tensors = [value for value in leaves(inputs) if op_values.dtype(value) is not None]
-        reasons = (tensors_of(tensor).unread(tensor) for tensor in tensors)
+        obstacles = (tensors_of(tensor).unread(tensor) for tensor in tensors)
         # Under a transform of torch.func a tensor has no numbers to copy.
-        if reason := next(filter(None, reasons), None):
-            if not self._has_unread_ops:
-                self._has_unread_ops = True
-                logger.warning("effective_path leaves %s out: %s", program_op.op.type, reason)
+        if obstacle := next(filter(None, obstacles), None):
+            if not self._has_warned_of_unread:
+                self._has_warned_of_unread = True
+                logger.warning("effective_path leaves %s out: %s", program_op.op.type, obstacle)
             return
+        # An op in a loop has several places in the trace.
         key = program_op.op.id, program_op.position
         if key in self._values:  # the op has run in this pass already, so a new pass has begun
             self.clear()
@@ -160,7 +166,7 @@ class EffectivePathTool(amanda.Tool):
         """
         graph = self._trace.graph
         steps = self._executed_steps(graph)
-        start = self._scores_step(steps)
+        start = self._find_scores_step(steps)
         scores = start.outputs[0]
         samples, classes = scores.shape
         label_indices = _as_integers(scores.argmax(1) if labels is None else labels)
@@ -186,21 +192,23 @@ class EffectivePathTool(amanda.Tool):
 
     def _executed_steps(self, graph: Graph) -> dict[int, Step]:
         """Return the steps of the last pass, by the index of their op in the graph."""
-        # The n-th op of one id in the graph is the n-th execution in the pass.
-        varying, steps, executed = _varying_tensors(graph), {}, Counter[int]()
+        varying_tensors = _find_varying_tensors(graph)
+        steps, execution_count = {}, Counter[int]()
         for op in graph.ops:
-            values = self._values.get((op.id, executed[op.id]))
-            executed[op.id] += 1
+            # The n-th op of one id in the graph is the n-th execution in the pass.
+            values = self._values.get((op.id, execution_count[op.id]))
+            execution_count[op.id] += 1
             # An op that raised has inputs alone.
             if values is not None and values.outputs:
                 steps[op.index] = Step(
                     op, values.type, values.inputs, values.outputs, values.weight, values.layout,
-                    values.weight_layout, values.arguments(), values.varying(op, varying),
+                    values.weight_layout, values.rule_arguments(),
+                    values.find_varying_inputs(op, varying_tensors),
                 )  # fmt: skip
         return steps
 
-    def _scores_step(self, steps: Mapping[int, Step]) -> Step:
-        """Return the last step that makes (samples, classes), in a module of `output`.
+    def _find_scores_step(self, steps: Mapping[int, Step]) -> Step:
+        """Return the last step whose output is scores, (samples, classes) in floats, in a module of `output`.
 
         Raises PathError if there is none.
         """
@@ -224,14 +232,18 @@ def _is_scores(outputs: Sequence[Any]) -> bool:
     return isinstance(first, np.ndarray) and first.ndim == 2 and first.dtype.kind == "f"
 
 
-def _varying_tensors(graph: Graph) -> set[int]:
-    """Return the tensors that depend on inputs or random numbers, not on the model's state alone."""
+def _find_varying_tensors(graph: Graph) -> set[int]:
+    """Return the indices of tensors that depend on inputs or random numbers, not on the model's state alone.
+
+    Single numbers that no op computes from tensors, and rows of integers, count as constants.
+    """
     varying: set[int] = set()
-    for tensor in graph.tensors:  # in the order of their first use
-        producer_reads = None if tensor.producer is None else graph.ops[tensor.producer].reads
+    for tensor in graph.tensors:  # in the order of their first use, so producers' inputs come first
+        producer_inputs = () if tensor.producer is None else graph.ops[tensor.producer].reads
         # Inputs of the model and random numbers: no op made the tensor from tensors.
-        from_outside = not producer_reads and tensor.kind not in STATE and tensor.shape != ()
-        if (from_outside or not varying.isdisjoint(producer_reads or ())) and not _is_shape(tensor):
+        is_source = not producer_inputs and tensor.kind not in STATE and tensor.shape != ()
+        depends_on_source = not varying.isdisjoint(producer_inputs)
+        if (is_source or depends_on_source) and not _is_shape(tensor):
             varying.add(tensor.index)
     return varying
 
@@ -242,9 +254,9 @@ def _is_shape(tensor: Tensor) -> bool:
 
 
 def _as_integers(labels: Any) -> list[int] | None:
-    """Return labels as integers; None if one is not an integer."""
+    """Return labels as a list of integers; None if they are no sequence or one is not an integer."""
     try:
-        return [index(label) for label in labels]
+        return [operator.index(label) for label in labels]
     except TypeError:
         return None
 
@@ -259,7 +271,7 @@ TERMS_PER_CHUNK = 1 << 18
 
 
 class Extraction:
-    """Extracts the effective paths of the samples of a pass.
+    """Extracts effective paths: follows keys, numbers of a sample and an element, from the scores to inputs.
 
     steps: the executed ops, by their index in the graph.  rules: by type.  theta, mode: see `leading`.
     missing: types of ops at which paths end because they have no rule, each with a source line.
@@ -270,23 +282,27 @@ class Extraction:
     ) -> None:
         self._graph, self._steps, self._rules = graph, steps, rules
         self._theta, self._mode = theta, mode
-        self._active: dict[int, Keys] = {}
+        # By tensor, its elements on the paths, until the tensor's producer is visited.
+        self._pending_keys: dict[int, Keys] = {}
         self.missing: dict[str, str] = {}
 
     def paths(self, start: Step, labels: Sequence[int]) -> list[EffectivePath]:
-        """Return a path for each sample, from the element of its label in an output (samples, classes)."""
+        """Return a path for each sample, from the element of its label in an output (samples, classes).
+
+        Records in `missing` the ops at which paths end for want of a rule.
+        """
         samples, classes = start.outputs[0].shape
         sample_numbers = np.arange(samples)
         score_indices = sample_numbers * classes + np.asarray(labels)
         scores = start.op.outputs[0]
         assert isinstance(scores, int)
         # A key is sample * size + flat index; each sample has one, of its label's score.
-        self._active = {scores: [sample_numbers * (samples * classes) + score_indices]}
+        self._pending_keys = {scores: [sample_numbers * (samples * classes) + score_indices]}
         ops_on_path: list[OpOnPath] = []
         # Backwards in execution order, so all readers of a tensor have added their keys before its producer.
         for op in reversed(self._graph.ops[: start.op.index + 1]):
             for output, tensor in enumerate(op.outputs):
-                keys = self._active.pop(tensor, None) if isinstance(tensor, int) else None
+                keys = self._pending_keys.pop(tensor, None) if isinstance(tensor, int) else None
                 step = None if keys is None else self._step_on_path(op.index)
                 if keys is None or step is None:
                     continue
@@ -301,16 +317,19 @@ class Extraction:
                     ops_on_path.append(op_on_path)
         ops_on_path.reverse()
         names = layer_names([op_on_path.step for op_on_path in ops_on_path])
-        layers = [layers_by_sample(op_on_path, samples) for op_on_path in ops_on_path]
+        layers_of_ops = [layers_by_sample(op_on_path, samples) for op_on_path in ops_on_path]
         return [
             EffectivePath(
-                {name: by_sample[i] for name, by_sample in zip(names, layers, strict=True)}, int(label)
+                {name: layers[i] for name, layers in zip(names, layers_of_ops, strict=True)}, int(label)
             )
             for i, label in enumerate(labels)
         ]
 
     def _step_on_path(self, index: int) -> Step | None:
-        """Return the step of an op on a path; None if the path ends at the op."""
+        """Return the step of the op at an index of the graph; None if paths end at the op.
+
+        Records in `missing` an op without a rule, unless it reads the model's state alone.
+        """
         step = self._steps.get(index)
         # An op that reads constants alone ends the path as a weight does, and misses no rule.
         if step is not None and step.type in self._rules:
@@ -321,9 +340,9 @@ class Extraction:
         return None
 
     def _follow_to_inputs(self, op_on_path: OpOnPath, keys: Indices, is_head: bool) -> None:
-        """Extend the paths from an output of an op to its inputs; no keys, no effect.
+        """Extend the paths from an output of an op to its inputs, and record both in op_on_path.
 
-        keys: elements of the output that are on paths.  is_head: True for the op that makes the scores.
+        keys: elements of the output that are on paths, maybe none.  is_head: the op makes the scores.
         """
         if not keys.size:
             return
@@ -336,23 +355,29 @@ class Extraction:
         if first_terms.weighted and step.weight is not None and (step.weight, 0) in first_terms.sources:
             op_on_path.weight = step.weight, 0
         # A convolution may have thousands of terms for each element, more than memory has room for at once.
-        length = max(1, TERMS_PER_CHUNK // op_on_path.fan_in)
-        for first in range(0, len(keys), length):
-            chunk = keys[first : first + length]
-            terms = rule(step, chunk % size, output)
-            is_on_path = self._terms_on_path(step, chunk % size, output, terms, is_head)
+        chunk_length = max(1, TERMS_PER_CHUNK // op_on_path.fan_in)
+        for first in range(0, len(keys), chunk_length):
+            chunk = keys[first : first + chunk_length]
+            elements = chunk % size  # flat indices, without the samples
+            terms = rule(step, elements, output)
+            is_on_path = self._mask_terms_on_path(step, elements, output, terms, is_head)
             _record_terms(op_on_path, chunk, is_on_path, terms)
         # The producers of the inputs extend the paths in their turn; they end at the weight.
-        for (i, j), keys_of_input in op_on_path.element_keys.items():
-            tensors = step.op.inputs[i]  # a tuple if the op reads a list there, or one tensor
-            tensor = tensors[j] if isinstance(tensors, tuple) else tensors
-            if tensor is not None and (i, j) != op_on_path.weight:
-                self._active.setdefault(tensor, []).extend(keys_of_input)
+        for input_index, keys_of_input in op_on_path.element_keys.items():
+            position, index_in_list = input_index
+            tensor_or_list = step.op.inputs[position]
+            if isinstance(tensor_or_list, tuple):
+                tensor = tensor_or_list[index_in_list]
+            else:
+                tensor = tensor_or_list
+            if tensor is not None and input_index != op_on_path.weight:
+                self._pending_keys.setdefault(tensor, []).extend(keys_of_input)
 
-    def _terms_on_path(self, step: Step, rows: Indices, output: int, terms: Terms, is_head: bool) -> Indices:
-        """Return (outputs, terms), True for the terms on the path: all terms of an op without contributions.
+    def _mask_terms_on_path(
+        self, step: Step, elements: Indices, output: int, terms: Terms, is_head: bool
+    ) -> Indices:
+        """Return (elements, terms), True for the terms on the path: all terms of an op without contributions.
 
-        rows: flat indices of the output's elements.
         Contributions are taken with the sign of the sum, so that a negative neuron is explained by negative
         terms; the head's are not: what lowers a score does not explain it.
         """
@@ -361,7 +386,7 @@ class Extraction:
             return np.ones(next(iter(terms.sources.values())).shape, bool)
         values = contributions.sum(1)
         if terms.weighted:
-            values, scale = self._fold_constants(step, rows, output)
+            values, scale = self._fold_constants(step, elements, output)
             # A batch norm after the convolution scales each term as it scales the sum.
             contributions = contributions * scale[:, None]
         if is_head:  # for NaN `leading` takes the positive terms, so that a negative score has a path too
@@ -374,18 +399,18 @@ class Extraction:
             return contributions > 0
         return leading(contributions, values, self._theta, self._mode)
 
-    def _fold_constants(self, step: Step, rows: Indices, output: int) -> tuple[Numbers, Numbers]:
+    def _fold_constants(self, step: Step, elements: Indices, output: int) -> tuple[Numbers, Numbers]:
         """Return the values of an output's elements after following ops with constants, and their scales.
 
         An op with constants counts as a part of the sum that it reads if it is the only reader, such as the
         bias, scale or batch norm of a convolution.
         """
-        values = step.outputs[output].reshape(-1)[rows].astype(np.float64)
-        scale = np.ones(len(rows))
+        values = step.outputs[output].reshape(-1)[elements].astype(np.float64)
+        scale = np.ones(len(elements))
         size, tensor = step.outputs[output].size, step.op.outputs[output]
         while isinstance(tensor, int):
-            readers = [index for index in self._graph.tensors[tensor].consumers if index in self._steps]
-            reader = self._steps[readers[0]] if len(readers) == 1 else None
+            reader_ops = [op for op in self._graph.tensors[tensor].consumers if op in self._steps]
+            reader = self._steps[reader_ops[0]] if len(reader_ops) == 1 else None
             # With a second reader the values before the op are used too, and are not part of a sum.
             if reader is None or len(reader.varying) != 1 or reader.outputs[0].size != size:
                 break
@@ -393,27 +418,33 @@ class Extraction:
                 scales = reader.arguments.get("scales", ())  # by the position of the input that they scale
                 position, _ = reader.data
                 if position >= len(scales):
-                    break  # the op does not scale what it reads
+                    break  # the op scales no such input: it is not a part of the sum
                 factor = np.asarray(scales[position], np.float64)
                 if factor.ndim:
                     # Scales of a norm have one number for each channel.
-                    factor = factor.reshape(-1)[operand_indices(rows, reader.outputs[0].shape, factor.shape)]
+                    factor = factor.reshape(-1)[
+                        operand_indices(elements, reader.outputs[0].shape, factor.shape)
+                    ]
                 scale = scale * (1 / factor if reader.type == "div" else factor)
-                values = reader.outputs[0].reshape(-1)[rows].astype(np.float64)
+                values = reader.outputs[0].reshape(-1)[elements].astype(np.float64)
             tensor = reader.op.outputs[0]
         return values, scale
 
 
 def _record_terms(op_on_path: OpOnPath, keys: Indices, is_on_path: Indices, terms: Terms) -> None:
-    """Record the terms on the path of elements of an output, and the elements that they read."""
-    samples = keys // op_on_path.step.outputs[op_on_path.output].size
-    exists = np.zeros_like(is_on_path)
-    for where, indices in terms.sources.items():
+    """Record in op_on_path the terms on the path of elements of an output, and the elements that they read.
+
+    keys: of the output's elements.  is_on_path: (elements, terms), as the indices in terms.sources.
+    """
+    sample_of_key = keys // op_on_path.step.outputs[op_on_path.output].size
+    reads_element = np.zeros_like(is_on_path)
+    for input_index, indices in terms.sources.items():
         is_read = is_on_path & (indices >= 0)
-        exists |= is_read
+        reads_element |= is_read
+        input_size = op_on_path.step.tensor(input_index).size
         # Windows overlap, so that several terms read one element.
-        elements = np.unique((samples[:, None] * op_on_path.step.tensor(where).size + indices)[is_read])
-        op_on_path.element_keys.setdefault(where, []).append(elements)
+        input_keys = np.unique((sample_of_key[:, None] * input_size + indices)[is_read])
+        op_on_path.element_keys.setdefault(input_index, []).append(input_keys)
     if op_on_path.synapses:
-        row, term = np.nonzero(exists)
-        op_on_path.synapse_keys.append(keys[row] * op_on_path.fan_in + term)
+        element, term = np.nonzero(reads_element)
+        op_on_path.synapse_keys.append(keys[element] * op_on_path.fan_in + term)

@@ -62,11 +62,14 @@ class CutRequest:
 
 
 def cut(work: StepWork, request: CutRequest) -> Stages:
-    """Return the stage of each forward op.  Raises PartitionError if no cut meets the request."""
-    count = len(work.ops)
-    if request.stages > count:
+    """Return the stage of each forward op, by the method of the request.
+
+    Raises PartitionError if there are more stages than ops, or no cut meets the request.
+    """
+    op_count = len(work.ops)
+    if request.stages > op_count:
         raise PartitionError(
-            f"stages={request.stages}, but the traced step has {count} forward ops; give fewer stages, or "
+            f"stages={request.stages}, but the traced step has {op_count} forward ops; give fewer stages, or "
             "run the model in the scope"
         )
     return min_cut(work, request) if request.method == "min_cut" else cut_in_order(work, request)
@@ -84,16 +87,16 @@ def cut_in_order(work: StepWork, request: CutRequest) -> Stages:
         _OrderedOps(work.reordered(order), request, np.array(order)) for order in _topological_orders(work)
     ]
     # First the least load alone, then the fewest bytes among all cuts within the tolerance of it.
-    loads = [order.slowest() for order in orders]
-    least_load = min(loads)
+    least_load_by_order = [order.find_least_load() for order in orders]
+    least_load = min(least_load_by_order)
     if np.isinf(least_load):
-        raise _memory_error(work, request, min(order.memory() for order in orders))
+        raise _memory_error(work, request, min(order.find_least_memory() for order in orders))
     # The order of execution, the first, is preferred: its stages are ranges of the program.
-    if loads[0] <= least_load * (1 + request.tolerance):
-        least_load = loads[0]
+    if least_load_by_order[0] <= least_load * (1 + request.tolerance):
+        least_load = least_load_by_order[0]
         orders = orders[:1]
     max_load = least_load * (1 + request.tolerance)
-    cuts = [order.fewest_bytes(max_load) for order in orders]
+    cuts = [order.find_cut_of_fewest_bytes(max_load) for order in orders]
     _, stages = min(cuts, key=lambda bytes_and_stages: bytes_and_stages[0])
     return stages
 
@@ -111,19 +114,22 @@ def _memory_error(work: StepWork, request: CutRequest, least_memory: float) -> P
 def _topological_orders(work: StepWork) -> list[list[int]]:
     """Return topological orders of the ops: the order of execution, and random ones."""
     # A fixed seed: the same step is cut in the same way each time.
-    count, random = len(work.ops), np.random.default_rng(0)
+    op_count, random = len(work.ops), np.random.default_rng(0)
     graph = networkx.DiGraph(work.dependencies)
-    graph.add_nodes_from(range(count))
-    orders = [list(range(count))]
+    graph.add_nodes_from(range(op_count))
+    orders = [list(range(op_count))]
     # Dynamic programming takes the square of the ops, so large graphs get few orders or none.
-    for _ in range(min(_MAX_ORDERS, _MAX_ORDERED_OPS // count)):
-        rank = random.permutation(count)
+    for _ in range(min(_MAX_ORDERS, _MAX_ORDERED_OPS // op_count)):
+        rank = random.permutation(op_count)
         orders.append(list(networkx.lexicographical_topological_sort(graph, key=rank.__getitem__)))
     return orders
 
 
 class _OrderedOps:
-    """Forward ops in some order, to be cut.  positions: of these ops in the order of execution."""
+    """Forward ops in some order, to be cut into stages.  positions: of these ops in the order of execution.
+
+    Methods of a stage return an array: the stage ends ahead of `end`, and each entry is for one start of it.
+    """
 
     def __init__(self, work: StepWork, request: CutRequest, positions: Stages) -> None:
         self._work, self._request, self._positions = work, request, positions
@@ -135,31 +141,31 @@ class _OrderedOps:
         )
         self._copies, self._crossing_bytes = request.parameter_copies(work), work.crossing
 
-    def memory(self) -> float:
+    def find_least_memory(self) -> float:
         """Return the least memory of a device with which all stages fit."""
         return _best_cut(self._work, self._request.stages, self._stage_memory, np.maximum)[0]
 
-    def slowest(self) -> float:
-        """Return the least cost of the slowest stage or link; infinite where memory allows no cut."""
+    def find_least_load(self) -> float:
+        """Return the cost of the slowest stage or link in the best cut; infinite where memory allows none."""
         return _best_cut(self._work, self._request.stages, self._stage_load, np.maximum)[0]
 
-    def fewest_bytes(self, limit: float) -> tuple[float, Stages]:
-        """Return the fewest bytes across a cut whose stages and links cost at most `limit`, and the cut."""
+    def find_cut_of_fewest_bytes(self, max_load: float) -> tuple[float, Stages]:
+        """Return the fewest bytes across a cut whose stages and links cost max_load at most, and the cut."""
 
         def link_bytes(stage: int, end: int, parameter_bytes: Floats) -> Floats:
             """Return the bytes across the link ahead of a stage, for each start; inf beyond the limit."""
             # A stage that is too slow is not an option, however few bytes cross ahead of it.
             bytes_across: Floats = np.where(
-                self._stage_load(stage, end, parameter_bytes) <= limit, self._crossing_bytes[:end], np.inf
+                self._stage_load(stage, end, parameter_bytes) <= max_load, self._crossing_bytes[:end], np.inf
             )
             return bytes_across
 
-        crossing, starts = _best_cut(self._work, self._request.stages, link_bytes, np.add)
+        crossing_bytes, starts = _best_cut(self._work, self._request.stages, link_bytes, np.add)
         stages = np.zeros(len(self._positions), np.int64)
-        # Each start raises the number of all ops behind it.
+        # Ops from the start of stage n on are of stage n or later.
         for start in starts[1:]:
             stages[self._positions[start:]] += 1
-        return crossing, stages
+        return crossing_bytes, stages
 
     def _stage_memory(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
         """Return the bytes of a stage that ends ahead of a position, for each start."""
@@ -168,9 +174,9 @@ class _OrderedOps:
         return memory
 
     def _stage_load(self, stage: int, end: int, parameter_bytes: Floats) -> Floats:
-        """Return the cost of a stage or of the link ahead of it, the larger, for each start.
+        """Return the larger of the costs of a stage and of the link ahead of it, for each start.
 
-        inf for a stage that does not fit.
+        inf for a stage that does not fit into the memory.
         """
         load: Floats = np.maximum(
             # Stages and links work at the same time: the slower of the two counts.
@@ -183,34 +189,34 @@ class _OrderedOps:
 
 
 def _best_cut(
-    work: StepWork, stages: int, value: Callable[[int, int, Floats], Floats], combine: np.ufunc
+    work: StepWork, stage_count: int, stage_values: Callable[[int, int, Floats], Floats], combine: np.ufunc
 ) -> tuple[float, list[int]]:
     """Return the least combined value of all cuts of an order, and the starts of the stages of the best cut.
 
-    value: function of a stage's number, its end and the bytes of its parameters for each start; returns an
-    array with the value of the stage for each start.  combine: the values of stages.
-    Dynamic programming: best[n, end] is the least value of n stages over the first `end` ops.
+    stage_values: function of a stage's number, its end and the bytes of its parameters for each start;
+    returns the value of the stage for each start.  combine: adds the values of stages, or takes the larger.
+    Dynamic programming: least[n, end] is the least value of n stages over the first `end` ops, and
+    last_start[n, end] the start of the last of these stages.
     """
-    count = len(work.ops)
-    best = np.full((stages + 1, count + 1), np.inf)
-    start_of = np.zeros((stages + 1, count + 1), np.int64)
-    # No stage covers no op.
-    best[0, 0] = 0.0
+    op_count = len(work.ops)
+    least = np.full((stage_count + 1, op_count + 1), np.inf)
+    last_start = np.zeros((stage_count + 1, op_count + 1), np.int64)
+    least[0, 0] = 0.0  # no stages over no ops
     for end, parameter_bytes in enumerate(work.parameter_bytes_by_start(), 1):
-        for stage in range(min(stages, end)):  # a stage has one op at least
+        for stage in range(min(stage_count, end)):  # a stage has one op at least
             # All starts at once: a loop over them in Python would be cubic.
-            values = combine(best[stage, :end], value(stage, end, parameter_bytes))
-            start_of[stage + 1, end] = values.argmin()
-            best[stage + 1, end] = values[start_of[stage + 1, end]]
+            values = combine(least[stage, :end], stage_values(stage, end, parameter_bytes))
+            last_start[stage + 1, end] = values.argmin()
+            least[stage + 1, end] = values[last_start[stage + 1, end]]
     # Starts are found from the end backwards.
-    return float(best[stages, count]), list(_stage_starts(start_of))[::-1]
+    return float(least[stage_count, op_count]), list(_read_stage_starts(last_start))[::-1]
 
 
-def _stage_starts(start_of: NDArray[np.int64]) -> Iterator[int]:
-    """Yield the starts of the stages of the best cut, the last stage first."""
-    end = start_of.shape[1] - 1
-    for stage in range(start_of.shape[0] - 1, 0, -1):
-        end = int(start_of[stage, end])
+def _read_stage_starts(last_start: NDArray[np.int64]) -> Iterator[int]:
+    """Yield the starts of the stages of the best cut, the last stage first; see `_best_cut`."""
+    stage_count, end = last_start.shape[0] - 1, last_start.shape[1] - 1
+    for count in range(stage_count, 0, -1):
+        end = int(last_start[count, end])
         yield end
 
 
@@ -220,13 +226,14 @@ def min_cut(work: StepWork, request: CutRequest) -> Stages:
     Raises PartitionError where no such sides are found.  Source: Yang & Wong 1996, "Efficient network flow
     based min-cut balanced partitioning".
     """
-    candidates: list[tuple[float, list[int]]] = []
+    candidates: list[tuple[float, list[int]]] = []  # bytes between the sides, positions of the first side
     for order in _topological_orders(work):
         # The first and the last op of an order are fixed to a side, so other orders give other cuts.
-        ordered = work.reordered(order)
-        first_side = _balanced_side(ordered, request.tolerance)
+        ordered_work = work.reordered(order)
+        first_side = _balanced_side(ordered_work, request.tolerance)
         if first_side is not None:
-            cut_bytes = sum(span.tensor.bytes or 0 for span in ordered.spans if _is_cut(span, first_side))
+            cut_spans = [span for span in ordered_work.spans if _is_cut(span, first_side)]
+            cut_bytes = sum(span.tensor.bytes or 0 for span in cut_spans)
             candidates.append((cut_bytes, [order[i] for i in first_side]))
     if not candidates:
         # Work that was not measured has no cost at all.
@@ -252,35 +259,35 @@ def _balanced_side(work: StepWork, tolerance: float) -> set[int] | None:
     A minimum cut of the flow network has the fewest bytes; while a side is too light, one more op is fixed to
     it and the cut is computed again.  No op of the first side depends on an op of the second.
     """
-    count, load_ends = len(work.ops), np.cumsum(work.total)
-    total_load = load_ends[-1]
+    op_count, load_up_to = len(work.ops), np.cumsum(work.total)
+    total_load = load_up_to[-1]
     max_load = 0.5 * (1 + tolerance) * float(total_load)
     # Ops are fixed to the first side as long as those behind them weigh more than the second side may have,
     # and to the second side once they and those before them weigh more than the first side may have.
-    first_count = int(np.searchsorted(load_ends, total_load - max_load, "right"))
-    second_begin = int(np.searchsorted(load_ends, max_load)) + 1
+    first_count = int(np.searchsorted(load_up_to, total_load - max_load, "right"))
+    second_begin = int(np.searchsorted(load_up_to, max_load)) + 1
     # No side is empty: the first and the last op are fixed in any case.
-    first_side = {0, *range(first_count)}
-    second_side = {count - 1, *range(second_begin, count)}
+    fixed_first = {0, *range(first_count)}
+    fixed_second = {op_count - 1, *range(second_begin, op_count)}
     flow = _flow_network(work)
-    while not first_side & second_side:
-        side = _minimum_cut_side(flow, first_side, second_side)
-        load = float(work.total[list(side)].sum())
+    while not fixed_first & fixed_second:
+        first_side = _minimum_cut_side(flow, fixed_first, fixed_second)
+        load = float(work.total[list(first_side)].sum())
         if load <= max_load and total_load - load <= max_load:
-            return side
-        other_side = set(range(count)) - side
+            return first_side
+        second_side = set(range(op_count)) - first_side
         # Yang and Wong: fix the light side and one op of the heavy side to it, and cut again.
         if load > max_load:
-            second_side = other_side | {max(side)}
+            fixed_second = second_side | {max(first_side)}
         else:
-            first_side = side | {min(other_side)}
+            fixed_first = first_side | {min(second_side)}
     return None
 
 
 def _flow_network(work: StepWork) -> networkx.DiGraph[Any]:
-    """Return a flow network with an edge for the bytes of each tensor, and a node for the tensor.
+    """Return a flow network: a node for each op and tensor, and an edge with the bytes of each tensor.
 
-    The node makes the bytes count once, however many ops read the tensor.
+    The tensor's node makes the bytes count once, however many ops read the tensor.
     """
     flow: networkx.DiGraph[Any] = networkx.DiGraph()
     flow.add_nodes_from(range(len(work.ops)))
@@ -288,19 +295,21 @@ def _flow_network(work: StepWork) -> networkx.DiGraph[Any]:
         flow.add_edge(reader, producer)  # no capacity means infinite: a reader is never before its producer
     for span in work.spans:
         node = ("tensor", span.tensor.index)
+        # Not always the producer: gradients are read at earlier positions than they are made at.
         flow.add_edge(span.first, node, capacity=span.tensor.bytes or 0)
         flow.add_edges_from((node, position) for position in {span.produced_at, *span.read_at} - {span.first})
     return flow
 
 
-def _minimum_cut_side(flow: networkx.DiGraph[Any], first_ops: set[int], second_ops: set[int]) -> set[int]:
-    """Return the ops on the first side of a minimum cut.  first_ops, second_ops: fixed to a side."""
+def _minimum_cut_side(flow: networkx.DiGraph[Any], fixed_first: set[int], fixed_second: set[int]) -> set[int]:
+    """Return the ops on the first side of a minimum cut.  fixed_first, fixed_second: ops of either side."""
     flow = flow.copy()
-    flow.add_edges_from(("first", i) for i in first_ops)
-    flow.add_edges_from((i, "second") for i in second_ops)
-    _, (side, _) = networkx.minimum_cut(flow, "first", "second")
+    # Edges without a capacity are never cut.
+    flow.add_edges_from(("first", op) for op in fixed_first)
+    flow.add_edges_from((op, "second") for op in fixed_second)
+    _, (first_nodes, _) = networkx.minimum_cut(flow, "first", "second")
     # Without the nodes of tensors and the two ends.
-    return {node for node in side if isinstance(node, int)}
+    return {node for node in first_nodes if isinstance(node, int)}
 
 
 @dataclass(frozen=True)
@@ -317,42 +326,46 @@ class Slot:
 def microbatch_order(
     schedule: Schedule, stage: int, stages: int, microbatches: int
 ) -> list[tuple[int, bool]]:
-    """Return the micro-batches of a stage in order, each with True for its backward pass.
+    """Return the passes of a stage in order: pairs of a micro-batch, and True for its backward pass.
 
     Source: Huang et al. 2019 (GPipe); Narayanan et al. 2019 (PipeDream), sec. 3.2 (1F1B).
     """
+    forward, backward = False, True
     in_flight = microbatches if schedule == "gpipe" else min(microbatches, stages - stage)
     steady_count = microbatches - in_flight
-    tasks = [(i, False) for i in range(in_flight)]
+    passes = [(i, forward) for i in range(in_flight)]
     # One backward pass, then one forward pass: as many micro-batches stay in flight.
     for i in range(steady_count):
-        tasks += [(i, True), (i + in_flight, False)]
-    return tasks + [(i, True) for i in range(steady_count, microbatches)]
+        passes += [(i, backward), (i + in_flight, forward)]
+    return passes + [(i, backward) for i in range(steady_count, microbatches)]
 
 
 def schedule_slots(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], microbatches: int
 ) -> list[Slot]:
-    """Return when each stage computes each micro-batch.
+    """Return the times at which each stage computes the passes of each micro-batch.
 
-    forward, backward: time of each stage for a whole batch, of which micro-batches take equal parts.
-    Sending a tensor to another stage takes no time.
+    forward, backward: time of each stage for a whole batch, of which micro-batches take equal parts; if
+    all times of `backward` are 0 there are no backward passes.  Sending a tensor takes no time.
     """
-    count, has_backward = len(forward), any(backward)
+    stage_count, has_backward = len(forward), any(backward)
     slots: list[Slot] = []
     end_times: dict[tuple[int, int, bool], float] = {}  # by stage, micro-batch and is_backward
-    free_at = [0.0] * count  # the time from which each stage can compute its next micro-batch
-    pending: list[deque[tuple[int, bool]]] = []  # for each stage the tasks that have no time yet
-    for stage in range(count):
-        order = microbatch_order(schedule, stage, count, microbatches)
-        pending.append(deque(task for task in order if has_backward or not task[1]))
-    while any(pending):  # each round runs every stage as far as the tasks of its neighbours have ended
-        for stage, tasks in enumerate(pending):
-            while tasks:
-                microbatch, is_backward = tasks[0]
+    free_at = [0.0] * stage_count  # the time from which each stage can compute its next micro-batch
+    untimed_by_stage: list[deque[tuple[int, bool]]] = []  # for each stage the passes that have no time yet
+    for stage in range(stage_count):
+        order = microbatch_order(schedule, stage, stage_count, microbatches)
+        untimed_by_stage.append(deque(
+            (microbatch, is_backward) for microbatch, is_backward in order if has_backward or not is_backward
+        ))  # fmt: skip
+    while any(untimed_by_stage):  # each round runs every stage as far as its neighbours' passes have ended
+        for stage, untimed_passes in enumerate(untimed_by_stage):
+            while untimed_passes:
+                microbatch, is_backward = untimed_passes[0]
                 sender = stage + 1 if is_backward else stage - 1
                 # The first stage of a direction waits for nobody.
-                received_at = end_times.get((sender, microbatch, is_backward)) if 0 <= sender < count else 0.0
+                has_sender = 0 <= sender < stage_count
+                received_at = end_times.get((sender, microbatch, is_backward)) if has_sender else 0.0
                 if received_at is None:
                     break
                 # A stage computes one micro-batch at a time.
@@ -360,7 +373,7 @@ def schedule_slots(
                 end = begin + (backward if is_backward else forward)[stage] / microbatches
                 slots.append(Slot(stage, microbatch, is_backward, begin, end))
                 end_times[stage, microbatch, is_backward] = free_at[stage] = end
-                tasks.popleft()
+                untimed_passes.popleft()
     return slots
 
 
@@ -408,7 +421,7 @@ class Plan:
 
     @classmethod
     def _from_json(cls, content: Any) -> Plan:
-        """Return the plan in the content of a file; raise ValueError for other content."""
+        """Return the plan in a file's content; raise ValueError for a file of another kind or schedule."""
         # Results of other kinds are JSON files too.
         schema = content.get("schema") if isinstance(content, dict) else type(content).__name__
         if schema != "amanda.partition" or "parameters" not in content:
@@ -424,7 +437,8 @@ class Plan:
         # A file may come from a later version, or from hand.
         if content["schedule"] not in get_args(Schedule):
             raise ValueError(f"its schedule is {content['schedule']!r}")
-        return cls(len(content["rows"]), content["schedule"], int(content["microbatches"]), ops, parameters)
+        stage_count = len(content["rows"])  # the file has a row for each stage
+        return cls(stage_count, content["schedule"], int(content["microbatches"]), ops, parameters)
 
     def pipeline(
         self, model: Any, mb_args: tuple[Any, ...], mb_kwargs: Mapping[str, Any] | None = None

@@ -56,17 +56,21 @@ PackedTensors = Sequence[tuple[TensorHeader, RawBytes]]
 
 
 def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: PackedTensors) -> int:
-    """Send a message, wipe the memory that it was put together in, and return its bytes."""
-    # Length, header and raw bytes: to unpickle a message would let either side run code in the other.
+    """Send a message, wipe the memory that it was put together in, and return the number of its bytes.
+
+    A message is the length of its header in four bytes, the header as JSON, and the bytes of the tensors.
+    """
+    # Not pickled: to unpickle a message would let either side run code in the other.
     header_bytes = json.dumps({**header, "tensors": [tensor_header for tensor_header, _ in tensors]}).encode()
-    size = 4 + len(header_bytes) + sum(tensor_header.size for tensor_header, _ in tensors)
+    header_end = 4 + len(header_bytes)
+    size = header_end + sum(tensor_header.size for tensor_header, _ in tensors)
     # One buffer for all, so that there is one place to wipe: a copy could stay readable in freed memory.
     message = bytearray(max(size, _MIN_MESSAGE_BYTES))
-    message[:4], message[4 : 4 + len(header_bytes)] = len(header_bytes).to_bytes(4, "little"), header_bytes
-    view, offset = np.frombuffer(message, np.uint8), 4 + len(header_bytes)
+    message[:4], message[4:header_end] = len(header_bytes).to_bytes(4, "little"), header_bytes
+    view, begin = np.frombuffer(message, np.uint8), header_end
     for tensor_header, content in tensors:
-        view[offset : offset + tensor_header.size] = content
-        offset += tensor_header.size
+        view[begin : begin + tensor_header.size] = content
+        begin += tensor_header.size
     try:
         connection.send_bytes(message)
     finally:
@@ -76,9 +80,8 @@ def send(connection: Connection[Any, Any], header: Mapping[str, Any], tensors: P
 
 
 def receive(connection: Connection[Any, Any]) -> tuple[dict[str, Any], PackedTensors]:
-    """Return a message.  Raises ProtectError for one whose length is not what it declares."""
+    """Wait for a message of `send`, and return it; raise ProtectError if it has not the declared length."""
     message = connection.recv_bytes()
-    # Four bytes with the length of the header, the header, the bytes of the tensors.
     header_end = 4 + int.from_bytes(message[:4], "little")
     header = json.loads(message[4:header_end])
     tensor_headers = [
@@ -146,7 +149,7 @@ class ProcessLink:
     def call(
         self, header: Mapping[str, Any], tensors: PackedTensors = ()
     ) -> tuple[dict[str, Any], PackedTensors, int]:
-        """Send a message; return the header and the tensors of the answer, and the bytes that crossed.
+        """Send a message; return header and tensors of the answer, and the number of bytes that crossed.
 
         Raises ProtectError with the error of the process, or if the process has died.
         """
@@ -224,7 +227,10 @@ def unpack_tensor(header: TensorHeader, content: RawBytes) -> Any:
 
 
 def serve(settings: Mapping[str, Any]) -> None:
-    """Answer the messages of the one program that knows the key, until it hangs up."""
+    """Answer the messages of the one program that knows the key, until it hangs up.
+
+    settings: threads of torch, address to listen at, and the key, as ProcessLink writes them.
+    """
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program, which hangs up when it ends
@@ -244,7 +250,7 @@ def serve(settings: Mapping[str, Any]) -> None:
 
 
 def _serve_messages(connection: Connection[Any, Any], enclave: Enclave) -> None:
-    """Call the method of the enclave that each message names, and send its answer."""
+    """Call the enclave's method that each message names, and send its answer or error, until the end."""
     handlers: dict[str, Callable[..., tuple[Any, Any]]] = {
         "hold": enclave.hold, "forward": enclave.forward, "backward": enclave.backward,
         "accumulate": enclave.accumulate, "step": enclave.step, "read": enclave.read,
@@ -266,13 +272,14 @@ class _Execution(NamedTuple):
 
     arguments: Sequence[Any]
     outputs: Sequence[Any]
-    paths: Sequence[str]
+    parameter_paths: Sequence[str]
 
 
 class Enclave:
     """The parameters by their paths, and the executions that may have a backward pass, by their numbers.
 
     Each method handles one kind of message, and returns the header and the tensors of its answer.
+    The program numbers executions of ops, backward passes and optimizers.
     """
 
     def __init__(self) -> None:
@@ -294,25 +301,27 @@ class Enclave:
         return {}, [pack_tensor(self._parameters[path])]
 
     def forward(
-        self, tensors: PackedTensors, op: str, inputs: Sequence[Any], number: int, trained: Sequence[bool],
-        records: bool, random: bool, in_place: bool, dropped: Sequence[int], failed: Sequence[int],
+        self, tensors: PackedTensors, op: str, inputs: Sequence[Any], execution: int, trained: Sequence[bool],
+        has_backward: bool, random: bool, in_place: bool, dropped_executions: Sequence[int],
+        failed_passes: Sequence[int],
     ) -> tuple[Any, Any]:  # fmt: skip
-        """Run an op; keep what its backward pass needs where `records` is true.
+        """Run an op on encoded inputs, and answer with its outputs; with has_backward, keep what that needs.
 
         If an output is not a tensor, the answer names the type of the first such output, and has no tensors.
         It has none either for an op in place that gives back a parameter.
-        dropped, failed: executions and backward passes to forget.
+        trained: for each tensor, True if it needs a gradient.  dropped_executions, failed_passes: to forget.
         """
         torch = self._torch
-        self._forget(dropped, failed)
+        self._forget(dropped_executions, failed_passes)
         arguments = [unpack_tensor(*packed_tensor) for packed_tensor in tensors]
         if random:  # `ProtectedExecution.forward` sends the generator's state after the arguments
             torch.set_rng_state(arguments.pop())
         for argument, is_trained in zip(arguments, trained, strict=True):
             # Arguments are leaves here: their gradients are what the program is sent.
             argument.requires_grad_(is_trained)
-        with nullcontext() if records else torch.no_grad():
+        with nullcontext() if has_backward else torch.no_grad():
             values = [self._decode_input(encoded, arguments) for encoded in inputs]
+            # An op in place on a tensor of the program, encoded as {"tensor": 0}.
             if in_place and "tensor" in inputs[0]:  # autograd forbids a write to a leaf that needs a gradient
                 values[0] = values[0].clone()
             result = _call_by_schema(torch, op, values)
@@ -321,8 +330,8 @@ class Enclave:
         non_tensors = [output for output in outputs if not isinstance(output, torch.Tensor)]
         if non_tensors:
             return {"non_tensor": type(non_tensors[0]).__name__}, ()
-        if records:
-            self._executions[number] = _Execution(arguments, outputs, _parameter_paths(inputs))
+        if has_backward:
+            self._executions[execution] = _Execution(arguments, outputs, _parameter_paths(inputs))
         # An op in place on a parameter gives it back: its values must not leave the process.
         returns_parameter = any(result is parameter for parameter in self._parameters.values())
         answer = {
@@ -334,20 +343,20 @@ class Enclave:
             sent_tensors = [*sent_tensors, torch.get_rng_state()]
         return answer, [pack_tensor(tensor) for tensor in sent_tensors]
 
-    def _forget(self, executions: Sequence[int], failed_passes: Sequence[int]) -> None:
+    def _forget(self, dropped_executions: Sequence[int], failed_passes: Sequence[int]) -> None:
         """Free executions that the program can no longer differentiate, and gradients of failed passes."""
-        for number in executions:
-            self._executions.pop(number, None)
+        for execution in dropped_executions:
+            self._executions.pop(execution, None)
         for backward_pass in failed_passes:
             self._pass_gradients.pop(backward_pass, None)
 
     def _decode_input(self, encoded: Any, arguments: Sequence[Any]) -> Any:
-        """Return the value that `MessageInputs._encode` has encoded."""
+        """Return the value that `MessageInputs._encode` has encoded.  arguments: the message's tensors."""
         if isinstance(encoded, list):
             return [self._decode_input(item, arguments) for item in encoded]
         if not isinstance(encoded, dict):
             return encoded
-        ((kind, value),) = encoded.items()
+        ((kind, value),) = encoded.items()  # such as {"parameter": path} or {"tensor": position}
         if kind == "slice":
             return slice(*value)
         if kind == "tuple":
@@ -357,20 +366,23 @@ class Enclave:
         return self._parameters[value] if kind == "parameter" else arguments[value]
 
     def backward(
-        self, tensors: PackedTensors, number: int, outputs: Sequence[int], backward_pass: int
+        self, tensors: PackedTensors, execution: int, outputs: Sequence[int], backward_pass: int
     ) -> tuple[Any, Any]:
-        """Return the gradients of an op's arguments; keep those of parameters until the pass ends."""
+        """Return the gradients of an op's arguments; keep those of parameters until the pass ends.
+
+        tensors: gradients of the op's outputs at the positions in `outputs`.
+        """
         # By pass: a gradient becomes the parameter's only if the whole pass succeeds.
         pass_gradients = self._pass_gradients.setdefault(backward_pass, {})
-        arguments, results, paths = self._executions[number]
+        arguments, results, parameter_paths = self._executions[execution]
         trained_arguments = [argument for argument in arguments if argument.requires_grad]
         # A parameter may have been frozen since.
-        trained_paths = [path for path in paths if self._parameters[path].requires_grad]
-        parameters = [self._parameters[path] for path in trained_paths]
+        trained_paths = [path for path in parameter_paths if self._parameters[path].requires_grad]
+        trained_parameters = [self._parameters[path] for path in trained_paths]
         gradients = self._torch.autograd.grad(
-            [results[i] for i in outputs], [*trained_arguments, *parameters],
+            [results[i] for i in outputs], [*trained_arguments, *trained_parameters],
             [unpack_tensor(*packed_tensor) for packed_tensor in tensors],
-            retain_graph=True, allow_unused=True,  # the program may differentiate again; `dropped` ends it
+            retain_graph=True, allow_unused=True,  # the program may differentiate again, until it drops this
         )  # fmt: skip
         argument_gradients = gradients[: len(trained_arguments)]
         parameter_gradients = gradients[len(trained_arguments) :]
@@ -386,7 +398,7 @@ class Enclave:
     def accumulate(
         self, tensors: PackedTensors, backward_pass: int, replaces: Mapping[str, bool]
     ) -> tuple[Any, Any]:
-        """Add the gradients of a pass that has ended to those of the parameters.
+        """Add the gradients of a backward pass that has ended to `grad` of the parameters, and forget them.
 
         replaces: by path, True for a gradient that replaces the earlier one, which the program has zeroed.
         """
@@ -403,7 +415,11 @@ class Enclave:
     def step(
         self, tensors: PackedTensors, optimizer: int, name: str, groups: Sequence[Mapping[str, Any]]
     ) -> tuple[Any, Any]:
-        """Step the optimizer of this number, which the first step constructs, on the same parameters."""
+        """Step the optimizer of this number and name, which the first step constructs, on its parameters.
+
+        groups: for each parameter group, `paths`, whether each has a gradient in the program, and `options`.
+        Raises ProtectError if a group has not as many parameters as at the first step.
+        """
         if optimizer not in self._optimizers:
             new_groups = [
                 {"params": [self._parameters[path] for path in group["paths"]], **_group_options(group)}
@@ -411,11 +427,11 @@ class Enclave:
             ]
             self._optimizers[optimizer] = getattr(self._torch.optim, name)(new_groups)
         protected_optimizer = self._optimizers[optimizer]
-        for present_group, group in zip(protected_optimizer.param_groups, groups, strict=True):
-            if len(present_group["params"]) != len(group["paths"]):
+        for protected_group, group in zip(protected_optimizer.param_groups, groups, strict=True):
+            if len(protected_group["params"]) != len(group["paths"]):
                 raise ProtectError("an optimizer was given more protected parameters after its first step")
             # A schedule may have changed the learning rate since the last step.
-            present_group.update(_group_options(group))
+            protected_group.update(_group_options(group))
             for path, has_gradient in zip(group["paths"], group["gradients"], strict=True):
                 if not has_gradient:
                     # The optimizer passes over a parameter without a gradient.
@@ -425,7 +441,7 @@ class Enclave:
 
 
 def _parameter_paths(inputs: Sequence[Any]) -> list[str]:
-    """Return the paths of the parameters among the encoded inputs of an op, each once."""
+    """Return the paths of the parameters among the encoded inputs of an op, each once; not those in lists."""
     paths = [
         encoded["parameter"] for encoded in inputs if isinstance(encoded, dict) and "parameter" in encoded
     ]
@@ -445,9 +461,9 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
     """
     path = op.removeprefix("torch.")
     function = attrgetter(path)(torch)
-    # Functions such as `sum` take some arguments by keyword alone, which schemas tell.
-    packet = getattr(torch.ops.aten, path.rpartition(".")[2].strip("_"), None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    # Functions such as `sum` take some arguments by keyword alone, as schemas of ATen's overloads tell.
+    operator = getattr(torch.ops.aten, path.rpartition(".")[2].strip("_"), None)
+    overloads = [] if operator is None else [getattr(operator, name) for name in operator.overloads()]
     argument_lists = [overload._schema.arguments for overload in overloads]
     fitting_lists = [
         arguments
@@ -460,10 +476,10 @@ def _call_by_schema(torch: Any, op: str, inputs: Sequence[Any]) -> Any:
     if not fitting_lists or max(positional_counts) >= len(inputs):
         return function(*inputs)
     # The first overload names the keywords.
-    arguments, count = fitting_lists[0], positional_counts[0]
-    names = [argument.name for argument in arguments[count:]]
-    keywords = dict(zip(names, inputs[count:], strict=False))
-    return function(*inputs[:count], **keywords)
+    arguments, positional_count = fitting_lists[0], positional_counts[0]
+    keyword_names = [argument.name for argument in arguments[positional_count:]]
+    keywords = dict(zip(keyword_names, inputs[positional_count:], strict=False))
+    return function(*inputs[:positional_count], **keywords)
 
 
 def _list_to_tuple(value: Any) -> Any:

@@ -29,7 +29,10 @@ def write_stages(
     request: CutRequest, measured: StepWork | None, source: Path, folder: Path, analyse: Analyse,
     about: Mapping[str, Any],
 ) -> PartsResult:  # fmt: skip
-    """Write a file for each stage.  measured: costs of sessions that ran the model."""
+    """Write a file for each stage, and return the result, which is saved beside them.
+
+    measured: costs of sessions that ran the model; None for FLOPs by shapes.  about: notes for each file.
+    """
     graph = FileGraph(source)
     if request.stages > len(graph.ops):
         raise PartitionError(
@@ -46,15 +49,17 @@ def write_stages(
 def write_protected(
     selection: Selection, text: str, source: Path, folder: Path, analyse: Analyse, about: Mapping[str, Any]
 ) -> PartsResult:
-    """Write files of protected and of public ops; `text` is how the user gave the selection."""
+    """Write files of protected and public ops by turns; return the result.  text: of the user's selection."""
     tool = FileFactsTool(FileGraph(source), selection)
     analyse(tool)
-    stage_of, kinds, remarks = assign_parts(tool, selection, text, source.parent)
+    part_of_op, kinds, remarks = assign_parts(tool, selection, text, source.parent)
     # The parts are decided by the selection: these options are those of a plan without a pipeline.
-    request = CutRequest(len(kinds), "order", 1, "1f1b", None, None, 0.0, 0.0)
+    request = CutRequest(
+        stages=len(kinds), method="order", microbatches=1, schedule="1f1b", memory=None, copies=None,
+        byte_cost=0.0, tolerance=0.0,
+    )  # fmt: skip
     graph = tool.graph
-    ends = list(graph.inputs), list(graph.outputs)
-    result = PartsResult(tool.work(None), request, *ends, stage_of)
+    result = PartsResult(tool.work(None), request, list(graph.inputs), list(graph.outputs), part_of_op)
     result.remarks = remarks
     _write_parts(tool, result, kinds, source, folder, about)
     return result
@@ -64,19 +69,22 @@ def _write_parts(
     tool: FileFactsTool, result: PartsResult, kinds: Sequence[str], source: Path, folder: Path,
     about: Mapping[str, Any],
 ) -> None:  # fmt: skip
-    """Write a file for each part, list them in a result, and save the result beside them."""
-    graph, stage_of = tool.graph, result.stage_of
-    assert stage_of is not None
+    """Write a file for each part, add them to `parts` of the result, and save the result beside them.
+
+    kinds: of each part, "stage", "protected" or "public".
+    """
+    graph, part_of_op = tool.graph, result.stage_of
+    assert part_of_op is not None
     for number, kind in enumerate(kinds):
         part = f"stage{number}" if kind == "stage" else f"{number}.{kind}"
-        name = f"{source.stem}.{part}.onnx"
-        positions = [i for i in range(len(graph.ops)) if stage_of[i] == number]
+        file_name = f"{source.stem}.{part}.onnx"
+        positions = [i for i in range(len(graph.ops)) if part_of_op[i] == number]
         model = extract_part(tool, positions, is_last=number == len(kinds) - 1)
         add_note(model, {**about, "part": part})
         inputs = [value.name for value in model.graph.input if value.name not in graph.declared]
         outputs = [value.name for value in model.graph.output]
-        size = save_onnx(model, folder / name, source.parent, graph.is_external)
-        result.parts.append(Part(name, kind, len(positions), inputs, outputs, size))
+        size = save_onnx(model, folder / file_name, source.parent, graph.is_external)
+        result.parts.append(Part(file_name, kind, len(positions), inputs, outputs, size))
     # Last: a folder with a plan has all of its files.
     result.save(folder / PLAN_FILE)
 
@@ -95,17 +103,17 @@ def assign_parts(
     if not any(is_selected):
         why = "; ".join(selection.unmatched()) or "the ops that it fits compute with constants alone"
         raise PartitionError(f"protect={text!r} selects no op of the file: {why}")
-    part_of_op = _alternating_parts(graph, is_selected)
-    # Part 0 has no op if the first op is protected.
-    used_parts = sorted(set(part_of_op))
+    alternating_parts = _alternating_parts(graph, is_selected)
+    # Part 0 has no op if the first op is protected, so parts are numbered anew.
+    used_parts = sorted(set(alternating_parts))
     kinds = ["protected" if part % 2 else "public" for part in used_parts]
-    stages = np.array([used_parts.index(part) for part in part_of_op])
+    part_of_op = np.array([used_parts.index(part) for part in alternating_parts])
     protected_names = _protected_constants(tool, is_selected)
-    shared = list(_shared_constants(tool, is_selected, protected_names, folder))
+    shared_names = list(_check_shared_constants(tool, is_selected, protected_names, folder))
     remarks = []
-    if shared:
-        remarks.append(f"In public and protected parts, as extents or one number: {', '.join(shared)}.")
-    return stages, kinds, remarks
+    if shared_names:
+        remarks.append(f"In public and protected parts, as extents or one number: {', '.join(shared_names)}.")
+    return part_of_op, kinds, remarks
 
 
 def _alternating_parts(graph: FileGraph, is_selected: list[bool]) -> list[int]:
@@ -113,11 +121,10 @@ def _alternating_parts(graph: FileGraph, is_selected: list[bool]) -> list[int]:
     part_of_op: list[int] = []
     for op, is_protected in zip(graph.ops, is_selected, strict=True):
         producers = [graph.producer_of[name] for name in op.reads if name in graph.producer_of]
-        part = max((part_of_op[i] for i in producers), default=0)
+        last_part = max((part_of_op[i] for i in producers), default=0)
         # The part of the last producer if it is of the op's kind, otherwise the next one.
-        if (part % 2 == 1) != is_protected:
-            part += 1
-        part_of_op.append(part)
+        is_part_protected = last_part % 2 == 1
+        part_of_op.append(last_part if is_part_protected == is_protected else last_part + 1)
     return part_of_op
 
 
@@ -131,8 +138,8 @@ def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[st
         for name in op.reads
     ]
     for op in graph.constants.values():
-        # A constant may be selected itself, as a fake-quantised weight is.  Ops are keyed by first outputs.
-        op_facts = tool.ops.get(op.outputs[0])
+        # A constant may be selected itself, as a fake-quantised weight is.
+        op_facts = tool.ops.get(op.outputs[0])  # by the op's first output
         if op_facts is not None and op_facts.selected:
             names_read += op.outputs
     # Values that ops compute from inputs of the model are no constants.
@@ -142,7 +149,7 @@ def _protected_constants(tool: FileFactsTool, is_selected: list[bool]) -> set[st
     }  # fmt: skip
 
 
-def _shared_constants(
+def _check_shared_constants(
     tool: FileFactsTool, is_selected: list[bool], protected_names: set[str], folder: Path
 ) -> Iterator[str]:
     """Yield the protected constants that public ops read and may read, such as shapes.
@@ -152,10 +159,10 @@ def _shared_constants(
     """
     graph = tool.graph
     # Exporters store the same values under several names; a public twin would give a protected one away.
-    secrets = (name for name in protected_names if not _may_be_public(graph, name, folder))
-    secret_with_bytes = {_constant_bytes(graph, name, folder): name for name in secrets}
+    secret_names = (name for name in protected_names if not _may_be_public(graph, name, folder))
+    secret_name_by_bytes = {_constant_bytes(graph, name, folder): name for name in secret_names}
     # b"" stands for a computed value, which has no bytes in the file, and for one number repeated, no secret.
-    secret_with_bytes.pop(b"", None)
+    secret_name_by_bytes.pop(b"", None)
     for name, reader in _public_readers(graph, is_selected).items():
         if name in protected_names:
             if not _may_be_public(graph, name, folder):
@@ -165,7 +172,7 @@ def _shared_constants(
                 )
             yield name
             continue
-        protected_twin = secret_with_bytes.get(_constant_bytes(graph, name, folder))
+        protected_twin = secret_name_by_bytes.get(_constant_bytes(graph, name, folder))
         if protected_twin is not None:
             raise ProtectError(
                 f"{reader} reads {name}, which has the same values as {protected_twin}, which is protected: "
@@ -174,21 +181,23 @@ def _shared_constants(
 
 
 def _public_readers(graph: FileGraph, is_selected: list[bool]) -> dict[str, str]:
-    """Return for each value that is read in public, directly or by constant nodes, a reader, for errors."""
-    reader_of: dict[str, str] = {}
+    """Return by value that is read in public, directly or by constant nodes, a text on one of its readers."""
+    reader_text: dict[str, str] = {}
     for op, is_protected in zip(graph.ops, is_selected, strict=True):
         if not is_protected:
-            reader_of |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
+            reader_text |= dict.fromkeys(graph.with_constants(op.reads), f"{op}, which is not selected,")
     # Outputs that no op makes: constants, or inputs handed on.
     passed_through = [name for name in graph.outputs if name not in graph.producer_of]
-    return reader_of | dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
+    return reader_text | dict.fromkeys(graph.with_constants(passed_through), "an output of the model")
 
 
 def _may_be_public(graph: FileGraph, name: str, folder: Path) -> bool:
-    """Return True for extents, single numbers and arrays of one number, which exporters share between ops."""
+    """Return True for extents, single numbers and arrays of one number, which exporters share between ops.
+
+    A constant that is computed from public ones alone is public too; a sparse one never is.
+    """
     tensor = graph.constant_tensor(name)
     if tensor is None:
-        # A constant that is computed from public ones; others, such as sparse constants, are not public.
         op = graph.constants.get(name)
         reads = () if op is None else op.reads
         return bool(reads) and all(_may_be_public(graph, input_name, folder) for input_name in reads)
@@ -217,17 +226,18 @@ def extract_part(tool: FileFactsTool, positions: Sequence[int], is_last: bool) -
     Its outputs are the values that ops of other parts read, and outputs of the whole model; the last part
     also has outputs that are constants or inputs of the whole model.
     """
-    graph, members = tool.graph, set(positions)
-    required = [name for i in positions for name in graph.ops[i].reads]
+    graph, part_positions = tool.graph, set(positions)
+    reads = [name for i in positions for name in graph.ops[i].reads]
     produced = [name for i in positions for name in graph.ops[i].outputs]
-    readers_of = graph.readers_of
-    outputs = [
-        name for name in produced if name in graph.outputs or not members.issuperset(readers_of.get(name, ()))
-    ]
+    outputs = []
+    for name in produced:
+        readers = graph.readers_of.get(name, ())
+        if name in graph.outputs or not part_positions.issuperset(readers):
+            outputs.append(name)
     if is_last:
         passed_through = [name for name in graph.outputs if name not in graph.producer_of]
-        required, outputs = required + passed_through, outputs + passed_through
-    return _build_part(tool, positions, dict.fromkeys(graph.with_constants(required)), produced, outputs)
+        reads, outputs = reads + passed_through, outputs + passed_through
+    return _build_part(tool, positions, dict.fromkeys(graph.with_constants(reads)), produced, outputs)
 
 
 def _build_part(
@@ -241,7 +251,7 @@ def _build_part(
     """
     graph, model = tool.graph, ModelProto()
     # Opsets, functions and metadata of the whole model hold for each part.
-    for field, value in graph.proto.ListFields():
+    for field, value in graph.proto.ListFields():  # those that are set
         if field.name not in ("graph", "training_info"):
             _copy_field(model, field.name, value)
     part, whole = model.graph, graph.proto.graph
@@ -258,17 +268,17 @@ def _build_part(
     )
     part.input.extend(value for value in whole.input if value.name in reads)
     # Values that ops of other parts make become inputs.
-    crossing = [
+    crossing_names = [
         name for name in reads if name in graph.producer_of and graph.producer_of[name] not in set(positions)
     ]
-    part.input.extend(_value_info(tool, name) for name in crossing)
+    part.input.extend(_value_info(tool, name) for name in crossing_names)
     part.output.extend(graph.outputs.get(name) or _value_info(tool, name) for name in outputs)
-    part_values = {*produced, *reads}
+    all_names = {*produced, *reads}
     # Inputs and outputs have their types already, and ONNX forbids a second entry.
-    inner_values = part_values - {*outputs, *crossing}
-    part.value_info.extend(info for info in whole.value_info if info.name in inner_values)
+    inner_names = all_names - {*outputs, *crossing_names}
+    part.value_info.extend(info for info in whole.value_info if info.name in inner_names)
     part.quantization_annotation.extend(
-        annotation for annotation in whole.quantization_annotation if annotation.tensor_name in part_values
+        annotation for annotation in whole.quantization_annotation if annotation.tensor_name in all_names
     )
     return model
 

@@ -54,7 +54,7 @@ class FileOp:
 
 
 class FileGraph:
-    """The outermost graph of a model; external data stay in their files.
+    """The outermost graph of a model: ops, constant nodes and values by name; external data stay in files.
 
     ops: nodes that depend on inputs of the model, or are random, in the order of the file.
     constants: the other nodes, by their outputs; each part that reads such an output has a copy of the node.
@@ -135,13 +135,13 @@ class FileGraph:
         return any(tensor.data_location == TensorProto.EXTERNAL for tensor in self.initializers.values())
 
     def shapes(self) -> tuple[dict[str, tuple[int | None, ...]], list[str]]:
-        """Return shapes of values, with 1 for each extent that an input leaves open, and these inputs.
+        """Return inferred shapes of values, with 1 for extents that inputs leave open, and these inputs.
 
-        Values of unknown shape are absent.
+        Values of unknown shape are absent; if the inference fails, all but those with shapes in the file are.
         """
         model = ModelProto()
         model.CopyFrom(self.proto)
-        # What the file says may be of other extents than those that are set below.
+        # Shapes in the file may be of other extents than those that are set below.
         del model.graph.value_info[:]
         inputs = [value for value in model.graph.input if value.name in self.inputs]
         open_inputs = [value.name for value in inputs if _set_open_dims(value, 1)]
@@ -154,7 +154,7 @@ class FileGraph:
 
 
 def _set_open_dims(value: ValueInfoProto, extent: int | None) -> bool:
-    """Set open extents to a number, or for None to unnamed open ones; return True if there were some."""
+    """Set a value's open extents to a number, or for None to unnamed ones; return True if there were some."""
     tensor = value.type.tensor_type
     open_dims = (
         [dim for dim in tensor.shape.dim if not dim.HasField("dim_value")] if tensor.HasField("shape") else []
@@ -167,7 +167,7 @@ def _set_open_dims(value: ValueInfoProto, extent: int | None) -> bool:
 
 
 def _known_shapes(graph: GraphProto) -> Iterator[tuple[str, tuple[int | None, ...]]]:
-    """Yield the values of a graph and its bodies whose shapes the model tells."""
+    """Yield name and shape of each value of a graph and its bodies with a shape; None for open extents."""
     for value in (*graph.value_info, *graph.output, *graph.input):
         if value.type.HasField("tensor_type") and value.type.tensor_type.HasField("shape"):
             dims = value.type.tensor_type.shape.dim
@@ -206,7 +206,7 @@ class FileFactsTool(amanda.Tool):
         self.ops: dict[str, FileOpFacts] = {}
         self.types: dict[str, onnx.TypeProto] = {}
         self.unknown: Counter[str] = Counter()
-        self._current_op: FileOpFacts | None = None
+        self._outermost_op: FileOpFacts | None = None
         self.depends_on(StandardMapping(), MappingTool([["*", self._use_inferred_shapes]]), FlopsTool())
         self.add_inst_for_op(self._record_op, require_outputs=True)
 
@@ -221,38 +221,38 @@ class FileFactsTool(amanda.Tool):
         context["shape"] = shape
 
     def _record_op(self, context: amanda.OpContext) -> None:
-        """Record the facts of an op, or add its FLOPs to those of the op whose body it is in."""
+        """Record the facts of an op and the types of its values; ops of a body count for the op around it."""
         first_output = first_output_of(context.get_op().node)
         is_outermost = first_output in self.graph.producer_of or first_output in self.graph.constants
         if is_outermost:  # ops in bodies come after the op around them, and add to its facts
-            self._current_op = self.ops[first_output] = FileOpFacts(
+            self._outermost_op = self.ops[first_output] = FileOpFacts(
                 context.get_op_id(), context["type"], context.get_scope(), context.get_source()
             )
-        assert self._current_op is not None
+        assert self._outermost_op is not None
         for value in leaves([*context.get_inputs(), *(context.get_outputs() or ())]):
             if getattr(value, "type", None) is not None:
                 self.types[value.name] = value.type
         flops = getattr(context.get("cost"), "flops", None)
         if flops is None:
             self.unknown[context["type"]] += 1
-        self._current_op.flops += flops or 0
+        self._outermost_op.flops += flops or 0
         if self._selection is not None and self._selection(context):
-            self._current_op.selected = True
+            self._outermost_op.selected = True
 
     def facts(self, position: int) -> FileOpFacts:
         """Return the facts of an op of the graph."""
         return self.ops[self.graph.ops[position].outputs[0]]
 
     def describe_value(self, name: str) -> tuple[tuple[int | None, ...] | None, str | None, int | None]:
-        """Return shape, element type and bytes of a value; None for what is not known.
+        """Return shape, element type and bytes of a value; all None without an element type.
 
-        An extent of the shape may be None too; the value then has no number of bytes.
+        The shape, or an extent of it, may be None too; the value then has no number of bytes.
         """
         constant, value_type = self.graph.constant_tensor(name), self.types.get(name)
         element_type = 0 if value_type is None else value_type.tensor_type.elem_type
         if constant is not None:
             element_type = constant.data_type
-        if not element_type:
+        if element_type == onnx.TensorProto.UNDEFINED:  # which is 0
             return None, None, None
         dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(element_type))
         shape = self.shapes.get(name) if constant is None else tuple(constant.dims)
@@ -273,24 +273,25 @@ class FileFactsTool(amanda.Tool):
 
         Raises ArtefactError if another model was measured.
         """
-        remarks = []
         if measured is not None:
-            costs, unit = self._measured_costs(measured), measured.unit
-            remarks = list(measured.remarks)
-        else:
-            costs, unit = {i: self.facts(i).flops for i in range(len(self.graph.ops))}, "FLOPs"
-            if self.open_inputs:
-                remarks.append(
-                    f"Extents that the file leaves open count as 1, in {', '.join(self.open_inputs)}; "
-                    "sessions that run in a scope of the tool before tell others."
-                )
-            if self.unknown:
-                listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.most_common(8))
-                remarks.append(f"No formula, or no shapes, for ops that count as 0: {listed}.")
-        return StepWork(self._as_trace_graph(), costs, unit, remarks)
+            costs = self._measured_costs(measured)
+            return StepWork(self._as_trace_graph(), costs, measured.unit, list(measured.remarks))
+        costs, remarks = {i: self.facts(i).flops for i in range(len(self.graph.ops))}, []
+        if self.open_inputs:
+            remarks.append(
+                f"Extents that the file leaves open count as 1, in {', '.join(self.open_inputs)}; "
+                "sessions that run in a scope of the tool before tell others."
+            )
+        if self.unknown:
+            listed = ", ".join(f"{name} ({count})" for name, count in self.unknown.most_common(8))
+            remarks.append(f"No formula, or no shapes, for ops that count as 0: {listed}.")
+        return StepWork(self._as_trace_graph(), costs, "FLOPs", remarks)
 
     def _measured_costs(self, measured: StepWork) -> dict[int, float]:
-        """Return the measured cost of each op of the file; ops are matched by the names of their outputs."""
+        """Return the measured cost of each op of the file, by position; names of outputs match the ops.
+
+        Raises ArtefactError for an op of the file that was not measured.
+        """
         costs: dict[int, float] = {}
         producer_of = self.graph.producer_of
         for op, cost in zip(measured.ops, measured.total, strict=True):
@@ -316,19 +317,20 @@ class FileFactsTool(amanda.Tool):
         constants = {*graph.initializers, *graph.sparse, *constant_nodes}
         # Values from outside come first, as they are there before any op runs.
         outside_names = [name for name in graph.readers_of if name in graph.inputs or name in constants]
-        index = {name: i for i, name in enumerate((*outside_names, *graph.producer_of))}
+        tensor_index = {name: i for i, name in enumerate((*outside_names, *graph.producer_of))}
         ops = []
         for i, op in enumerate(graph.ops):
             facts = self.facts(i)
-            inputs = tuple(index[name] for name in graph.with_constants(op.reads) if name in index)
-            outputs = tuple(index[name] for name in op.outputs)
+            reads = graph.with_constants(op.reads)
+            inputs = tuple(tensor_index[name] for name in reads if name in tensor_index)
+            outputs = tuple(tensor_index[name] for name in op.outputs)
             ops.append(
                 Op(index=i, id=facts.id, phase="forward", type=facts.type,
                    name=op.node.name or op.node.op_type, framework=0, module=facts.module,
                    source=facts.source, inputs=inputs, outputs=outputs, calls=1)
             )  # fmt: skip
         tensors = []
-        for name, i in index.items():
+        for name, i in tensor_index.items():
             shape, dtype, size = self.describe_value(name)
             kind = "parameter" if name in constants else "input" if name in graph.inputs else "activation"
             tensors.append(

@@ -65,7 +65,10 @@ class CutGraph:
         return module
 
     def _place_nodes(self, calls: Sequence[Any]) -> None:
-        """Set the position of each node, and the module frame of nodes that are added at a stage's end."""
+        """Set the position of each node, and the module frame that nodes at a stage's end will get.
+
+        calls: the nodes that are ops.  Raises PartitionError for a stage without nodes.
+        """
         stages = _stages_of_nodes(self._plan, calls)
         # Inputs, parameters and buffers have no stage in the plan: they count as of the first.
         self._position = {node: (stages.get(node, 0), i) for i, node in enumerate(self._graph.nodes)}
@@ -80,23 +83,24 @@ class CutGraph:
         """Move the nodes into the order of their stages, with a split mark between two stages."""
         from torch.distributed.pipelining._IR import aten_pipe_split_alias
 
-        stage, output = 0, self._output
-        ordered = sorted(self._position, key=self._position.__getitem__)
-        ordered = [node for node in ordered if node.op == "call_function"]
-        for node in ordered:
-            for _ in range(stage, self._stage_of(node)):
+        output = self._output
+        calls = [node for node in self._position if node.op == "call_function"]
+        calls.sort(key=self._position.__getitem__)
+        current_stage = 0
+        for node in calls:
+            while current_stage < self._stage_of(node):
                 with self._graph.inserting_before(output):
                     self._graph.call_function(aten_pipe_split_alias)
-            stage = self._stage_of(node)
+                current_stage += 1
             output.prepend(node)  # moves the node to the end
         for stage in range(self._plan.stages):
-            set_module_frames(node for node in ordered if self._stage_of(node) == stage)
+            set_module_frames(node for node in calls if self._stage_of(node) == stage)
 
     def _stage_of(self, node: Any) -> int:
         return self._position[node][0]
 
     def _add_node(self, op: str, value: Any, stage: int, before: Any = None) -> Any:
-        """Return a new node that calls an operator of ATen on a value, before a node or at a stage's end."""
+        """Return a new node that calls an operator of ATen, ahead of node `before` or at a stage's end."""
         import torch
 
         call = getattr(torch.ops.aten, op).default
@@ -108,7 +112,8 @@ class CutGraph:
             self._root_frame if before is None else before.meta["nn_module_stack"]
         )
         # Half a place ahead of a node, as orders of nodes are whole numbers.
-        self._position[new_node] = stage, inf if before is None else self._position[before][1] - 0.5
+        order = inf if before is None else self._position[before][1] - 0.5
+        self._position[new_node] = stage, order
         return new_node
 
     def _send_to_later_stages(self, node: Any) -> None:
@@ -118,31 +123,31 @@ class CutGraph:
         """
         import torch
 
-        first = self._stage_of(node)
-        readers = [user for user in node.users if self._stage_of(user) > first]
+        first_stage = self._stage_of(node)
+        readers = [user for user in node.users if self._stage_of(user) > first_stage]
         if not readers:
             return
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
             raise PartitionError(
-                f"stage {first} makes {node.name} ({type(value).__name__}), which {readers[0].name} of "
+                f"stage {first_stage} makes {node.name} ({type(value).__name__}), which {readers[0].name} of "
                 f"stage {self._stage_of(readers[0])}, in module {module_of(readers[0])!r}, reads; tensors "
                 "alone cross"
             )
-        sent = node
+        sent_node = node
         if node in self._in_buffers:  # the next micro-batch may write to the buffer before this value is read
-            sent = self._add_node("clone", node, first)
+            sent_node = self._add_node("clone", node, first_stage)
         elif not value.is_contiguous():
-            sent = self._add_node("contiguous", node, first)
+            sent_node = self._add_node("contiguous", node, first_stage)
         elif node.op == "placeholder":  # a model's input: the pipeline sends results of ops alone
-            sent = self._add_node("alias", node, first)
-        last = max(map(self._stage_of, readers))
-        for stage in range(first + 1, last + 1):
+            sent_node = self._add_node("alias", node, first_stage)
+        last_stage = max(map(self._stage_of, readers))
+        for stage in range(first_stage + 1, last_stage + 1):
             for reader in readers:
                 if self._stage_of(reader) == stage:
-                    reader.replace_input_with(node, sent)
-            if stage < last:  # passed on by an op of this stage
-                sent = self._add_node("alias", sent, stage)
+                    reader.replace_input_with(node, sent_node)
+            if stage < last_stage:  # passed on by an op of this stage
+                sent_node = self._add_node("alias", sent_node, stage)
 
     def _clone_written_inputs(self, node: Any) -> None:
         """Clone each value of an earlier stage that an op writes to; the op and later ones use the clone."""
@@ -150,31 +155,30 @@ class CutGraph:
         for value in written_inputs(node):
             # A buffer is written in the stage that holds it.
             if value.op != "get_attr" and self._stage_of(value) != stage:
-                copy = self._add_node("clone", value, stage, node)
+                clone = self._add_node("clone", value, stage, before=node)
                 for user in list(value.users):
+                    _, user_order = self._position[user]
                     # Users before the write see the value as it was.
-                    if self._position[user][1] >= order:
-                        user.replace_input_with(value, copy)
+                    if user_order >= order:
+                        user.replace_input_with(value, clone)
 
     def _check_writes(self) -> None:
         """Raise PartitionError for a write whose effect on another stage differs from the model's.
 
         A write in one stage is not visible in another one: earlier readers there must not see the write, and
-        later readers would have to.  Notes in `_in_buffers` the nodes in the memory of written buffers.
+        later readers would have to.  Sets `_in_buffers`: the nodes in the memory of written buffers.
         """
-        aliases_of = defaultdict[Any, list[Any]](list)
-        root_of = memory_roots(self._position)
-        for node, root in root_of.items():
-            aliases_of[root].append(node)
+        aliases_by_root = defaultdict[Any, list[Any]](list)
+        root_of_node = memory_roots(self._position)
+        for node, root in root_of_node.items():
+            aliases_by_root[root].append(node)
         writes = [(node, value) for node in self._position for value in written_inputs(node)]
-        written_roots = {root_of[value] for _, value in writes}
-        self._in_buffers = {
-            node for node, root in root_of.items() if root in written_roots and root.op == "get_attr"
-        }
+        written_buffers = {root for _, value in writes if (root := root_of_node[value]).op == "get_attr"}
+        self._in_buffers = {node for node, root in root_of_node.items() if root in written_buffers}
         for writer, value in writes:
-            root = root_of[value]
+            root = root_of_node[value]
             stage, order = self._position[writer]
-            earlier_aliases = [alias for alias in aliases_of[root] if self._position[alias][1] < order]
+            earlier_aliases = [alias for alias in aliases_by_root[root] if self._position[alias][1] < order]
             reads = [(alias, user) for alias in earlier_aliases for user in alias.users]
             for alias, user in reads:
                 if user is not writer and self._reads_other_value(writer, value, alias, user):
@@ -186,20 +190,20 @@ class CutGraph:
                         "with other `stages` or `tolerance`, or write to a copy in the model"
                     )
 
-    def _reads_other_value(self, node: Any, value: Any, alias_read: Any, user: Any) -> bool:
-        """Return True if a user of memory that a node writes to would read another value than in the model.
+    def _reads_other_value(self, writer: Any, written_value: Any, alias: Any, reader: Any) -> bool:
+        """Return True if a reader of memory that an op writes would get another value than in the model.
 
-        value: the node whose memory `node` writes.  alias_read: a node in the same memory that `user` reads.
+        written_value: the node that `writer` writes.  alias: a node in the same memory that `reader` reads.
         """
-        (stage, order), (user_stage, user_order) = self._position[node], self._position[user]
-        if alias_read.op == "get_attr":  # each stage has a buffer of its own
-            return user_stage != stage
-        if user_order < order:  # stages run in order, so a later stage would read after the write
-            return user_stage > stage
+        (stage, order), (reader_stage, reader_order) = self._position[writer], self._position[reader]
+        if alias.op == "get_attr":  # each stage has a buffer of its own
+            return reader_stage != stage
+        if reader_order < order:  # stages run in order, so a later stage would read after the write
+            return reader_stage > stage
         # A read after the write: of the value itself it uses the stage's clone, but an alias from another
         # stage is not in the clone's memory.
-        stages = {self._stage_of(alias_read), self._stage_of(value), stage}
-        return user_stage < stage or (alias_read is not value and len(stages) > 1)
+        stages = {self._stage_of(alias), self._stage_of(written_value), stage}
+        return reader_stage < stage or (alias is not written_value and len(stages) > 1)
 
 
 def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
@@ -209,11 +213,11 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     values that it reads.  The assignment of a buffer, at the end of an exported graph, is in the last stage
     that reads the buffer.  Raises PartitionError for a stage without nodes.
     """
-    planned_stages = _planned_stages(plan, nodes)
-    stage, stage_of = 0, dict[Any, int]()
+    planned_stages = _match_planned_stages(plan, nodes)
+    planned_stage, stage_of = 0, dict[Any, int]()
     for node in nodes:
         # What the exporter has added belongs to the op before it.
-        stage = planned_stages.get(node, stage)
+        planned_stage = planned_stages.get(node, planned_stage)
         producer_stages = [stage_of[value] for value in node.all_input_nodes if value in stage_of]
         if is_assignment(node):
             buffer, value = node.args
@@ -223,7 +227,7 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
             # An element is taken where its tuple is made: a tuple cannot cross.
             stage_of[node] = max(producer_stages)
         else:
-            stage_of[node] = max([stage, *producer_stages])
+            stage_of[node] = max([planned_stage, *producer_stages])
     missing = sorted(set(range(plan.stages)) - set(stage_of.values()))
     if missing:
         raise PartitionError(
@@ -234,7 +238,7 @@ def _stages_of_nodes(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     return stage_of
 
 
-def _planned_stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
+def _match_planned_stages(plan: Plan, nodes: Sequence[Any]) -> dict[Any, int]:
     """Return the stage of each node that matches an op of the plan, by their types and modules, in order."""
     planned = [(op.type, op.module) for op in plan.ops]
     exported = [(trace_type(node), module_of(node)) for node in nodes]
@@ -297,13 +301,13 @@ def written_inputs(node: Any) -> list[Any]:
 
 def memory_roots(nodes: Iterable[Any]) -> dict[Any, Any]:
     """Return for each node the first node in the same memory, such as the tensor of a view."""
-    root_of = dict[Any, Any]()
+    root_of_node = dict[Any, Any]()
     for node in nodes:
-        sources = [alias for alias, _ in _aliased_arguments(node)] if node.op == "call_function" else []
-        if node.target is operator.getitem:
-            sources = list(node.all_input_nodes)
-        root_of[node] = root_of[sources[0]] if sources else node
-    return root_of
+        aliased = [argument for argument, _ in _aliased_arguments(node)] if node.op == "call_function" else []
+        if node.target is operator.getitem:  # an element of a tuple, which is in the tuple's memory
+            aliased = list(node.all_input_nodes)
+        root_of_node[node] = root_of_node[aliased[0]] if aliased else node
+    return root_of_node
 
 
 def is_assignment(node: Any) -> bool:
@@ -316,11 +320,11 @@ def remove_copies_onto_themselves(graph: Any) -> None:
     """Remove assignments of a buffer to itself, after an op has written it in place (`n += 1`)."""
     for node in list(graph.nodes):
         if is_assignment(node):
-            buffer, value = node.args
-            # A chain of ops in place on one buffer.
-            while value is not buffer and value.op == "call_function" and _is_in_place(value):
-                value = value.args[0]
-            if value is buffer:
+            buffer, assigned = node.args
+            # Back along a chain of ops in place: each gives back its first argument.
+            while assigned is not buffer and assigned.op == "call_function" and _is_in_place(assigned):
+                assigned = assigned.args[0]
+            if assigned is buffer:
                 graph.erase_node(node)
 
 
@@ -331,11 +335,12 @@ def name_as_in_stages(graph: Any) -> None:
     """
     from torch.fx.graph import _Namespace
 
-    names, input_names = _Namespace(), set[str]()
+    stage_namespace, input_names = _Namespace(), set[str]()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
-            node.name = names.create_name(graph._target_to_str(node.target), None)
+            node.name = stage_namespace.create_name(graph._target_to_str(node.target), None)
             input_names.add(node.name)
+    # Ops that had one of these names get another.
     for node in graph.nodes:
         if node.op not in ("placeholder", "get_attr") and node.name in input_names:
             node.name = graph._graph_namespace.create_name(f"{node.name}_op", None)
@@ -374,29 +379,31 @@ def set_module_frames(nodes: Iterable[Any]) -> None:
     than its parent calls, become part of the call around them: for these PyTorch would copy parameters, or
     raise an error.
     """
-    open_calls, named_paths = Frames(), set[str]()
+    open_calls, module_paths = Frames(), set[str]()
     for node in nodes:
+        # By the key of a module call, the path and the class of the module; "" is the path of the model.
         stack = dict(node.meta.get("nn_module_stack") or {})
-        root = next((kind for path, kind in stack.values() if not path), "")
+        class_by_path = dict(stack.values())
+        model_class = class_by_path.get("", "")
         calls = [(str(path), str(key)) for key, (path, _) in stack.items() if path]
-        kinds = dict(stack.values())
         # PyTorch makes a submodule of each call; two calls of one module would give it twice.
-        frames = _module_prefix(calls, open_calls, named_paths)
-        named_paths.update(path for path, _ in frames)
-        open_calls = frames
-        node.meta["nn_module_stack"] = {"": ("", root), **{path: (path, kinds[path]) for path, _ in frames}}
+        open_calls = _module_prefix(calls, open_calls, module_paths)
+        module_paths.update(path for path, _ in open_calls)
+        node.meta["nn_module_stack"] = {
+            "": ("", model_class), **{path: (path, class_by_path[path]) for path, _ in open_calls}
+        }  # fmt: skip
 
 
-def _module_prefix(calls: Frames, open_calls: Frames, named_paths: set[str]) -> Frames:
+def _module_prefix(calls: Frames, open_calls: Frames, module_paths: set[str]) -> Frames:
     """Return the outermost calls of a node that can become modules.
 
-    open_calls: of the node before.  named_paths: of modules that exist already.
+    open_calls: those of the node before.  module_paths: of modules that exist already.
     """
     frames = Frames()
     for path, key in calls:
         is_child = not frames or path.startswith(f"{frames[-1][0]}.")
         is_open = open_calls[: len(frames) + 1] == [*frames, (path, key)]
-        is_second_call = path in named_paths and not is_open
+        is_second_call = path in module_paths and not is_open
         if not is_child or is_second_call:
             break
         frames.append((path, key))

@@ -53,53 +53,52 @@ class Pipeline:
             warnings.simplefilter("ignore", FutureWarning)  # PyTorch's own, of its trees
             self.pipe = export_pipe(model, mb_args, dict(mb_kwargs), CutGraph(plan))
         self._stages = [self.pipe.get_stage_module(i) for i in range(plan.stages)]
-        self._stage_tensors = [dict(self._bind_model_tensors(module)) for module in self._stages]
+        self._stage_tensors = [dict(self._share_model_tensors(module)) for module in self._stages]
         self._check_parameters()
-        self._bind_remaining_paths()
+        self._register_remaining_paths()
 
-    def _bind_model_tensors(self, module: Any) -> Iterator[tuple[str, Any]]:
+    def _share_model_tensors(self, stage_module: Any) -> Iterator[tuple[str, Any]]:
         """Put the model's parameters and buffers into a stage instead of copies, and yield them by path.
 
         PyTorch copies a tensor that several stages read, and makes each buffer persistent.
         """
-        paths, persistent = dict(_tensors_by_name(self._model)), self._model.state_dict()
-        for name, tensor in list(_tensors_by_name(module)):
+        model_tensors, persistent_paths = dict(_tensors_by_name(self._model)), self._model.state_dict().keys()
+        for path, stage_tensor in list(_tensors_by_name(stage_module)):
             # Constants that the export has lifted have no path in the model.
-            tensor = paths.get(name, tensor)
-            _register_tensor(module, name, tensor, name in persistent)
-            yield name, tensor
+            tensor = model_tensors.get(path, stage_tensor)
+            _register_tensor(stage_module, path, tensor, path in persistent_paths)
+            yield path, tensor
 
-    def _bind_remaining_paths(self) -> None:
+    def _register_remaining_paths(self) -> None:
         """Register tied tensors of a stage at all their paths, and unread ones in the stage of their module.
 
         State dicts of the stages then have together the keys of the model's.
         """
-        persistent = self._model.state_dict()
-        placed_ids = {id(tensor) for tensors in self._stage_tensors for tensor in tensors.values()}
-        for name, tensor in _tensors_by_name(self._model):
+        persistent_paths = self._model.state_dict().keys()
+        registered_ids = {id(tensor) for tensors in self._stage_tensors for tensor in tensors.values()}
+        for path, tensor in _tensors_by_name(self._model):
             # The stage that has most of the modules on the path is nearest to the tensor's own.
-            depths = [_existing_module_count(module, name) for module in self._stages]
+            depths = [_existing_module_count(module, path) for module in self._stages]
+            nearest_stage = depths.index(max(depths))
+            is_unread = id(tensor) not in registered_ids
             for stage, tensors in enumerate(self._stage_tensors):
-                is_unread = id(tensor) not in placed_ids and stage == depths.index(max(depths))
                 is_tied_here = any(value is tensor for value in tensors.values())
-                if name not in tensors and (is_unread or is_tied_here):
-                    _register_tensor(self._stages[stage], name, tensor, name in persistent)
-                    tensors[name] = tensor
-            placed_ids.add(id(tensor))
+                if path not in tensors and ((is_unread and stage == nearest_stage) or is_tied_here):
+                    _register_tensor(self._stages[stage], path, tensor, path in persistent_paths)
+                    tensors[path] = tensor
+            registered_ids.add(id(tensor))
 
     def _check_parameters(self) -> None:
         """Raise PartitionError for a stage whose parameters differ from the plan's."""
-        # Compared by the first name of a parameter, as a tied one has several paths.
-        name_of_id = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        name_of_path = {path: name_of_id.get(id(tensor)) for path, tensor in _tensors_by_name(self._model)}
+        # Compared by the first path of a parameter, as a tied one has several.
+        first_path_by_id = {id(parameter): path for path, parameter in self._model.named_parameters()}
+        # Buffers, which have None here, are not compared.
+        first_path = {path: first_path_by_id.get(id(value)) for path, value in _tensors_by_name(self._model)}
         for stage, tensors in enumerate(self._stage_tensors):
             planned_paths = [path for path, stages in self.plan.parameters.items() if stage in stages]
             # A path that the model lacks stays, and shows the difference.
-            planned_names = [name_of_path.get(path, path) for path in planned_paths]
-            exported_names = [name_of_path.get(path) for path in tensors]
-            # Buffers, which have no name here, are not compared.
-            planned = {name for name in planned_names if name is not None}
-            exported = {name for name in exported_names if name is not None}
+            planned = {name for path in planned_paths if (name := first_path.get(path, path)) is not None}
+            exported = {name for path in tensors if (name := first_path.get(path)) is not None}
             if planned != exported:
                 raise PartitionError(
                     f"stage {stage} of the plan and of the exported model read other parameters: "
@@ -111,14 +110,17 @@ class Pipeline:
     @property
     def shared(self) -> Mapping[str, Mapping[int, str]]:
         """Return for each parameter that several stages hold, by path, its path in each of these stages."""
-        paths = dict(_tensors_by_name(self._model))
-        holders = defaultdict[int, dict[int, str]](dict)  # by id: a tied parameter has several paths
+        model_tensors = dict(_tensors_by_name(self._model))
+        # Paths by stage, of each tensor by its id: a tied parameter has several paths in the model.
+        path_by_stage = defaultdict[int, dict[int, str]](dict)
         for stage, tensors in enumerate(self._stage_tensors):
-            for name in tensors:
-                if name in paths:
-                    holders[id(paths[name])][stage] = name
-        named = ((name, holders[id(parameter)]) for name, parameter in self._model.named_parameters())
-        return {name: stages for name, stages in named if len(stages) > 1}
+            for path in tensors:
+                if path in model_tensors:
+                    path_by_stage[id(model_tensors[path])][stage] = path
+        return {
+            path: path_by_stage[id(parameter)] for path, parameter in self._model.named_parameters()
+            if len(path_by_stage[id(parameter)]) > 1
+        }  # fmt: skip
 
     def stage(self, device: Any = "cpu", group: Any = None) -> Any:
         """Return the `PipelineStage` of this process, whose number is its rank in the group.
@@ -152,7 +154,7 @@ class Pipeline:
         return self.pipe.build_stage(rank, torch.device(device), group)
 
     def _digest(self) -> str:
-        """Return a hash of the plan, and of the tensors and the code of all stages."""
+        """Return a hash of the plan, and of the code, the tensors' shapes and element types of all stages."""
         headers = [
             [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
             for tensors in self._stage_tensors
@@ -187,23 +189,27 @@ class Pipeline:
         return pipeline_schedule
 
     def _shared_parameters(self, stage: Any) -> list[tuple[Any, Any]]:
-        """Return the parameters of a stage that other stages hold too, each with the group of its holders."""
+        """Return the parameters of a stage that other stages hold too, each with the group of its holders.
+
+        Creates the groups, for which the processes of all holders have to come here.
+        """
         import torch.distributed as dist
 
-        parent: Any = stage.group or dist.group.WORLD
-        parameters, groups = dict(_tensors_by_name(stage.submod)), dict[tuple[int, ...], Any]()
-        pairs = []
-        for names_by_stage in self.shared.values():
+        all_stages: Any = stage.group or dist.group.WORLD
+        stage_tensors, group_by_holders = dict(_tensors_by_name(stage.submod)), dict[tuple[int, ...], Any]()
+        parameters_and_groups = []
+        for path_by_stage in self.shared.values():
             # Sorted: all holders create the same group.
-            stages = tuple(sorted(names_by_stage))
-            if stage.stage_index not in stages:
+            holders = tuple(sorted(path_by_stage))
+            if stage.stage_index not in holders:
                 continue
-            if stages not in groups:
-                ranks = [dist.get_global_rank(parent, stage_number) for stage_number in stages]
+            if holders not in group_by_holders:
+                ranks = [dist.get_global_rank(all_stages, holder) for holder in holders]
                 # Only the holders create the group; without this option all processes would have to.
-                groups[stages] = dist.new_group(ranks, use_local_synchronization=True)
-            pairs.append((parameters[names_by_stage[stage.stage_index]], groups[stages]))
-        return pairs
+                group_by_holders[holders] = dist.new_group(ranks, use_local_synchronization=True)
+            parameter = stage_tensors[path_by_stage[stage.stage_index]]
+            parameters_and_groups.append((parameter, group_by_holders[holders]))
+        return parameters_and_groups
 
     def write_back(self, stage: Any) -> None:
         """Write the values of all stages, as they are now, into the model of every process of the group.
@@ -214,23 +220,23 @@ class Pipeline:
         import torch
         import torch.distributed as dist
 
-        parent: Any = stage.group or dist.group.WORLD
-        paths = dict(_tensors_by_name(self._model))
+        all_stages: Any = stage.group or dist.group.WORLD
+        model_tensors = dict(_tensors_by_name(self._model))
         stage_tensors = dict(_tensors_by_name(stage.submod))
         with amanda.disabled(), torch.no_grad():
             # In the same order on all ranks, as broadcasts pair up by order.
-            for number, tensors in enumerate(self._stage_tensors):
-                source = dist.get_global_rank(parent, number)
-                for name in tensors:
-                    if name not in paths:
+            for stage_number, tensors in enumerate(self._stage_tensors):
+                source_rank = dist.get_global_rank(all_stages, stage_number)
+                for path in tensors:
+                    if path not in model_tensors:
                         continue
-                    target = paths[name]
-                    if number == stage.stage_index:
-                        value = stage_tensors[name].detach().contiguous()
+                    target = model_tensors[path]
+                    if stage_number == stage.stage_index:
+                        value = stage_tensors[path].detach().contiguous()
                     else:
                         # A buffer to receive into: the model's own tensor may lie on another device.
                         value = torch.empty(target.shape, dtype=target.dtype, device=stage.device)
-                    dist.broadcast(value, source, group=parent)
+                    dist.broadcast(value, source_rank, group=all_stages)
                     target.copy_(value)
 
 
@@ -254,15 +260,15 @@ def _register_tensor(module: Any, path: str, tensor: Any, is_persistent: bool) -
     """Register a parameter or buffer in a stage, and add the modules on its path that are missing."""
     from torch import nn
 
-    *names, last = path.split(".")
-    for name in names:
+    *module_names, tensor_name = path.split(".")
+    for name in module_names:
         if name not in module._modules:
             module.add_module(name, nn.Module())
         module = module._modules[name]
     if isinstance(tensor, nn.Parameter):
-        module.register_parameter(last, tensor)
+        module.register_parameter(tensor_name, tensor)
     else:
-        module.register_buffer(last, tensor, persistent=is_persistent)
+        module.register_buffer(tensor_name, tensor, persistent=is_persistent)
 
 
 def export_pipe(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], policy: CutGraph) -> Any:
@@ -275,34 +281,35 @@ def export_pipe(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], po
     from torch.distributed.pipelining import Pipe
 
     program = Pipe._trace_with_export(model, args, dict(kwargs))
-    cut_model = Pipe._from_traced(_tensors_by_path(program), program, split_policy=policy)
+    cut_model = Pipe._from_traced(_copy_tensors_to_module(program), program, split_policy=policy)
     _accept_keywords(cut_model, program.module())
     return cut_model
 
 
-def _tensors_by_path(program: Any) -> Any:
+def _copy_tensors_to_module(program: Any) -> Any:
     """Return a module with the parameters and buffers of a program, each at the path by which it is read."""
     from torch import nn
 
-    root, traced = nn.Module(), program.module()
-    for node in traced.graph.find_nodes(op="get_attr"):
+    root, program_module = nn.Module(), program.module()
+    for node in program_module.graph.find_nodes(op="get_attr"):
         # An unread tensor would give the first stage a parameter that it does not use.
         if not node.users:
             continue
-        *names, last = node.target.split(".")
-        source: Any = traced
+        *module_names, tensor_name = node.target.split(".")
+        source: Any = program_module
         target: Any = root
-        for name in names:
+        for name in module_names:
             source = getattr(source, name)
             if name not in target._modules:
                 target.add_module(name, nn.Module())
             target = target._modules[name]
-        if last in source._parameters:
-            target.register_parameter(last, source._parameters[last])
-        elif last in (buffers := dict(source.named_buffers(recurse=False, remove_duplicate=False))):
-            target.register_buffer(last, buffers[last])
-        else:
-            setattr(target, last, getattr(source, last))
+        buffers = dict(source.named_buffers(recurse=False, remove_duplicate=False))
+        if tensor_name in source._parameters:
+            target.register_parameter(tensor_name, source._parameters[tensor_name])
+        elif tensor_name in buffers:
+            target.register_buffer(tensor_name, buffers[tensor_name])
+        else:  # such as a constant that the export has lifted
+            setattr(target, tensor_name, getattr(source, tensor_name))
     return root
 
 
@@ -333,15 +340,15 @@ class _SharedGradientSums:
         import torch
         import torch.distributed as dist
 
-        shared = [
+        trained = [
             (parameter, group) for parameter, group in self.shared
             if torch.is_grad_enabled() and parameter.requires_grad
         ]  # fmt: skip
-        earlier_gradients = [parameter.grad for parameter, _ in shared]
-        for parameter, _ in shared:  # earlier gradients are sums already, and are added once at the end
+        earlier_gradients = [parameter.grad for parameter, _ in trained]
+        for parameter, _ in trained:  # earlier gradients are sums already, and are added once at the end
             parameter.grad = None
         step_output = super().step(*args, **kwargs)  # type: ignore[misc]
-        for (parameter, group), earlier_gradient in zip(shared, earlier_gradients, strict=True):
+        for (parameter, group), earlier_gradient in zip(trained, earlier_gradients, strict=True):
             # A stage without a gradient takes part with zeros: the others would wait for it.
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             dist.all_reduce(gradient, group=group)

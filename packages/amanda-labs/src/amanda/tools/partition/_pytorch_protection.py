@@ -39,13 +39,13 @@ class Protection:
     """The parameters that were moved, and the process that holds them.
 
     A Protection that is dropped without `finalize` ends the process, and the parameters are lost.
-    dropped: numbers of executions whose autograd nodes are gone, so that they have no backward pass any more.
+    dropped_executions: numbers of executions whose autograd nodes are gone: they have no backward pass.
     """
 
     def __init__(self) -> None:
         _REQUIRED.check()
         self.traffic: dict[tuple[str, int], OpTraffic] = {}
-        self.dropped: list[int] = []
+        self.dropped_executions: list[int] = []
         self.stand_ins, self.passes = ParameterStandIns(), BackwardPasses()
         self._optimizers = ProtectedOptimizers(self.stand_ins)
         self._numbers = itertools.count()
@@ -58,10 +58,10 @@ class Protection:
         from torch.optim.optimizer import register_optimizer_step_pre_hook
 
         # The hook is global, so it must not keep this object alive, whose end closes the process.
-        link, reference = ProcessLink({"threads": torch.get_num_threads()}), weakref.ref(self)
+        link, weak_self = ProcessLink({"threads": torch.get_num_threads()}), weakref.ref(self)
 
         def before_step(optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-            protection = reference()
+            protection = weak_self()
             if protection is not None:
                 protection._before_step(optimizer, args, kwargs)
 
@@ -87,33 +87,35 @@ class Protection:
         self.stand_ins.adopt(context, self._send_parameter)
 
     def _send_parameter(self, path: str, value: Any, tensor_header: TensorHeader, content: RawBytes) -> None:
-        """Send a parameter to the process, and record what crossed."""
-        record = self.traffic_record("hold", id(value), "parameter", path.rpartition(".")[0], "")
+        """Send a parameter to the process, which holds it from now on, and record what crossed."""
+        module = path.rpartition(".")[0]
+        record = self.traffic_record("hold", id(value), "parameter", module, source="")
         message = {"kind": "hold", "path": path, "trained": value.requires_grad}
         _, _, size = self.link.call(message, [(tensor_header, content)])
-        record.add([tensor_header], [], size)
+        record.add(sent=[tensor_header], received=[], size=size)
 
     def run_in_process(
         self, *inputs: Any, key: int, record: OpTraffic, op: str, in_place: bool, random: bool, target: Any
     ) -> Any:
-        """Run an op in the process.  target: the stand-in that the op writes; None where it writes none.
+        """Run an op in the process, and return its outputs, which autograd connects with the inputs.
 
+        target: the stand-in that an op in place writes, and the result; None where it writes none.
         key: of the op in `traffic`.  op: path of the callable in torch.
         """
         import torch
 
-        if target is not None:
+        if target is not None:  # the stand-in itself, whatever this routine was given for it
             inputs = (target, *inputs[1:])
         message = MessageInputs(inputs, self.stand_ins, f"{record.type} at {record.source}")
         # Only for a backward pass does the process keep the execution.
-        records = torch.is_grad_enabled() and any(
+        has_backward = torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (*message.tensors, *message.parameters)
         )
         backward_record = self.traffic_record("backward", key, record.type, record.module, record.source)
         execution = ProtectedExecution(self, record, backward_record, random)
         header = {
             "kind": "forward", "op": op, "inputs": message.encoded, "in_place": in_place, "random": random,
-            "trained": [tensor.requires_grad for tensor in message.tensors], "records": records,
+            "trained": [tensor.requires_grad for tensor in message.tensors], "has_backward": has_backward,
         }  # fmt: skip
         # Stand-ins are arguments too, though they are not sent: autograd records the op if only they need a
         # gradient.
@@ -131,19 +133,21 @@ class Protection:
     def pop_ended_executions(self) -> Mapping[str, Sequence[int]]:
         """Return the executions and passes that the process can forget, and empty the lists of them."""
         # The list is swapped, not emptied: `__del__` may append to it at any time.
-        dropped, self.dropped = self.dropped, []
-        failed, self.passes.failed = self.passes.failed, []
-        return {"dropped": dropped, "failed": failed}
+        dropped_executions, self.dropped_executions = self.dropped_executions, []
+        failed_passes, self.passes.failed = self.passes.failed, []
+        return {"dropped_executions": dropped_executions, "failed_passes": failed_passes}
 
     def _before_step(self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         """Step the optimizer's protected parameters in the process; no effect if it has none."""
         header = self._optimizers.step_message(optimizer, args, kwargs)
         if header is not None:
             _, _, size = self.link.call(header)
-            self.traffic_record("optimizer", header["optimizer"], header["name"], "", "").add([], [], size)
+            number, name = header["optimizer"], header["name"]
+            record = self.traffic_record("optimizer", number, name, module="", source="")
+            record.add(sent=[], received=[], size=size)
 
     def is_of(self, model: Any) -> bool:
-        """Return True if a module, or a list of parameters, has protected ones, or if there are none."""
+        """Return True if a module, or a list of parameters, has one that was moved, or if none was moved."""
         is_module = hasattr(model, "named_modules")
         tensors = [*model.parameters(), *model.buffers()] if is_module else leaves([model])
         model_ids = {id(tensor) for tensor in tensors}
@@ -165,7 +169,8 @@ class Protection:
             # Also if the process has died: the tool can be used again.
             self.stand_ins.clear()
             if self._process is not None and (finalizer := self._process.detach()) is not None:
-                _close_link(*finalizer[2])
+                _, _, (link, hook), _ = finalizer
+                _close_link(link, hook)
 
 
 def _close_lost_link(link: ProcessLink, hook: Any) -> None:
@@ -202,7 +207,7 @@ class MessageInputs:
         self.encoded = [self._encode(value) for value in values]
 
     def _encode(self, value: Any) -> Any:
-        """Return a value that JSON can hold; `Enclave._decode_input` is the inverse."""
+        """Return a value for JSON, and collect its tensors; `Enclave._decode_input` is the inverse."""
         import torch
 
         if isinstance(value, torch.Tensor):
@@ -248,9 +253,9 @@ class ProtectedExecution:
     trained: Sequence[bool] = ()
 
     def forward(self, header: dict[str, Any], arguments: Sequence[Any]) -> tuple[Any, ...]:
-        """Run the op in the process, and return its outputs.
+        """Run the op in the process, return its outputs, and set the facts of the outputs from the answer.
 
-        Raises ProtectError for an op that returns other things than tensors.
+        header: of the message.  Raises ProtectError for an op that returns other things than tensors.
         """
         import torch
 
@@ -259,7 +264,7 @@ class ProtectedExecution:
         tensors = [pack_tensor(argument) for argument in arguments]
         if self.random:  # the process draws from the program's generator, whose state comes back
             tensors.append(pack_tensor(torch.get_rng_state()))
-        message = {**header, "number": self.number, **protection.pop_ended_executions()}
+        message = {**header, "execution": self.number, **protection.pop_ended_executions()}
         answer, packed_outputs, size = protection.link.call(message, tensors)
         self.record.add([header for header, _ in tensors], [header for header, _ in packed_outputs], size)
         if "non_tensor" in answer:
@@ -275,21 +280,21 @@ class ProtectedExecution:
         self.trained = answer["trained"]
         return tuple(outputs)
 
-    def gradients(self, gradients: Sequence[Any]) -> Iterator[Any]:
-        """Yield the gradients of the tensors that were sent and need a gradient, in their order.
+    def compute_gradients(self, output_gradients: Sequence[Any]) -> Iterator[Any]:
+        """Let the process compute and yield the gradients of the sent tensors that need one, in their order.
 
-        None for a tensor that the outputs do not depend on.
+        None for a tensor that the outputs do not depend on.  output_gradients: None where there is none.
         """
         import torch
 
         protection = self.protection
-        output_indices = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        tensors = [pack_tensor(gradients[i]) for i in output_indices]
+        output_indices = [i for i, gradient in enumerate(output_gradients) if gradient is not None]
+        tensors = [pack_tensor(output_gradients[i]) for i in output_indices]
         # One number for all nodes of a pass, on whichever thread they run.
         backward_pass = torch._C._current_graph_task_id()
         protection.passes.add(backward_pass, protection)
         message = {
-            "kind": "backward", "number": self.number, "outputs": output_indices,
+            "kind": "backward", "execution": self.number, "outputs": output_indices,
             "backward_pass": backward_pass,
         }  # fmt: skip
         answer, packed_gradients, size = protection.link.call(message, tensors)
@@ -298,13 +303,13 @@ class ProtectedExecution:
         )
         protection.passes.set_parameters(backward_pass, answer["parameters"])
         # Only gradients that exist were sent.
-        remaining = iter(packed_gradients)
+        unread_gradients = iter(packed_gradients)
         for has_gradient in answer["has_gradient"]:
-            yield unpack_tensor(*next(remaining)) if has_gradient else None
+            yield unpack_tensor(*next(unread_gradients)) if has_gradient else None
 
     def __del__(self) -> None:
         # Autograd has dropped the node.  No message is sent here: this may run on any thread, at any time.
-        self.protection.dropped.append(self.number)
+        self.protection.dropped_executions.append(self.number)
 
 
 @cache
@@ -315,14 +320,16 @@ def _autograd_function() -> Any:
     class Protected(torch.autograd.Function):
         @staticmethod
         def forward(
-            ctx: Any, execution: ProtectedExecution, header: dict[str, Any], count: int, *tensors: Any
+            ctx: Any, execution: ProtectedExecution, header: dict[str, Any], sent_count: int, *tensors: Any
         ) -> Any:
-            """Run the op in the process; return its outputs.  count: of the tensors that are arguments."""
-            ctx.execution, ctx.count = execution, count
-            ctx.needs_gradient = header["trained"]
-            outputs = execution.forward(header, tensors[:count])
-            pairs = zip(outputs, execution.trained, strict=False)
-            ctx.mark_non_differentiable(*(output for output, is_trained in pairs if not is_trained))
+            """Run the op in the process on the first tensors, its arguments; stand-ins follow them."""
+            ctx.execution, ctx.needs_gradient = execution, header["trained"]
+            outputs = execution.forward(header, tensors[:sent_count])
+            # There are no outputs for an op that gives back a parameter.
+            outputs_and_trained = zip(outputs, execution.trained, strict=False)
+            ctx.mark_non_differentiable(
+                *(output for output, is_trained in outputs_and_trained if not is_trained)
+            )
             # None stays None: zeros would be sent to the process.
             ctx.set_materialize_grads(False)
             return outputs
@@ -332,14 +339,15 @@ def _autograd_function() -> Any:
         def backward(ctx: Any, *gradients: Any) -> Any:
             """Return the gradients of arguments, which the process computes; None for all other inputs."""
             with amanda.disabled():
-                remaining = iter(list(ctx.execution.gradients(gradients)))
+                trained_gradients = iter(list(ctx.execution.compute_gradients(gradients)))
             argument_gradients = [
-                next(remaining) if needs_gradient else None for needs_gradient in ctx.needs_gradient
+                next(trained_gradients) if needs_gradient else None for needs_gradient in ctx.needs_gradient
             ]
-            # None for execution, header and count, and for stand-ins: their gradients stay in the process.
-            leading = (None, None, None)
-            parameter_count = len(ctx.needs_input_grad) - len(leading) - len(argument_gradients)
-            return *leading, *argument_gradients, *[None] * parameter_count
+            # None for execution, header and sent_count, which are no tensors.
+            leading_gradients = (None, None, None)
+            # Stand-ins follow the arguments: their gradients stay in the process.
+            stand_in_count = len(ctx.needs_input_grad) - len(leading_gradients) - len(argument_gradients)
+            return *leading_gradients, *argument_gradients, *[None] * stand_in_count
 
     return Protected
 
@@ -381,17 +389,16 @@ class _PassEnd:
         self._number, self._protection = number, protection
 
     def end(self) -> None:
-        """Add the pass's gradients to those of the parameters."""
+        """Let the process add the pass's gradients to the parameters', and fill stand-ins' with NaN."""
         passes, protection = self._protection.passes, self._protection
         stand_ins = {stand_in.path: stand_in for stand_in in protection.stand_ins}
         with passes.accumulation_lock:  # passes of several threads may end at once
-            replaces_gradient = {
-                path: stand_ins[path].is_gradient_replaced for path in passes.paths.pop(self._number)
-            }
+            paths = passes.paths.pop(self._number)
+            replaces_gradient = {path: stand_ins[path].is_gradient_replaced for path in paths}
             protection.link.call(
                 {"kind": "accumulate", "backward_pass": self._number, "replaces": replaces_gradient}
             )
-            for path in replaces_gradient:
+            for path in paths:
                 # NaN: the program must not read the gradient, but sees that there is one.
                 stand_ins[path].fill_gradient()
 

@@ -15,7 +15,9 @@ from amanda.errors import ToolError
 from amanda.tools.kit import torch_tensors
 from amanda.tools.partition._enclave import ProtectError, RawBytes, TensorHeader, pack_tensor
 
-_OWNERS = ("torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft")
+_NAMESPACE_PATHS = (
+    "torch", "torch._C._nn", "torch.Tensor", "torch._C._linalg", "torch._C._special", "torch._C._fft"
+)  # fmt: skip
 PLAIN_TYPES = (int, float, bool, str, type(None))
 """Types of values that are sent as they are."""
 
@@ -38,7 +40,7 @@ class ParameterStandIn:
     version: int = 0
 
     def check(self, value: Any, op_text: str) -> None:
-        """Raise ProtectError for a tensor in this memory that the process cannot take for the parameter."""
+        """Raise ProtectError for a view of the stand-in, and where `requires_grad` was changed since."""
         if value.shape != self.tensor.shape or value.stride() != self.tensor.stride():
             raise ProtectError(f"{op_text} reads a view of {self.path}; protect knows whole parameters")
         if self.tensor.requires_grad != self.trained:
@@ -74,7 +76,7 @@ class ParameterStandIns:
         # By address of the memory, so that `find` returns a stand-in for its views too.
         self._by_address: dict[int, ParameterStandIn] = {}
         # Weak: parameters of a model that is gone must not be kept.
-        self._read_openly: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self._read_outside_selection: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
     def __iter__(self) -> Iterator[ParameterStandIn]:
         return iter(self._by_address.values())
@@ -95,9 +97,10 @@ class ParameterStandIns:
         )
 
     def adopt(self, context: amanda.OpContext, hold: HoldTensor) -> None:
-        """Move the parameters and buffers that a selected op reads to the process.
+        """Move the parameters and buffers that a selected op reads to the process by `hold`.
 
-        Raises ProtectError for a parameter that cannot be moved, or that an op outside the selection reads.
+        Parameters that were moved before stay there.  Raises ProtectError for a tensor off the CPU, a
+        parameter that an op outside the selection has read, and an op that reads parameters alone.
         """
         import torch
 
@@ -117,7 +120,7 @@ class ParameterStandIns:
             if path is None or not value.numel():
                 continue
             # An id alone may be that of a tensor that is gone.
-            if self._read_openly.get(id(value)) is value:
+            if self._read_outside_selection.get(id(value)) is value:
                 raise ProtectError(
                     f"{op_text} is selected, and {path} is read by an op that is not: select both"
                 )
@@ -164,7 +167,7 @@ class ParameterStandIns:
                     "out"
                 )
             if isinstance(value, torch.nn.Parameter):
-                self._read_openly[id(value)] = value
+                self._read_outside_selection[id(value)] = value
 
     def _computes_from_parameters_alone(self, context: amanda.OpContext) -> bool:
         """Return True if all tensors that an op reads are stand-ins, and its result is a new tensor."""
@@ -179,7 +182,7 @@ class ProtectedOptimizers:
     def __init__(self, stand_ins: ParameterStandIns) -> None:
         self._stand_ins = stand_ins
         self._numbers = itertools.count()
-        self._stepped: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._number_by_optimizer: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def step_message(
         self, optimizer: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -188,11 +191,11 @@ class ProtectedOptimizers:
 
         args, kwargs: of its `step`.  Raises ProtectError for an optimizer that the process does not know.
         """
-        groups = [
+        stand_ins_by_group = [
             [stand_in for stand_in in map(self._stand_ins.find, group["params"]) if stand_in]
             for group in optimizer.param_groups
         ]
-        if not any(groups):
+        if not any(stand_ins_by_group):
             return None
         import torch
 
@@ -203,14 +206,16 @@ class ProtectedOptimizers:
                 f"{name} steps protected parameters; the protected process knows the optimizers of "
                 "torch.optim, without a closure"
             )
-        if optimizer not in self._stepped:
-            _check_not_stepped(optimizer, [stand_in for group in groups for stand_in in group])
-            self._stepped[optimizer] = next(self._numbers)
+        if optimizer not in self._number_by_optimizer:
+            all_stand_ins = [stand_in for stand_ins in stand_ins_by_group for stand_in in stand_ins]
+            _check_not_stepped(optimizer, all_stand_ins)
+            self._number_by_optimizer[optimizer] = next(self._numbers)
         group_messages = [
             _describe_group(group, stand_ins)
-            for group, stand_ins in zip(optimizer.param_groups, groups, strict=True)
+            for group, stand_ins in zip(optimizer.param_groups, stand_ins_by_group, strict=True)
         ]
-        return {"kind": "step", "optimizer": self._stepped[optimizer], "name": name, "groups": group_messages}
+        number = self._number_by_optimizer[optimizer]
+        return {"kind": "step", "optimizer": number, "name": name, "groups": group_messages}
 
 
 def _check_not_stepped(optimizer: Any, stand_ins: Sequence[ParameterStandIn]) -> None:
@@ -227,7 +232,7 @@ def _check_not_stepped(optimizer: Any, stand_ins: Sequence[ParameterStandIn]) ->
 
 
 def _describe_group(group: Mapping[str, Any], stand_ins: Sequence[ParameterStandIn]) -> Mapping[str, Any]:
-    """Return the options of a parameter group, and the paths of its stand-ins.
+    """Return the message of a parameter group: options, paths of its stand-ins, and which have gradients.
 
     Raises ProtectError for a gradient that the program has written, and for an option that cannot be sent.
     """
@@ -247,16 +252,20 @@ def _describe_group(group: Mapping[str, Any], stand_ins: Sequence[ParameterStand
     return {"options": options, "paths": [stand_in.path for stand_in in stand_ins], "gradients": gradients}
 
 
-def callable_of(context: amanda.OpContext) -> str:
-    """Return the path in torch of the callable of an op.  Raises ProtectError for one outside of torch."""
+def find_callable_path(context: amanda.OpContext) -> str:
+    """Return the path of an op's callable, such as "torch.matmul".
+
+    Raises ProtectError for a callable that is not of torch.
+    """
     import torch
 
     op, name = context.get_op(), getattr(context.get_op(), "__name__", "")
     # By name, looked up again in the process: no function is sent.
-    for owner in _OWNERS:
-        space = attrgetter(owner.removeprefix("torch."))(torch) if owner != "torch" else torch
-        if getattr(space, name, None) is op:
-            return f"{owner}.{name}"
+    for namespace_path in _NAMESPACE_PATHS:
+        is_torch = namespace_path == "torch"
+        namespace = torch if is_torch else attrgetter(namespace_path.removeprefix("torch."))(torch)
+        if getattr(namespace, name, None) is op:
+            return f"{namespace_path}.{name}"
     raise ProtectError(
         f"{context['type']} at {context.get_source()} calls {name or op!r}, which protect does not find in "
         "torch; it runs ops of torch itself"
@@ -294,8 +303,10 @@ def parameter_path(value: Any) -> str | None:
     """
     import torch
 
-    models = [model for model in interceptor.subjects() if isinstance(model, torch.nn.Module)]
-    for model in models[:1]:
+    # The modules that are being called, the outermost first.
+    modules = (module for module in interceptor.subjects() if isinstance(module, torch.nn.Module))
+    model = next(modules, None)
+    if model is not None:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if tensor is value:
                 return str(name)

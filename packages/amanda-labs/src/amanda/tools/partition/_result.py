@@ -105,9 +105,9 @@ class PartitionResult(PlottedResult):
         )
 
     def _describe_stage(self, number: int, stage_of: Stages) -> Stage:
-        """Return the costs, the bytes and the ops of a stage."""
+        """Return the costs, the bytes and the first and last op of the stage of a number."""
         work, request = self.work, self.request
-        in_stage = stage_of == number
+        in_stage = stage_of == number  # by position of the op
         ops = [op for op, stage in zip(work.ops, stage_of, strict=True) if stage == number]
         # A parameter that several ops of the stage read is held once.
         parameter_bytes = sum(
@@ -139,23 +139,23 @@ class PartitionResult(PlottedResult):
 
     def _find_crossings(self, stage_of: Stages) -> Iterator[Crossing]:
         """Yield each tensor that another stage reads, once for each of these stages."""
-        graph = self.work.graph
         for span in self.work.spans:
             source = int(stage_of[span.produced_at])
+            assert span.tensor.producer is not None  # as of every span
+            producer = self.work.graph.ops[span.tensor.producer]
             for target in sorted({int(stage_of[i]) for i in span.read_at} - {source}):
-                # A span has a producer, which the type cannot say.
-                op = graph.ops[span.tensor.producer or 0]
-                yield Crossing(span.tensor, source, target, op.type, op.module)
+                yield Crossing(span.tensor, source, target, producer.type, producer.module)
 
     @cached_property
     def readers(self) -> Mapping[str, Sequence[int]]:
-        """Return the stages that read each parameter or buffer, by its path."""
-        stages_by_name: dict[str, Sequence[int]] = {}
-        for index, reader_positions in self.work.parameters.items() if self.stage_of is not None else ():
-            # Graphs of some frameworks have tensors without names.
-            name = self.work.graph.tensors[index].name or f"tensor {index}"
-            stages_by_name[name] = sorted({int(self.stage_of[i]) for i in reader_positions})  # type: ignore[index]
-        return stages_by_name
+        """Return the stages that read each parameter or buffer, by its path; {} if nothing was executed."""
+        stages_by_path: dict[str, Sequence[int]] = {}
+        if self.stage_of is not None:
+            for index, reader_positions in self.work.parameters.items():
+                # Graphs of some frameworks have tensors without names.
+                path = self.work.graph.tensors[index].name or f"tensor {index}"
+                stages_by_path[path] = sorted({int(self.stage_of[i]) for i in reader_positions})
+        return stages_by_path
 
     @property
     def shared(self) -> Mapping[str, Sequence[int]]:
@@ -207,15 +207,15 @@ class PartitionResult(PlottedResult):
         """Return the share of the slowest stage, the bytes that cross, and the bubble."""
         if not self.stages:
             return "No stages: nothing was executed"
-        costs = sum(stage.cost for stage in self.stages)
-        slowest = max(stage.cost for stage in self.stages) / costs if costs else 0.0
-        crossing = amount(sum(crossing.tensor.bytes or 0 for crossing in self.crossings), unit="B")
-        name = {"1f1b": "1F1B", "gpipe": "GPipe"}[self.request.schedule]
-        schedule_text = f"{name}, {self.request.microbatches} micro-batches"
+        total_cost = sum(stage.cost for stage in self.stages)
+        slowest_share = max(stage.cost for stage in self.stages) / total_cost if total_cost else 0.0
+        crossing_bytes = amount(sum(crossing.tensor.bytes or 0 for crossing in self.crossings), unit="B")
+        schedule_name = {"1f1b": "1F1B", "gpipe": "GPipe"}[self.request.schedule]
         quantity = "time" if self.work.unit == "s" else self.work.unit
         return (
-            f"{len(self.stages)} stages: the slowest has {slowest:.1%} of the {quantity}, {crossing} cross, "
-            f"the bubble is {self.bubble:.1%} ({schedule_text})"
+            f"{len(self.stages)} stages: the slowest has {slowest_share:.1%} of the {quantity}, "
+            f"{crossing_bytes} cross, the bubble is {self.bubble:.1%} ({schedule_name}, "
+            f"{self.request.microbatches} micro-batches)"
         )
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -255,18 +255,16 @@ class PartitionResult(PlottedResult):
 
     def _cut_note(self, number: int) -> str:
         """Return a sentence on the tensors that cross the cut ahead of a stage, in each direction."""
+        # A tensor that skips a stage crosses every cut between the two.
+        forward = [crossing for crossing in self.crossings if crossing.source < number <= crossing.target]
+        backward = [crossing for crossing in self.crossings if crossing.target < number <= crossing.source]
         directions = []
-        for is_ahead, word in ((True, "forward"), (False, "backward")):
-            crossings = []
-            for crossing in self.crossings:
-                # A tensor that skips a stage crosses every cut between the two.
-                first, last = sorted((crossing.source, crossing.target))
-                if first < number <= last and (crossing.source < crossing.target) == is_ahead:
-                    crossings.append(crossing)
-            size = amount(sum(crossing.tensor.bytes or 0 for crossing in crossings), unit="B")
-            listed = ", ".join(f"{crossing.made_by} {crossing.tensor}" for crossing in crossings[:2])
-            further = f" and {len(crossings) - 2} more" if len(crossings) > 2 else ""
-            directions += [f"{size} {word} ({listed}{further})"] if crossings else []
+        for word, crossings in (("forward", forward), ("backward", backward)):
+            if crossings:
+                size = amount(sum(crossing.tensor.bytes or 0 for crossing in crossings), unit="B")
+                listed = ", ".join(f"{crossing.made_by} {crossing.tensor}" for crossing in crossings[:2])
+                further = f" and {len(crossings) - 2} more" if len(crossings) > 2 else ""
+                directions.append(f"{size} {word} ({listed}{further})")
         return f"Cut {number}: {'; '.join(directions) or 'nothing crosses'}."
 
     def _facts(self) -> Mapping[str, Any]:

@@ -1,4 +1,4 @@
-"""The work of a traced step: its forward ops in order, with costs, bytes and dependencies."""
+"""The work of a traced step: its forward ops by position in an order, with costs, bytes and dependencies."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class StepWork:
 
     @property
     def dependencies(self) -> Iterator[tuple[int, int]]:
-        """Yield pairs of positions of forward ops: the producer of a tensor, and a reader."""
-        for op in self.ops:
+        """Yield pairs of positions of forward ops: the producer of a tensor, and a reader behind it."""
+        for position, op in enumerate(self.ops):
             for producer in self.graph.producers(op):
-                position, producer_position = self._position[op.index], self._position.get(producer.index)
+                producer_position = self._position.get(producer.index)
                 if producer_position is None or producer.phase != "forward":
                     continue
                 # A loop's graph may have an edge back, which no order could meet.
@@ -106,23 +106,23 @@ class StepWork:
 
     @cached_property
     def parameters(self) -> Mapping[int, tuple[int, ...]]:
-        """Return the positions of the forward ops that read each parameter or buffer, by its tensor."""
-        readers: dict[int, dict[int, None]] = defaultdict(dict)
-        for i, op in enumerate(self.ops):
-            for index in op.reads:
-                tensor = self.root(index)
-                if tensor.kind in ("parameter", "buffer"):
-                    readers[tensor.index][i] = None
-        return {index: tuple(positions) for index, positions in readers.items()}
+        """Return by index of parameter or buffer the positions of ops that read it, or a view of it."""
+        reader_positions: dict[int, list[int]] = defaultdict(list)
+        for position, op in enumerate(self.ops):
+            # An op may read one parameter several times.
+            for root in dict.fromkeys(self.root(index).index for index in op.reads):
+                if self.graph.tensors[root].kind in ("parameter", "buffer"):
+                    reader_positions[root].append(position)
+        return {root: tuple(positions) for root, positions in reader_positions.items()}
 
     @cached_property
     def parameter_bytes(self) -> Mapping[int, int]:
-        """Return the bytes of each parameter or buffer by its tensor; of a resource handle, bytes read."""
+        """Return the bytes of each parameter or buffer, by its tensor's index."""
         sizes = {index: self.graph.tensors[index].bytes or 0 for index in self.parameters}
         for tensor in self.graph.tensors:
             root = self.root(tensor.index).index
             if root in sizes and self.graph.tensors[root].bytes is None:
-                # TensorFlow reads a variable through a handle without a size: what is read has it.
+                # TensorFlow's variable is a handle without a size; the tensor that is read counts as a view.
                 sizes[root] = max(sizes[root], tensor.bytes or 0)
         return sizes
 
@@ -148,32 +148,33 @@ class StepWork:
     @cached_property
     def crossing(self) -> Floats:
         """Return the bytes of the tensors that cross a cut ahead of each position, in both directions."""
-        change = np.zeros(len(self.ops) + 1)
+        differences = np.zeros(len(self.ops) + 1)
         for span in self.spans:
-            # A difference array: a tensor counts at every cut behind its first position up to its last.
-            change[span.first + 1] += span.tensor.bytes or 0
-            change[span.last + 1] -= span.tensor.bytes or 0
-        crossing: Floats = np.cumsum(change)
+            # A tensor counts at every cut behind its first position up to its last.
+            differences[span.first + 1] += span.tensor.bytes or 0
+            differences[span.last + 1] -= span.tensor.bytes or 0
+        crossing: Floats = np.cumsum(differences)
         return crossing
 
     def parameter_bytes_by_start(self) -> Iterator[Floats]:
-        """Yield for each last op, and each first op, the bytes of parameters that a stage of these reads.
+        """Yield for each last op of a stage an array of the bytes of its parameters, for each first op.
 
         A parameter that several ops of a stage read counts once.
         """
-        bytes_from_start, last_reader = np.zeros(len(self.ops)), dict[int, int]()
-        indices_read_at: dict[int, list[int]] = defaultdict(list)
+        bytes_by_start, last_reader = np.zeros(len(self.ops)), dict[int, int]()
+        parameters_read_at: dict[int, list[int]] = defaultdict(list)
         for index, positions in self.parameters.items():
             for position in positions:
-                indices_read_at[position].append(index)
-        for position in range(len(self.ops)):
-            for index in indices_read_at[position]:
-                # Stages that start before the last reader have the parameter already.
-                bytes_from_start[last_reader.get(index, -1) + 1 : position + 1] += self.parameter_bytes[index]
-                last_reader[index] = position
+                parameters_read_at[position].append(index)
+        for end in range(len(self.ops)):
+            for index in parameters_read_at[end]:
+                # Stages that start no later than the reader before this one have the parameter already.
+                first_new_start = last_reader.get(index, -1) + 1
+                bytes_by_start[first_new_start : end + 1] += self.parameter_bytes[index]
+                last_reader[index] = end
             # A view of one array, which grows from yield to yield: a copy for each end would take quadratic
             # memory.
-            yield bytes_from_start[: position + 1]
+            yield bytes_by_start[: end + 1]
 
 
 def work_in_flops(graph: Graph, flops: FlopsResult, steps: int) -> StepWork:
@@ -186,8 +187,8 @@ def work_in_flops(graph: Graph, flops: FlopsResult, steps: int) -> StepWork:
 
 
 def work_in_seconds(graph: Graph, profile: ProfileResult, steps: int) -> StepWork:
-    """Return the work of a step in seconds, which were measured op by op."""
-    # Self time, so that an op within another counts once.
+    """Return the work of one of several steps in seconds, which a profile measured op by op."""
+    # `own` is self time in nanoseconds, so that an op within another counts once.
     sums = (((place.phase, place.type, place.op_id), place.own / 1e9) for place in profile.ops)
     costs = _cost_by_op(graph, sums, lambda op: (op.phase, op.type, op.id), steps)
     untimed = sum(place.calls - place.timed for place in profile.ops)
@@ -202,14 +203,16 @@ def _op_key(op: Op | OpCost) -> Hashable:
 def _cost_by_op(
     graph: Graph, sums: Iterable[tuple[Hashable, float]], key: Callable[[Op], Hashable], steps: int
 ) -> dict[int, float]:
-    """Return the cost of each op of a graph in a step.
+    """Return the cost of each op of a graph in one step, by the op's index.
 
-    sums: of all steps, for each key of ops.  Ops of one key divide its sum by their calls.
+    sums: costs of all steps, each for a key; ops of one key divide the sum of its costs by their calls.
     """
-    totals, calls = defaultdict[Any, float](float), Counter[Any]()
-    for group, cost in sums:
-        totals[group] += cost
+    cost_by_key, calls_by_key = defaultdict[Any, float](float), Counter[Any]()
+    for op_key, cost in sums:
+        cost_by_key[op_key] += cost
     for op in graph.ops:
         # Executions of graphs are not counted, and taken for one.
-        calls[key(op)] += op.calls or 1
-    return {op.index: totals[key(op)] * (op.calls or 1) / calls[key(op)] / steps for op in graph.ops}
+        calls_by_key[key(op)] += op.calls or 1
+    return {
+        op.index: cost_by_key[key(op)] * (op.calls or 1) / calls_by_key[key(op)] / steps for op in graph.ops
+    }

@@ -63,7 +63,7 @@ class ProtectedResult(Result):
 
     @property
     def title(self) -> str:  # type: ignore[override]
-        """Return the answer: how many parameters are protected, and what crossed."""
+        """Return how many parameters are protected, and how many bytes crossed."""
         parameter_records = [record for record in self.traffic if record.phase == "hold"]
         size = amount(sum(record.bytes for record in self.traffic), unit="B")
         if not parameter_records:
@@ -281,7 +281,11 @@ class StagesTool(amanda.Tool):
     def write_onnx(
         self, source: Path, folder: Path, analyse: Callable[[amanda.Tool], None], about: Mapping[str, Any]
     ) -> PartsResult:
-        """Write a file for each stage of an ONNX file; see `PartitionTool.write_parts`."""
+        """Write a file for each stage of an ONNX file; see `PartitionTool.write_parts`.
+
+        Costs are those of sessions that ran in the tool's scope; without any, FLOPs by shapes of the file.
+        Raises ToolError without sessions for cost='time'.
+        """
         from amanda.tools.partition._onnx_files import write_stages
 
         # Sessions that ran in the scope know shapes that a file leaves open.
@@ -301,7 +305,7 @@ class StagesTool(amanda.Tool):
 
 
 def _check_method(request: CutRequest) -> None:
-    """Raise ToolError for options that method="min_cut" ignores."""
+    """Raise ToolError for other than 2 stages, and for options that it ignores, with method="min_cut"."""
     if request.method == "min_cut" and (
         request.stages != 2 or request.memory is not None or request.byte_cost
     ):
@@ -360,7 +364,7 @@ class ProtectTool(amanda.Tool):
                 record.calls = record.bytes = 0
 
     def finalize(self, model: Any) -> ProtectedResult:
-        """Bring the parameters back into a model, see `PartitionTool.finalize`."""
+        """Bring the parameters back into a model, and end the process; see `PartitionTool.finalize`."""
         if self._protection is not None and not self._protection.is_of(model):
             raise ProtectError(
                 f"PartitionTool.finalize was given a {type(model).__name__} that has none of the protected "
@@ -411,7 +415,7 @@ class ProtectTool(amanda.Tool):
 
     def _run_in_process(self, context: amanda.OpContext, protection: Protection, op_text: str) -> None:
         """Move an op's parameters to the process, and replace the op by its execution there."""
-        op = _pytorch_stand_ins.callable_of(context)
+        callable_path = _pytorch_stand_ins.find_callable_path(context)
         # Before the op runs: its parameters are not read in the program once more.
         protection.adopt(context)
         key, module = context.get_op_id(), context.get_scope()
@@ -419,16 +423,16 @@ class ProtectTool(amanda.Tool):
         logger.info("protect: %s in module %r runs in process %s", op_text, module, protection.pid)
         in_place, random = context["in_place"], _pytorch_stand_ins.is_random(context)
         # An op in place on a stand-in writes in the process, and the program's tensor stays NaN.
-        first = context.get_inputs()[0] if in_place else None
-        target = None if first is None or protection.stand_ins.find(first) is None else first
+        written = context.get_inputs()[0] if in_place else None
+        target = None if written is None or protection.stand_ins.find(written) is None else written
         context.replace_op(
-            protection.run_in_process, record=record, op=op, in_place=in_place, random=random, key=key,
-            target=target,
+            protection.run_in_process, record=record, op=callable_path, in_place=in_place, random=random,
+            key=key, target=target,
         )  # fmt: skip
 
 
 def _parse_selection(text: str) -> Selection:
-    """Return the selection that a string states.  Raises ToolError for another string."""
+    """Return the selection of text such as "module=NAME|NAME type=NAME"; raise ToolError for other text."""
     form = "module=NAME|NAME, type=NAME|NAME or exclude=NAME|NAME, or several, apart by a space"
     if not isinstance(text, str):
         raise ToolError(f"protect is {text!r}; it is a string such as 'module=NAME|NAME' or 'type=NAME|NAME'")

@@ -20,12 +20,12 @@ from amanda.tools.remat._storage import (
     ReplayableOp,
     ScratchInput,
     Storage,
-    leave_neighbours,
+    leave_evicted_neighbours,
 )
 
-EXACT_ORDERS, STORAGES_PER_VICTIM = 128, 8
-"""An order of candidates serves one eviction, and one more for each `STORAGES_PER_VICTIM` beyond
-`EXACT_ORDERS`: to order thousands of storages for each eviction would cost more than the ops."""
+EXACT_HEAPS, STORAGES_PER_VICTIM = 128, 8
+"""A heap of candidates serves one eviction, and one more for each `STORAGES_PER_VICTIM` beyond
+`EXACT_HEAPS`: to score thousands of storages for each eviction would cost more than the ops."""
 logger = logging.getLogger("amanda")
 
 
@@ -41,75 +41,78 @@ class Eviction:
     ) -> None:
         self.torch, self.ledger, self.budget, self.strict = torch, ledger, budget, strict
         self._heuristic = heuristic
-        # Weak: a storage that nobody reads any more is dropped with its copy.
+        # Weak: a storage that nobody reads any more is dropped with the tensor that holds it.
         self.recomputed: weakref.WeakSet[Storage] = weakref.WeakSet()
         self._generation = 0
-        self._order: list[tuple[float, int, weakref.ref[Storage]]] = []  # a heap of candidates by score
-        self._victims_left = self._victims_per_order = 0
+        self._score_heap: list[tuple[float, int, weakref.ref[Storage]]] = []  # the lowest score first
+        self._victims_left = self._victims_per_heap = 0
 
-    def make_room(self, need: int, counts: OpCounts, is_exact: bool = True) -> None:
-        """Evict until `need` more bytes fit in the budget, or nothing more can be evicted.
+    def make_room(self, needed_bytes: int, counts: OpCounts, is_exact: bool = True) -> None:
+        """Evict until more bytes fit in the budget, or nothing more can be evicted; no budget, no effect.
 
-        is_exact: raise BudgetError, or warn, if the bytes do not fit; an estimate may be too high.
+        counts: of the op that needs the bytes.  is_exact: raise BudgetError, or warn, if they do not fit;
+        False for an estimate, which may be too high.
         """
         # Storages that the program has freed make room without an eviction.
-        self.ledger.process_deaths()
+        self.ledger.remove_freed_memory()
         if self.budget is None:
             return
-        if self.ledger.bytes + need > self.budget:
-            self._drop_unneeded()
+        if self.ledger.bytes + needed_bytes > self.budget:
+            self._drop_tensors_after_backward()
         refused: set[Storage] = set()
-        while self.ledger.bytes + need > self.budget:
-            victim = self._next_victim(refused)
+        while self.ledger.bytes + needed_bytes > self.budget:
+            victim = self._take_next_victim(refused)
             if victim is None:
                 if is_exact:
-                    self._report_shortage(need, counts)
+                    self._report_shortage(needed_bytes, counts)
                 return
             # The program turned out to hold the memory: do not try this storage again for this op.
             if not self._evict(victim):
                 refused.add(victim)
 
-    def _drop_unneeded(self) -> None:
-        """Drop the copies of recomputed storages that no backward op reads any more."""
+    def _drop_tensors_after_backward(self) -> None:
+        """Drop the tensors that hold recomputed storages which no backward op reads any more."""
         for storage in list(self.recomputed):
-            if storage.copy is None or storage.maker is None:
+            is_needed = storage.handles or storage.locks  # by autograd, or by a recomputation under way
+            if storage.held_tensor is None or storage.maker is None:
                 self.recomputed.discard(storage)
-            elif not (storage.handles or storage.locks) and storage.maker.backward_is_over:
-                storage.copy = None
-        self.ledger.process_deaths()
+            elif not is_needed and storage.maker.backward_is_over:
+                storage.held_tensor = None
+        self.ledger.remove_freed_memory()
 
-    def _next_victim(self, refused: set[Storage]) -> Storage | None:
-        """Return the storage with the lowest score; None if nothing more can be evicted.
+    def _take_next_victim(self, refused: set[Storage]) -> Storage | None:
+        """Return the storage with the lowest score, and take it from the heap; None if there is no candidate.
 
         A heap of scores serves several evictions.  Scores grow meanwhile, so the score of the first storage
-        is computed again: the storage is evicted, or put back if its score has risen.
+        is computed again: the storage is returned, or put back if its score has risen.
         """
-        if self._victims_left <= 0 or not self._order:
-            self._order_candidates(refused)
-        while self._order:
-            score, number, reference = self._order[0]
+        if self._victims_left <= 0 or not self._score_heap:
+            self._fill_score_heap(refused)
+        while self._score_heap:
+            score, number, reference = self._score_heap[0]
             storage = reference()
             if storage is None or not self._is_candidate(storage, refused):
-                heappop(self._order)
+                heappop(self._score_heap)
             elif (present_score := self._score(storage)) > score:
-                heapreplace(self._order, (present_score, number, reference))
+                heapreplace(self._score_heap, (present_score, number, reference))
             else:
-                heappop(self._order)
+                heappop(self._score_heap)
                 self._victims_left -= 1
                 return storage
             # A heap that has served an eviction lacks the storages that came since: look once more.
-            has_served = self._victims_left < self._victims_per_order
-            if not self._order and has_served:
-                self._order_candidates(refused)
+            has_served = self._victims_left < self._victims_per_heap
+            if not self._score_heap and has_served:
+                self._fill_score_heap(refused)
         return None
 
-    def _order_candidates(self, refused: set[Storage]) -> None:
-        """Order the storages that can be evicted by their scores."""
+    def _fill_score_heap(self, refused: set[Storage]) -> None:
+        """Make a new heap of the storages that can be evicted, and set how many evictions it serves."""
         candidates = [storage for storage in self.ledger.storages() if self._is_candidate(storage, refused)]
-        self._order = [(self._score(s), i, weakref.ref(s)) for i, s in enumerate(candidates)]
-        heapify(self._order)
-        self._victims_per_order = max((len(candidates) - EXACT_ORDERS) // STORAGES_PER_VICTIM, 1)
-        self._victims_left = self._victims_per_order
+        # The number decides between equal scores: references have no order.
+        self._score_heap = [(self._score(s), number, weakref.ref(s)) for number, s in enumerate(candidates)]
+        heapify(self._score_heap)
+        self._victims_per_heap = max((len(candidates) - EXACT_HEAPS) // STORAGES_PER_VICTIM, 1)
+        self._victims_left = self._victims_per_heap
 
     def _score(self, storage: Storage) -> float:
         """Return the present score of a storage; the lowest is evicted first."""
@@ -124,18 +127,20 @@ class Eviction:
 
     def _is_held_by_tool_alone(self, storage: Storage) -> bool:
         """Return True if only this tool holds a storage."""
-        filled_handles = sum(handle.tensor is not None for handle in storage.handles.alive())
+        # A handle without a tensor is one whose storage is evicted.
+        handle_count = sum(handle.tensor is not None for handle in storage.handles.alive())
+        own_count = handle_count + (storage.held_tensor is not None)
         # The use count covers holders in C++ as well, such as a saved tensor of a node that no tool knows.
-        references = filled_handles + (storage.copy is not None)
-        return references > 0 and self.torch.use_count(storage.address) == references
+        return own_count > 0 and self.torch.use_count(storage.address) == own_count
 
-    def _report_shortage(self, need: int, counts: OpCounts) -> None:
+    def _report_shortage(self, needed_bytes: int, counts: OpCounts) -> None:
         """Raise BudgetError if the tool is strict, otherwise warn once, and record the missing bytes."""
         assert self.budget is not None
-        short = self.ledger.bytes + need - self.budget
+        short = self.ledger.bytes + needed_bytes - self.budget
         message = (
-            f"{counts.type} at {counts.source} needs {need:,} bytes more than the {self.ledger.bytes:,} that "
-            f"are alive with it and cannot be evicted; the budget is {self.budget:,}"
+            f"{counts.type} at {counts.source} needs {needed_bytes:,} bytes more than the "
+            f"{self.ledger.bytes:,} that are alive with it and cannot be evicted; the budget is "
+            f"{self.budget:,}"
         )
         if self.strict:
             raise BudgetError(message)
@@ -145,41 +150,44 @@ class Eviction:
         self.ledger.totals.short = max(self.ledger.totals.short, short)
 
     def _evict(self, storage: Storage) -> bool:
-        """Drop the tensors by which this tool holds a storage; return True if its memory was freed."""
+        """Drop the tensors by which this tool holds a storage; return True if its memory was freed.
+
+        False if the storage cannot be made again, or if the program holds it, which then stays so.
+        """
         maker = storage.maker
         # Ahead of the drop: the inputs of the op must be held before memory goes away.
-        if maker is None or not self.commit(maker):
+        if maker is None or not self.secure_recomputation(maker):
             return False
         filled_handles = [handle for handle in storage.handles.alive() if handle.tensor is not None]
         for handle in filled_handles:
             handle.tensor = None
-        storage.copy = None
+        storage.held_tensor = None
         memory = storage.live_memory
         if memory is not None:  # the program holds the storage itself, not by a tensor
             for handle in filled_handles:
                 self.torch.refill(handle, memory)
             storage.maker = None
             return False
-        self.ledger.process_deaths()
+        self.ledger.remove_freed_memory()
         # Counted after the memory is gone, since an attempt may fail.
         maker.counts.evictions += 1
         maker.counts.evicted_bytes += storage.size
         return True
 
-    def revoke_commitments(self) -> None:
-        """Revoke all commitments, since memory is about to be written that recomputations may read."""
-        # A counter, so that all commitments end without a walk over all ops.
+    def forget_secured_ops(self) -> None:
+        """Count no op as secured any more: memory is about to be written that recomputations may read."""
+        # A counter, so that this takes no walk over all ops.
         self._generation += 1
 
-    def commit(self, target: ReplayableOp) -> bool:
-        """Ensure that an op can be run again, now and later, and hold its inputs that could be freed.
+    def secure_recomputation(self, target: ReplayableOp) -> bool:
+        """Hold the inputs that runs of an op and of its ancestors need; return True if it can run again.
 
-        Return False for an op that depends on memory that is gone and cannot be made again.
+        Of ops that depend on memory that is gone and cannot be made again, no storage is evicted any more.
         """
         recomputable: set[ReplayableOp] = set()
         # Ancestors first, so that it is known of each input whether its maker can run again.
-        for operation in self._uncommitted_ancestors(target):
-            if all(self._is_recoverable(ref.storage, recomputable) for ref in operation.refs):
+        for operation in self._find_unsecured_ancestors(target):
+            if all(self._can_be_read_again(ref.storage, recomputable) for ref in operation.input_refs):
                 recomputable.add(operation)
             else:
                 # Without the inputs, what the op made is lost once evicted: it stays.
@@ -189,37 +197,37 @@ class Eviction:
         if target not in recomputable:
             return False
         for operation in recomputable:
-            operation.committed = self._generation
-            for ref in operation.refs:
+            operation.secured_generation = self._generation  # until `forget_secured_ops`
+            for ref in operation.input_refs:
                 # An input that no op makes again, such as a parameter or the batch.
-                if ref.storage.maker is None and ref.storage.copy is None:
+                if ref.storage.maker is None and ref.storage.held_tensor is None:
                     self._keep_alive(ref)
         return True
 
-    def _uncommitted_ancestors(self, target: ReplayableOp) -> list[ReplayableOp]:
-        """Return an op and the ops that its inputs need, without committed ones, in execution order."""
+    def _find_unsecured_ancestors(self, target: ReplayableOp) -> list[ReplayableOp]:
+        """Return an op and the ops that make its inputs, without secured ones, in execution order."""
         ancestors, pending = {target}, [target]
         while pending:
-            for ref in pending.pop().refs:
+            for ref in pending.pop().input_refs:
                 maker = ref.storage.maker
-                if maker is not None and maker not in ancestors and not self._is_committed(maker):
+                if maker is not None and maker not in ancestors and not self._is_secured(maker):
                     ancestors.add(maker)
                     pending.append(maker)
         # In the order of execution inputs are decided before the ops that read them.
         return sorted(ancestors, key=lambda operation: operation.number)
 
-    def _is_committed(self, operation: ReplayableOp) -> bool:
-        return operation.committed == self._generation
+    def _is_secured(self, operation: ReplayableOp) -> bool:
+        return operation.secured_generation == self._generation
 
-    def _is_recoverable(self, storage: Storage, recomputable: set[ReplayableOp]) -> bool:
-        """Return True for a storage whose maker is in the set, or is committed to run again.
+    def _can_be_read_again(self, storage: Storage, recomputable: set[ReplayableOp]) -> bool:
+        """Return True for a storage whose maker can run again, as one of the set or a secured op.
 
         A storage without a maker has to be alive.
         """
         maker = storage.maker
         if maker is None:
             return storage.live_memory is not None
-        return maker in recomputable or self._is_committed(maker)
+        return maker in recomputable or self._is_secured(maker)
 
     def _keep_alive(self, ref: InputRef) -> None:
         """Hold the storage of an input that no op can make again, for recomputations that read it."""
@@ -232,10 +240,10 @@ class Eviction:
     def cut_history(self, storage: Storage) -> None:
         """Mark a storage as one that cannot be made again, since autograd has detached its tensor.
 
-        Its memory is held if a committed recomputation may read it.
+        Its memory is held if the recomputation of a secured op may read it.
         """
         maker, storage.maker = storage.maker, None
-        if maker is not None and self._is_committed(maker) and storage.copy is None:
+        if maker is not None and self._is_secured(maker) and storage.held_tensor is None:
             self.ledger.keep_alive(storage, self.torch.byte_tensor(storage.live_memory))
 
 
@@ -246,7 +254,7 @@ class StorageRecomputation:
         self.torch, self.ledger, self._eviction = torch, ledger, eviction
 
     def materialise(self, target: Storage, bounded: bool = True) -> Any:
-        """Return the memory of a storage; recompute it, and the evicted storages that this needs.
+        """Return the memory of a storage; recompute an evicted one, and those that this needs.
 
         bounded: evict other storages if the budget would be exceeded.
         Raises RematError if an op's results differ in size from the first run, or if its inputs were written
@@ -254,44 +262,45 @@ class StorageRecomputation:
         """
         # A stack instead of recursion, since chains of evicted storages are as long as the model is deep.
         # Each storage on it locks the inputs that are there, so that room for one evicts no other.
-        pending: list[tuple[Storage, set[Storage]]] = [(target, set())]
+        stack: list[tuple[Storage, set[Storage]]] = [(target, set())]
         try:
-            while pending:
-                self.ledger.process_deaths()
-                storage, locked = pending[-1]
+            while stack:
+                self.ledger.remove_freed_memory()
+                storage, locked_inputs = stack[-1]
                 if storage.live_memory is not None:
-                    pending.pop()
-                    _unlock_storages(locked)
+                    stack.pop()
+                    _unlock_storages(locked_inputs)
                     continue
                 maker = storage.maker
                 if maker is None:
                     raise RematError(
                         "a tensor that is needed to compute evicted ones again was written unseen"
                     )
-                missing_input = _lock_inputs(maker, locked)
+                missing_input = _lock_inputs(maker, locked_inputs)
                 if missing_input is not None:  # comes first, then this storage once more
-                    pending.append((missing_input, set()))
+                    stack.append((missing_input, set()))
                     continue
                 if bounded:
                     self._eviction.make_room(maker.size, maker.counts)
                 self._recompute(maker, storage)
         finally:
-            for _, locked in pending:
-                _unlock_storages(locked)
+            for _, locked_inputs in stack:
+                _unlock_storages(locked_inputs)
         target.last_read = self.ledger.clock
         return target.live_memory
 
     def _recompute(self, operation: ReplayableOp, target: Storage) -> None:
-        """Run an op again, and restore the storage that is needed and those that autograd still holds."""
+        """Run an op again, restore the target and storages that autograd still holds, and count the run."""
         counts = operation.counts
         begin = perf_counter()
-        inputs = tree_map(self._materialise_input, operation.inputs)
+        inputs = tree_map(self._rebuild_input, operation.inputs)
         results, saved = self.torch.replay(operation.compute, inputs, operation.settings)
         # A repeated run makes all results of the op, also those that are not needed.
         self.ledger.update_peak(operation.size)
         for storage in operation.products:
             # Other results that autograd still needs come for free; the rest is dropped at once.
             if storage.live_memory is None and (storage is target or storage.handles):
+                # As at the first run, the memory is that of a result or of a tensor that autograd saves.
                 tensors = saved if storage.slot.is_saved else results
                 position = storage.slot.position
                 tensor = tensors[position] if position < len(tensors) else None
@@ -313,16 +322,16 @@ class StorageRecomputation:
                 f"{counts.type} at {counts.source} made {storage.size:,} bytes at first, and "
                 f"{'none' if size is None else size} when it was run again"
             )
-        leave_neighbours(storage)
+        leave_evicted_neighbours(storage)
         storage.last_read = self.ledger.clock
         self.ledger.add(framework_storage, storage, counts=True)
         self.ledger.keep_alive(storage, self.torch.byte_tensor(framework_storage))
         self._eviction.recomputed.add(storage)
 
-    def _materialise_input(self, value: Any) -> Any:
+    def _rebuild_input(self, value: Any) -> Any:
         """Return an input for a repeated run; raise RematError if it was written without instrumentation.
 
-        A tensor becomes a view of its storage, zeros if the op only writes it; other values stay.
+        A recorded tensor becomes a view of its storage, or zeros if the op only writes it; other values stay.
         """
         if isinstance(value, ScratchInput):
             geometry = value.geometry
@@ -332,7 +341,7 @@ class StorageRecomputation:
             return value
         storage = value.storage
         tensor = value.tensor()
-        is_written = storage.copy is not None and storage.copy._version != storage.version
+        is_written = storage.held_tensor is not None and storage.held_tensor._version != storage.held_version
         if is_written or (tensor is not None and tensor._version != value.version):
             raise RematError(
                 f"a tensor of {storage.size:,} bytes that is needed to compute evicted ones again was "
@@ -344,15 +353,15 @@ class StorageRecomputation:
 
 
 def _lock_inputs(operation: ReplayableOp, locked: set[Storage]) -> Storage | None:
-    """Lock the inputs of an op that have memory; return the first evicted one, or None."""
-    missing = None
-    for ref in operation.refs:
+    """Lock the inputs of an op that have memory, and add them to `locked`; return the first evicted one."""
+    first_evicted = None
+    for ref in operation.input_refs:
         if ref.storage.live_memory is None:
-            missing = missing or ref.storage
+            first_evicted = first_evicted or ref.storage
         elif ref.storage not in locked:
             ref.storage.locks += 1
             locked.add(ref.storage)
-    return missing
+    return first_evicted
 
 
 def _unlock_storages(storages: set[Storage]) -> None:

@@ -165,7 +165,7 @@ class TorchRuntime:
         handle.version = handle.tensor._version
 
     def settings(self, tensors: Sequence[Any]) -> Settings:
-        """Return the present settings, with autocast for the devices of these tensors, the op's inputs."""
+        """Return the switches of torch, and autocast by device of an op's input tensors; None if off."""
         switches, torch = [get() for get, _ in self._switches], self.torch
         if not torch._C._is_any_autocast_enabled():
             if switches != self._last_settings.switches:
@@ -181,9 +181,8 @@ class TorchRuntime:
     def versions_and_generators(
         self, inputs: Sequence[Any], tensors: Sequence[Any], random: bool
     ) -> list[Any]:
-        """Return state that an op must leave unchanged to be run again later.
+        """Return state that an op must leave unchanged to be run again later: versions of its input tensors.
 
-        tensors: among the inputs, for their versions.
         random: also the states of the generators that an op on these inputs may draw from.
         """
         state: list[Any] = [tensor._version for tensor in tensors]
@@ -212,13 +211,16 @@ class TorchRuntime:
     def replay(
         self, compute: Compute, inputs: Sequence[Any], settings: Settings
     ) -> tuple[list[Any], list[Any]]:
-        """Run an op again; return its results, and the tensors that autograd saves, in order."""
+        """Run an op again under the settings of its first run; return results and tensors autograd saves.
+
+        The program's modes and hooks do not see the run.
+        """
         torch = self.torch
         current = self.settings(self.tensors(inputs))
         with undisturbed(), self._restored_settings(settings, current):
             # As at the first run: only with gradients does autograd save what the backward pass reads.
             with torch.enable_grad():
-                results, saved = self._run_observed(compute, inputs)
+                results, saved = self._run_and_collect_saved(compute, inputs)
             # The graph of the repeated run is not needed: the first one is still in place.
             detached_results = [
                 result.detach() if isinstance(result, torch.Tensor) else result for result in results
@@ -229,9 +231,9 @@ class TorchRuntime:
     def _restored_settings(self, settings: Settings, current: Settings) -> Iterator[None]:
         """Return a context with the autocast and the switches of an op's first run."""
         # Off, if the first run had no autocast and the present code has one.
-        disabled = [(device, False, dtype) for device, _, dtype in current.autocast or ()]
+        disabled_autocast = [(device, False, dtype) for device, _, dtype in current.autocast or ()]
         with ExitStack() as stack:
-            for device, enabled, dtype in settings.autocast or disabled:
+            for device, enabled, dtype in settings.autocast or disabled_autocast:
                 # Without autocast's cache, whose casts would hold on to weights.
                 stack.enter_context(self.torch.autocast(device, dtype, enabled, cache_enabled=False))
             for (_, set_switch), current_value, recorded_value in zip(
@@ -242,7 +244,7 @@ class TorchRuntime:
                     stack.callback(set_switch, current_value)
             yield
 
-    def _run_observed(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    def _run_and_collect_saved(self, compute: Compute, inputs: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         """Run an op; return its results, and the tensors that autograd saves, in order."""
         saved: list[Any] = []
         hooks = self.torch.autograd.graph.saved_tensors_hooks
@@ -273,7 +275,7 @@ class TorchRuntime:
 
     def _bytes_made(self, compute: Compute, inputs: Sequence[Any]) -> int:
         """Return the bytes of the storages that a run of an op adds to those of its inputs."""
-        results, saved = self._run_observed(compute, inputs)
+        results, saved = self._run_and_collect_saved(compute, inputs)
         storages_made = {
             tensor.untyped_storage()._cdata: tensor for tensor in (*saved, *self.tensors(results))
         }

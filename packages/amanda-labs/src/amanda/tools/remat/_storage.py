@@ -87,8 +87,8 @@ class Storage(_WeaklyReferenced):
     address, memory: of the framework's storage, by a weak reference; `memory` is None after eviction.
     maker: the op that made the storage; None if the op cannot be run again.
     slot: where a repeated run of the op gives the storage.
-    handles: by which autograd holds the storage.  copy: a tensor by which this tool holds it.
-    version: of `copy` when it was taken, to detect writes.
+    handles: by which autograd holds the storage.  held_tensor: by which this tool holds it.
+    held_version: of `held_tensor` when it was taken, to detect writes.
     last_read: the clock at the last read.  locks: number of recomputations under way that need the storage.
     """
 
@@ -99,8 +99,8 @@ class Storage(_WeaklyReferenced):
     slot: ProductSlot = FIRST_RESULT
     handles: WeakList[Handle] = field(default_factory=WeakList)
     consumers: WeakList[ReplayableOp] = field(default_factory=WeakList)
-    copy: Any = None
-    version: int | None = None
+    held_tensor: Any = None
+    held_version: int | None = None
     last_read: float = 0.0
     locks: int = 0
     cluster: Cluster | None = None
@@ -163,8 +163,8 @@ class ReplayableOp(_WeaklyReferenced):
 
     compute: function of the inputs that returns the op's result.  inputs: with an InputRef for each tensor.
     settings: at the execution.  cost: seconds, or 1.  size: bytes of all storages that the op made.
-    committed: the generation in which `Eviction.commit` ensured that the op can run again.
-    saved: weak references to the handles that autograd saved for the backward op.
+    secured_generation: of the last `Eviction.secure_recomputation` that found that the op can run again.
+    saved_handles: weak references to the handles that autograd saved for the backward op.
     """
 
     number: int
@@ -174,14 +174,14 @@ class ReplayableOp(_WeaklyReferenced):
     settings: Any
     cost: float = 0.0
     size: int = 0
-    committed: int = -1
-    refs: list[InputRef] = field(default_factory=list)
-    saved: list[weakref.ref[Handle]] = field(default_factory=list)
+    secured_generation: int = -1
+    input_refs: list[InputRef] = field(default_factory=list)
+    saved_handles: list[weakref.ref[Handle]] = field(default_factory=list)
     _products: list[weakref.ref[Storage]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.refs += [value for value in leaves(self.inputs) if isinstance(value, InputRef)]
-        for ref in self.refs:
+        self.input_refs += [value for value in leaves(self.inputs) if isinstance(value, InputRef)]
+        for ref in self.input_refs:
             ref.storage.consumers.add(self)
 
     @property
@@ -207,7 +207,7 @@ class ReplayableOp(_WeaklyReferenced):
         The backward ops of all readers of the results have then run too.
         """
         # Autograd frees what a node has saved when the node has run.
-        return bool(self.saved) and all(handle() is None for handle in self.saved)
+        return bool(self.saved_handles) and all(handle() is None for handle in self.saved_handles)
 
 
 @dataclass(slots=True)
@@ -237,14 +237,14 @@ class MemoryTotals:
 
 
 class Ledger:
-    """The account of live bytes, by weak references whose callbacks report freed memory.
+    """The account of live memory: its bytes, and the Storage in each; callbacks report freed memory.
 
     totals: are kept up to date.  bytes: alive now.  clock: sum of the costs of all ops that ran.
     """
 
     def __init__(self, totals: MemoryTotals) -> None:
         self._entries: dict[int, MemoryEntry] = {}
-        self._deaths: deque[tuple[int, weakref.ref[Any]]] = deque()
+        self._freed_entries: deque[tuple[int, weakref.ref[Any]]] = deque()
         self.totals, self.bytes, self.clock = totals, 0, 0.0
 
     def find(self, memory: Any) -> MemoryEntry | None:
@@ -255,17 +255,17 @@ class Ledger:
         return entry if entry is not None and entry.memory() is memory else None
 
     def add(self, memory: Any, storage: Storage, counts: bool) -> None:
-        """Enter the memory of a storage in the account; counts: its bytes count towards the budget."""
-        address, deaths = memory._cdata, self._deaths
-        self.process_deaths()
+        """Enter memory and its storage, or replace its storage; counts: its bytes count for the budget."""
+        address, freed_entries = memory._cdata, self._freed_entries
+        self.remove_freed_memory()
         entry = self.find(memory)
         if entry is None:
 
-            def on_death(reference: weakref.ref[Any]) -> None:
-                # Memory dies at any time, on any thread, also within this class: only queue it here.
-                deaths.append((address, reference))
+            def queue_freed(reference: weakref.ref[Any]) -> None:
+                # Memory is freed at any time, on any thread, also within this class: only queue it here.
+                freed_entries.append((address, reference))
 
-            entry = MemoryEntry(weakref.ref(memory, on_death), memory.nbytes() if counts else 0)
+            entry = MemoryEntry(weakref.ref(memory, queue_freed), memory.nbytes() if counts else 0)
             self._entries[address] = entry
             self.bytes += entry.size
             self.update_peak()
@@ -278,10 +278,10 @@ class Ledger:
         if live_bytes > self.totals.peak:
             self.totals.peak = live_bytes
 
-    def process_deaths(self) -> None:
-        """Remove memory from the account that was freed since the last call."""
-        while self._deaths:
-            address, reference = self._deaths.popleft()
+    def remove_freed_memory(self) -> None:
+        """Remove memory that was freed since the last call, and join its storage with evicted neighbours."""
+        while self._freed_entries:
+            address, reference = self._freed_entries.popleft()
             entry = self._entries.get(address)
             # Else the address belongs to newer memory already.
             if entry is not None and entry.memory is reference:
@@ -289,7 +289,7 @@ class Ledger:
                 self.bytes -= entry.size
                 if (storage := entry.storage) is not None:
                     storage.memory = None
-                    join_neighbours(storage)
+                    join_evicted_neighbours(storage)
 
     def forget_written(self, memory: Any) -> Storage | None:
         """Drop and return the record of memory that is about to be written; None if there is no record."""
@@ -301,7 +301,7 @@ class Ledger:
 
     def keep_alive(self, storage: Storage, tensor: Any) -> None:
         """Keep the memory of a storage alive by a tensor in it."""
-        storage.copy, storage.version = tensor, tensor._version
+        storage.held_tensor, storage.held_version = tensor, tensor._version
         entry = self._entries.get(storage.address)
         if entry is not None and entry.record is storage:
             # The record holds the memory now, so the account of that memory must not hold the record.
@@ -323,7 +323,7 @@ Heuristic = Callable[["Storage", float], float]
 
 
 class Cluster:
-    """A set of a union-find forest: neighbouring storages that are gone, with the sum of their costs."""
+    """A set of a union-find forest: evicted storages that need each other, with the sum of their costs."""
 
     __slots__ = ("_parent", "cost")
 
@@ -351,7 +351,7 @@ class Cluster:
 
 def missing_inputs(storage: Storage) -> list[Storage]:
     """Return the storages that are gone and needed to make this one again."""
-    refs = () if storage.maker is None else storage.maker.refs
+    refs = () if storage.maker is None else storage.maker.input_refs
     return [ref.storage for ref in refs if ref.storage.is_gone]
 
 
@@ -367,16 +367,16 @@ def _neighbour_clusters(storage: Storage) -> list[Cluster]:
     return [neighbour.cluster for neighbour in neighbours if neighbour.cluster is not None]
 
 
-def join_neighbours(storage: Storage) -> None:
-    """Join the sets around a storage that is gone, and the storage; no effect for others."""
+def join_evicted_neighbours(storage: Storage) -> None:
+    """Join a storage that is gone, and the sets of its evicted inputs and consumers; no effect for others."""
     if storage.is_gone:
         storage.cluster = Cluster(storage.cost)
         for cluster in _neighbour_clusters(storage):
             storage.cluster.join(cluster)
 
 
-def leave_neighbours(storage: Storage) -> None:
-    """Subtract the cost of a storage that was made again; sets are never split: h_DTR^eq approximates."""
+def leave_evicted_neighbours(storage: Storage) -> None:
+    """Take a storage that was made again from its set, whose cost falls; sets are not split (h_DTR^eq)."""
     if storage.cluster is not None:
         root = storage.cluster.root()
         # Not below 0, which rounding or a set joined twice could give.
@@ -389,17 +389,17 @@ def _evicted_cost(storage: Storage) -> float:
     return _reachable_cost(storage, missing_inputs) + _reachable_cost(storage, missing_consumers)
 
 
-def _reachable_cost(storage: Storage, direction: Callable[[Storage], list[Storage]]) -> float:
-    """Return the cost of the evicted storages that are reached in a direction; each op counts once."""
+def _reachable_cost(storage: Storage, find_neighbours: Callable[[Storage], list[Storage]]) -> float:
+    """Return the cost of the evicted storages that are reached over neighbours; each op counts once."""
     visited, pending, cost = {storage}, [storage], 0.0
-    operations = set()
+    counted_makers = set()
     while pending:
-        for neighbour in direction(pending.pop()):
+        for neighbour in find_neighbours(pending.pop()):
             if neighbour not in visited:
                 visited.add(neighbour)
                 pending.append(neighbour)
-                if neighbour.maker not in operations:
-                    operations.add(neighbour.maker)
+                if neighbour.maker not in counted_makers:
+                    counted_makers.add(neighbour.maker)
                     cost += neighbour.cost
     return cost
 

@@ -1,4 +1,4 @@
-"""Recording of ops as they run, and of what autograd saves of them."""
+"""Records of ops as they run, and handles that autograd saves instead of tensors, which may be evicted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from amanda.tools.remat._storage import (
     ReplayableOp,
     ScratchInput,
     Storage,
-    join_neighbours,
+    join_evicted_neighbours,
 )
 from amanda.tools.rerun import undisturbed
 
@@ -44,10 +44,13 @@ class RematStore:
         self._numbers = 0
         self._handles: weakref.WeakSet[Handle] = weakref.WeakSet()
         # True after a forward pass: only then does an empty set mean that the backward pass is over.
-        self._has_handles = False
+        self._had_handles = False
 
     def storage_of(self, tensor: Any) -> Storage:
-        """Return the record of a tensor's storage; add one if no recorded op made it."""
+        """Return the record of a tensor's storage, as read now; add one if no recorded op made the storage.
+
+        A tensor that the program has detached loses its maker: the op is not run again for it.
+        """
         memory, ledger = tensor.untyped_storage(), self.ledger
         entry = ledger.find(memory)
         storage = None if entry is None else entry.storage
@@ -78,13 +81,13 @@ class RematStore:
         return ReplayableOp(self._numbers, counts, compute, recorded_inputs, self.torch.settings(tensors))
 
     def _release_after_backward(self) -> None:
-        """Drop copies and histories once autograd holds no handle any more."""
+        """Once autograd holds no handle any more, drop held tensors, and make no storage again."""
         if self._handles:
-            self._has_handles = True
-        elif self._has_handles:
-            self._has_handles = False
+            self._had_handles = True
+        elif self._had_handles:
+            self._had_handles = False
             for storage in self.ledger.storages():
-                storage.copy = storage.maker = None
+                storage.held_tensor = storage.maker = None
 
     def _record_input(self, value: Any, is_scratch: bool = False) -> Any:
         """Return an input with an InputRef or a ScratchInput for each tensor in it; other values stay."""
@@ -104,8 +107,11 @@ class RematStore:
             self.storage_of(value), geometry, value.requires_grad, value._version, weakref.ref(value)
         )
 
-    def saving_handles(self, operation: ReplayableOp) -> AbstractContextManager[Any]:
-        """Return a context in which autograd saves handles instead of an op's tensors."""
+    def save_handles(self, operation: ReplayableOp) -> AbstractContextManager[Any]:
+        """Return a context in which autograd saves handles instead of an op's tensors.
+
+        Under hooks of the program, autograd saves as these say, and nothing can be evicted.
+        """
         # Weak: the graph keeps the hooks, and with them `pack`.
         reference, indices = weakref.ref(operation), count()
 
@@ -119,10 +125,10 @@ class RematStore:
 
     def _save_handle(self, operation: ReplayableOp, tensor: Any, index: int) -> Handle:
         """Return a handle for a tensor that autograd saves while an op runs, the `index`-th of this op."""
-        version = None if tensor.is_inference() else tensor._version
-        # What cannot be rebuilt from bytes is held as it is.
+        version = None if tensor.is_inference() else tensor._version  # inference tensors have none
+        # What cannot be rebuilt from bytes is held as it is, and never evicted.
         if not self.torch.is_plain(tensor):
-            return Handle(tensor.detach(), version, None, None)
+            return Handle(tensor.detach(), version, storage=None, geometry=None)
         memory = tensor.untyped_storage()
         entry = self.ledger.find(memory)
         if entry is None:  # new memory, which the op has made for its backward pass alone
@@ -132,14 +138,14 @@ class RematStore:
         # Detached: autograd's node would otherwise hold itself through its saved output.
         handle = Handle(tensor.detach(), version, storage, self.torch.geometry(tensor))
         storage.handles.add(handle)
-        operation.saved.append(weakref.ref(handle))
+        operation.saved_handles.append(weakref.ref(handle))
         self._handles.add(handle)
         return handle
 
-    def record_results(self, operation: ReplayableOp, result: Any, pure: bool) -> None:
-        """Record the storages that an op has made, and add its cost to the clock.
+    def record_results(self, operation: ReplayableOp, result: Any, can_rerun: bool) -> None:
+        """Record the storages and bytes that an op has made, and add its cost to the clock.
 
-        pure: False if the op cannot be run again.
+        can_rerun: False if its storages must not be evicted, as another run would give other values.
         """
         for index, value in enumerate(self.torch.results_of(result)):
             if isinstance(value, self.torch.torch.Tensor) and self.torch.is_plain(value):
@@ -151,7 +157,7 @@ class RematStore:
         self.ledger.clock = clock = self.ledger.clock + operation.cost
         for storage in products:
             storage.last_read = clock
-        if not pure:
+        if not can_rerun:
             operation.cut_history()
 
     def _add_product(self, operation: ReplayableOp, memory: Any, slot: ProductSlot) -> Storage:
@@ -169,7 +175,7 @@ class RematStore:
         with self.lock, self.torch.without_torch_function():
             storage = handle.storage
             tensor = handle.tensor
-            if tensor is None:
+            if tensor is None:  # evicted
                 assert storage is not None
                 with self._with_lock():
                     return self.torch.view(self.recomputation.materialise(storage), handle.geometry)
@@ -191,35 +197,38 @@ class RematStore:
             yield
 
     def recompute_before_write(self, tensors: Sequence[Any]) -> None:
-        """Recompute the evicted storages that depend on tensors, before the program writes these tensors.
+        """Recompute the evicted storages that need tensors, before the program writes these tensors.
 
         Also drops the records of the tensors' storages.
         """
         with self._with_lock():
             self._release_after_backward()
-            self.ledger.process_deaths()
+            self.ledger.remove_freed_memory()
             for tensor in filter(self.torch.is_plain, tensors):
                 memory = tensor.untyped_storage()
                 storage = self.ledger.forget_written(memory)
                 if storage is not None:
-                    if storage.maker is None and storage.copy is not None:
+                    # Held for recomputations, as no op makes it again.
+                    if storage.maker is None and storage.held_tensor is not None:
                         self._restore_dependents(storage, memory)
-                    storage.copy = None
-                    join_neighbours(storage)
+                    storage.held_tensor = None
+                    join_evicted_neighbours(storage)
 
     def _restore_dependents(self, written: Storage, memory: Any) -> None:
         """Recompute the evicted storages that cannot be recomputed once a storage is written."""
-        self.eviction.revoke_commitments()
-        evicted_storages = {
-            handle.storage for handle in list(self._handles) if handle.storage and handle.tensor is None
-        }
-        missing = [storage for storage in evicted_storages if storage.live_memory is None]
-        not_recomputable = [
-            storage for storage in missing if storage.maker is None or not self.eviction.commit(storage.maker)
+        self.eviction.forget_secured_ops()
+        handles = [handle for handle in list(self._handles) if handle.tensor is None]
+        evicted_storages = {handle.storage for handle in handles if handle.storage}
+        # The record of the written storage is without memory here, so its readers cannot be secured.
+        lost_storages = [
+            storage
+            for storage in evicted_storages
+            if storage.live_memory is None
+            and (storage.maker is None or not self.eviction.secure_recomputation(storage.maker))
         ]
         # For the time of the recomputation the memory counts as what it was before the write.
         written.memory = weakref.ref(memory)
-        for storage in not_recomputable:
+        for storage in lost_storages:
             self.recomputation.materialise(storage, bounded=False)
             storage.maker = None
         written.memory = None

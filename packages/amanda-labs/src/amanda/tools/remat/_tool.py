@@ -67,7 +67,7 @@ class RematTool(amanda.Tool):
         self._counts: dict[int, OpCounts] = {}
         self._skipped_namespaces: set[amanda.Namespace] = set()
         self._has_met_transform = False
-        self._sizes: dict[Hashable, int] = {}  # bytes that ops make, by type, shapes and values of inputs
+        self._result_bytes: dict[Hashable, int] = {}  # by type, shapes and values of inputs
         # Made at the first op, since torch may not be imported when the tool is.
         self._store: RematStore | None = None
         self._totals = MemoryTotals()
@@ -87,7 +87,7 @@ class RematTool(amanda.Tool):
             counts.seconds = 0.0
         self._totals.peak = self._totals.short = 0
         if self._store is not None:
-            self._store.ledger.process_deaths()
+            self._store.ledger.remove_freed_memory()
             self._store.ledger.update_peak()
 
     def scope_left(self) -> None:
@@ -97,13 +97,14 @@ class RematTool(amanda.Tool):
             store.restore()
 
     def _instrument_op(self, context: amanda.OpContext) -> None:
-        """Replace a forward op that can run again by a recorded run, and watch ops that write."""
+        """Replace a forward op that can run again by a recorded run; watch ops that write, leave others."""
         rerun_facts: Rerun | None = context.get("rerun")
         if rerun_facts is None:
             self._skip_op(context)
             return
-        # Also None, for an op of which nobody knows what it writes: all inputs are taken for written.
-        if rerun_facts.written != ():
+        writes_nothing = rerun_facts.written == ()
+        # None, for an op of which nobody knows what it writes, selects all inputs.
+        if not writes_nothing:
             context.insert_before_op(self._before_write, inputs=rerun_facts.written)
         # An op with side effects must not run twice.
         if not rerun_facts.pure or context["phase"] != "forward":
@@ -124,7 +125,8 @@ class RematTool(amanda.Tool):
             )
         if context.namespace not in self._skipped_namespaces:
             self._skipped_namespaces.add(context.namespace)
-            advice = "; mark what is computed again with jax.checkpoint" * context.namespace.matches("jax")
+            is_jax = context.namespace.matches("jax")
+            advice = "; mark what is computed again with jax.checkpoint" if is_jax else ""
             logger.warning(
                 "remat is for PyTorch's eager mode; ops of %s run unchanged%s", context.namespace, advice
             )
@@ -151,17 +153,18 @@ class RematTool(amanda.Tool):
         tensors = store.torch.tensors(inputs)
         if not store.torch.will_record(tensors):
             return NotImplemented
+        # Without a budget no room is made, so sizes of results are of no use.
         key = None if self._budget is None else (counts.type, _input_signature(inputs))
         with store.lock:
             operation = store.record_op(counts, compute, inputs, tensors, rerun_facts.scratch)
             if key is not None:
-                self._make_room(store, key, inputs, counts, compute)
+                self._make_room_for_results(store, key, inputs, counts, compute)
         # An op that writes its inputs, or draws random numbers unexpectedly, cannot be run again.
         state_before = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
         begin = perf_counter()
         try:
             # Hooks around this op alone: other ops, and autograd's own, save as they always do.
-            with store.saving_handles(operation):
+            with store.save_handles(operation):
                 result = compute(inputs)
         except BaseException:
             # The op has failed half-way: what it made cannot be made again.
@@ -171,25 +174,28 @@ class RematTool(amanda.Tool):
         with store.lock:
             operation.cost = 1.0 if self._counts_ops else seconds
             state_after = store.torch.versions_and_generators(inputs, tensors, rerun_facts.random)
-            store.record_results(operation, result, pure=state_before == state_after)
+            store.record_results(operation, result, can_rerun=state_before == state_after)
             if key is not None:
-                if len(self._sizes) >= _MAX_SIZES:  # numbers among the inputs may differ at each call
-                    self._sizes.clear()
-                self._sizes[key] = operation.size
+                if len(self._result_bytes) >= _MAX_SIZES:  # numbers among the inputs may differ at each call
+                    self._result_bytes.clear()
+                self._result_bytes[key] = operation.size
             # What the op really made is known now, which may be more than was estimated.
             store.eviction.make_room(0, counts)
         return result
 
-    def _make_room(
+    def _make_room_for_results(
         self, store: RematStore, key: Hashable, inputs: Sequence[Any], counts: OpCounts,
         compute: _pytorch.Compute,
     ) -> None:  # fmt: skip
-        """Evict until the results of an op fit into the budget: as large as at the last run with its key."""
-        need = self._sizes.get(key)
-        is_exact = need is not None
-        if need is None:  # the first run with such inputs: an estimate, which is not an upper bound
-            need = store.torch.expected_bytes(compute, inputs) or 0
-        store.eviction.make_room(need, counts, is_exact)
+        """Evict until the results of an op fit into the budget: as large as at the last run with this key.
+
+        key: type and input signature of the op.  At the first run with it, the size is estimated.
+        """
+        needed_bytes = self._result_bytes.get(key)
+        is_exact = needed_bytes is not None
+        if needed_bytes is None:  # the first run with such inputs: an estimate, which is not an upper bound
+            needed_bytes = store.torch.expected_bytes(compute, inputs) or 0
+        store.eviction.make_room(needed_bytes, counts, is_exact)
 
 
 def _input_signature(value: Any) -> Hashable:

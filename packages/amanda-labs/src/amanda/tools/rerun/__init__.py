@@ -1,4 +1,4 @@
-"""Ops of PyTorch's eager mode that may run again, and calls that the program does not see."""
+"""Facts of ops of PyTorch's eager mode that may run again, and calls that the program does not see."""
 
 from __future__ import annotations
 
@@ -39,9 +39,10 @@ def rerun(context: amanda.OpContext) -> None:
 
 
 def _rerun_facts(context: amanda.OpContext) -> Rerun:
-    """Return whether an op may run again, and what it writes, by the schemas of its overloads.
+    """Return whether an op may run again, and which inputs it writes, by the schemas of its overloads.
 
-    An op without a schema is not pure; an op of which an overload may write any input has `written` None.
+    An op in place, with `out`, or without a schema is not pure.  If an overload may write any input, or the
+    op writes lists, `written` is None.
     """
     import torch
 
@@ -52,15 +53,16 @@ def _rerun_facts(context: amanda.OpContext) -> Rerun:
     out_positions = tuple(i for i, value in enumerate(inputs) if _is_out_argument(context, value))
     if out_positions:
         return Rerun(written=out_positions)
+    # A Python function may have side effects.  `_descriptor`: of a read of a property such as `mT`.
     is_native = isinstance(context.get_op(), _NATIVE) or hasattr(context.get_op(), "_descriptor")
-    packet = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
-    if packet is None or not is_native:
+    operator = torch.ops.aten.index if name == "getitem" else getattr(torch.ops.aten, name, None)
+    if operator is None or not is_native:
         return Rerun()
-    overloads = [getattr(packet, overload) for overload in packet.overloads()]
+    overloads = [getattr(operator, overload) for overload in operator.overloads()]
     schemas = [overload._schema for overload in overloads]
-    mutating = [schema for schema in schemas if schema.is_mutable]
+    writing_schemas = [schema for schema in schemas if schema.is_mutable]
     # An overload that writes anything but `out` may write any input.
-    if any(not any(argument.is_out for argument in schema.arguments) for schema in mutating):
+    if any(not any(argument.is_out for argument in schema.arguments) for schema in writing_schemas):
         return Rerun(written=None)
     # PyTorch tags the overloads that draw random numbers.
     is_random = any(torch.Tag.nondeterministic_seeded in overload.tags for overload in overloads)
@@ -82,7 +84,7 @@ def _is_out_argument(context: amanda.OpContext, value: Any) -> bool:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Return a context that hides calls from the user's modes and tensor subclasses."""
+    """Return a context without gradients, in which the user's modes and tensor subclasses see no calls."""
     import torch
     from torch.utils._python_dispatch import _disable_current_modes
 

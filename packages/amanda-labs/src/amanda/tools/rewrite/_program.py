@@ -1,4 +1,4 @@
-"""The ops of a program, the matches of rules among them, and the executions that replacements read."""
+"""The ops of a program, matches of rules among these, and the executions that replacements read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ProgramNode:
     """An op of the program, at its last analysis.
 
     order: its number among first analyses.  rewrites: the framework's replacements, by name of rule.
-    flow: numbers of the tensors that the op reads.  fits: the ops of patterns that accept the op.
-    compute: in a graph, a function of the inputs that returns the output.  values: in a graph, weak
-    references to the symbols of the inputs.  readers: ids of the ops that read the output.
+    flow: numbers of the tensors that the op reads.  fitting_patterns: those that accept the op.
+    compute: in a graph, a function of the inputs that returns the output.  input_symbols: in a graph, weak
+    references to the symbols of the inputs.  reader_ids: of the ops that read the output.
     """
 
     id: int
@@ -43,25 +43,25 @@ class ProgramNode:
     op: Any
     attributes: Mapping[str, Any]
     flow: DataflowNode
-    fits: frozenset[Op] = frozenset()
+    fitting_patterns: frozenset[Op] = frozenset()
     compute: Callable[[Sequence[Any]], Any] | None = None
-    values: Sequence[Callable[[], Any]] = ()
-    readers: set[int] = field(default_factory=set)
+    input_symbols: Sequence[Callable[[], Any]] = ()
+    reader_ids: set[int] = field(default_factory=set)
 
 
 class PatternBinding(NamedTuple):
     """The ids of ops by pattern, captured inputs by name, and the producer of each input within a match."""
 
-    ops: dict[Op, int]
+    op_ids: dict[Op, int]
     captures: dict[str, Edge]
-    edges: dict[Edge, int]
+    producer_ids: dict[Edge, int]
 
 
 @dataclass(eq=False)
 class MatchSite:
     """A match of a rule in the program.
 
-    members: ids of the ops, in the order of execution; the last op is replaced.  order: sorts sites.
+    members: ids of the ops, in the order of execution; the last op is replaced.  sort_key: sorts sites.
     replaced: number of replaced executions.  fallbacks: numbers of executions of the original, by reason.
     broken: the reason, from an execution, why the match is no longer replaced.
     obstacle: the reason why the match is not replaced; "" if it is replaced.
@@ -70,7 +70,7 @@ class MatchSite:
     rule: Rule
     binding: PatternBinding
     members: tuple[int, ...]
-    order: tuple[int, int, int]
+    sort_key: tuple[int, int, int]
     replaced: int = 0
     fallbacks: Counter[str] = field(default_factory=Counter)
     broken: str = ""
@@ -83,7 +83,7 @@ class MatchSite:
 
 
 class ProgramMatches:
-    """The analysed ops, and their matches; of overlapping matches the earliest, then longest is replaced."""
+    """Nodes of the analysed ops, and sites of matches; if some overlap, the first and longest is replaced."""
 
     def __init__(self, rules: Sequence[Rule]) -> None:
         self.nodes: dict[int, ProgramNode] = {}
@@ -94,7 +94,7 @@ class ProgramMatches:
         self._replaced: dict[int, MatchSite] = {}
 
     def record_op(self, context: amanda.OpContext) -> ProgramNode:
-        """Record an op at its analysis, and for each rule the longest match that ends with the op."""
+        """Record an op, and each rule's longest match that ends with it; return the op's one node."""
         op_id, flow = context.get_op_id(), self._flow.node(context)
         node = self.nodes.get(op_id)
         if node is None:
@@ -106,35 +106,36 @@ class ProgramMatches:
             )  # fmt: skip
         # At each analysis anew: shapes and attributes may differ from those of the first one.
         node.op, node.attributes, node.flow = context.get_op(), context.get_attrs(), flow
-        node.fits = frozenset(op for op in self._patterns if op.fits(context))
-        if node.fits and not node.is_eager:
+        node.fitting_patterns = frozenset(op for op in self._patterns if op.fits(context))
+        if node.fitting_patterns and not node.is_eager:
             node.compute = context.get_computation()
             # Weakly: a symbol holds its graph, which may be as large as the model.
-            node.values = [_weak_reference(value) for value in context.get_inputs()]
-        for number in flow.reads:
-            producer = self._producer_node(number)
+            node.input_symbols = [_weak_reference(value) for value in context.get_inputs()]
+        for tensor in flow.reads:
+            producer = self._producer_node(tensor)
             if producer is not None:
                 # A reader outside of a match keeps the match from being replaced, whenever it is met.
-                producer.readers.add(op_id)
+                producer.reader_ids.add(op_id)
         self._record_matches(node)
         return node
 
     def _record_matches(self, last: ProgramNode) -> None:
         """Record for each rule the longest match that ends with an op."""
         for rank, rule in enumerate(self._rules):
-            bindings = self._match_op(rule.pattern, last, [], PatternBinding({}, {}, {}))
+            no_binding = PatternBinding(op_ids={}, captures={}, producer_ids={})
+            bindings = self._match_op(rule.pattern, last, [], no_binding)
             # The longest: an optional op of the pattern is part of the match if it is there.
             binding = max(bindings, key=_op_count, default=None)
             if binding is None:
                 continue
-            members = [self.nodes[op_id] for op_id in binding.ops.values()]
+            members = [self.nodes[op_id] for op_id in binding.op_ids.values()]
             members.sort(key=lambda member: member.order)
             # The last op last, though a member may have been analysed after it.
-            ids = (*(member.id for member in members if member is not last), last.id)
+            member_ids = (*(member.id for member in members if member is not last), last.id)
             # Sites are in the order of their begin, the longest first, then in the order of rules.
-            order = members[0].order, -len(members), rank
+            sort_key = members[0].order, -len(members), rank
             # An analysis that is repeated finds the same match again, whose counts go on.
-            self._sites.setdefault((rule.name, ids), MatchSite(rule, binding, ids, order))
+            self._sites.setdefault((rule.name, member_ids), MatchSite(rule, binding, member_ids, sort_key))
 
     def record_outputs(self, context: amanda.OpContext) -> None:
         """Record the outputs of an op that has run."""
@@ -154,23 +155,24 @@ class ProgramMatches:
     def _match_op(
         self, pattern: Op, node: ProgramNode, pending: Sequence[tuple[Pattern, Edge]], binding: PatternBinding
     ) -> Iterator[PatternBinding]:
-        """Yield the bindings in which a pattern is this op, and pending patterns fit their inputs."""
-        if pattern in binding.ops:  # a pattern that occurs twice fits one op, not two equal ones
-            if binding.ops[pattern] == node.id:
+        """Yield extensions of a binding in which a pattern is this op, and pending ones fit their edges."""
+        if pattern in binding.op_ids:  # a pattern that occurs twice fits one op, not two equal ones
+            if binding.op_ids[pattern] == node.id:
                 yield from self._match_inputs(pending, binding)
-        elif pattern in node.fits and node.id not in binding.ops.values():
-            binding = binding._replace(ops={**binding.ops, pattern: node.id})
+        elif pattern in node.fitting_patterns and node.id not in binding.op_ids.values():
+            binding = binding._replace(op_ids={**binding.op_ids, pattern: node.id})
             # All orders: which input of a commutative op is the pattern's first one shows further up alone.
-            for order in pattern.orders(node.type):
-                input_patterns = [
-                    (input_pattern, (node.id, position)) for position, input_pattern in enumerate(order)
+            for ordered_inputs in pattern.orders(node.type):
+                patterns_and_edges = [
+                    (input_pattern, (node.id, position))
+                    for position, input_pattern in enumerate(ordered_inputs)
                 ]
-                yield from self._match_inputs([*input_patterns, *pending], binding)
+                yield from self._match_inputs([*patterns_and_edges, *pending], binding)
 
     def _match_inputs(
         self, pending: Sequence[tuple[Pattern, Edge]], binding: PatternBinding
     ) -> Iterator[PatternBinding]:
-        """Yield the bindings in which pending patterns fit their inputs, by backtracking.
+        """Yield the extensions of a binding in which each pending pattern fits the input at its edge.
 
         Only None fits an input that the op lacks: an Op needs a producer, and a Capture an input.  A name
         that is captured twice stands for one tensor.
@@ -187,7 +189,7 @@ class ProgramMatches:
         elif isinstance(pattern, Op):
             producer = self._producer_node(tensor)
             if producer is not None:
-                binding = binding._replace(edges={**binding.edges, edge: producer.id})
+                binding = binding._replace(producer_ids={**binding.producer_ids, edge: producer.id})
                 yield from self._match_op(pattern, producer, remaining, binding)
         elif pattern is None:
             yield from self._match_inputs(remaining, binding)
@@ -226,7 +228,7 @@ class ProgramMatches:
         return {op_id for op_id in earlier.keys() | replaced if earlier.get(op_id) is not replaced.get(op_id)}
 
     def _in_order(self) -> list[MatchSite]:
-        return sorted(self._sites.values(), key=lambda site: site.order)
+        return sorted(self._sites.values(), key=lambda site: site.sort_key)
 
     def _find_obstacle(self, site: MatchSite) -> str:
         """Return the reason why the ops of a match cannot be replaced together; "" without a reason."""
@@ -236,24 +238,26 @@ class ProgramMatches:
             # The program sees what an op in place writes, also if its result is never read.
             if node.in_place:
                 return f"{node.name} writes in place"
-            readers = node.readers.difference(site.members) if op_id != site.last else ()
+            readers = node.reader_ids.difference(site.members) if op_id != site.last else ()
             for reader in (self.nodes[index] for index in readers):
                 if reader.type not in _SHAPE_READERS:
                     return f"what {node.type} makes is read by {reader.type}, {reader.source}"
         return ""
 
-    def matches(self) -> list[Rewritten]:
-        """Return the outcome of each match, in the order of execution."""
+    def list_outcomes(self) -> list[Rewritten]:
+        """Return for each match how often it was replaced and why not, in the order of execution."""
         outcomes = []
         for site in self._in_order():
-            ops, last = tuple(self.nodes[op_id].type for op_id in site.members), self.nodes[site.last]
-            op_facts = ("forward", last.type, last.module, last.source, site.rule.name, ops)
-            outcomes.append(Rewritten(*op_facts, site.replaced, dict(site.fallbacks), site.obstacle))
+            op_types, last = tuple(self.nodes[op_id].type for op_id in site.members), self.nodes[site.last]
+            outcomes.append(Rewritten(
+                "forward", last.type, last.module, last.source, site.rule.name, op_types, site.replaced,
+                dict(site.fallbacks), site.obstacle,
+            ))  # fmt: skip
         return outcomes
 
 
 def _op_count(binding: PatternBinding) -> int:
-    return len(binding.ops)
+    return len(binding.op_ids)
 
 
 def _weak_reference(value: Any) -> Callable[[], Any]:
@@ -266,7 +270,7 @@ def _weak_reference(value: Any) -> Callable[[], Any]:
 
 @dataclass(eq=False)
 class OpExecution:
-    """An execution of an op of a match.
+    """An execution of an op of a match, with the executions that made its inputs.
 
     producers: the executions that made the inputs.  compute: function of the inputs that returns the output.
     is_used: True once the match was replaced.  reader: the first reader of the output outside of the match.
@@ -301,7 +305,7 @@ class OpExecutions:
         self._by_output = TensorMap[OpExecution]()
 
     def run_or_delay(self, node: ProgramNode, inputs: Sequence[Any], compute: Callable[..., Any]) -> Any:
-        """Return the output of an op, or a tensor that stands for the output until it is read."""
+        """Return the output of an op and record its execution; a subclass may return a delayed output."""
         # Producers first: an op in place may give back its input, which then has this execution.
         producers, value = self.producers(inputs), compute(*inputs)
         # A list of outputs has no place in a match, whose inner ops have one output each.
@@ -310,11 +314,11 @@ class OpExecutions:
         return value
 
     def producers(self, inputs: Sequence[Any]) -> list[OpExecution | None]:
-        """Return the execution that made each input."""
+        """Return the execution that made each input; None for inputs of other origin."""
         return [self.execution_of(value) for value in inputs]
 
     def execution_of(self, value: Any) -> OpExecution | None:
-        """Return the execution that made a value."""
+        """Return the execution that made a value; None if no op of a match did."""
         return self._by_output.get(value)
 
     def compute_delayed(self, written: Sequence[Any] = ()) -> None:
@@ -335,7 +339,7 @@ class OpCall:
         node = execution.node
         self.type, self.name, self.framework = node.type, node.name, node.framework
         self.attributes, self.rewrites = node.attributes, node.rewrites
-        inner_edges = site.binding.edges
+        inner_edges = site.binding.producer_ids
         self.inputs: tuple[Any, ...] = tuple(
             # What another op of the match makes may be a stand-in, and computing it would undo the rewriting.
             [None if (node.id, i) in inner_edges else value for i, value in enumerate(execution.inputs)]
@@ -360,7 +364,7 @@ class Match:
         # All ops of a match are of one framework.
         self.framework = self._calls[site.last].framework
         self.ops = {
-            op.name: self._calls[op_id] for op, op_id in site.binding.ops.items() if op.name is not None
+            op.name: self._calls[op_id] for op, op_id in site.binding.op_ids.items() if op.name is not None
         }
 
     def __getitem__(self, name: str) -> Any:
@@ -394,9 +398,9 @@ class Match:
             # Each op once: several ops of the match may read one output.
             if op_id not in outputs:
                 inputs = list(self._calls[op_id].inputs)
-                for (reader, position), producer in self._site.binding.edges.items():
-                    if reader == op_id:
-                        inputs[position] = output_of(producer)
+                for (reader_id, position), producer_id in self._site.binding.producer_ids.items():
+                    if reader_id == op_id:
+                        inputs[position] = output_of(producer_id)
                 outputs[op_id] = self._calls[op_id](*inputs)
             return outputs[op_id]
 

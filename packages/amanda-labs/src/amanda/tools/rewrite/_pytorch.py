@@ -55,7 +55,7 @@ class OutputForm(NamedTuple):
 
 
 class TorchOpExecutions(OpExecutions):
-    """Executions that delay ops once the form of their outputs is known; first executions compute."""
+    """Executions in PyTorch, which delays ops once the form of their outputs is known; the first compute."""
 
     def __init__(self, on_read: Callable[[OpExecution], None]) -> None:
         super().__init__(on_read)
@@ -73,7 +73,7 @@ class TorchOpExecutions(OpExecutions):
         # The form of an output depends on these alone; autocast changes its element type.
         key = (node.op, _input_signature(inputs), delay.modes)
         is_known = key in self._forms
-        form = self._forms.get(key)
+        form = self._forms.get(key)  # None also for an output that is known as one that cannot be delayed
         # A view of a tensor of the program is computed at once, since writes to it must reach the tensor.
         if form is not None and (form.owns_memory or any(delay_of(value) for value in inputs)):
             self.delayed.add(delay)
@@ -106,7 +106,7 @@ class TorchOpExecutions(OpExecutions):
 
 @dataclass(eq=False, kw_only=True)
 class DelayedExecution(OpExecution):
-    """A delayed execution.
+    """An execution of an op that is computed once its output is read, or never: then the match was replaced.
 
     on_read: called before the first read outside of the match.
     modes: of autograd and autocast at the time of the call; the dispatch keys are restored too, for a reader
@@ -130,10 +130,11 @@ class DelayedExecution(OpExecution):
             *((device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
               for device in devices if torch.amp.is_autocast_available(device)),
         )  # fmt: skip
-        self._keys = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+        dispatch_sets = torch._C._dispatch_tls_local_include_set, torch._C._dispatch_tls_local_exclude_set
+        self._dispatch_keys = tuple(dispatch_set() for dispatch_set in dispatch_sets)
         self._versions = _tensor_versions(self.inputs)
         self._arguments: Sequence[Any] = ()
-        self._random: Any = None
+        self._random_states: Any = None
         self._value: Any = None
         # Autograd's threads may read a stand-in while the program does; computing one may read others.
         self._lock = threading.RLock()
@@ -172,39 +173,39 @@ class DelayedExecution(OpExecution):
         with self._lock:
             if self._value is None:
                 # Saved before the op draws: a second computation has to give the same numbers.
-                self._random = torch.get_rng_state(), get_device_states(*torch_tensors(self.inputs))
+                self._random_states = torch.get_rng_state(), get_device_states(*torch_tensors(self.inputs))
                 self._value, self._arguments = self._compute_output()
             return self._value, self._arguments
 
     def compute_again(self) -> tuple[Any, Sequence[Any]]:
-        """Compute `value_and_arguments` again with the same random numbers, and return it."""
+        """Return the output and arguments of a new computation with the same random numbers."""
         import torch
         from torch.utils.checkpoint import set_device_states
 
-        self.value()
-        state, (devices, states) = self._random
+        self.value()  # sets the random states, if the op has not run
+        host_state, (devices, device_states) = self._random_states
         with torch.random.fork_rng(devices):
-            torch.set_rng_state(state)
-            set_device_states(devices, states)
+            torch.set_rng_state(host_state)
+            set_device_states(devices, device_states)
             return self._compute_output()
 
     def _compute_output(self) -> tuple[Any, Sequence[Any]]:
         """Compute the op in the modes of its call; return the output and the inputs that it read."""
         import torch
 
-        grad, *autocast = self.modes
+        has_grad, *autocast_modes = self.modes
         with ExitStack() as stack:
             stack.enter_context(amanda.disabled())
-            stack.enter_context(torch._C._ForceDispatchKeyGuard(*self._keys))
-            stack.enter_context(torch.set_grad_enabled(grad))
-            for device, enabled, dtype in autocast:
+            stack.enter_context(torch._C._ForceDispatchKeyGuard(*self._dispatch_keys))
+            stack.enter_context(torch.set_grad_enabled(has_grad))
+            for device, enabled, dtype in autocast_modes:
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             # Aliases: gradients by them are those of this op, and do not run on into the program's graph.
             arguments = tree_map(_differentiable_alias if self.has_stand_in else _computed_value, self.inputs)
             return self.compute(*arguments), arguments
 
     def read(self, reader: str) -> Any:
-        """Return the output to a reader outside of the match."""
+        """Return the output to a reader outside of the match; the first read is reported to `on_read`."""
         if not self.reader:
             self.reader = reader
             self.on_read(self)
@@ -259,7 +260,7 @@ def _input_signature(value: Any) -> Hashable:
 
 
 def _form_of(value: Any, inputs: Sequence[Any] = ()) -> OutputForm | None:
-    """Return the form of an output; None for several tensors, and for subclasses and sparse tensors."""
+    """Return the form of an op's output; None for several tensors, and for subclasses and sparse tensors."""
     import torch
 
     # A parameter or another subclass has behaviour that a stand-in would lack.

@@ -238,7 +238,7 @@ def fold_in_pytorch(match: Match) -> Any:
 
 
 def fold_in_tensorflow(match: Match) -> Any:
-    """Return a convolution with the folded weight, and the other outputs of FusedBatchNorm."""
+    """Return the outputs of a FusedBatchNorm: a convolution with the folded weight, and unread statistics."""
     import tensorflow as tf
 
     norm = match.ops["norm"]
@@ -272,7 +272,7 @@ def _convolve_folded(convolution: OpCall, scale: Any, shift: Any) -> Any:
 
 
 def _is_per_channel(context: amanda.OpContext) -> bool:
-    """Return True if one of two inputs is a vector along the last axis, and that axis has the channels."""
+    """Return True if channels are the last axis, and one of two inputs is a vector along it."""
     if not context["channels_last"]:
         return False
     shapes = [context["shape"](value) for value in context.get_inputs()[:2]]
@@ -296,7 +296,11 @@ def fuse_attention() -> Sequence[Rule]:
 
 
 def is_fusible(match: Match) -> bool:
-    """Return True if scaled_dot_product_attention accepts these shapes, axis and constants."""
+    """Return True if scaled_dot_product_attention computes what a match does.
+
+    The values need a batch axis and one floating-point type, softmax the last axis, the mask no broadcast of
+    the scores, and the scale no gradient.
+    """
     query, key, value, mask = (match.get(name) for name in ("query", "key", "value", "mask"))
     # softmax along another axis than the last is not attention, and fused kernels want a batch.
     if min(query.dim(), key.dim(), value.dim()) < 3 or match["dim"] not in (-1, query.dim() - 1):

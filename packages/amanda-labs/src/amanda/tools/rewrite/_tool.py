@@ -72,7 +72,7 @@ class RewriteTool(amanda.Tool):
     @property
     def result(self) -> RewriteResult:
         """Return the matches so far."""
-        return RewriteResult(self._program.matches())
+        return RewriteResult(self._program.list_outcomes())
 
     def clear(self) -> None:
         """Forget the matches, and analyse the ops again."""
@@ -87,7 +87,10 @@ class RewriteTool(amanda.Tool):
                 executions.compute_delayed()
 
     def _analyse_op(self, context: amanda.OpContext) -> None:
-        """Record an op, choose the matches to replace, and instrument the op as a member of its match."""
+        """Record an op, choose the matches to replace, and instrument the op as a member of its match.
+
+        In eager mode the last op of a match is replaced, and the others are delayed until they are read.
+        """
         framework = context.namespace[0]
         if framework not in self._executions:
             self._executions[framework] = context["executions"](self._on_read)
@@ -99,7 +102,7 @@ class RewriteTool(amanda.Tool):
                 self._program.record_output(execution.node, value)
         node = self._program.record_op(context)
         # Its plan is being made now, from the choice below.
-        self._choose_matches(except_for=node)
+        self._choose_matches(node_under_analysis=node)
         site = self._program.site_of(node.id)
         if site is None:  # the op is in no match that is replaced
             # Delayed ops that read the memory are computed before it is written.
@@ -116,13 +119,13 @@ class RewriteTool(amanda.Tool):
     def _record_outputs(self, context: amanda.OpContext) -> None:
         self._program.record_outputs(context)
 
-    def _choose_matches(self, except_for: ProgramNode | None = None) -> None:
-        """Choose the matches to replace, and analyse again the ops whose match has changed."""
-        changed = self._program.choose_matches()
-        if except_for is not None:
-            changed.discard(except_for.id)
-        if changed:
-            self.analyse_again(changed)
+    def _choose_matches(self, node_under_analysis: ProgramNode | None = None) -> None:
+        """Choose the matches to replace, and let the ops whose match has changed be analysed again."""
+        changed_ids = self._program.choose_matches()
+        if node_under_analysis is not None:
+            changed_ids.discard(node_under_analysis.id)
+        if changed_ids:
+            self.analyse_again(changed_ids)
 
     def _instrument_graph(self, context: amanda.OpContext, last: ProgramNode, site: MatchSite) -> None:
         """Replace the last op of a match in a graph; the other ops stay, and run only if they are read.
@@ -131,31 +134,32 @@ class RewriteTool(amanda.Tool):
         """
         nodes = self._program.nodes
         # Inputs of the members, an edge being the id of an op and a position, that ops outside make.
-        edges_read = [
+        outer_edges = [
             (op_id, position)
             for op_id in site.members
             for position in range(len(nodes[op_id].flow.inputs))
-            if (op_id, position) not in site.binding.edges
+            if (op_id, position) not in site.binding.producer_ids
         ]
         # Symbols were held weakly: the condition sees None for those that are gone.
-        symbols = {(op_id, position): nodes[op_id].values[position]() for op_id, position in edges_read}
+        symbols = {(op_id, i): nodes[op_id].input_symbols[i]() for op_id, i in outer_edges}
         if site.rule.when is not None and not site.rule.when(_graph_match(site, nodes, symbols)):
             site.fallbacks[CONDITION_FAILED] += 1
             return
-        own_edges = [(op_id, position) for op_id, position in edges_read if op_id == last.id]
-        other_edges = [(op_id, position) for op_id, position in edges_read if op_id != last.id]
+        edges_of_last = [(op_id, position) for op_id, position in outer_edges if op_id == last.id]
+        edges_of_others = [(op_id, position) for op_id, position in outer_edges if op_id != last.id]
         # PyTorch's compiled graphs hand a replacement the inputs of its own op alone.
-        if other_edges and not context["reads_other_ops"]:
+        if edges_of_others and not context["reads_other_ops"]:
             site.fallbacks[COMPILED_GRAPH] += 1
             return
-        positions = [position for _, position in own_edges]
+        positions = [position for _, position in edges_of_last]
         replace: Callable[..., Any] = self._replace_in_graph
         if context.is_static():
             # A new object for each op carries the mark: the bound method runs in Python elsewhere.
             replace = amanda.traceable(partial(replace))
         context.replace_op(
-            replace, inputs=positions, reads=other_edges, edges=[*own_edges, *other_edges], site=site
-        )
+            replace, inputs=positions, reads=edges_of_others, edges=[*edges_of_last, *edges_of_others],
+            site=site,
+        )  # fmt: skip
 
     @staticmethod
     def _delay_op(
@@ -171,30 +175,31 @@ class RewriteTool(amanda.Tool):
         executions: OpExecutions,
         original: Callable[..., Any],
     ) -> Any:
-        """Return the output that the rule computes; NotImplemented to compute the original.
+        """Return the output that the rule computes from a match; NotImplemented to compute the original.
 
-        A fallback is counted with its reason; a match of which an output was read is given up.
+        node: the last op.  A fallback is counted with its reason; a match of which an output was read is
+        given up.
         """
-        by_op = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
+        execution_by_id = {node.id: OpExecution(node, inputs, original, executions.producers(inputs))}
         # Adds the other members, back from this one.  Control flow may run the same ops in another order than
         # when the match was found.
-        reason = _collect_executions(site, node.id, by_op)
+        reason = _collect_executions(site, node.id, execution_by_id)
         if not reason:
             # Checked now: an output may have been read between its op and this one.
-            read_execution = next((execution for execution in by_op.values() if execution.is_read()), None)
-            if read_execution is not None:
-                self._stop_replacing(site, read_execution)
+            read_executions = [execution for execution in execution_by_id.values() if execution.is_read()]
+            if read_executions:
+                self._stop_replacing(site, read_executions[0])
                 return NotImplemented
-            match = Match(site, by_op)
+            match = Match(site, execution_by_id)
             if site.rule.when is None or site.rule.when(match):
                 result = _call_replacement(site, match)
                 site.replaced += 1
-                for execution in by_op.values():
+                for execution in execution_by_id.values():
                     execution.is_used = True
                 return result
             reason = CONDITION_FAILED
         site.fallbacks[reason] += 1
-        for execution in by_op.values():
+        for execution in execution_by_id.values():
             # The original computes, and reads the outputs of the delayed ops: no read from outside.
             execution.reader = execution.reader or "the match itself"
         return NotImplemented
@@ -245,23 +250,25 @@ def _call_replacement(site: MatchSite, match: Match) -> Any:
     return result
 
 
-def _collect_executions(site: MatchSite, reader: int, executions: dict[int, OpExecution]) -> str:
-    """Collect the executions of a match, from a reader back; return why they are not a match, or "".
+def _collect_executions(site: MatchSite, reader_id: int, executions: dict[int, OpExecution]) -> str:
+    """Add the executions of a match to `executions`, by op id, from a reader back.
 
-    reader: id of an op whose execution is among `executions`, to which those of its producers are added.
+    reader_id: of an op that is there already.  Returns the reason for a fallback; "" if all are found, and
+    none of their inputs was written since.
     """
-    if not executions[reader].is_intact:
+    if not executions[reader_id].is_intact:
         return INPUTS_WRITTEN
-    for position, execution in enumerate(executions[reader].producers):
-        producer = site.binding.edges.get((reader, position))
-        if producer is None:
+    for position, execution in enumerate(executions[reader_id].producers):
+        producer_id = site.binding.producer_ids.get((reader_id, position))
+        if producer_id is None:  # an input from outside of the match
             continue
-        if execution is None or execution.node.id != producer:
-            return FIRST_EXECUTION if not site.replaced and not site.fallbacks else OTHER_CONTROL_FLOW
+        if execution is None or execution.node.id != producer_id:
+            is_first = not site.replaced and not site.fallbacks
+            return FIRST_EXECUTION if is_first else OTHER_CONTROL_FLOW
         # Two inputs that one op of the pattern makes have to come from one execution.
-        if executions.setdefault(producer, execution) is not execution:
+        if executions.setdefault(producer_id, execution) is not execution:
             return OTHER_CONTROL_FLOW
-        reason = _collect_executions(site, producer, executions)
+        reason = _collect_executions(site, producer_id, executions)
         if reason:
             return reason
     return ""
@@ -270,10 +277,10 @@ def _collect_executions(site: MatchSite, reader: int, executions: dict[int, OpEx
 def _graph_match(site: MatchSite, nodes: Mapping[int, ProgramNode], values: Mapping[Edge, Any]) -> Match:
     """Return a match in a graph.  values: of the inputs that ops outside of the match make."""
     executions = {}
-    for index in site.members:
-        node = nodes[index]
-        inputs = [values.get((index, i)) for i in range(len(node.flow.inputs))]
-        executions[index] = OpExecution(node, inputs, partial(_compute_node, node))
+    for op_id in site.members:
+        node = nodes[op_id]
+        inputs = [values.get((op_id, position)) for position in range(len(node.flow.inputs))]
+        executions[op_id] = OpExecution(node, inputs, partial(_compute_node, node))
     return Match(site, executions)
 
 

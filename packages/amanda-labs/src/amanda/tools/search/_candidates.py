@@ -44,8 +44,8 @@ class OpCandidate:
     def __init__(self, label: str) -> None:
         self.label = label
 
-    def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Create the candidate's state at an op; return why the op cannot have the candidate, or ""."""
+    def set_up(self, context: amanda.OpContext, site: Site) -> str:
+        """Create the candidate's state at an op; return why the op cannot have it, "" if the op can."""
         return ""
 
     def compute(self, inputs: Sequence[Any], site: Site, original: Original) -> Any:
@@ -60,7 +60,7 @@ class OpCandidate:
 class KeepCandidate(OpCandidate):
     """The op itself."""
 
-    def fit(self, context: amanda.OpContext, site: Site) -> str:
+    def set_up(self, context: amanda.OpContext, site: Site) -> str:
         """Refuse ops in place without an equivalent that is not in place."""
         is_known = site.type == "add" or site.type in ACTIVATIONS
         return "" if is_known or not context["in_place"] else f"{site.type} writes into its input"
@@ -76,7 +76,7 @@ class SkipCandidate(OpCandidate):
 
     skips = True
 
-    def fit(self, context: amanda.OpContext, site: Site) -> str:
+    def set_up(self, context: amanda.OpContext, site: Site) -> str:
         """Refuse ops whose output may have another shape than their input."""
         # The branch is not computed either, so that a residual block becomes its shortcut.
         if site.type == "add":
@@ -90,7 +90,7 @@ class SkipCandidate(OpCandidate):
 
     @staticmethod
     def _keeps_shape(context: amanda.OpContext, site: Site, shape: Sequence[int | None]) -> bool:
-        """Return True for a product whose output has the shape of its first input."""
+        """Return True for a product with a weight whose output has the shape of its first input, `shape`."""
         weight_shape = site.weight_shape
         product = product_of(context)
         # The first input takes the op's place: it has to be the factor that is not a weight.
@@ -121,7 +121,7 @@ class SkipCandidate(OpCandidate):
 class ActivationCandidate(OpCandidate):
     """Another activation."""
 
-    def fit(self, context: amanda.OpContext, site: Site) -> str:
+    def set_up(self, context: amanda.OpContext, site: Site) -> str:
         """Refuse an op that is not an activation."""
         return "" if site.type in ACTIVATIONS else f"{site.type} is no activation"
 
@@ -153,7 +153,7 @@ class WeightCandidate(OpCandidate):
         """Return the bias that replaces the op's bias: the same unless a candidate overrides it."""
         return value
 
-    def fit(self, context: amanda.OpContext, site: Site) -> str:
+    def set_up(self, context: amanda.OpContext, site: Site) -> str:
         """Refuse ops without a weight that has output channels."""
         # Masks and scales are by output channel.
         is_known = site.weight is not None and site.layout is not None and "O" in site.layout
@@ -190,9 +190,9 @@ class ConvolutionCandidate(WeightCandidate):
         super().__init__(label)
         self.kernel, self.groups = kernel, groups
 
-    def fit(self, context: amanda.OpContext, site: Site) -> str:
+    def set_up(self, context: amanda.OpContext, site: Site) -> str:
         """Create the weight; refuse ops other than convolutions, and a window or channels that do not fit."""
-        reason = super().fit(context, site)
+        reason = super().set_up(context, site)
         layout: str | None = context["layout"]
         if reason or layout is None or not re.fullmatch("conv[123]d", site.type):
             return reason or f"{site.type} is no convolution"
@@ -251,11 +251,11 @@ class WidthCandidate(WeightCandidate):
         super().__init__(label)
         self._share = share
 
-    def fit(self, context: amanda.OpContext, site: Site) -> str:
-        """Create the mask of output channels."""
-        reason = super().fit(context, site) or site.library.weight_obstacle(context, site)
+    def set_up(self, context: amanda.OpContext, site: Site) -> str:
+        """Create the mask of output channels; refuse ops without a weight that has a value."""
+        reason = super().set_up(context, site) or site.library.weight_obstacle(context, site)
         if not reason:
-            site.keep_state(self.label, lambda: self._channel_mask(context, site), False)
+            site.keep_state(self.label, lambda: self._channel_mask(context, site), trained=False)
         return reason
 
     def _channel_mask(self, context: amanda.OpContext, site: Site) -> Any:
@@ -298,7 +298,8 @@ class BitsCandidate(WeightCandidate):
         """Return the weight on the grid."""
         xp, axes = tensors_of(value), ((site.layout or "").index("O"),)
         # From the weight of this execution: it is trained meanwhile.
-        grid_arguments = (*choose_qparams(*extremes(xp.detach(value), axes), self._grid), self._grid, axes)
+        scale_and_zero_point = choose_qparams(*extremes(xp.detach(value), axes), self._grid)
+        grid_arguments = (*scale_and_zero_point, self._grid, axes)
 
         def backward(gradient: Any, x: Any) -> tuple[Any]:
             return (fake_quantize_gradient(gradient, x, *grid_arguments),)
@@ -313,15 +314,15 @@ class BitsCandidate(WeightCandidate):
 
 def _regroup_weight(weight: Any, groups: int, target_groups: int) -> Any:
     """Return a weight (O, I, ...) with another number of groups: fewer add zeros, more drop elements."""
-    outputs, inputs, *window = weight.shape
-    dense = np.zeros((outputs, inputs * groups, *window), weight.dtype)
-    for i, row in enumerate(weight):
-        group = i * groups // outputs
+    output_count, group_size, *window = weight.shape
+    dense = np.zeros((output_count, group_size * groups, *window), weight.dtype)
+    for output, output_weight in enumerate(weight):
+        group = output * groups // output_count
         # With groups each output sees the inputs of its group; in a dense weight all others are zero.
-        dense[i, group * inputs : (group + 1) * inputs] = row
-    size = dense.shape[1] // target_groups
-    starts = [i * target_groups // outputs * size for i in range(outputs)]
-    return np.stack([dense[i, start : start + size] for i, start in enumerate(starts)])
+        dense[output, group * group_size : (group + 1) * group_size] = output_weight
+    target_size = dense.shape[1] // target_groups
+    starts = [output * target_groups // output_count * target_size for output in range(output_count)]
+    return np.stack([dense[output, start : start + target_size] for output, start in enumerate(starts)])
 
 
 def _resize_window(weight: Any, kernel: int) -> Any:

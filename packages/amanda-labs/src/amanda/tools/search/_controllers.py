@@ -107,7 +107,8 @@ class Evolution(Random):
                 i for i, (_, member_scores) in enumerate(self._alive)
                 if self._count_dominators(member_scores, self._alive)
             )  # fmt: skip
-            del self._alive[next(dominated, oldest) if has_costs else oldest]
+            oldest_dominated = next(dominated, oldest)
+            del self._alive[oldest_dominated if has_costs else oldest]
 
 
 class PolicyGradient:
@@ -127,7 +128,7 @@ class PolicyGradient:
         self._baseline: float | None = None
 
     def probabilities(self, space: Space) -> dict[str, Any]:
-        """Return the probability of each candidate of each op."""
+        """Return the probabilities of the candidates of each op, equal ones for an op that is new."""
         probabilities = {}
         for name, labels in space.items():
             logits = self._logits.setdefault(name, np.zeros(len(labels)))
@@ -211,7 +212,7 @@ class StudyTrials:
         self._proposals: list[Any] = []
 
     def _open_study(self, storage: Any, directions: Any, sampler: BaseSampler | None) -> Study:
-        """Return the study "search" of a storage, or a new one in memory."""
+        """Open the study "search" of a storage, or a new one in memory; raise SearchError if that fails."""
         if not isinstance(storage, (str, self._optuna.storages.BaseStorage, type(None))):
             raise SearchError(
                 f"Search: study is {shown(storage)}; give a study of Optuna, or a storage or its URL"
@@ -249,7 +250,8 @@ class StudyTrials:
             trial_text = f"trial {frozen.number} of {self.study.study_name!r} is over {space}"
             raise SearchError(f"Search: {trial_text}, not over {dict(self._space)}")
         duration = 0.0 if frozen.duration is None else frozen.duration.total_seconds()
-        metric, *costs = frozen.values or [None, *(float("nan") for _ in self._costs)]
+        failed_values: list[Any] = [None, *(float("nan") for _ in self._costs)]
+        metric, *costs = frozen.values or failed_values
         return Trial(
             {name: frozen.params[name] for name in self._space}, metric,
             dict(zip(self._costs, costs, strict=True)), frozen.user_attrs.get("seconds", duration),
@@ -257,7 +259,7 @@ class StudyTrials:
         )  # fmt: skip
 
     def ask(self, numbers: np.random.Generator) -> Architecture:
-        """Return the architecture that the study's sampler proposes."""
+        """Return the architecture that the study's sampler proposes, which stays a proposal until `add`."""
         if self._seeds_sampler:
             self.study.sampler = self._optuna.samplers.TPESampler(seed=int(numbers.integers(2**31)))
         self._proposals.append(self.study.ask(self._distributions))
@@ -322,9 +324,13 @@ class OptunaController(Random):
         self._tries = 0
 
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
-        """Return the sampler's proposal; a random architecture after too many that were tried already."""
+        """Return the sampler's proposal; a random architecture after too many that were tried already.
+
+        Raises SearchError for a controller that no Search has.
+        """
         if self.trials is None:
             raise SearchError("OptunaController: it has no study yet; give it to a Search, which makes one")
+        # Another generator is another trial; with the same one the Search has refused the last proposal.
         if numbers is not self._numbers:
             self._numbers, self._tries = numbers, 0
         elif self._tries <= _MAX_REPEATED_PROPOSALS:

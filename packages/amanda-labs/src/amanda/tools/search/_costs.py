@@ -34,7 +34,7 @@ class ArchitectureCosts(OpCosts):
             candidate = site.candidates[architecture[site.decision.name]]
             # An op that was analysed in several programs has several ids.
             shares |= dict.fromkeys(site.op_ids, candidate.cost_shares(site))
-            if candidate.skips and site.branch:
+            if candidate.skips:  # with the ops of the residual block's branch
                 skipped |= site.branch
         return shares, skipped
 
@@ -50,30 +50,30 @@ def settle_architecture(
 ) -> dict[str, str]:
     """Return an architecture of the most probable candidates, with cheaper ones where limits need them.
 
-    shares: probabilities of candidates.  limits: by the names of measures; no change breaks an earlier limit.
-    Each change loses the least log probability for each unit of cost that it saves.  Raises SearchError if no
-    change saves any more.
+    shares: probabilities of candidates by op.  limits: by the names of measures; no change breaks an earlier
+    limit.  Each change loses the least log probability for each unit of cost that it saves.
+    Raises SearchError if no change saves any more.
     """
     # The most probable candidates first; only as far as limits ask for it are they given up.
-    settled = {
-        **architecture,
-        **{name: max(probabilities, key=probabilities.__getitem__) for name, probabilities in shares.items()},
+    most_probable = {
+        name: max(probabilities, key=probabilities.__getitem__) for name, probabilities in shares.items()
     }
+    settled = {**architecture, **most_probable}
     earlier_limits: list[tuple[Measure, float]] = []
     for cost, limit in limits.items():
         measure = measures[cost]
         while (present_cost := measure(settled)) > limit:
             # Greedy, one change after the other, as all combinations are too many to try.
-            changes = []
+            changes = []  # loss for each unit saved, name, label
             for name, probabilities in shares.items():
-                for label, share in probabilities.items():
+                for label, probability in probabilities.items():
                     changed = settled | {name: label}
                     saving = present_cost - measure(changed)
                     breaks_limit = any(
                         earlier_measure(changed) > bound for earlier_measure, bound in earlier_limits
                     )
                     if saving > 0 and not breaks_limit:
-                        loss = log(probabilities[settled[name]] / share)
+                        loss = log(probabilities[settled[name]] / probability)
                         changes.append((loss / saving, name, label))
             if not changes:
                 raise SearchError(f"SearchTool.settle: {cost} are {present_cost:g} at least, above {limit:g}")

@@ -110,7 +110,7 @@ def _disable_in_place_writers(site: Site, candidate: SkipCandidate, model: Any) 
 
 
 def _replacement_module(site: Site, candidate: OpCandidate, module: Any) -> Any:
-    """Return the module that computes a candidate: a new one, or the module with other parameters.
+    """Return the module that computes a candidate: a new one, or this one, whose parameters are replaced.
 
     Raises SearchError for a module that is not a layer or activation of torch.nn.
     """

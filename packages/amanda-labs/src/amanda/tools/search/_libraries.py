@@ -1,4 +1,4 @@
-"""Mapping rules of the tool: functions of each framework that candidates call."""
+"""Libraries: functions of each framework by which candidates compute; mapping rules that write them."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class SearchLibrary:
 
 
 class JaxLibrary(SearchLibrary):
-    """JAX, eager and under jit.
+    """Functions of JAX for candidates, eager and under jit.
 
     attributes: of the convolution, for the library of an op.
     """
@@ -126,7 +126,7 @@ class JaxLibrary(SearchLibrary):
         # No other op depends on shapes.
         if not context["type"].startswith("conv"):
             return self
-        # The padding is computed for these: the plan must not serve other shapes.
+        # Asking for shapes binds the plan to these, for which the padding is computed.
         context.get_input_shapes()
         return JaxLibrary(context.get_attrs())
 
@@ -138,7 +138,7 @@ class JaxLibrary(SearchLibrary):
         return "its weight has no value under jit; call prepare(model, x) outside of jit" if is_symbol else ""
 
     def activation(self, word: str) -> Callable[[Any], Any]:
-        """Return the function of jax.nn."""
+        """Return the activation of this word, a function of jax.nn."""
         import jax
 
         function: Callable[..., Any] = getattr(jax.nn, word)
@@ -174,7 +174,7 @@ class JaxLibrary(SearchLibrary):
     def convolve(
         self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
-        """Return the convolution, padded so that the output has its shape."""
+        """Return the convolution, padded so that the output has the shape of the original's."""
         import jax
 
         arguments = {**self._attributes, "padding": _jax_padding(self._attributes, kernel_growth)}
@@ -182,25 +182,25 @@ class JaxLibrary(SearchLibrary):
 
 
 class TorchLibrary(SearchLibrary):
-    """PyTorch.
+    """Functions of PyTorch for candidates; a convolution has the inputs of torch.nn.functional.conv2d.
 
-    edges: padding by the module of the convolution, for the library of an op; None if the op itself pads.
+    module_padding: of the convolution's module, for the library of an op; None if the op itself pads.
     """
 
-    def __init__(self, edges: ModulePadding | None = None) -> None:
-        self._edges = edges
+    def __init__(self, module_padding: ModulePadding | None = None) -> None:
+        self._module_padding = module_padding
 
     def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: a module pads the input of its convolution, unless with zeros."""
-        edges = ModulePadding.of(context)
-        return self if edges is None else TorchLibrary(edges)
+        module_padding = ModulePadding.of(context)
+        return self if module_padding is None else TorchLibrary(module_padding)
 
     def as_output(self, x: Any) -> Any:
         """Return a copy, since a later op may write to the output in place."""
         return x.clone()
 
     def activation(self, word: str) -> Callable[[Any], Any]:
-        """Return the function of torch."""
+        """Return the activation of this word, a function of torch.nn.functional."""
         from torch.nn import functional
 
         function: Callable[[Any], Any] = getattr(functional, word)
@@ -217,28 +217,29 @@ class TorchLibrary(SearchLibrary):
     ) -> str:
         """Refuse calls that leave padding or groups out, and padding that would be negative."""
         inputs = context.get_inputs()
-        # Positions of stride, padding, dilation and groups are those of the whole schema.
+        # With groups, the last input, the positions are those of the whole schema.
         if len(inputs) < 7:
             return "it is called without groups; call the convolution as a module"
-        edges = ModulePadding.of(context)
-        if edges is not None:
-            return edges.convolution_obstacle(context["shape"](inputs[0]), inputs[5], kernel_growth)
+        data, _weight, _bias, _stride, padding, dilation, *_ = inputs
+        module_padding = ModulePadding.of(context)
+        if module_padding is not None:
+            return module_padding.convolution_obstacle(context["shape"](data), dilation, kernel_growth)
         # "same" follows the window by itself; "valid" gives a smaller output for a larger window.
-        if isinstance(inputs[4], str):
-            return "" if inputs[4] == "same" else "its padding is 'valid'"
-        pads = padding_for_window(inputs[4], inputs[5], kernel_growth)
-        return "" if min(pads) >= 0 else f"its padding is {inputs[4]}: a smaller window would give more"
+        if isinstance(padding, str):
+            return "" if padding == "same" else "its padding is 'valid'"
+        pads = padding_for_window(padding, dilation, kernel_growth)
+        return "" if min(pads) >= 0 else f"its padding is {padding}: a smaller window would give more"
 
     def convolve(
         self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
-        """Return the convolution, padded so that the output has its shape."""
-        if self._edges is not None:
-            inputs[0] = self._edges.pad_for_window(inputs[0], inputs[5], kernel_growth)
-        elif not isinstance(inputs[4], str):
-            inputs[4] = padding_for_window(inputs[4], inputs[5], kernel_growth)
-        inputs[6] = groups
-        return original(*inputs)
+        """Return the convolution, padded so that the output has the shape of the original's."""
+        data, weight, bias, stride, padding, dilation, _groups, *rest = inputs
+        if self._module_padding is not None:
+            data = self._module_padding.pad_for_window(data, dilation, kernel_growth)
+        elif not isinstance(padding, str):
+            padding = padding_for_window(padding, dilation, kernel_growth)
+        return original(data, weight, bias, stride, padding, dilation, groups, *rest)
 
     def finalize(self, model: Any, sites: Iterable[Site]) -> Any:
         """Return a copy of a module with the chosen submodules."""
@@ -248,13 +249,13 @@ class TorchLibrary(SearchLibrary):
 
 
 class TensorFlowLibrary(SearchLibrary):
-    """TensorFlow, eager and in functions."""
+    """Functions of TensorFlow for candidates, eager and in functions."""
 
     def __init__(self, no_gradient_reason: str = "") -> None:
         self.no_gradient_reason = no_gradient_reason
 
     def activation(self, word: str) -> Callable[[Any], Any]:
-        """Return the function of tf.nn."""
+        """Return the activation of this word, a function of tf.nn."""
         import tensorflow
 
         function: Callable[[Any], Any] = getattr(tensorflow.nn, word)
@@ -273,7 +274,7 @@ class TensorFlowLibrary(SearchLibrary):
         return tensorflow.identity(x)
 
     def with_gradient_sum(self, value: Any, gradients: Any, like: Any) -> Any:
-        """Return an equal tensor; in a function its backward pass adds the gradient to the sum."""
+        """Return an equal tensor; in a function its backward pass adds the gradient to a sum."""
         import tensorflow
 
         # In eager mode a tape reaches the parameter itself.
@@ -303,7 +304,7 @@ class TensorFlowLibrary(SearchLibrary):
     def convolve(
         self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
-        """Return the convolution, group by group, since the kernels of groups have no gradient on a CPU."""
+        """Return the convolution, computed group by group: kernels of groups have no gradient on a CPU."""
         import tensorflow as tf
 
         if groups == 1:
@@ -328,14 +329,14 @@ def _jax_padding(attributes: Mapping[str, Any], kernel_growth: Sequence[int]) ->
 
 
 def library_rules() -> MappingTool:
-    """Return mapping rules that put the library of an op's framework under "search"."""
-    graph = (
+    """Return mapping rules that put the library of an op's framework under "search" into contexts."""
+    no_gradient_reason = (
         "no tape leads to the parameters of candidates in functions of TensorFlow, nor in sessions: hand "
         "tool.gradients(parameters) to an optimizer after each step of a function, or train eagerly"
     )
     rules: list[list[Any]] = [
         ["*", partial(_put_library, SearchLibrary())], ["pytorch", partial(_put_library, TorchLibrary())],
-        ["tensorflow", partial(_put_library, TensorFlowLibrary(graph))],
+        ["tensorflow", partial(_put_library, TensorFlowLibrary(no_gradient_reason))],
         ["tensorflow/*/eager", partial(_put_library, TensorFlowLibrary())],
         ["jax", partial(_put_library, JaxLibrary())],
     ]  # fmt: skip
@@ -402,14 +403,12 @@ class ModulePadding:
         pads = self._pads_for_window(dilation, kernel_growth)
         if min(pads) < 0:
             return f"its padding is {list(self.pads)}: a smaller window would give more"
-        limits = [
+        most_pads: list[int] = []  # as in `pads`, before and behind each axis, the last axis first
+        for size, before, after in zip(reversed(shape), self.pads[::2], self.pads[1::2], strict=False):
             # Reflection does not repeat the element at the edge, so it has one less to give.
-            size - before - after - (self.mode == "reflect")
-            for size, before, after in zip(reversed(shape), self.pads[::2], self.pads[1::2], strict=False)
-            for _ in range(2)
-        ]
+            most_pads += 2 * [size - before - after - (self.mode == "reflect")]
         is_wide = self.mode != "replicate" and any(
-            pad > limit for pad, limit in zip(pads, limits, strict=True)
+            pad > most for pad, most in zip(pads, most_pads, strict=True)
         )
         return f"the input is smaller than its {self.mode} padding would be" if is_wide else ""
 
@@ -421,5 +420,5 @@ class ModulePadding:
         if not any(kernel_growth):
             return x
         # Negative padding removes what the module has added; a larger padding then reflects the input itself.
-        inner = pad(x, [-size for size in self.pads])
-        return pad(inner, self._pads_for_window(dilation, kernel_growth), mode=self.mode)
+        unpadded = pad(x, [-size for size in self.pads])
+        return pad(unpadded, self._pads_for_window(dilation, kernel_growth), mode=self.mode)

@@ -190,7 +190,7 @@ class Search:
                     f"Search.run: jobs is {jobs}, and Search has proposed architectures one by one; give it "
                     "batch=8, for example, for that many at a time"
                 )
-        # Without trials it checks the number, ahead of evaluations that may take hours.
+        # Without trials this checks the number alone, ahead of evaluations that may take hours.
         run_trials(self._program.load, [], jobs)
         return 1 if self._is_trained else jobs
 
@@ -200,16 +200,16 @@ class Search:
     ) -> None:  # fmt: skip
         """Evaluate the architectures of a batch, and add their trials in the order of the proposals."""
         texts = [" ".join(architecture.values()) for architecture in architectures]
-        begin = len(self._trials)
-        end = begin + len(architectures)
+        first_trial = len(self._trials)
+        end = first_trial + len(architectures)
         pending = list(range(len(architectures)))  # numbers of the architectures without a trial
         finished: dict[int, Trial] = {}  # trials that ended ahead of earlier proposals, by number
         next_number = 0  # of the next trial to add
         total = total or end
-        progress.begin(total, texts[0], begin)
+        progress.begin(total, texts[0], first_trial)
         try:
             for outcome in run_trials(self._program.load, architectures, jobs):
-                # The first, as with `train` a batch may have an architecture twice.
+                # The first of equal ones, as with `train` a batch may have an architecture twice.
                 number = next(i for i in pending if architectures[i] == outcome.trial)
                 trial = finished[number] = self._make_trial(outcome, texts[number])
                 progress.begin(total, texts[number], end - len(pending))
@@ -229,7 +229,7 @@ class Search:
                 self._sync_trials()
 
     def _make_trial(self, outcome: Outcome[Mapping[str, str], Measurements], text: str) -> Trial:
-        """Return the trial of an outcome; log its error."""
+        """Return the trial of an outcome; if it has an error, without a metric, and with a warning."""
         measured = outcome.value or Measurements({})
         error = outcome.error or measured.error
         if error:
@@ -250,7 +250,8 @@ class Search:
             self._trials = self._study.read()
         # Batches begin at multiples of their size, and what precedes a batch is learned alone: a search that
         # goes on draws what one without a stop would.
-        for trial in self._trials[: len(self._trials) - len(self._trials) % self._batch]:
+        batches_end = len(self._trials) - len(self._trials) % self._batch
+        for trial in self._trials[:batches_end]:
             if id(trial) not in self._learned_ids:
                 self._learned_ids.add(id(trial))
                 self._controller.tell(self._space, trial.architecture, trial.scores)
@@ -272,11 +273,13 @@ class Search:
 
         trials: number after which the search ends; None for no such number.
         """
-        begin, position = len(self._trials), len(self._trials) % self._batch
-        size = self._batch - position if trials is None else min(self._batch - position, trials - begin)
+        trial_count = len(self._trials)
+        size = self._batch - trial_count % self._batch  # the rest of the batch
+        if trials is not None:
+            size = min(size, trials - trial_count)
         tried = [dict(trial.architecture) for trial in self._trials]
         architectures: list[dict[str, str]] = []
-        for number in range(begin, begin + size):
+        for number in range(trial_count, trial_count + size):
             architecture = self._next_architecture(number, [] if self._is_trained else tried)
             if architecture is None:
                 break
@@ -285,7 +288,7 @@ class Search:
         return architectures
 
     def _next_architecture(self, number: int, tried: Sequence[Mapping[str, str]]) -> dict[str, str] | None:
-        """Return an architecture within the limits that was not tried; None if there is none.
+        """Draw an architecture within the limits that was not tried; None if many draws give none.
 
         The controller may repeat itself, so random architectures are drawn after many of its proposals.
         """

@@ -64,7 +64,7 @@ class Site:
         self._keep = keep
         self._gradients: dict[str, Gradients] = {}
         for candidate in candidates:
-            reason = candidate.fit(context, self)
+            reason = candidate.set_up(context, self)
             if reason:
                 self.rejected[candidate.label] = reason
         self.candidates = {
@@ -101,7 +101,7 @@ class Site:
         return self.decision.label
 
     def keep_state(self, name: str, make: Callable[[], Any], trained: bool) -> None:
-        """Create a tensor of state, or take the one that was loaded.
+        """Create a tensor of state, or take the one that was loaded into the tool.
 
         Args:
             name: Name under which `state` and `read` find it.
@@ -199,12 +199,12 @@ def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozen
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:
         return None
     for shortcut in (0, 1):
-        start, branch = node.inputs[shortcut], node.inputs[1 - shortcut]
-        visited, branch_ops = _ancestors(flow, branch, start)
+        block_input, branch_output = node.inputs[shortcut], node.inputs[1 - shortcut]
+        ancestors, branch_ops = _ancestors(flow, branch_output, until=block_input)
         # Equal shapes: a broadcast addition is not a shortcut that could take the block's place.
-        if start in visited and branch_ops and node.shapes[0] == node.shapes[1]:
+        if block_input in ancestors and branch_ops and node.shapes[0] == node.shapes[1]:
             # Ops that the shortcut needs as well are computed in any case.
-            _, shortcut_ops = _ancestors(flow, start)
+            _, shortcut_ops = _ancestors(flow, block_input)
             return shortcut, frozenset(branch_ops - shortcut_ops)
     return None
 
@@ -212,20 +212,20 @@ def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozen
 def _ancestors(
     flow: Dataflow, number: int | None, until: int | None = None
 ) -> tuple[set[int | None], set[int]]:
-    """Return the tensors from which a tensor is computed, back to `until`, and the ids of the ops.
+    """Return the tensors from which a tensor is computed, itself and `until` too, and the ids of the ops.
 
     Tensors are numbers of the dataflow.  After 1000 tensors the search ends.
     """
-    pending, visited, ops = [number], set[int | None](), set[int]()
+    pending, visited, op_ids = [number], set[int | None](), set[int]()
     # Bounded: every addition of a large model would otherwise walk back to its input.
     while pending and len(visited) < _MAX_TENSORS:
         tensor = pending.pop()
         producer = None if tensor in visited or tensor == until else flow.maker(tensor)
         visited.add(tensor)
         if producer is not None:
-            ops.add(producer.op_id)
+            op_ids.add(producer.op_id)
             pending.extend(producer.reads)
-    return visited, ops
+    return visited, op_ids
 
 
 _SPREAD = 1e-3
@@ -249,7 +249,8 @@ class Decision:
         """The labels of the mixture weights; a later op may have rejected some of them."""
 
     def admit(self, site: Site) -> bool:
-        """Add an op, and drop the labels that it cannot have; return False if fewer than two remain."""
+        """Add an op, and drop the labels that it cannot have; if fewer than two remain, only return False."""
+        # A decision without an op yet has no labels.
         labels = [label for label in self.labels or site.candidates if label in site.candidates]
         if len(labels) < 2:
             return False
@@ -370,7 +371,7 @@ def _collecting_function() -> Callable[..., Any]:
 
     @partial(jax.custom_vjp, nondiff_argnums=(4,))
     def collect(value: Any, like: Any, total: Any, count: Any, op: str) -> Any:
-        return value
+        return value  # total, count: references; op: for the error
 
     def forward(value: Any, like: Any, total: Any, count: Any, op: str) -> Any:
         _refuse_differentiated_branches(op)

@@ -70,14 +70,14 @@ class SearchTool(amanda.Tool):
         self._nodes: dict[int, DataflowNode] = {}
         self._sites: dict[str, Site] = {}
         self._decisions: dict[str, Decision] = {}
-        self._refused: set[str] = set()
-        self._unfit: dict[str, Mapping[str, str]] = {}
+        self._refused_names: set[str] = set()
+        self._obstacles: dict[str, Mapping[str, str]] = {}
         self._untrained = ""
         # Labels that were assigned before their ops were met.
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
         # The model, held weakly, and the example of `prepare`: a copy is prepared with copies of them.
-        self._prepared: tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]] | None = None
+        self._model_and_example: tuple[Callable[[], Any], tuple[Any, ...], dict[str, Any]] | None = None
         if architecture is not None:
             self.load(Path(architecture))
         self.depends_on(StandardMapping(), library_rules())
@@ -129,9 +129,9 @@ class SearchTool(amanda.Tool):
             The value that the model returns.
         """
         try:
-            self._prepared = weakref.ref(model), example, kwargs
+            self._model_and_example = weakref.ref(model), example, kwargs
         except TypeError:  # an object with slots
-            self._prepared = None
+            self._model_and_example = None
         return super().prepare(model, *example, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -140,7 +140,7 @@ class SearchTool(amanda.Tool):
         Raises ToolError for a tool that was used and cannot be prepared again: without a model, or with
         restrictions.
         """
-        model, example, kwargs = self._prepared or (lambda: None, (), {})
+        model, example, kwargs = self._model_and_example or (lambda: None, (), {})
         core = self._amanda
         if type(self) is not SearchTool or model() is None or core.admissions or core.wrappers:
             return super().__reduce_ex__(protocol)
@@ -278,11 +278,10 @@ class SearchTool(amanda.Tool):
         result = ChoicesResult(self.sites)
         unfit_remarks = [
             f"there is no {label} at {name}: {reason}"
-            for name, reasons in self._unfit.items() for label, reason in reasons.items()
+            for name, reasons in self._obstacles.items() for label, reason in reasons.items()
         ]  # fmt: skip
-        result.remarks = as_remarks(
-            [*self.unmatched(), *unfit_remarks, *([self._untrained] if self._untrained else [])]
-        )
+        untrained_remarks = [self._untrained] if self._untrained else []
+        result.remarks = as_remarks([*self.unmatched(), *unfit_remarks, *untrained_remarks])
         return result
 
     def clear(self) -> None:
@@ -300,15 +299,15 @@ class SearchTool(amanda.Tool):
         return [*super().unmatched(), *selected, *names_without_op]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load parameters of candidates that `state_dict` returned; the architecture stays.
+        """Load parameters of candidates that `state_dict` returned; ops are met anew, the architecture stays.
 
         Args:
             state: A result of `state_dict`.
             strict: As in `amanda.Tool.load_state_dict`.
         """
         self._requested |= self.architecture
-        self._sites, self._decisions, self._unfit, self._namers = {}, {}, {}, {}
-        self._refused = set()
+        self._sites, self._decisions, self._obstacles, self._namers = {}, {}, {}, {}
+        self._refused_names = set()
         super().load_state_dict(state, strict)
 
     def calibrating(self) -> AbstractContextManager[Any]:
@@ -353,10 +352,11 @@ class SearchTool(amanda.Tool):
         choice = next((choice for choice in self.choices if choice.selection(context)), None)
         if choice is None:
             return
+        # A tool numbers places of one name; one for each namespace, so that all modes have the same names.
         namer = self._namers.setdefault(str(context.namespace), amanda.Tool())
         name = namer.place(context)
         # Refused ops are not tried again at each analysis.
-        if name not in self._sites and name not in self._refused:
+        if name not in self._sites and name not in self._refused_names:
             self._add_site(context, name, choice, node)
         site = self._sites.get(name)
         if site is None:
@@ -372,6 +372,7 @@ class SearchTool(amanda.Tool):
     def _add_site(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
         """Add an op with a choice to its decision, or record why fewer than two candidates fit."""
 
+        # A site creates state of its candidates, and does not hold the context.
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
             return self.keep(context, label, make, **options)
 
@@ -381,16 +382,16 @@ class SearchTool(amanda.Tool):
         if decision.admit(site):
             self._sites[name] = site
             self._decisions[decision_name] = site.decision = decision
-            self._unfit[decision_name] = decision.rejected
+            self._obstacles[decision_name] = decision.rejected
             if self._has_alphas:
                 decision.start_mixture(self._seed)
             if decision_name in self._requested:
                 decision.check(self._requested[decision_name])
                 decision.label = self._requested[decision_name]
         else:
-            self._refused.add(name)
+            self._refused_names.add(name)
             too_few = f"only {', '.join(site.candidates) or 'none'} of the candidates fit"
-            self._unfit[name] = site.rejected or {decision_name: too_few}
+            self._obstacles[name] = site.rejected or {decision_name: too_few}
         site.close()
 
     def _record_write(self, context: amanda.OpContext, node: DataflowNode) -> None:

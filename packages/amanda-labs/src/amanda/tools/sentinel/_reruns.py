@@ -65,20 +65,23 @@ def reason_not_to_rerun_node(node: Any, device: str) -> str:
     return "not deterministic" if varies and _VARYING.match(node.__name__) else ""
 
 
-def rerun_op(compute: Callable[..., Any], kind: str, inputs: Sequence[Any], records: bool) -> list[Any]:
-    """Return the outputs of an op for the inputs of an execution that has ended.
+def rerun_op(
+    compute: Callable[..., Any], op_type: str, inputs: Sequence[Any], is_recorded: bool
+) -> list[Any]:
+    """Run an op again on the inputs of an execution that has ended; return its outputs.
 
-    records: autograd recorded that execution.
+    is_recorded: autograd recorded that execution.  Hooks and modes of the program do not see the run.
     """
     import torch
 
     arguments = list(inputs)
-    if kind in ("batch_norm", "instance_norm"):  # these write their running statistics
+    if op_type in ("batch_norm", "instance_norm"):
+        # Clones of the running mean and variance, which these ops write.
         arguments[3:5] = [None if average is None else average.clone() for average in arguments[3:5]]
     hooks = torch.autograd.graph.saved_tensors_hooks
     with undisturbed(), ExitStack() as stack:
         # Some kernels take another path where nothing is recorded, with other bits.
-        if records:
+        if is_recorded:
             stack.enter_context(torch.enable_grad())
             native: Any = torch._C
             # Hooks of the program, as of a checkpoint, must not see what this run saves.
@@ -90,7 +93,8 @@ def rerun_op(compute: Callable[..., Any], kind: str, inputs: Sequence[Any], reco
 def compare_reruns(first: Sequence[Any], rerun: Callable[[], list[Any]]) -> tuple[str, str]:
     """Run an op again and compare the bits; return "same", "corruption" or "varies", and the difference.
 
-    If two runs differ, more follow: if all runs but one agree, that run is corrupt; else the op varies.
+    first: outputs of the program's run.  If two runs differ, more follow: if all runs but one agree, that run
+    is corrupt; else the op varies.
     """
     # Two equal runs settle it, which is nearly always; only a difference costs more.
     second = rerun()
@@ -106,18 +110,19 @@ def compare_reruns(first: Sequence[Any], rerun: Callable[[], list[Any]]) -> tupl
         else:
             groups.append([outputs])
     groups.sort(key=len)
+    largest_group = groups[-1]
     # `_RUNS` + 1 runs: one differs from all others, which agree, or the op varies.
-    if len(groups[-1]) < _RUNS:
+    if len(largest_group) < _RUNS:
         return "varies", ""
-    (corrupt_run,), (majority, *_) = groups
+    (corrupt_run,), _ = groups
     prefix = "" if corrupt_run is first else "the second run of the op is the odd one: "
-    return "corruption", prefix + difference(corrupt_run, majority)
+    return "corruption", prefix + difference(corrupt_run, largest_group[0])
 
 
-def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable[[], list[Any]] | None:
+def node_rerunner(incoming: Sequence[Any], outgoing: Sequence[Any]) -> Callable[[], list[Any]] | None:
     """Return a function that runs the present backward node again; None if Python cannot call the node.
 
-    outgoing: gradients that left the node; autograd reduces its results to their shapes and types.
+    incoming: gradients that the node was given.  outgoing: those that left it, as autograd reduced them.
     """
     import torch
 
@@ -129,7 +134,7 @@ def node_rerunner(gradients: Sequence[Any], outgoing: Sequence[Any]) -> Callable
     def rerun_node() -> list[Any]:
         """Run the node again; return its gradients, in the shapes and types of the outgoing ones."""
         with undisturbed():
-            outputs = torch_tensors([node(*gradients)])
+            outputs = torch_tensors([node(*incoming)])
         # Another number of gradients is a difference by itself.
         if len(outputs) != len(outgoing):
             return outputs
@@ -215,24 +220,28 @@ def have_equal_bits(xs: Sequence[Any], ys: Sequence[Any]) -> bool:
 
 
 def difference(outputs: Sequence[Any], rerun_outputs: Sequence[Any]) -> str:
-    """Return a sentence on the elements that differ between two runs: their number, and the first."""
+    """Return a sentence on the first output that differs between two runs: how many elements, the first."""
     import torch
 
-    for i, (a, b) in enumerate(zip(outputs, rerun_outputs, strict=True)):
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"output {i} is {tuple(a.shape)} {a.dtype}, and {tuple(b.shape)} {b.dtype} when run again"
-        wrong = (bits(a) != bits(b)).nonzero()[:, 0]
-        if len(wrong):
+    for i, (output, rerun) in enumerate(zip(outputs, rerun_outputs, strict=True)):
+        if output.shape != rerun.shape or output.dtype != rerun.dtype:
+            return (
+                f"output {i} is {tuple(output.shape)} {output.dtype}, and {tuple(rerun.shape)} {rerun.dtype} "
+                "when run again"
+            )
+        different_integers = (bits(output) != bits(rerun)).nonzero()[:, 0]
+        if len(different_integers):
             # A complex number counts as two, its real and its imaginary part.
-            first = int(wrong[0]) // (2 if a.is_complex() else 1)
-            wide = torch.complex128 if a.is_complex() else torch.float64
-            x, y = a.detach().reshape(-1), b.detach().reshape(-1)
-            share = float((x.to(wide) - y.to(wide)).abs().max() / y.to(wide).abs().max())
+            first = int(different_integers[0]) // (2 if output.is_complex() else 1)
+            wide = torch.complex128 if output.is_complex() else torch.float64
+            row, rerun_row = output.detach().reshape(-1), rerun.detach().reshape(-1)
+            wide_row, wide_rerun = row.to(wide), rerun_row.to(wide)
+            share = float((wide_row - wide_rerun).abs().max() / wide_rerun.abs().max())
             size = f", by at most {share:.1e} of the largest" if math.isfinite(share) else ""
             return (
-                f"{len(wrong):,} of {a.numel():,} elements of output {i} differ from those of a run with the "
-                f"same inputs{size}, the first at {first:,}: {x[first].item()!r} instead of "
-                f"{y[first].item()!r}"
+                f"{len(different_integers):,} of {output.numel():,} elements of output {i} differ from those "
+                f"of a run with the same inputs{size}, the first at {first:,}: {row[first].item()!r} instead "
+                f"of {rerun_row[first].item()!r}"
             )
     return f"{len(outputs)} outputs, and {len(rerun_outputs)} when run again"
 

@@ -62,19 +62,23 @@ class NormHistory:
     def __init__(self, window: int) -> None:
         self._logs: deque[float] = deque(maxlen=window)
 
-    def distance(self, norm: float) -> float:
-        """Return the deviations of a norm above the median, 0.0 for few norms so far; add the norm."""
+    def measure_and_add(self, norm: float) -> float:
+        """Return how many deviations a norm is above the median of the norms before, and add the norm.
+
+        0.0 while the norms are few, and for a norm of 0 or NaN, which is not added.
+        """
         if norm == 0 or math.isnan(norm):
             return 0.0
         # Norms change by factors, as losses do, so distances are between logarithms.
-        value, logs = math.log(norm), self._logs
+        log_norm, logs = math.log(norm), self._logs
         distance = 0.0
         if len(logs) >= self.ENOUGH:
             # Medians, since one spike must not widen the band for the next.
-            middle = median(logs)
-            spread = 1.4826 * median(abs(log - middle) for log in logs) if math.isfinite(middle) else 0.0
-            distance = (value - middle) / max(spread, self.LEAST)
-        logs.append(value)
+            center = median(logs)
+            # The factor makes the median deviation of normal numbers their standard deviation.
+            spread = 1.4826 * median(abs(log - center) for log in logs) if math.isfinite(center) else 0.0
+            distance = (log_norm - center) / max(spread, self.LEAST)
+        logs.append(log_norm)
         return 0.0 if math.isnan(distance) else distance
 
     @property
@@ -238,12 +242,12 @@ def norm_alarms(
     Adds each value to the history of its tensor.  No spike counts after the first NaN.
     """
     alarms: dict[str, Alarm] = {}
-    followed = 0
+    further_count = 0
     for norm, value in zip(norms, values, strict=True):
         op = norm.op
         kind: Kind = "nan"
         history = op.norms.setdefault(norm.tensor_name, NormHistory(window))
-        distance = history.distance(value)
+        distance = history.measure_and_add(value)
         if not norm.is_input:
             op.last = value
         if math.isnan(value):
@@ -260,10 +264,10 @@ def norm_alarms(
             detail += ", an input of the op"
         # One fault spreads to all later ops, so the first of a step is the one to name.
         if kind in alarms or "nan" in alarms:
-            followed += 1
+            further_count += 1
         else:
             alarms[kind] = Alarm(kind, step, op.phase, op.type, op.module, op.source, detail)
-    return list(alarms.values()), followed
+    return list(alarms.values()), further_count
 
 
 class Ranks:
@@ -279,29 +283,30 @@ class Ranks:
         self.comparisons = 0
         self.remarks: dict[str, None] = {}
         self._name_of = name_of
-        self._next = 0
-        self._between = 1
+        self._next_step = 0  # at which the ranks compare
+        self._interval = 1  # steps from one comparison to the next, which all ranks agreed on
         self._group: Any = None
-        self._pending: tuple[Any, list[Any], list[str], int] | None = None
+        # The exchange under way: work of the collective, messages by rank, names of the hashes, step.
+        self._exchange: tuple[Any, list[Any], list[str], int] | None = None
 
     def is_due(self, step: int) -> bool:
         """Return True for a step at which the ranks compare; False without ranks."""
         import torch.distributed as distributed
 
-        if step < self._next or not (distributed.is_available() and distributed.is_initialized()):
+        if step < self._next_step or not (distributed.is_available() and distributed.is_initialized()):
             return False
         return distributed.get_world_size() > 1
 
-    def send(self, step: int, parameters: Sequence[Any], interval: Callable[[], int]) -> list[Alarm]:
+    def send(self, step: int, parameters: Sequence[Any], wanted_interval: Callable[[], int]) -> list[Alarm]:
         """Receive the hashes sent before, then send new ones; return alarms for the received hashes.
 
-        interval: return the number of steps that this rank wants until the next comparison.
+        wanted_interval: return the number of steps that this rank wants until the next comparison.
         """
         import torch
         import torch.distributed as distributed
 
         # The group takes one exchange at a time, and hashes of two steps must not mix.
-        alarms = self.received_alarms(wait=True)
+        alarms = self.receive_alarms(wait=True)
         plain = [parameter for parameter in parameters if _reruns.is_plain(parameter)]
         skipped = len(parameters) - len(plain)
         if skipped:
@@ -309,7 +314,7 @@ class Ranks:
             self.remarks[remark] = None
         # A group of its own: collectives of the program and of the tool cannot get in each other's order.
         if self._group is None and not self._begin_group(len(plain)):
-            self._next = 1 << 62  # never again
+            self._next_step = 1 << 62  # never again
             return alarms
         hashes, names = [], []
         for parameter in plain:
@@ -320,13 +325,13 @@ class Ranks:
                 names.append(f"{kind} {self._name_of(parameter)}")
         device = self._group_device()
         # All ranks must compare at the same step, so each sends its wish and all take the largest.
-        wanted_interval = torch.tensor([interval()], device=device)
-        message = torch.cat([wanted_interval, torch.stack([value.to(device) for value in hashes])])
+        interval = torch.tensor([wanted_interval()], device=device)
+        message = torch.cat([interval, torch.stack([value.to(device) for value in hashes])])
         received = [torch.empty_like(message) for _ in range(distributed.get_world_size())]
         # Asynchronous: the training goes on while the hashes travel.
         work = distributed.all_gather(received, message, group=self._group, async_op=True)
-        self._pending = work, received, names, step
-        self._next = step + self._between
+        self._exchange = work, received, names, step
+        self._next_step = step + self._interval
         return alarms
 
     def _begin_group(self, num_parameters: int) -> bool:
@@ -353,21 +358,21 @@ class Ranks:
         # NCCL has no collectives of tensors on the host.
         return "cuda" if distributed.get_backend(self._group) == "nccl" else "cpu"
 
-    def received_alarms(self, wait: bool = False) -> list[Alarm]:
-        """Return an alarm for each rank that differs, if hashes have arrived.  wait: wait for the hashes."""
-        if self._pending is None:
+    def receive_alarms(self, wait: bool = False) -> list[Alarm]:
+        """Receive the hashes sent before, if they are there or `wait` is true; return alarms for these."""
+        if self._exchange is None:
             return []
         import torch
 
-        work, hashes, names, step = self._pending
+        work, hashes, names, step = self._exchange
         if not wait and not work.is_completed():
             return []
         work.wait()
-        self._pending = None
+        self._exchange = None
         self.comparisons += 1
         # The first number of each rank is the interval that it wants, the others are hashes.
         values_by_rank = torch.stack(hashes).tolist()
-        self._between = max(values[0] for values in values_by_rank)
+        self._interval = max(values[0] for values in values_by_rank)
         return compare_hashes(step, [values[1:] for values in values_by_rank], names)
 
 
@@ -376,7 +381,7 @@ def compare_hashes(step: int, hashes: Sequence[Sequence[int]], names: Sequence[s
 
     hashes: a row for each rank.
     """
-    differing_names: dict[int | None, list[str]] = {}  # by rank; None for all ranks
+    names_by_rank: dict[int | None, list[str]] = {}  # that differ; the rank is None where no majority agrees
     for hashes_of_name, name in zip(zip(*hashes, strict=True), names, strict=True):
         (common_hash, votes), *other_hashes = Counter(hashes_of_name).most_common()
         if not other_hashes:
@@ -389,9 +394,9 @@ def compare_hashes(step: int, hashes: Sequence[Sequence[int]], names: Sequence[s
                 rank for rank, rank_hash in enumerate(hashes_of_name) if rank_hash != common_hash
             ]
         for rank in differing_ranks:
-            differing_names.setdefault(rank, []).append(name)
+            names_by_rank.setdefault(rank, []).append(name)
     alarms = []
-    for rank, differing in differing_names.items():
+    for rank, differing in names_by_rank.items():
         verdict = f"rank {rank} differs from the other ranks" if rank is not None else "the ranks differ"
         _, module = differing[0].split(" ", 1)  # a name is "gradient PATH" or "parameter PATH"
         detail = (

@@ -102,7 +102,7 @@ class SentinelTool(amanda.Tool):
     ) -> None:
         super().__init__()
         self._options = _Options(budget, threshold, window, ranks, stop, limit, share, seed, compiled)
-        self._handles: list[Any] = []
+        self._optimizer_hooks: list[Any] = []
         self._admissions: list[Callable[[amanda.OpContext], bool]] = []
         self._scope: amanda.Scope | None = None
         self._thread = 0
@@ -111,7 +111,7 @@ class SentinelTool(amanda.Tool):
     def clear(self) -> None:
         """Drop alarms, norms and times; steps are counted from 0."""
         options = self._options
-        self._watch = StepWatcher(options.share, options.seed, self._alarm, self._close)
+        self._watch = StepWatcher(options.share, options.seed, self._record_alarm, self._close_scope)
         for admits in self._admissions:
             self._watch.restrict(admits)
         self._step_scope = amanda.apply(self._watch, compiled=options.compiled)
@@ -125,7 +125,7 @@ class SentinelTool(amanda.Tool):
         self._watches_all_next: bool | None = None
         """True after the first NaN: all ops of the next step are watched; False once that step has begun."""
         self._remarks: dict[str, None] = {}
-        self._begun, self._inside = perf_counter(), 0.0
+        self._step_begun_at, self._tool_seconds = perf_counter(), 0.0
 
     def restrict(self, admits: Callable[[amanda.OpContext], bool]) -> None:
         """Watch only ops whose context `admits` accepts."""
@@ -157,10 +157,10 @@ class SentinelTool(amanda.Tool):
         self._end_step()
 
     def scope_entered(self) -> None:
-        """Begin a step, and hook the steps of optimizers, once torch is imported."""
+        """Begin a step, and hook the steps of optimizers: at once, or when torch is imported."""
         self._thread = get_ident()
         # The tool must not be what imports a framework.
-        self._call_off = when_imported("torch.optim.optimizer", self._hook_optimizers)
+        self._cancel_import_hook = when_imported("torch.optim.optimizer", self._hook_optimizers)
         self._begin_step()
 
     def _hook_optimizers(self) -> None:
@@ -168,29 +168,29 @@ class SentinelTool(amanda.Tool):
         from torch.optim import optimizer
 
         _REQUIRED.check()
-        self._handles = [
+        self._optimizer_hooks = [
             optimizer.register_optimizer_step_pre_hook(self._before_update),
             optimizer.register_optimizer_step_post_hook(lambda *arguments: self._end_step()),
         ]
 
     def scope_left(self) -> None:
         """Judge the last step, which has not ended, and receive the last hashes of the ranks."""
-        self._call_off()
-        for handle in self._handles:
+        self._cancel_import_hook()
+        for handle in self._optimizer_hooks:
             handle.remove()
-        self._handles.clear()
+        self._optimizer_hooks.clear()
         self._judge_step()
-        self._raise_or_keep(self._ranks.received_alarms(wait=True), stop=False)
+        self._record_alarms(self._ranks.receive_alarms(wait=True), stop=False)
         # NaN may have begun in a step that was not watched, but parameters keep it.
         if not any(alarm.kind == "nan" for alarm in self._alarms):
-            self._raise_or_keep(self._alarm_for_parameters(), stop=False)
+            self._record_alarms(self._find_non_finite_parameters(), stop=False)
         if not self._counts.steps:
             self._remarks[
                 "No step ended: no optimizer of torch.optim made one, and `step` was not called."
             ] = None
 
-    def _alarm_for_parameters(self) -> list[Alarm]:
-        """Return an alarm if a parameter is not finite although no watched step had an alarm for NaN."""
+    def _find_non_finite_parameters(self) -> list[Alarm]:
+        """Return an alarm if a parameter of an optimizer is not finite, without an op; otherwise no alarm."""
         optimizers = [optimizer for weak in self._optimizers if (optimizer := weak()) is not None]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
         floating = [
@@ -216,16 +216,17 @@ class SentinelTool(amanda.Tool):
 
     def _begin_step(self) -> None:
         """Begin a step, and open the scope of the watcher if the budget allows."""
-        self._begun, self._inside = perf_counter(), 0.0
+        self._step_begun_at, self._tool_seconds = perf_counter(), 0.0
         self._watch.step = self._counts.steps
         if self._watches_all_next or self._budget.allows():
             self._watch.share = 1.0 if self._watches_all_next else self._options.share
             self._watch.allowance = math.inf if self._watches_all_next else self._budget.allowance
-            self._watches_all_next = False if self._watches_all_next else self._watches_all_next
+            if self._watches_all_next:
+                self._watches_all_next = False
             self._scope = self._step_scope
             self._scope.start()
 
-    def _close(self) -> None:
+    def _close_scope(self) -> None:
         """Close the scope of a watched step, at its end or once its allowance is spent on new ops."""
         if self._scope is not None and not self._scope.closed:
             self._scope.stop()
@@ -240,14 +241,14 @@ class SentinelTool(amanda.Tool):
             return
         start, step = perf_counter(), self._counts.steps
         with amanda.disabled():
-            alarms = self._ranks.received_alarms()
+            alarms = self._ranks.receive_alarms()
             if self._ranks.is_due(step):
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
                 alarms += self._ranks.send(
                     step, parameters, lambda: self._budget.interval(perf_counter() - start)
                 )
-        self._inside += perf_counter() - start
-        self._raise_or_keep(alarms)
+        self._tool_seconds += perf_counter() - start
+        self._record_alarms(alarms)
 
     def _end_step(self) -> None:
         """Judge the step, count its time, and begin the next; raise SentinelError for an alarm with `stop`.
@@ -260,16 +261,16 @@ class SentinelTool(amanda.Tool):
             )
             return
         start = perf_counter()
-        watched = self._scope is not None
+        is_watched = self._scope is not None
         # The watcher closes the scope within a step once its allowance is spent.
-        exhausted = self._scope is not None and self._scope.closed
+        is_exhausted = self._scope is not None and self._scope.closed
         alarms = self._judge_step()
         now = perf_counter()
-        self._inside += now - start + self._watch.seconds
+        self._tool_seconds += now - start + self._watch.seconds
         self._watch.seconds = 0.0
-        self._budget.step_ended(now - self._begun, self._inside, watched, exhausted)
+        self._budget.step_ended(now - self._step_begun_at, self._tool_seconds, is_watched, is_exhausted)
         self._counts.steps += 1
-        self._counts.watched += watched
+        self._counts.watched += is_watched
         self._begin_step()
         if alarms and self._options.stop:
             raise SentinelError(alarms[0])
@@ -281,35 +282,35 @@ class SentinelTool(amanda.Tool):
         """
         if self._scope is None:
             return []
-        self._close()
+        self._close_scope()
         self._scope = None
-        overflowed, self._watch.overflowed = self._watch.overflowed, False
+        has_overflowed, self._watch.overflowed = self._watch.overflowed, False
         norms = self._watch.end_step()
-        if overflowed:
+        if has_overflowed:
             self._counts.skipped += 1
         elif norms:
             with amanda.disabled():
                 values = _reruns.to_host([norm.value for norm in norms])
-            alarms, followed = norm_alarms(
+            alarms, further_count = norm_alarms(
                 self._counts.steps, norms, values, self._options.threshold, self._options.window
             )
-            self._counts.followed += followed
+            self._counts.followed += further_count
             has_nan = any(alarm.kind == "nan" for alarm in alarms)
             # The first NaN: the next step looks at all ops, if this one looked at some.
             if has_nan and self._watches_all_next is None and self._watch.share < 1:
                 self._watches_all_next = True
-            self._raise_or_keep(alarms, stop=False)
+            self._record_alarms(alarms, stop=False)
         return [alarm for alarm in self._alarms if alarm.step == self._counts.steps]
 
-    def _raise_or_keep(self, alarms: list[Alarm], stop: bool = True) -> None:
+    def _record_alarms(self, alarms: list[Alarm], stop: bool = True) -> None:
         """Log and keep alarms; raise SentinelError for the first if `stop` and the tool's option say so."""
         for alarm in alarms:
-            self._alarm(alarm)
+            self._record_alarm(alarm)
         if alarms and stop and self._options.stop:
             raise SentinelError(alarms[0])
 
-    def _alarm(self, alarm: Alarm) -> None:
-        """Log the first alarm of an op, and keep alarms up to the limit."""
+    def _record_alarm(self, alarm: Alarm) -> None:
+        """Log the first alarm of an op, and keep alarms up to the limit; count those beyond as dropped."""
         # A broken unit raises an alarm in every step; the log has each place once.
         key = alarm.kind, alarm.phase, alarm.type, alarm.module, alarm.source
         if key not in self._logged_places:
@@ -348,49 +349,52 @@ class Budget:
         self.share = share
         self.passed = self.spent = 0.0
         # The last steps alone: their time changes with batches and machines.
-        self._plain: deque[float] = deque(maxlen=31)
-        self._costs: deque[float] = deque(maxlen=7)
-        self._reserve = 0.0
+        self._unwatched_seconds: deque[float] = deque(maxlen=31)
+        self._watched_costs: deque[float] = deque(maxlen=7)
+        self._backward_reserve = 0.0
         """Cost of analysing forward ops so far, until a step is watched to its end.
 
         Their backward ops cost about as much, all in one step.
         """
 
-    def step_ended(self, seconds: float, inside: float, watched: bool, exhausted: bool = False) -> None:
-        """Count a step; seconds: that it took, inside: of them in the tool's own code.
+    def step_ended(
+        self, seconds: float, tool_seconds: float, is_watched: bool, is_exhausted: bool = False
+    ) -> None:
+        """Count a step and its cost; tool_seconds: of its seconds, those in the tool's own code.
 
-        exhausted: True if watching ended before the step did, at the allowance.
+        is_exhausted: True if watching ended before the step did, at the allowance.
         """
         self.passed += seconds
-        if not watched:
-            self.spent += inside
-            self._plain.append(seconds - inside)
+        if not is_watched:
+            self.spent += tool_seconds
+            self._unwatched_seconds.append(seconds - tool_seconds)
             return
-        beyond = seconds - median(self._plain) if self._plain else inside
+        has_unwatched = bool(self._unwatched_seconds)
+        extra_seconds = seconds - median(self._unwatched_seconds) if has_unwatched else tool_seconds
         # A step that was held up by something else would spend the budget of hours.
-        cost = max(inside, min(beyond, _STALL * inside))
+        cost = max(tool_seconds, min(extra_seconds, _STALL * tool_seconds))
         self.spent += cost
-        self._costs.append(cost)
-        self._reserve = self._reserve + cost if exhausted else 0.0
+        self._watched_costs.append(cost)
+        self._backward_reserve = self._backward_reserve + cost if is_exhausted else 0.0
 
     @property
     def allowance(self) -> float:
         """Seconds after which a watched step analyses no further forward ops; infinite for all steps."""
-        return math.inf if self.share is None else _BURST * median(self._plain)
+        return math.inf if self.share is None else _BURST * median(self._unwatched_seconds)
 
     def allows(self) -> bool:
         """Return True if the next step may be watched."""
         if self.share is None:
             return True
-        # Without a few plain steps nobody knows what a watched one costs more.
-        if len(self._plain) < _ENOUGH:
+        # Without a few unwatched steps nobody knows what a watched one costs more.
+        if len(self._unwatched_seconds) < _ENOUGH:
             return False
         # The first watched step is expected to take its allowance.
-        expected = median(self._costs) if self._costs else self.allowance
-        return self.spent + expected + self._reserve <= self.share * self.passed
+        expected_cost = median(self._watched_costs) if self._watched_costs else self.allowance
+        return self.spent + expected_cost + self._backward_reserve <= self.share * self.passed
 
     def interval(self, seconds: float) -> int:
         """Return how many steps lie between repetitions of work that takes `seconds`."""
-        if self.share is None or not self._plain:
+        if self.share is None or not self._unwatched_seconds:
             return 1
-        return max(1, int(seconds / (0.5 * self.share * median(self._plain))) + 1)
+        return max(1, int(seconds / (0.5 * self.share * median(self._unwatched_seconds))) + 1)

@@ -23,13 +23,13 @@ Compute = Callable[..., Any]
 
 
 def _counts_time(routine: Compute) -> Compute:
-    """Add the time in a method of a StepWatcher to `seconds`."""
+    """Return a method of StepWatcher that also adds the time in it to `seconds` of the watcher."""
 
     @wraps(routine)
     def timed_method(self: StepWatcher, *values: Any, **kwargs: Any) -> None:
-        begun = perf_counter()
+        start = perf_counter()
         routine(self, *values, **kwargs)
-        self.seconds += perf_counter() - begun
+        self.seconds += perf_counter() - start
 
     return timed_method
 
@@ -52,10 +52,10 @@ class StepWatcher(amanda.Tool):
         self._on_alarm, self._on_exhausted = on_alarm, on_exhausted
         self.ops: dict[tuple[int, int | None], WatchedOp] = {}
         self._norms: list[WatchedNorm] = []
-        self._open_inputs: dict[tuple[int, int], tuple[Sequence[Any], Sequence[Any]]] = {}
+        self._inputs_of_running: dict[tuple[int, int], tuple[Sequence[Any], Sequence[Any]]] = {}
         self.overflowed = False
         """True if a GradScaler has found gradients that are not finite in the step."""
-        self._drawn = self._random.random()
+        self._sample_position = self._random.random()
         self.seconds = 0.0
         """Time in the analysis of ops and in looking at them since the step began."""
         self.allowance = math.inf
@@ -67,8 +67,8 @@ class StepWatcher(amanda.Tool):
     def end_step(self) -> list[WatchedNorm]:
         """Return the norms of the step in their order, and begin a step."""
         norms, self._norms = self._norms, []
-        self._open_inputs.clear()
-        self._drawn = self._random.random()
+        self._inputs_of_running.clear()
+        self._sample_position = self._random.random()  # where the samples of the next step start
         return norms
 
     def _watched_op(self, context: amanda.OpContext, phase: str, kind: str, reason: str) -> WatchedOp:
@@ -80,7 +80,7 @@ class StepWatcher(amanda.Tool):
 
     @_counts_time
     def _instrument_forward(self, context: amanda.OpContext) -> None:
-        """Insert the routines that check a forward op, and note the paths of its parameters."""
+        """Insert the routines that check a forward op, none of an optimizer; record its parameters' paths."""
         if context.get_forward_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
             context.insert_after_op(self._note_overflow, outputs=[], flag=context.get_inputs()[1])
         # In-place updates cannot run again, and the next forward pass reads their results.
@@ -123,10 +123,11 @@ class StepWatcher(amanda.Tool):
         """Return True for a share of the executions: evenly spaced in a step, from a random start."""
         op.executions += 1
         # Evenly spaced ops cover a step better than ones that are drawn each by itself.
-        previous, self._drawn = self._drawn, self._drawn + self.share
-        if int(self._drawn) > int(previous):
+        previous, self._sample_position = self._sample_position, self._sample_position + self.share
+        # Each whole number that is passed is a sample.
+        if int(self._sample_position) > int(previous):
             return True
-        self._open_inputs.pop((get_ident(), id(op)), None)  # of an execution that raised
+        self._inputs_of_running.pop((get_ident(), id(op)), None)  # of an execution that raised
         return False
 
     @amanda.observer
@@ -136,29 +137,32 @@ class StepWatcher(amanda.Tool):
 
     @amanda.observer
     def _after_op(self, *outputs: Any, op: WatchedOp, compute: Compute, dtype: Any) -> None:
-        open_inputs = self._open_inputs.pop((get_ident(), id(op)), None)
+        open_inputs = self._inputs_of_running.pop((get_ident(), id(op)), None)
         if open_inputs is not None:
             self._check_outputs(op, outputs, *open_inputs, compute, dtype)
 
     @amanda.observer
     def _before_backward_op(self, *gradients: Any, op: WatchedOp) -> None:
         if self._is_sampled(op):
-            self._open_inputs[get_ident(), id(op)] = gradients, torch_tensors(gradients)
+            self._inputs_of_running[get_ident(), id(op)] = gradients, torch_tensors(gradients)
 
     @amanda.observer
     def _after_backward_op(self, *gradients: Any, op: WatchedOp, dtype: Any) -> None:
-        open_inputs = self._open_inputs.pop((get_ident(), id(op)), None)
+        open_inputs = self._inputs_of_running.pop((get_ident(), id(op)), None)
         if open_inputs is not None:
             self._check_gradients(op, gradients, *open_inputs, dtype)
 
     @_counts_time
-    def _check_inputs(self, op: WatchedOp, inputs: Sequence[Any], names: dict[int, str], dtype: Any) -> None:
+    def _check_inputs(
+        self, op: WatchedOp, inputs: Sequence[Any], parameter_names: dict[int, str], dtype: Any
+    ) -> None:
         """Record norms of leaves among the inputs, and hold the inputs until the op has run."""
         for position, value in enumerate(inputs):
             # Other inputs are outputs of ops, whose norms are taken there.
             if _is_floating(value, dtype) and value.is_leaf:
-                self._record_norm(op, names.get(position, f"input {position}"), value, is_input=True)
-        self._open_inputs[get_ident(), id(op)] = inputs, torch_tensors(inputs)
+                name = parameter_names.get(position, f"input {position}")
+                self._record_norm(op, name, value, is_input=True)
+        self._inputs_of_running[get_ident(), id(op)] = inputs, torch_tensors(inputs)
 
     @_counts_time
     def _check_outputs(
@@ -176,12 +180,13 @@ class StepWatcher(amanda.Tool):
                 has_new_memory = True
                 if _is_floating(output, dtype):
                     self._record_norm(op, f"output {i}", output)
-        # Its dropout is input 4, a number that is known at each execution alone.
-        drops = op.type == "scaled_dot_product_attention" and len(inputs) > 4 and inputs[4]
-        is_plain = all(map(_reruns.is_plain, [*input_tensors, *tensors]))
-        if not (op.left or drops) and has_new_memory and input_tensors and is_plain:
-            records = any(output.requires_grad for output in tensors)
-            self._rerun(op, tensors, lambda: _reruns.rerun_op(compute, op.type, inputs, records))
+        # Input 4 of attention is its dropout, a number that is known at each execution alone.
+        is_random = op.type == "scaled_dot_product_attention" and len(inputs) > 4 and inputs[4]
+        are_plain = all(map(_reruns.is_plain, [*input_tensors, *tensors]))
+        # `op.left` is the reason not to run the op again.
+        if not (op.left or is_random) and has_new_memory and input_tensors and are_plain:
+            is_recorded = any(output.requires_grad for output in tensors)
+            self._rerun(op, tensors, lambda: _reruns.rerun_op(compute, op.type, inputs, is_recorded))
 
     @_counts_time
     def _check_gradients(
@@ -214,7 +219,7 @@ class StepWatcher(amanda.Tool):
             self._norms.append(WatchedNorm(op, tensor_name, is_input, _reruns.norm_of(value)))
 
     def _rerun(self, op: WatchedOp, outputs: list[Any], rerun: Callable[[], list[Any]]) -> None:
-        """Run an op again; record its hash, a corruption, or the reason not to run it again."""
+        """Run an op again; record its hash, an alarm for a corruption, or the reason not to run it again."""
         try:
             verdict, detail = _reruns.compare_reruns(outputs, rerun)
         except RuntimeError as error:  # saved tensors were freed, or memory is short
