@@ -99,6 +99,33 @@ def test_training_is_the_same_to_the_bit(
     assert all(torch.equal(state, other_state) for (_, state), other_state in states)
 
 
+class Tokens(nn.Module):
+    """A parameter that an op reads in a list, and a layer behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.ones(1, 1, 4))
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.out(torch.cat([self.token, x], 1))
+        return output
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_parameter_in_a_list_is_trained(trained: bool, protect: Callable[[str], Protecting]) -> None:
+    model, tool = Tokens(), protect("type=cat|linear")
+    plain = deepcopy(model)
+    inputs = torch.rand(1, 3, 4, requires_grad=trained)
+    for net, tools in ((plain, ()), (model, (tool,))):
+        stepper = torch.optim.SGD(net.parameters(), lr=0.1)
+        with amanda.apply(*tools):
+            net(inputs).square().sum().backward()
+            stepper.step()
+    tool.finalize(model)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 @pytest.mark.long
 def test_result_declares_what_crosses(protect: Callable[[str], Protecting]) -> None:
     model, tool = Net(), protect("module=classifier.2")

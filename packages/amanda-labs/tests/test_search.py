@@ -405,6 +405,23 @@ def test_candidates_that_an_op_cannot_have_are_told(model: nn.Module, images: Te
     assert "no op was selected by type=conv3d; did you mean conv2d?" in str(scope.report)
 
 
+class Convolving(nn.Module):
+    """A convolution by `torch.convolution`, which has two inputs that `conv2d` has not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 3, 3, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.convolution(x, self.weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+
+
+def test_a_convolution_that_is_not_called_as_conv2d_keeps_its_window(images: Tensor) -> None:
+    tool = SearchTool(["conv2d=keep|conv5"])
+    tool.prepare(Convolving(), images)
+    assert "called as torch.convolution" in str(tool.result)
+
+
 def test_a_function_is_a_candidate(model: nn.Sequential, images: Tensor) -> None:
     def halved(x: Tensor) -> Tensor:
         return x / 2

@@ -441,10 +441,14 @@ class Enclave:
 
 
 def _parameter_paths(inputs: Sequence[Any]) -> list[str]:
-    """Return the paths of the parameters among the encoded inputs of an op, each once; not those in lists."""
-    paths = [
-        encoded["parameter"] for encoded in inputs if isinstance(encoded, dict) and "parameter" in encoded
-    ]
+    """Return the paths of the parameters among the encoded inputs of an op, each once, also those in lists."""
+    paths: list[str] = []
+    for encoded in inputs:
+        kind, value = next(iter(encoded.items())) if isinstance(encoded, dict) else ("", encoded)
+        if kind == "parameter":
+            paths.append(value)
+        elif isinstance(value, list):  # of a list, or of {"tuple": items}
+            paths += _parameter_paths(value)
     return list(dict.fromkeys(paths))
 
 

@@ -215,11 +215,13 @@ class TorchLibrary(SearchLibrary):
     def convolution_obstacle(
         self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
     ) -> str:
-        """Refuse calls that leave padding or groups out, and padding that would be negative."""
+        """Refuse calls in another form than `conv2d` with groups, and padding that would be negative."""
         inputs = context.get_inputs()
-        # With groups, the last input, the positions are those of the whole schema.
+        # With groups, the last input, the positions are those of the whole schema; `torch.convolution` has more.
         if len(inputs) < 7:
             return "it is called without groups; call the convolution as a module"
+        if len(inputs) > 7:
+            return "it is called as torch.convolution; call the convolution as a module"
         data, _weight, _bias, _stride, padding, dilation, *_ = inputs
         module_padding = ModulePadding.of(context)
         if module_padding is not None:
@@ -234,12 +236,12 @@ class TorchLibrary(SearchLibrary):
         self, original: Original, inputs: list[Any], site: Site, kernel_growth: Sequence[int], groups: int
     ) -> Any:
         """Return the convolution, padded so that the output has the shape of the original's."""
-        data, weight, bias, stride, padding, dilation, _groups, *rest = inputs
+        data, weight, bias, stride, padding, dilation, _groups = inputs
         if self._module_padding is not None:
             data = self._module_padding.pad_for_window(data, dilation, kernel_growth)
         elif not isinstance(padding, str):
             padding = padding_for_window(padding, dilation, kernel_growth)
-        return original(data, weight, bias, stride, padding, dilation, groups, *rest)
+        return original(data, weight, bias, stride, padding, dilation, groups)
 
     def finalize(self, model: Any, sites: Iterable[Site]) -> Any:
         """Return a copy of a module with the chosen submodules."""
