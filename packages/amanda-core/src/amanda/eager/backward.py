@@ -321,14 +321,14 @@ class BackwardStep:
 
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
         """Run one routine if its tool is open; return the gradients, changed or as they are."""
-        is_recomputation = self._state.recomputed_executions is not None
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
-        action_of_this_run = action.for_recomputation() if is_recomputation else action
-        if action_of_this_run is None or not self._is_open(action):  # None: not to be called twice
+        current_action = action if self._state.recomputed_executions is None else action.for_recomputation()
+        # None: the routine was called in the first execution, and is not called again.
+        if current_action is None or not self._is_open(action):
             return grads
-        shapes = self._shapes_so_far() if action_of_this_run.takes_shapes else None
+        shapes = self._shapes_so_far() if current_action.takes_shapes else None
         run, autodiff = self._trace.run, self._state.autodiff
-        return run_routine(self._ops, action_of_this_run, grads, self._facts, run, autodiff, shapes=shapes)
+        return run_routine(self._ops, current_action, grads, self._facts, run, autodiff, shapes=shapes)
 
     def _shapes_so_far(self) -> tuple[Any, ...]:
         """Return the shapes of the op's inputs and outputs, and of the gradients that exist at this point."""

@@ -312,7 +312,7 @@ class EagerDriver(EagerOps, Driver):
         """Return original inputs by the ids of equal replacements that the op has returned as outputs.
 
         An op that returns its input (`x.contiguous()`) has to return the program's tensor, not a copy.
-        inputs, values: inputs with which the op ran, and its outputs.
+        inputs, values: inputs with which the op ran, and the outputs after the routines.
         """
         pairs = zip(spread(original_inputs), spread(inputs), strict=False)
         original_by_id = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}

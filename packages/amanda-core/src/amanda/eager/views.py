@@ -164,30 +164,36 @@ class Views(ABC):
         """
         flat_outputs = spread(outputs)
         memories_of_outputs = [self._memories(output) for output in flat_outputs]
-        for input_tensor, value in _replaced_pairs(originals, replacements):
-            input_parts, value_parts = self.components_of(input_tensor), self.components_of(value)
-            if len(input_parts) != len(value_parts):
+        for input_part, value_part, value in self._replaced_parts(originals, replacements):
+            value_memory = self.memory(value_part)
+            views_of_value = [
+                output for output, memories in zip(flat_outputs, memories_of_outputs, strict=True)
+                if any(self._reaches(memory, {value_memory}) for memory in memories)
+            ]  # fmt: skip
+            if value_memory is None or not views_of_value or input_part.shape != value_part.shape:
                 continue
-            for input_part, value_part in zip(input_parts, value_parts, strict=True):
-                value_memory = self.memory(value_part)
-                views_of_value = [
-                    output for output, memories in zip(flat_outputs, memories_of_outputs, strict=True)
-                    if any(self._reaches(memory, {value_memory}) for memory in memories)
-                ]  # fmt: skip
-                if value_memory is None or not views_of_value or input_part.shape != value_part.shape:
-                    continue
-                # Otherwise the program may drop the value and keep an output in its memory, which then
-                # decides how long the tie lives.
-                value_outlives_outputs = value_part is value and all(
-                    self.keeps_alive(output, value) for output in views_of_value
-                )
-                # Of tensors with the same layout the op returns views of both; else it has to run to tell.
-                has_views_of_both = value_outlives_outputs and self.have_same_layout(input_part, value_part)
-                if has_views_of_both or any(
-                    self.memory(input_part) in self._memories(output) for output in spread(run_on_originals())
-                ):
-                    holders = () if value_outlives_outputs else views_of_value
-                    self._add_tie(input_part, value_part, is_input=True, label=label, holders=holders)
+            # Otherwise the program may drop the value and keep an output in its memory, which then decides
+            # how long the tie lives.
+            value_outlives_outputs = value_part is value and all(
+                self.keeps_alive(output, value) for output in views_of_value
+            )
+            # Of tensors with the same layout the op returns views of both; else it has to run to tell.
+            has_views_of_both = value_outlives_outputs and self.have_same_layout(input_part, value_part)
+            if has_views_of_both or any(
+                self.memory(input_part) in self._memories(output) for output in spread(run_on_originals())
+            ):
+                holders = () if value_outlives_outputs else views_of_value
+                self._add_tie(input_part, value_part, is_input=True, label=label, holders=holders)
+
+    def _replaced_parts(
+        self, originals: Sequence[Any], replacements: Sequence[Any]
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield each part of an original, the part of a value that replaced it, and that whole value."""
+        for original, value in _replaced_pairs(originals, replacements):
+            original_parts, value_parts = self.components_of(original), self.components_of(value)
+            if len(original_parts) == len(value_parts):
+                for original_part, value_part in zip(original_parts, value_parts, strict=True):
+                    yield original_part, value_part, value
 
     def tie_outputs(
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
