@@ -30,7 +30,7 @@ OCCURRENCE_CAP = 64
 
 
 class Region:
-    """One enclosing call, or the root of a thread; counts distinguish the repeats of a place.
+    """One enclosing call, such as a module's, or the root of a thread; counts repeats of places in it.
 
     subject: the enclosing object.  entry: frame of its caller.
     tail, way: in a replay, call sites that the snapshot has walked: those of the place, and of the way to it.
@@ -282,9 +282,8 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
     while frame is not None and frame is not region.entry:
         if len(place_sites) == WALK_LIMIT or len(way_sites) > WAY_LIMIT or frames_left == 0:
             break
-        is_beyond_place = bool(way_sites)
-        if is_beyond_place:
-            frames_left -= 1  # here frames that add no site count as well
+        if way_sites:
+            frames_left -= 1  # beyond the place, frames that add no site count as well
         hash, kind, first_words = place_state.description_of(frame.f_code)
         # The frame of an enclosing call that no activation saw, as of one that began before the scope.
         if not is_at_root and kind & BOUNDARY:
@@ -293,7 +292,7 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
             word = frame.f_lasti // 2  # not the line: `f(x) + f(y)` are two places
             first_word = first_words[word] if word < len(first_words) else word
             site = (hash + (first_word + 1) * SITE_STEP) & MASK
-            if not is_beyond_place:
+            if not way_sites:
                 place_sites.append(site)
             if is_at_root and not kind & FRAMEWORK:
                 way_sites.append(site)

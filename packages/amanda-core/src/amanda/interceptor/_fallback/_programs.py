@@ -1,4 +1,4 @@
-"""The execution of plans: graphs of backward ops, tallies, and the types that native code alone fills.
+"""Graphs of backward ops, their marks, and counts by shape; and the types that native code alone fills.
 
 Without native code plans run in Python, which needs no program, hook, reader of tensors or moments.
 """
@@ -249,7 +249,7 @@ class Graphs:
             base = getattr(values, self._base_attribute) if bases else None
             for tensor in (values, base):
                 node = None if tensor is None else getattr(tensor, self._node_attribute)
-                if node is not None and mark.start <= self._number_of(node) < mark.end:
+                if node is not None and mark.start <= getattr(node, self._number_method)() < mark.end:
                     getattr(node, self._metadata_attribute).setdefault(self._mark_key, mark)
                     self._sample_node(node)
         elif isinstance(values, (list, tuple)):
@@ -281,11 +281,12 @@ class Graphs:
             edges += [(id(node), id(successor)) for successor in successors]
             unvisited += successors
         self._spread_marks(node_by_id, edges, mark_by_id)
-        return [
-            (node, mark_by_id[node_id], 0 if type(node) is self._leaf_type else self._number_of(node))
-            for node_id, node in node_by_id.items()
-            if node_id in mark_by_id
-        ]
+        marked_nodes = []
+        for node_id, node in node_by_id.items():
+            if node_id in mark_by_id:
+                number = 0 if type(node) is self._leaf_type else getattr(node, self._number_method)()
+                marked_nodes.append((node, mark_by_id[node_id], number))
+        return marked_nodes
 
     def form(self, ops: Iterable[Any]) -> int:
         """Return 0: graphs have no form that tells what hooks would count, as there are no hooks here."""
@@ -321,17 +322,13 @@ class Graphs:
                     if successor_mark is None or mark.start < successor_mark.start:
                         mark_by_id[successor_id] = mark
                     continue
-                number = self._number_of(successor)
+                number = getattr(successor, self._number_method)()
                 if successor_mark is None and mark.start <= number < mark.end:
                     mark_by_id[successor_id] = mark
                     is_spreading = True
                 elif successor_id not in mark_by_routine_node and mark.begin <= number < mark.start:
                     mark_by_routine_node[successor_id] = mark
                     is_spreading = True
-
-    def _number_of(self, node: Any) -> int:
-        number: int = getattr(node, self._number_method)()
-        return number
 
     def _sample_node(self, node: Any) -> None:
         # Addresses end in 4 zero bits, and one of 61 is sampled.  A prime, so that no path of a graph with a

@@ -34,8 +34,7 @@ def active() -> Activation | None:
 
     On a thread without an activation it calls the function of `watch_outside`, until that returns True there.
     """
-    is_suspended = thread.suspension._is_owned()  # type: ignore[attr-defined]
-    if is_suspended:
+    if thread.suspension._is_owned():  # type: ignore[attr-defined]
         return None
     activation = ACTIVATION.get(None)
     if activation is not None and activation.active:
@@ -214,8 +213,7 @@ def _op_id(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     for call_site in way_sites[1:]:  # the first is the last of the place
         way = mix(way, call_site)
     is_at_root = region.hash == ROOT_HASH
-    values_in_id = () if site.flags & ONE_PLACE else (*args, *kwargs.values())
-    for value in values_in_id:
+    for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
         way = mix_leaf(way, value) if is_at_root else way
     # Outside of modules the ways to a place are told apart, elsewhere its repeats.
