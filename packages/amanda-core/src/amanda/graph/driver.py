@@ -1,4 +1,4 @@
-"""The base of drivers for frameworks that run graphs."""
+"""The base of drivers for frameworks that run graphs, and the rewritten copies that run instead."""
 
 from __future__ import annotations
 

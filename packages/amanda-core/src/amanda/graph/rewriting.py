@@ -126,8 +126,9 @@ class GraphAnalysis:
                 bind_to_subjects(facts.op_id, [graph])
         for facts in self._facts:
             facts.drop_values()
-            # These functions hold the graph, and contexts live as long as their plans.
-            facts.read_value, facts.variable_of, facts.read_variables = _identity, _return_none, _return_none
+            # The driver's functions hold the graph, and contexts live as long as their plans.
+            facts.read_value = _identity
+            facts.variable_of = facts.read_variables = _return_none
         self._facts.clear()
 
     def drop_plans(self) -> None:
@@ -207,7 +208,7 @@ class Rewriting:
         self.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
 
     def refuse(self, actions: Sequence[Action], facts: OpFacts, why: str) -> None:
-        """Record that routines do not run at all; unless the graph is for a file, report it to their tools.
+        """Record that routines do not run at all; report it and notify their tools, unless it is for a file.
 
         Args:
             actions: Actions of the routines.

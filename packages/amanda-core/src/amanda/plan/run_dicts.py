@@ -167,7 +167,7 @@ class RunRecord:
 
 
 class RecomputedExecutions:
-    """The executions of a record, as a recomputation comes to them."""
+    """The recorded executions of each op, handed out in order as a recomputation repeats them."""
 
     __slots__ = ("_counts", "_executions")
 
@@ -210,7 +210,6 @@ def _with_run_dict(
         # The routine received detached values: what it hands back unchanged has to be the original, with its
         # graph.
         value_by_id = {id(argument): value for argument, value in zip(arguments, values, strict=True)}
-        results = match_results(action, result, values) or ()
-        return [value_by_id.get(id(item), item) for item in results]
+        return [value_by_id.get(id(item), item) for item in match_results(action, result, values) or ()]
 
     return routine

@@ -147,8 +147,7 @@ class ToolStack:
         if not self.guards:
             return ops.signature(inputs)
         key: list[Hashable] = [ops.signature(inputs)]
-        routines = self.guards if self.keyed_by_callables else ()
-        for routine in routines:
+        for routine in self.guards if self.keyed_by_callables else ():
             if callable(routine.guard):  # not "shape" or "read"
                 try:
                     # A list of its own: a guard that empties it must not change the call.
