@@ -377,7 +377,7 @@ class BackwardPass:
             state: State at the start of the pass.
         """
         self._driver, self._state = driver, state
-        self._traces: dict[int, Trace] = {}
+        self._trace_by_id: dict[int, Trace] = {}
 
     def step(self, trace: Trace, op: Any, place: int, replaceable: bool = True) -> BackwardStep:
         """Return the step at a backward op of an execution; see `BackwardStep`.
@@ -388,7 +388,7 @@ class BackwardPass:
             place: Number that tells the backward ops of one execution apart, the same in each execution.
             replaceable: Whether tools may replace the backward op.
         """
-        self._traces[id(trace)] = trace
+        self._trace_by_id[id(trace)] = trace
         return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
 
     def __enter__(self: Pass) -> Pass:
@@ -396,7 +396,7 @@ class BackwardPass:
 
     def __exit__(self, *_: object) -> None:
         interceptor.reset_root()
-        for trace in self._traces.values():
+        for trace in self._trace_by_id.values():
             self._driver.mark_backward_analysed(trace)
 
 

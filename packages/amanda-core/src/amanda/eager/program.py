@@ -161,11 +161,11 @@ def _build_program(
         for value, index in zip(call.inputs, argument_indices, strict=True)
     )
     is_traced = leave_trace is not None
-    native_routines = run_dicts.native_routines(ops, actions.before, actions.after, is_traced)
+    routine_by_action = run_dicts.routines_for_native_code(ops, actions.before, actions.after, is_traced)
     return _program_of_routines(
         actions.before, actions.after, facts, argument_indices, defaults, plan, leave_trace, refuses_argument,
         replacement, accepts_equal_inputs, is_traced and plan.backward_takes_shapes,
-        tuple(call.unreturned_positions(None)), native_routines=native_routines,
+        tuple(call.unreturned_positions(None)), routine_by_action=routine_by_action,
         replacement_action=actions.replace,
     )  # fmt: skip
 
@@ -180,13 +180,13 @@ def _program_of_routines(
     after: Sequence[Action],
     facts: OpFacts,
     *arguments_of_op: Any,
-    native_routines: Mapping[Action, Routine] = MappingProxyType({}),
+    routine_by_action: Mapping[Action, Routine] = MappingProxyType({}),
     replacement_action: Action | None = None,
 ) -> interceptor.Program | None:
     """Return a native program; None where its routines take more values than native code can hold.
 
     arguments_of_op: further arguments of `interceptor.Program`, in its order, for programs with an op.
-    native_routines: functions to call instead of an action's own.  replacement_action: runs instead of the
+    routine_by_action: functions to call instead of an action's own.  replacement_action: runs instead of the
     op; its step is among `arguments_of_op`.
     """
     # Native code reports errors by the index of a step; the replacement is the last.
@@ -194,7 +194,7 @@ def _program_of_routines(
     reporter = _ErrorReporter((*before, *after, *replacement_actions), facts)
 
     def steps(actions: Sequence[Action]) -> tuple[tuple[Any, ...], ...]:
-        return tuple(_routine_step(action, native_routines.get(action, action.func)) for action in actions)
+        return tuple(_routine_step(action, routine_by_action.get(action, action.func)) for action in actions)
 
     try:
         return interceptor.Program(steps(before), steps(after), reporter, *arguments_of_op)

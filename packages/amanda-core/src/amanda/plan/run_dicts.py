@@ -61,7 +61,7 @@ class RunDicts:
         # If a routine was called and no dict is there, native code has dropped it after the last routine.
         return {} if was_begun else self.new_dict()
 
-    def native_routines(
+    def routines_for_native_code(
         self, ops: TensorOps, before: Sequence[Action], after: Sequence[Action], shared_with_backward: bool
     ) -> dict[Action, Routine]:
         """Return, for the actions that take `run`, routines that native code calls without `run`.

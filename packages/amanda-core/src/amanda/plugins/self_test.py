@@ -31,7 +31,8 @@ def version_note(driver: Driver) -> str:
     if not driver.newest_tested:
         return ""
     tested, version = release_numbers(driver.newest_tested), framework_version(driver.framework)
-    if release_numbers(version)[: len(tested)] <= tested:
+    is_tested_or_older = release_numbers(version)[: len(tested)] <= tested  # 2.14.1 counts as 2.14
+    if is_tested_or_older:
         return ""
     newer = f"{version} is newer than the last that was tested ({driver.newest_tested})"
     verdict = self_test(driver)

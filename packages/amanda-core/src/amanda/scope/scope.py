@@ -65,7 +65,7 @@ class Scope(interceptor.Extent):
         def __enter__(self) -> Scope: ...
 
     def _begin(self) -> Scope:
-        """Open the scope and notify its tools; undo all of it where anything raises."""
+        """Open the scope and notify its tools; undo all where anything raises.  ScopeError if it is open."""
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
