@@ -146,9 +146,10 @@ class BackwardStep:
         self._facts = trace.facts.for_backward_op(op, self.id, replaceable, order)
         # Analyses that `run_before` began and `run_after` completes.
         self._pending: list[tuple[Plan, PendingBackwardPlan]] = []
-        self._actions_by_plan: dict[Plan, Actions] = {}  # the plan of the outermost stack first
+        self._actions: list[Actions] = []  # of each plan, that of the outermost stack first
         self._open_tools: list[AnyTool] = []
-        self._due_tools_by_plan: dict[Plan, Sequence[AnyTool]] = {}  # tools that analyse the op in this pass
+        # Analyses for `run_before`: the index in `_actions`, the plan, and the tools that analyse the op.
+        self._due_analyses: list[tuple[int, Plan, Sequence[AnyTool]]] = []
         for plan in trace.plan.plans_with_backward:
             self._add_plan(plan)
 
@@ -173,8 +174,8 @@ class BackwardStep:
             if not plan.is_backward_analysed(self.id):
                 trace.unanalysed_ids.add(self.id)
             if due_tools:
-                self._due_tools_by_plan[plan] = due_tools
-        self._actions_by_plan[plan] = _NO_ACTIONS if actions is None else actions
+                self._due_analyses.append((len(self._actions), plan, due_tools))
+        self._actions.append(_NO_ACTIONS if actions is None else actions)
 
     def _open_tools_of(self, stack: ToolStack) -> Sequence[AnyTool]:
         """Return the open tools with backward routines in a stack."""
@@ -234,18 +235,18 @@ class BackwardStep:
     @property
     def has_work(self) -> bool:
         """Return True if an analysis or an open tool's action is due, so that the driver has to add hooks."""
-        all_actions = (action for actions in self._actions_by_plan.values() for action in actions.all)
-        return bool(self._due_tools_by_plan or any(map(self._is_open, all_actions)))
+        all_actions = (action for actions in self._actions for action in actions.all)
+        return bool(self._due_analyses or any(map(self._is_open, all_actions)))
 
     def run_before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Run analyses and routines before the op; return the gradients that enter the op."""
         grads = list(grad_outputs)
         self._facts.grad_outputs = list(grads)
-        for plan, due_tools in self._due_tools_by_plan.items():
-            self._actions_by_plan[plan] = self._analyse_before(plan, due_tools)
+        for index, plan, due_tools in self._due_analyses:
+            self._actions[index] = self._analyse_before(plan, due_tools)
         # A framework may run the op again within this pass; that run analyses nothing.
-        self._due_tools_by_plan = {}
-        actions_before = [action for actions in self._actions_by_plan.values() for action in actions.before]
+        self._due_analyses = []
+        actions_before = [action for actions in self._actions for action in actions.before]
         for action in in_running_order(actions_before, after=False):
             grads = self._run_routine(action, grads)
         # AccumulateGrad takes over a gradient without a copy only if nobody else holds a reference to it.
@@ -294,7 +295,7 @@ class BackwardStep:
             grad_outputs: Gradients that entered the op, after `run_before`.
         """
         grads = list(grad_inputs)
-        replacement = single_replacement(actions.replace for actions in self._actions_by_plan.values())
+        replacement = single_replacement(actions.replace for actions in self._actions)
         if replacement is not None and self._is_open(replacement):
             grads = self._run_replacement(replacement, grads, list(grad_outputs))
         self._facts.grad_outputs, self._facts.grad_inputs = list(grad_outputs), list(grads)
@@ -306,7 +307,7 @@ class BackwardStep:
                 # Nothing else will drop the plan that was stored just now.
                 plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
-        actions_after = [action for actions in self._actions_by_plan.values() for action in actions.after]
+        actions_after = [action for actions in self._actions for action in actions.after]
         for action in in_running_order(actions_after, after=True):
             grads = self._run_routine(action, grads)
         self._facts.drop_values()

@@ -334,16 +334,16 @@ class EagerDriver(EagerOps, Driver):
         state: State,
         shapes: Hashable,
         inputs: Sequence[Any],
-        first_result: Any = NOT_CALLED,
+        result: Any = NOT_CALLED,
         saved: SavedTensors | None = None,
     ) -> list[Any]:
         """Run the routines on the outputs and return the outputs to use.
 
         Where the op returned an input and a routine an equal tensor, the input itself stays the output.
         written: the user's tensors among the values.  inputs: inputs of the op.
-        first_result: result of the first routine, if native code has called it.
+        result: that of the first routine, if native code has called it.
         """
-        copy_saved, result = None if saved is None else saved.copy_before_write, first_result
+        copy_saved = None if saved is None else saved.copy_before_write
         for action in actions:
             mutable = [i for i, value in enumerate(values) if is_among(value, written)]
             new_values = run_routine(

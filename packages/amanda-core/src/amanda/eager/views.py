@@ -292,8 +292,10 @@ class Views(ABC):
         while reached:
             if not memories.isdisjoint(reached):
                 return True
-            ties = [tie for start in reached for tie in self._ties_of_values_in(start)]
-            reached = [view_memory for _, view_memory in (tie.ends for tie in ties)]
+            ends = [
+                tie.ends for start in reached for tie in self._ties.get(start, ()) if tie.ends[0] == start
+            ]
+            reached = [view_memory for _, view_memory in ends]
         return False
 
     def _ties_of_values_in(self, memory: Hashable) -> list[Tie]:

@@ -276,17 +276,20 @@ class Graphs:
             if mark is not None:
                 mark_by_id[id(node)] = mark
             self._sample_node(node)
-            successors_and_positions = getattr(node, self._successors_attribute)
-            successors = [successor for successor, *_ in successors_and_positions if successor is not None]
+            successors = [
+                successor
+                for successor, *_ in getattr(node, self._successors_attribute)
+                if successor is not None
+            ]
             edges += [(id(node), id(successor)) for successor in successors]
             unvisited += successors
         self._spread_marks(node_by_id, edges, mark_by_id)
-        marked_nodes = []
-        for node_id, node in node_by_id.items():
-            if node_id in mark_by_id:
-                number = 0 if type(node) is self._leaf_type else getattr(node, self._number_method)()
-                marked_nodes.append((node, mark_by_id[node_id], number))
-        return marked_nodes
+        leaf_type, number_method = self._leaf_type, self._number_method
+        return [
+            (node, mark_by_id[node_id], 0 if type(node) is leaf_type else getattr(node, number_method)())
+            for node_id, node in node_by_id.items()
+            if node_id in mark_by_id
+        ]
 
     def form(self, ops: Iterable[Any]) -> int:
         """Return 0: graphs have no form that tells what hooks would count, as there are no hooks here."""
