@@ -19,8 +19,8 @@ def counts() -> dict[str, int]:
     return {
         "objects": len(gc.get_objects()),
         "stacks": len(plan_lifetimes.stacks),
-        "subjects": len(plan_lifetimes.ops_of),
-        "ops": sum(map(len, plan_lifetimes.ops_of.values())),
+        "subjects": len(plan_lifetimes.op_ids_by_subject),
+        "ops": sum(map(len, plan_lifetimes.op_ids_by_subject.values())),
         "marks": Mark.alive(),
         "ops of tools": sum(
             len(tool._amanda.analysed_ops) for stack in plan_lifetimes.stacks for tool in stack.applied

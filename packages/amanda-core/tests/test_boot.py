@@ -41,7 +41,7 @@ def test_the_checks_pass_and_are_counted(face: dict[str, Any]) -> None:
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="bytecode is specialised from 3.11 on")
 def test_stubs_are_reached_from_specialised_bytecode(face: dict[str, Any]) -> None:
     specialised = []
-    for name, _, call in boot._targets(face):
+    for name, _, call in boot._probes(face):
         for _ in range(boot._CALLS):
             call()
         code: Any = call.__code__  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def test_a_stub_that_is_not_reached_is_named(face: dict[str, Any]) -> None:
 
     expected = "of 64 calls of a function of nothing its stub is reached by 0"
     with pytest.raises(AssertionError, match=expected):
-        boot._check_stub(face | {"Site": site}, *next(boot._targets(face)))
+        boot._check_stub(face | {"Site": site}, *next(boot._probes(face)))
 
 
 def _without_the_second(walk: Callable[[int], list[Any]]) -> Callable[[int], list[Any]]:

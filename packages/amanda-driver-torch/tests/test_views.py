@@ -161,7 +161,7 @@ def test_views_are_let_go_with_the_values_given_for_them() -> None:
         base = torch.zeros(4)
         for _ in range(50):
             base.view(2, 2)[0].t().unsqueeze(0).add_(1)
-        assert len(driver.views._labels) <= 2
+        assert len(driver.views._label_by_tie) <= 2
     assert not driver.views
 
 

@@ -13,30 +13,32 @@ from amanda.errors import did_you_mean
 from amanda.plugins.entries import install_command
 
 
-def _resolve_lazily(package: str) -> None:
-    """Make `amanda.tools.mapping` work after `import amanda` alone; do nothing if no package is installed."""
+def _import_submodules_lazily(package: str) -> None:
+    """Import modules of a package when they are read, so that `amanda.tools.mapping` needs no import.
+
+    Does nothing if no distribution with the package is installed.
+    """
     try:
-        namespace = importlib.import_module(package)
+        namespace_package = importlib.import_module(package)
     except ModuleNotFoundError:
         return
 
-    def import_module_of(name: str) -> object:
+    def import_submodule(name: str) -> object:
         """Return a module of the package; raise AttributeError, with the fix, where it is not installed."""
         try:
             return importlib.import_module(f"{package}.{name}")
         except ModuleNotFoundError as error:
-            # Something that the package itself imports is missing: that error says more.
+            # Something that the module itself imports is missing: that error says more.
             if error.name != f"{package}.{name}":
                 raise
-            public_names = [
-                module.name for module in pkgutil.iter_modules(namespace.__path__) if module.name[0] != "_"
-            ]
+            modules = pkgutil.iter_modules(namespace_package.__path__)
+            public_names = [module.name for module in modules if module.name[0] != "_"]
             command = install_command(name, "packages") if package == "amanda.tools" else None
             hint = command or did_you_mean(name, public_names)
             raise AttributeError(f"no distribution that is installed has {package}.{name}; {hint}") from None
 
     # On the namespace package, since no distribution may ship an `__init__` for it.
-    namespace.__getattr__ = import_module_of  # type: ignore[method-assign]
+    namespace_package.__getattr__ = import_submodule  # type: ignore[method-assign]
 
 
 def load_ipython_extension(shell: object) -> None:
@@ -50,5 +52,5 @@ def load_ipython_extension(shell: object) -> None:
     notebook.load_ipython_extension(shell)
 
 
-_resolve_lazily("amanda.tools")
-_resolve_lazily("amanda.drivers")
+_import_submodules_lazily("amanda.tools")
+_import_submodules_lazily("amanda.drivers")

@@ -25,7 +25,11 @@ HELP = frozenset({"-h", "--help"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand, `info` by default; return the exit status: 1 for an error, 2 for a wrong usage."""
+    """Run a subcommand, `info` by default; return the exit status: 1 for an error, 2 for a wrong usage.
+
+    `--help` and `--version` print, with status 0; of errors only the message is printed.
+    arguments: the subcommand and its arguments; None for those of the process.
+    """
     name, *command_arguments = (sys.argv[1:] if arguments is None else arguments) or ["info"]
     if name in HELP:
         return _help()
@@ -43,15 +47,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command = install_command(name, "commands")
         # A command of ours that is absent needs its distribution, not a name that looks like it.
         hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
-        return _fail("", f"no command {name!r}; {hint}", 2)
+        return _print_error(_program(), f"no command {name!r}; {hint}", status=2)
     try:
         return _load_command(name)(command_arguments) or 0
     except AmandaError as error:
-        return _fail(f" {name}", str(error), 2 if isinstance(error, (UsageError, UnknownToolError)) else 1)
+        is_wrong_usage = isinstance(error, (UsageError, UnknownToolError))
+        return _print_error(f"{_program()} {name}", str(error), status=2 if is_wrong_usage else 1)
 
 
 def console() -> None:
-    """The `amanda` script: run a subcommand and exit."""
+    """Run a subcommand as the `amanda` script, and exit; with status 1 if the reader of a pipe has gone."""
     try:
         status = main()
         sys.stdout.flush()
@@ -93,8 +98,8 @@ def _program() -> str:
     return "python -m amanda" if Path(sys.argv[0]).name == "__main__.py" else "amanda"
 
 
-def _fail(command: str, message: str, status: int) -> int:
-    sys.stderr.write(f"{_program()}{command}: {printable(message)}\n")
+def _print_error(command: str, message: str, status: int) -> int:
+    sys.stderr.write(f"{command}: {printable(message)}\n")
     return status
 
 
@@ -118,11 +123,11 @@ def info(arguments: Sequence[str] = ()) -> int:
     load = "--load" in arguments
     say(f"Amanda {version_of_core()}")
     say(f"Python {platform.python_version()}, {platform.python_implementation()}, {platform.platform()}")
-    say(f"Interceptor: {_interceptor()}")
-    say("Drivers:", *_plugin_lines(list_drivers(load), "torch"))
+    say(f"Interceptor: {_interceptor_in_words()}")
+    say("Drivers:", *_plugin_lines(list_drivers(load), extra="torch"))
     # How a tool is loaded is the same for all.
     listed = [replace(tool, message="") if tool.state == "not loaded" else tool for tool in list_tools(load)]
-    say("Tools:", *_plugin_lines(listed, "tools"))
+    say("Tools:", *_plugin_lines(listed, extra="tools"))
     say(*_wrapped(", ".join(sorted(names_of_commands())), " " * 2, "Commands: "))
     return 0
 
@@ -132,7 +137,7 @@ def tools(arguments: Sequence[str] = ()) -> int:
     _require_no_arguments(arguments)
     # Loaded, since the first line of a tool's docstring is in its code.
     listed = list_tools(load=True)
-    say(*(_tools_by_purpose(listed) if listed else _none_installed("tools")))
+    say(*(_tools_by_purpose(listed) if listed else _install_hint("tools")))
     if listed:
         say("", "Run `amanda info TOOL` to see a tool's options.")
     installed = {tool.name for tool in listed}
@@ -154,20 +159,23 @@ _PURPOSES = {
 
 
 def _tools_by_purpose(listed: Sequence[Plugin]) -> Iterator[str]:
-    """Yield lines with the tools under the headings of their purposes, no wider than the terminal."""
-    by_heading: dict[str, list[Plugin]] = {heading: [] for heading in (*_PURPOSES.values(), "Others")}
+    """Yield lines with the tools under the headings of their purposes, no wider than the terminal.
+
+    A tool whose `purpose` is None is left out.
+    """
+    tools_by_heading: dict[str, list[Plugin]] = {heading: [] for heading in (*_PURPOSES.values(), "Others")}
     for tool in listed:
-        # One that cannot be loaded has a message instead of a purpose.
-        purpose = "" if tool.message else getattr(tool_class(tool.name), "purpose", "")
+        has_failed_to_load = bool(tool.message)
+        purpose = "" if has_failed_to_load else getattr(tool_class(tool.name), "purpose", "")
         if purpose is not None:
-            by_heading[_PURPOSES.get(purpose, "Others")].append(tool)
-    width = max((len(tool.name) for tool in listed), default=0)
-    for heading, tools in by_heading.items():
+            tools_by_heading[_PURPOSES.get(purpose, "Others")].append(tool)
+    name_width = max((len(tool.name) for tool in listed), default=0)
+    for heading, tools in tools_by_heading.items():
         if tools:
             yield f"{heading}:"
         for tool in tools:
             text = printable(tool.message or _tool_summary(tool.name), line=True)
-            yield from _wrapped(text, " " * (width + 4), f"  {tool.name:<{width}}  ")
+            yield from _wrapped(text, " " * (name_width + 4), f"  {tool.name:<{name_width}}  ")
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -177,27 +185,26 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """
     rows = [[printable(cell, line=True) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    columns = shutil.get_terminal_size().columns
-    for row in rows:
-        first = "".join(f"  {cell:<{width}}" for cell, width in zip(row, widths, strict=False))
-        indent, text = len(first) + 2, row[-1]
-        if indent + len(text) <= columns:
-            yield f"{first}  {text}".rstrip()
-        elif 2 * indent <= columns:
-            yield from _wrapped(text, " " * indent, f"{first}  ")
+    terminal_width = shutil.get_terminal_size().columns
+    for *first_cells, last_cell in rows:
+        start = "".join(f"  {cell:<{width}}" for cell, width in zip(first_cells, widths, strict=True))
+        indent = len(start) + 2
+        if indent + len(last_cell) <= terminal_width:
+            yield f"{start}  {last_cell}".rstrip()
+        elif 2 * indent <= terminal_width:
+            yield from _wrapped(last_cell, " " * indent, f"{start}  ")
         else:
-            yield first.rstrip()
-            yield from _wrapped(text, " " * 6)
+            yield start.rstrip()
+            yield from _wrapped(last_cell, " " * 6)
 
 
 def _wrapped(text: str, indent: str, first_indent: str | None = None) -> list[str]:
-    """Return a text as lines that fit the terminal."""
-    columns = shutil.get_terminal_size().columns
-    first = indent if first_indent is None else first_indent
+    """Return a text as lines that fit the terminal.  first_indent: start of the first line, if another."""
     # Names such as amanda-core[tools] are left whole.
     return textwrap.wrap(
-        text, columns, initial_indent=first, subsequent_indent=indent, break_long_words=False,
-        break_on_hyphens=False,
+        text, shutil.get_terminal_size().columns, subsequent_indent=indent,
+        initial_indent=indent if first_indent is None else first_indent,
+        break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
 
 
@@ -215,22 +222,25 @@ def _refilled_docstring(docstring: str, indent: str) -> Iterator[str]:
         if max(map(len, lines), default=0) <= columns:
             yield from lines
             continue
-        entries: list[list[str]] = []
+        entries: list[list[str]] = []  # lines that are folded together
         for line in lines:
             # A heading, such as "Args:", is a line of its own, and so is the beginning of a description; in
             # the midst of a sentence a word with a colon is none.
-            last_character = entries[-1][-1][-1] if entries else ":"
-            if last_character == ":" or (last_character == "." and _ENTRY.match(line)):
+            is_first_or_after_heading = not entries or entries[-1][-1].endswith(":")
+            is_after_sentence = bool(entries) and entries[-1][-1].endswith(".")
+            if is_first_or_after_heading or (is_after_sentence and _ENTRY.match(line)):
                 entries.append([])
             entries[-1].append(line)
         for entry in entries:
-            first_indent, last_indent = (
-                line[: len(line) - len(line.lstrip())] for line in (entry[0], entry[-1])
-            )
+            first_indent, further_indent = _indent_of(entry[0]), _indent_of(entry[-1])
             # An indented line describes an option; its further lines are indented once more.
             if len(entry) == 1 and first_indent != indent:
-                last_indent += " " * 4
-            yield from _wrapped(" ".join(map(str.strip, entry)), last_indent, first_indent)
+                further_indent += " " * 4
+            yield from _wrapped(" ".join(map(str.strip, entry)), further_indent, first_indent)
+
+
+def _indent_of(line: str) -> str:
+    return line[: len(line) - len(line.lstrip())]
 
 
 def doctor(arguments: Sequence[str] = ()) -> int:
@@ -286,8 +296,8 @@ def _print_tool(name: str) -> int:
     options = [option for option in options_of(kind).values() if option.name in parameters]
     if options:
         # Some defaults differ where no program calls the tool's methods.
-        alone: dict[str, object] = getattr(kind, "command_options", dict)({})
-        notes = {name: f" ({value} in `amanda run`)" for name, value in alone.items()}
+        defaults_in_command: dict[str, object] = getattr(kind, "command_options", dict)({})
+        notes = {name: f" ({value} in `amanda run`)" for name, value in defaults_in_command.items()}
         say("", "Options, their defaults and values:")
         say(*_aligned([(option.name, option.default_as_text, option.kind.text + notes.get(option.name, ""))
                        for option in options]))  # fmt: skip
@@ -320,22 +330,22 @@ def _tool_summary(name: str) -> str:
         return str(error)
 
 
-def _interceptor() -> str:
+def _interceptor_in_words() -> str:
     from amanda.interceptor import NATIVE, REASON
 
     return "native" if NATIVE else f"pure-Python fallback ({REASON})"
 
 
 def _plugin_lines(plugins: Iterable[Plugin], extra: str) -> list[str]:
-    """Return a line for each plugin with its state, or how to install some."""
+    """Return a line for each plugin with its state; without any, the core's extra that installs some."""
     rows = [
         (plugin.name, f"{plugin.distribution} {plugin.version}", plugin.state, plugin.message)
         for plugin in plugins
     ]
-    return list(_aligned(rows)) or _none_installed(extra)
+    return list(_aligned(rows)) or _install_hint(extra)
 
 
-def _none_installed(extra: str) -> list[str]:
+def _install_hint(extra: str) -> list[str]:
     return [f'  none is installed: pip install "amanda-core[{extra}]"']
 
 

@@ -51,10 +51,10 @@ def write_file(path: str | os.PathLike[str], content: str | bytes) -> Path:
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Return a context with the path of a new file, which replaces the file at `path` when it is left.
 
-    After an exception, or if the process is killed, the file is as it was before.  What a killed process left
-    beside it is taken over by the next one that writes the file.  A new file has the mode
-    that the umask leaves, a replaced file keeps its mode.  For something other than a file, such as a pipe,
-    the path is the pipe's own.
+    The new file, called the part, lies beside the file.  After an exception, or if the process is killed, the
+    file is as it was before; the part of a killed process is taken over by the next one that writes the file.
+    A new file has the mode that the umask leaves, a replaced file keeps its mode.  For something other than a
+    file, such as a pipe, the context gives that path itself.
 
     Args:
         path: File to write or replace.
@@ -66,10 +66,11 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     with naming(path):
         # A link stays a link: the file that it leads to is replaced.
         target = Path(os.path.realpath(path)) if path.is_symlink() else path
-        if target.exists() and not target.is_file():
+        is_special_file = target.exists() and not target.is_file()
+        if is_special_file:
             yield target
             return
-        part, handle = _create_part(target)
+        part, lock_handle = _create_part(target)
         try:
             yield part
             if target.exists():
@@ -82,31 +83,35 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
                 part.unlink(missing_ok=True)
             raise
         finally:
-            if handle is not None:
-                os.close(handle)
+            if lock_handle is not None:
+                os.close(lock_handle)
 
 
 def _create_part(target: Path) -> tuple[Path, int | None]:
-    """Make the part of a file, under a lock if the system has locks; take over a part that has no writer."""
+    """Make the part of a file, under a lock if the system has locks; take over a part that has no writer.
+
+    Returns its path, and the handle that holds the lock; None without a lock.
+    """
     # Beside the target, since a file is replaced as a whole within one file system alone.
     prefix = f".{target.name[:_MAX_NAME_LENGTH]}"
     if sys.platform != "win32":
         with suppress(OSError):  # another writer has the part, or the file system has no locks
-            part = target.with_name(f"{prefix}.{0:08x}.part")
-            return part, _open_locked(part)
-    part = target.with_name(f"{prefix}.{token_hex(4)}.part")
-    os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-    return part, None
+            shared_part = target.with_name(f"{prefix}.00000000.part")
+            return shared_part, _open_locked(shared_part)
+    own_part = target.with_name(f"{prefix}.{token_hex(4)}.part")
+    os.close(os.open(own_part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+    return own_part, None
 
 
 def _open_locked(part: Path) -> int:
-    """Open or make a file and lock it, until its handle is closed; raise OSError if another handle has it."""
+    """Open or make a file, lock it until its handle is closed, and empty it; OSError if it is locked."""
     # Made by `open`, so that the umask decides its mode; `tempfile` makes files for the owner alone.
     handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # Since it was opened, its writer may have moved it to its place.
-        if not os.path.samestat(os.fstat(handle), part.stat()):
+        is_still_there = os.path.samestat(os.fstat(handle), part.stat())
+        if not is_still_there:
             raise BlockingIOError
         os.truncate(handle, 0)
     except BaseException as error:
@@ -121,9 +126,9 @@ def _open_locked(part: Path) -> int:
 def replacing_all(target: Path, force: bool) -> Iterator[Path]:
     """Return a context with a path in a new folder, whose contents replace the target when it is left.
 
-    The file or folder at the path replaces the target, files beside the path, such as its data, those beside
-    the target.  After an exception, such as KeyboardInterrupt, the target is as it was.  A process that is
-    killed leaves the new folder, `.NAME.` and eight letters, with what was to be replaced in it.
+    The file or folder at the path replaces the target; files beside the path, such as a model's data, replace
+    those beside the target.  After an exception, such as KeyboardInterrupt, the target is as it was.  A
+    process that is killed leaves the new folder, `.NAME.` and eight letters, with what was to be replaced.
 
     Args:
         target: File or folder to write or replace.
@@ -146,9 +151,9 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
             # The target itself last (False sorts first): a file never lacks the data that belong to it.
             names = sorted((path.name for path in new.iterdir()), key=lambda name: name == target.name)
             for name in names:
-                if os.path.lexists(target.parent / name) and not force:
-                    path = target.parent / name
-                    raise ArtefactError(f"{path} is there already; force (--force) replaces it")
+                final_path = target.parent / name
+                if os.path.lexists(final_path) and not force:
+                    raise ArtefactError(f"{final_path} is there already; force (--force) replaces it")
             for name in names:
                 _move_into_place(new / name, target.parent / name, old / name)
         finally:
@@ -179,14 +184,14 @@ def _flush_to_disk(path: Path) -> None:
 
 @contextmanager
 def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None]:
-    """Raise a FileError that names a path in place of an OSError.
+    """Return a context that raises a FileError, which names a path, in place of an OSError.
 
     Args:
         path: File or folder that the error names.
         verb: What could not be done with the file: "written", "read".
 
     Raises:
-        FileError: In place of an OSError.
+        FileError: In place of an OSError; MissingFileError if the file is not there.
     """
     try:
         yield
@@ -198,8 +203,8 @@ def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None
         # The system names the file that is to be made; what is missing is its folder.
         if isinstance(error, FileNotFoundError) and not parent.exists():
             reason = f"there is no folder {parent}"
-        kind = MissingFileError if isinstance(error, FileNotFoundError) else FileError
-        raise kind(f"{path} cannot be {verb}: {reason}", error.errno) from error
+        error_type = MissingFileError if isinstance(error, FileNotFoundError) else FileError
+        raise error_type(f"{path} cannot be {verb}: {reason}", error.errno) from error
 
 
 def file_beside(path: Path, name: str, part: str) -> Path:
@@ -216,8 +221,8 @@ def file_beside(path: Path, name: str, part: str) -> Path:
     """
     part_path = path.parent / name
     allowed_folders = [path.parent.resolve(), path.resolve().parent]
-    leads_out = Path(name).is_absolute() or ".." in Path(name).parts
     # The name comes from a file that anybody may have written.
+    leads_out = Path(name).is_absolute() or ".." in Path(name).parts
     if leads_out or not any(part_path.resolve().is_relative_to(folder) for folder in allowed_folders):
         raise ArtefactError(f"{part} lie outside of its folder, in {name}")
     with naming(part_path, "read"):
@@ -261,11 +266,11 @@ def check_folder_to_write(folder: str | os.PathLike[str]) -> None:
     """Raise FileError where a folder cannot be made, or files cannot be made in it; make nothing."""
     folder = Path(folder)
     with naming(folder):
-        folders = (folder, *folder.absolute().parents)
-        nearest = next((path for path in folders if os.path.lexists(path)), folder)
-        if not nearest.is_dir():
-            raise FileError(f"{folder} cannot be written: {nearest} is not a folder")
-        _check_writable(nearest, folder)
+        folders_outwards = (folder, *folder.absolute().parents)
+        nearest_present = next((path for path in folders_outwards if os.path.lexists(path)), folder)
+        if not nearest_present.is_dir():
+            raise FileError(f"{folder} cannot be written: {nearest_present} is not a folder")
+        _check_writable(nearest_present, folder)
 
 
 def _check_writable(folder: Path, path: Path) -> None:

@@ -358,23 +358,23 @@ class Tool:
         op_key = f"{Tool.place(self, context)}/{name}"  # a subclass may have another place
         key = op_key if path is None else f"{self._number_path(path, variable)}/{name}"
         # In `state`, which `load_state_dict` replaces as a whole, so that no earlier value stays.
-        values, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
-        if key not in values:
+        value_by_key, loaded = self._amanda.state.setdefault("values", {}), self._amanda.loaded
+        if key not in value_by_key:
             # Also under the op's key, which state has where the variable's path is not known.
             loaded_key = next((candidate for candidate in (key, op_key) if candidate in loaded), None)
             if loaded_key is None:
-                self._check_may_create(key)
-                values[key] = make()
+                self._check_state_may_lack(key)
+                value_by_key[key] = make()
             else:
                 value = loaded.pop(loaded_key)
                 value = value if load is None else load(value)
-                former_parameter = self._amanda.former.pop(key, None)
+                former_parameter = self._amanda.former_parameters.pop(key, None)
                 if former_parameter is not None and renew is not None:
                     value = renew(former_parameter, value)
-                values[key] = value
-        return values[key]
+                value_by_key[key] = value
+        return value_by_key[key]
 
-    def _check_may_create(self, key: str) -> None:
+    def _check_state_may_lack(self, key: str) -> None:
         """Raise ToolError if state was loaded strictly, which lacks this key; empty state allows all keys."""
         names = self._amanda.names_loaded
         if names:
@@ -401,8 +401,8 @@ class Tool:
         traces of a layer to train it, and what to predict.
         """
         facts = context._facts
-        keys: dict[int, str] = self._amanda.state.setdefault("places", {})
-        if facts.op_id not in keys:
+        key_by_op_id: dict[int, str] = self._amanda.state.setdefault("places", {})
+        if facts.op_id not in key_by_op_id:
             name = f"{context.get_scope()}/{getattr(context.get_op(), '__name__', context.get_op())}"
             name += _parameter_suffix(facts.first_variable_path(), context.get_scope())
             # Places of the ops that have this name, each with its graphs and the variables that it reads.
@@ -410,8 +410,8 @@ class Tool:
             # By order of first use: a module that runs an op of one name twice does so in the same order each
             # time.
             number = _find_or_add_place(places, facts.graph, facts.read_variables())
-            keys[facts.op_id] = name if number == 0 else f"{name}.{number}"
-        return keys[facts.op_id]
+            key_by_op_id[facts.op_id] = name if number == 0 else f"{name}.{number}"
+        return key_by_op_id[facts.op_id]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the values of `keep` by key, "module path/op/name", and loaded values without use so far."""
@@ -437,9 +437,8 @@ class Tool:
         tool_state = self._amanda
         tool_state.names_loaded = sorted(state) if strict else []
         # An optimizer may hold these parameters: loaded values have to be written into them.
-        tool_state.former.update(_select_trainable(tool_state.state.get("values", {})))
-        # A copy, since `keep` takes values out of it.
-        tool_state.state, tool_state.loaded = {}, dict(state)
+        tool_state.former_parameters.update(_select_trainable(tool_state.state.get("values", {})))
+        tool_state.state, tool_state.loaded = {}, dict(state)  # a copy, since `keep` takes values out of it
         forget_plans_of(self)
 
     def parameters(self) -> Iterator[Any]:
@@ -478,7 +477,7 @@ class Tool:
 
 
 def preparation(tool: Tool) -> AbstractContextManager[Any] | None:
-    """Return the context in which a tool is prepared; None if it is prepared in its scope alone."""
+    """Return the context that computes a tool's state in advance; None for a tool that its scope prepares."""
     if type(tool).preparing is not Tool.preparing:  # an override from before `calibrating` was the name
         name = type(tool).__name__
         warn_deprecated(f"{name}.preparing", f"calibrating, and calibrates_when_prepared = True, in {name}",
@@ -534,8 +533,9 @@ def _find_or_add_place(
     places: the graphs and the variables of each place, which this function extends.
     """
     for number, (graphs, place_variables) in enumerate(places):
-        # Two ops of one graph are two places, whatever they read.
-        if graph is not None and graphs and graph not in graphs and variables == place_variables:
+        # Two ops of one graph are two places, whatever they read; so are two eager ops, which have no graph.
+        is_of_another_graph = graph is not None and graphs and graph not in graphs
+        if is_of_another_graph and variables == place_variables:
             graphs.add(graph)
             return number
     places.append((set() if graph is None else {graph}, variables))

@@ -1,4 +1,4 @@
-"""One backward op in one backward pass: analysis the first time, the routines around the op every time."""
+"""Backward passes: the step at each backward op, with its analyses, its routines and their native hooks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ Pass = TypeVar("Pass", bound="BackwardPass")
 def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> NativeHooks | None:
     """Compile the actions at an analysed backward op to native hooks; None where Python has to run them.
 
-    Where a routine takes shapes, the result only has `for_shapes`, which creates the hooks of each execution.
+    Python has to while analyses are due, for a replacement, for routines that take `run`, and for more values
+    than native code holds.  If a routine takes shapes, the result only creates hooks, by `for_shapes`.
     op, place: type of the backward op, and its place among the backward ops of the forward op.
     """
     if ops.reader is None or trace.facts is None:
@@ -41,31 +42,33 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     backward_id = trace.facts.backward_id(op.__name__, place)
     if any(backward_id not in plan.backward.actions for plan in trace.plan.plans_with_backward):
         return None
-    actions_by_plan = [plan.backward.actions[backward_id] for plan in trace.plan.plans_with_backward]
+    actions_by_stack = [plan.backward.actions[backward_id] for plan in trace.plan.plans_with_backward]
     # Hooks run around the kernel; a replacement's result has to be put in its place by Python.
-    if any(actions.replace for actions in actions_by_plan):
+    if any(actions.replace for actions in actions_by_stack):
         return None
-    facts = trace.facts.for_backward_op(op, backward_id, True)
+    facts = trace.facts.for_backward_op(op, backward_id, replaceable=True)
     facts.drop_values()
-    merged = Actions.merged(actions_by_plan)
+    actions = Actions.merged(actions_by_stack)
     # The dict belongs to one execution, and these hooks are shared by all executions.
-    if any(action.takes_run for action in merged.all):
+    if any(action.takes_run for action in actions.all):
         return None
-    resume, reader = _PythonContinuation(ops, facts), ops.reader
-    before = program_on_values(merged.before, facts) if merged.before else None
-    after = program_on_values(merged.after, facts) if merged.after else None
-    if (merged.before and before is None) or (merged.after and after is None):
+    continuation, reader = _PythonContinuation(ops, facts), ops.reader
+    program_before = program_on_values(actions.before, facts) if actions.before else None
+    program_after = program_on_values(actions.after, facts) if actions.after else None
+    if (actions.before and program_before is None) or (actions.after and program_after is None):
         return None  # too many values for native code
 
     def create_hooks(*shapes: tuple[Any, ...]) -> NativeHooks:
         """Create the hooks for an execution with these shapes, or for all executions if none are passed."""
-        return NativeHooks(
-            None if before is None else before.hook(reader, resume, merged.before, *shapes),
-            None if after is None else after.hook(reader, resume, merged.after, *shapes),
-        )
+        before = after = None
+        if program_before is not None:
+            before = program_before.hook(reader, continuation, actions.before, *shapes)
+        if program_after is not None:
+            after = program_after.hook(reader, continuation, actions.after, *shapes)
+        return NativeHooks(before, after)
 
-    takes_shapes = any(action.takes_shapes for action in merged.all)
-    return NativeHooks(None, None, create_hooks) if takes_shapes else create_hooks()
+    takes_shapes = any(action.takes_shapes for action in actions.all)
+    return NativeHooks(before=None, after=None, for_shapes=create_hooks) if takes_shapes else create_hooks()
 
 
 class NativeHooks(NamedTuple):
@@ -111,7 +114,10 @@ class _PythonContinuation:
 
 
 class BackwardStep:
-    """The actions of the open scopes' tools at one backward op."""
+    """One backward op in one backward pass: the analyses that are due, and the routines of the open tools.
+
+    `run_before` takes the gradients that enter the op, `run_after` those that leave it.
+    """
 
     def __init__(
         self, driver: EagerDriver, trace: Trace, op: Any, place: int, state: State, replaceable: bool = True,
@@ -138,32 +144,37 @@ class BackwardStep:
         self._shapes = shapes or trace.shapes
         self.id = trace.facts.backward_id(op.__name__, place)
         self._facts = trace.facts.for_backward_op(op, self.id, replaceable, order)
+        # Analyses that `run_before` began and `run_after` completes.
         self._pending: list[tuple[Plan, PendingBackwardPlan]] = []
-        self._actions: list[Actions] = []
+        self._actions: list[Actions] = []  # of each plan, that of the outermost stack first
         self._open_tools: list[AnyTool] = []
-        self._unanalysed: list[tuple[int, Plan, Sequence[AnyTool]]] = []  # with the index in `_actions`
+        # Analyses for `run_before`: the index in `_actions`, the plan, and the tools that analyse the op.
+        self._due_analyses: list[tuple[int, Plan, Sequence[AnyTool]]] = []
         for plan in trace.plan.plans_with_backward:
             self._add_plan(plan)
 
     def _add_plan(self, plan: Plan) -> None:
-        """Add a stack's actions and open tools; note or report the tools that have not analysed the op."""
+        """Add a stack's actions and open tools, and the tools among these whose analysis of the op is due.
+
+        If the values that an analysis reads are gone, the scope's report says so instead.
+        """
         trace, facts = self._trace, self._trace.facts
         assert facts is not None
         actions = plan.backward.actions.get(self.id)
         open_tools = self._open_tools_of(plan.stack)
         self._open_tools += open_tools
-        unanalysed = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
-        if actions is None and unanalysed and trace.needs_grad in plan.backward.analysed_for:
+        due_tools = plan.tools_to_analyse(self.id, open_tools) if self._state.cache else open_tools
+        if actions is None and due_tools and trace.needs_grad in plan.backward.analysed_for:
             # All backward ops had been analysed, so the values that an analysis would read were not stored.
             self._note_new_backward_op(plan)
         elif facts.has_dropped_values:
-            if actions is not None and unanalysed:
-                self._report_dropped_values(unanalysed)
+            if actions is not None and due_tools:
+                self._report_dropped_values(due_tools)
         else:
             if not plan.is_backward_analysed(self.id):
                 trace.unanalysed_ids.add(self.id)
-            if unanalysed:
-                self._unanalysed.append((len(self._actions), plan, unanalysed))
+            if due_tools:
+                self._due_analyses.append((len(self._actions), plan, due_tools))
         self._actions.append(_NO_ACTIONS if actions is None else actions)
 
     def _open_tools_of(self, stack: ToolStack) -> Sequence[AnyTool]:
@@ -174,7 +185,7 @@ class BackwardStep:
         return [*filter(self._state.is_open, stack.backward_tools)]
 
     def _report_dropped_values(self, tools: Sequence[AnyTool]) -> None:
-        """Report that tools do not analyse the op, since the values that it read are gone."""
+        """Report that tools do not analyse the op, since the values that the forward op read are gone."""
         names = ", ".join(type(tool).__name__ for tool in tools)
         if not self._state.cache:
             subject = f"the analysis of a backward op of {self._facts.op_type} without the cache"
@@ -187,10 +198,12 @@ class BackwardStep:
         self._state.report(subject, reason, self._facts.source)
 
     def _note_new_backward_op(self, plan: Plan) -> None:
-        """Record and report that the op has a backward op which no earlier pass had, as for other shapes.
+        """Record and report that the forward op has a backward op which no earlier pass had.
 
-        The next passes analyse it.  The op's native programs are dropped, so that these passes store values.
+        Other shapes may bring one.  The next passes analyse it: the forward op's native programs are dropped,
+        so that its next executions store the values for that.
         """
+        # No longer true that every backward op is analysed: executions leave unanalysed ops again.
         plan.backward.analysed_for.discard(self._trace.needs_grad)
         self._trace.unanalysed_ids.add(self.id)
         self._trace.stack.forget_programs(self._trace.op_id)
@@ -223,16 +236,16 @@ class BackwardStep:
     def has_work(self) -> bool:
         """Return True if an analysis or an open tool's action is due, so that the driver has to add hooks."""
         all_actions = (action for actions in self._actions for action in actions.all)
-        return bool(self._unanalysed or any(map(self._is_open, all_actions)))
+        return bool(self._due_analyses or any(map(self._is_open, all_actions)))
 
     def run_before(self, grad_outputs: Sequence[Any]) -> list[Any]:
         """Run analyses and routines before the op; return the gradients that enter the op."""
         grads = list(grad_outputs)
         self._facts.grad_outputs = list(grads)
-        for i, plan, tools in self._unanalysed:
-            self._actions[i] = self._analyse_before(plan, tools)
+        for index, plan, due_tools in self._due_analyses:
+            self._actions[index] = self._analyse_before(plan, due_tools)
         # A framework may run the op again within this pass; that run analyses nothing.
-        self._unanalysed = []
+        self._due_analyses = []
         actions_before = [action for actions in self._actions for action in actions.before]
         for action in in_running_order(actions_before, after=False):
             grads = self._run_routine(action, grads)
@@ -240,28 +253,31 @@ class BackwardStep:
         self._facts.grad_outputs = None
         return grads
 
-    def _analyse_before(self, plan: Plan, unanalysed: Sequence[AnyTool]) -> Actions:
-        """Return a stack's actions at this op: stored ones, or those that analyses before the op record.
+    def _analyse_before(self, plan: Plan, due_tools: Sequence[AnyTool]) -> Actions:
+        """Run the due analyses before the op; return the actions of a stack at the op.
 
-        `after` completes these, with the analyses after the op.
+        `run_after` adds what analyses after the op record.  Returns the stored actions, and runs nothing, if
+        another thread has finished the analysis.
         """
-        tools = _with_their_dependencies(unanalysed, plan.stack.backward_tools)
+        tools = _select_with_dependencies(due_tools, plan.stack.backward_tools)
 
-        def find_actions() -> Actions | None:
-            return None if plan.tools_to_analyse(self.id, unanalysed) else plan.backward.actions[self.id]
+        def find_finished_actions() -> Actions | None:
+            return None if plan.tools_to_analyse(self.id, due_tools) else plan.backward.actions[self.id]
 
-        def create() -> PendingBackwardPlan:
-            return PendingBackwardPlan(self._facts, plan, tools, not self._state.cache)
+        def create_pending() -> PendingBackwardPlan:
+            return PendingBackwardPlan(self._facts, plan, tools, ignore_earlier=not self._state.cache)
 
         pending: PendingPlan[Actions] | Actions
         if self._state.cache:
-            key: tuple[Any, ...] = plan, self.id
+            analysis_key: tuple[Any, ...] = plan, self.id
             if tools is not plan.stack.backward_tools:
                 # Passes with other tools open analyse the op for these alone.
-                key = *key, *(tool._amanda.number for tool in tools)
-            pending = plan.stack.pending_plans.find_or_create(key, find_actions, create)
+                analysis_key = *analysis_key, *(tool._amanda.number for tool in tools)
+            pending = plan.stack.pending_plans.find_or_create(
+                analysis_key, find_finished_actions, create_pending
+            )
         else:
-            pending = create()
+            pending = create_pending()
         if isinstance(pending, Actions):  # another thread has finished the analysis
             return pending
         assert isinstance(pending, PendingBackwardPlan)
@@ -271,6 +287,8 @@ class BackwardStep:
 
     def run_after(self, grad_inputs: Sequence[Any], grad_outputs: Sequence[Any]) -> list[Any]:
         """Run the replacement, analyses and routines after the op; return the gradients that leave the op.
+
+        Stores the actions of completed analyses, and drops the values that the facts hold.
 
         Args:
             grad_inputs: Gradients that the op has computed.
@@ -284,8 +302,8 @@ class BackwardStep:
         for plan, pending in self._pending:
             pending.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, self._facts)
             pending.store()
-            op_has_died = self._trace.op_id not in plan.stack.plans  # with its model, during the pass
-            if self._state.cache and op_has_died:
+            forward_op_has_died = self._trace.op_id not in plan.stack.plans  # with its model, in the pass
+            if self._state.cache and forward_op_has_died:
                 # Nothing else will drop the plan that was stored just now.
                 plan.stack.drop_dead_op(self._trace.op_id)
         self._pending = []
@@ -293,7 +311,7 @@ class BackwardStep:
         for action in in_running_order(actions_after, after=True):
             grads = self._run_routine(action, grads)
         self._facts.drop_values()
-        # An op with analyses to come stays pending, since it still needs the execution's values.
+        # An op with analyses to come stays unanalysed, since these need the execution's values.
         if all(plan.is_backward_analysed(self.id) for plan in self._trace.plan.plans_with_backward):
             self._trace.unanalysed_ids.discard(self.id)
         return grads
@@ -306,6 +324,7 @@ class BackwardStep:
         """Run one routine if its tool is open; return the gradients, changed or as they are."""
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
         current_action = action if self._state.recomputed_executions is None else action.for_recomputation()
+        # None: the routine was called in the first execution, and is not called again.
         if current_action is None or not self._is_open(action):
             return grads
         shapes = self._shapes_so_far() if current_action.takes_shapes else None
@@ -319,10 +338,11 @@ class BackwardStep:
         return (*self._shapes, *(self._ops.shapes(gradients) for gradients in grads if gradients is not None))
 
     def _run_replacement(self, action: Action, grads: list[Any], grad_outputs: list[Any]) -> list[Any]:
-        """Return the gradients after a replacement; `grads` where it returned NotImplemented.
+        """Run a replacement; return the gradients that leave the op, `grads` if it returned NotImplemented.
 
-        grads: the op's gradients.  A replacement returns as many, or only those that autograd needs; raises
-        RoutineError for any other number.
+        A replacement returns as many gradients as the op, or only those that autograd needs; for any other
+        number this method raises RoutineError.
+        grads: gradients that the op has computed, None where autograd needs none.
         """
         result = run_replacement(self._ops, action, grad_outputs, self._facts, self._trace.run)
         if result is NotImplemented:
@@ -358,7 +378,7 @@ class BackwardPass:
             state: State at the start of the pass.
         """
         self._driver, self._state = driver, state
-        self._traces: dict[int, Trace] = {}
+        self._trace_by_id: dict[int, Trace] = {}
 
     def step(self, trace: Trace, op: Any, place: int, replaceable: bool = True) -> BackwardStep:
         """Return the step at a backward op of an execution; see `BackwardStep`.
@@ -369,7 +389,7 @@ class BackwardPass:
             place: Number that tells the backward ops of one execution apart, the same in each execution.
             replaceable: Whether tools may replace the backward op.
         """
-        self._traces[id(trace)] = trace
+        self._trace_by_id[id(trace)] = trace
         return BackwardStep(self._driver, trace, op, place, self._state, replaceable)
 
     def __enter__(self: Pass) -> Pass:
@@ -377,19 +397,19 @@ class BackwardPass:
 
     def __exit__(self, *_: object) -> None:
         interceptor.reset_root()
-        for trace in self._traces.values():
+        for trace in self._trace_by_id.values():
             self._driver.mark_backward_analysed(trace)
 
 
-def _with_their_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
+def _select_with_dependencies(selection: Sequence[AnyTool], tools: Sequence[AnyTool]) -> Sequence[AnyTool]:
     """Return the tools among `tools` that are selected, or that a selected tool depends on.
 
-    Returns `tools` itself if all are selected.
+    Returns `tools` itself if all are selected: callers compare by identity.
     """
     if len(selection) == len(tools):
         return tools
-    return [
-        tool
-        for tool in tools
-        if any(tool is selected or depends_on(selected, tool) for selected in selection)
-    ]
+
+    def is_needed(tool: AnyTool) -> bool:
+        return any(tool is selected or depends_on(selected, tool) for selected in selection)
+
+    return [tool for tool in tools if is_needed(tool)]

@@ -96,11 +96,11 @@ class Call(ABC):
             rebuild: Puts the flat result back into its form.
         """
         # A batch normalization writes running statistics that it does not return.
-        written = [inputs[i] for i in self.unreturned_positions(outputs)]
-        if not written:
+        unreturned = [inputs[i] for i in self.unreturned_positions(outputs)]
+        if not unreturned:
             return values, rebuild
         result_count = len(values)
-        return [*values, *written], lambda changed: rebuild(list(changed[:result_count]))
+        return [*values, *unreturned], lambda all_values: rebuild(list(all_values[:result_count]))
 
     def written_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
         """Return the user's tensors that the op has written, for `Views.copy_writes`.
@@ -197,20 +197,20 @@ class SignatureCall(Call):
         return [i for i in self.written_positions if i not in self.target_positions]
 
     def invoke(self, inputs: list[Any]) -> Any:
-        """Run the operator, with each argument by position or by keyword as the program has it."""
+        """Run the operator on inputs, each passed by position or by keyword as the program has it."""
         if inputs is self.inputs:
             return self._site.invoke(*self._arguments)
-        values = dict(zip(self.names, inputs, strict=True))
+        input_by_name = dict(zip(self.names, inputs, strict=True))
         args, kwargs = [], dict(self._arguments[1])
         for name, parameter in self._signature.parameters.items():
             if name in kwargs:
-                kwargs[name] = values[name]
+                kwargs[name] = input_by_name[name]
             elif parameter.kind is parameter.VAR_POSITIONAL:
-                args += values.get(name, ())
+                args += input_by_name.get(name, ())
             elif parameter.kind is parameter.VAR_KEYWORD:
-                kwargs |= values.get(name, {})
-            elif name in values:
-                args.append(values[name])
+                kwargs |= input_by_name.get(name, {})
+            elif name in input_by_name:
+                args.append(input_by_name[name])
         return self._site.invoke(tuple(args), kwargs)
 
     def attributes(self) -> dict[str, Any]:
@@ -222,11 +222,11 @@ class SignatureCall(Call):
 _signature = lru_cache(4096)(inspect.signature)
 
 
-def _single_value(values: list[Any]) -> Any:
+def _restore_single_value(values: list[Any]) -> Any:
     return values[0]
 
 
-def _no_value(values: list[Any]) -> None:
+def _restore_none(values: list[Any]) -> None:
     return None
 
 
@@ -290,8 +290,8 @@ class EagerOps(TensorOps):
             # A named tuple takes fields as separate arguments; its `_make` takes a list.
             return list(outputs), getattr(kind, "_make", kind)
         if outputs is None:
-            return [], _no_value
-        return [outputs], _single_value
+            return [], _restore_none
+        return [outputs], _restore_single_value
 
     def invoke(self, site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call as the program does.
@@ -385,10 +385,10 @@ class EagerOps(TensorOps):
             subjects: Objects of the enclosing calls, such as modules, the outermost first.
         """
         return OpFacts(
-            call.op, 0, self.namespace, call.names, self.unwrap_for_analysis(call.inputs),
-            attributes=call.attributes(), op_type=call.op_type(),
-            variable_positions=call.variable_positions(), compute=call.as_function(),
-            device_of=self.device_of,
+            op=call.op, op_id=0, namespace=self.namespace, names=call.names,  # the caller sets `op_id`
+            inputs=self.unwrap_for_analysis(call.inputs), attributes=call.attributes(),
+            op_type=call.op_type(), variable_positions=call.variable_positions(),
+            compute=call.as_function(), device_of=self.device_of,
         )  # fmt: skip
 
     def uninstrumented_reason(self, site: interceptor.Site) -> tuple[str, str] | None:
@@ -512,20 +512,19 @@ class Trace:
             outputs: The op's outputs.
         """
         # A copy, which drops its values at the end of a pass: the facts of the forward contexts drop theirs
-        # when the call ends.
+        # when the call ends.  It is of no backward op yet; the steps of a pass copy it for each.
         facts = forward_facts.for_backward_op(None, 0, True)
         if self.plan.is_backward_complete(self.needs_grad):
             facts.drop_values()
         else:
-            # Detached, since a trace hangs on the nodes of the graph: a tensor with a graph would be a cycle
-            # that is never freed.
+            # Detached: a trace hangs on the graph's nodes, so a tensor with its graph would never be freed.
             facts.inputs = [ops.detach_value(value) for value in inputs]
             facts.outputs = [ops.detach_value(value) for value in outputs]
             facts.has_dropped_values = False
         self.facts = facts
 
     def mark_backward_analysed(self, may_run_again: bool = True) -> None:
-        """Record that every backward op of the execution has been analysed; drop the values.
+        """Record in the plan that all backward ops of such executions are analysed; drop the values.
 
         Does nothing without the cache if another pass may run these ops: it analyses them once more, and
         needs the values.

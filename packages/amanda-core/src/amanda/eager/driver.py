@@ -91,13 +91,13 @@ class EagerDriver(EagerOps, Driver):
         if resumption is not None:
             return self._resume_after_native_code(self.bind(site, args, kwargs), state, op_id, resumption)
         must_follow_writes = self._must_follow_writes(stack, op_id)
-        may_be_idle = not (stack.guards or kwargs or must_follow_writes)
-        if may_be_idle and call_cache is not None and len(call_cache.plans) == 1:
+        may_have_no_work = not (stack.guards or kwargs or must_follow_writes)
+        if may_have_no_work and call_cache is not None and len(call_cache.plans) == 1:
             (plan,) = call_cache.plans.values()
             # The only plan has no actions: store that for native code before the arguments are bound, which
             # takes time.
             if not plan and not plan.wants_backward(self.needs_grad(args)):
-                call_cache.learn(key, None)
+                call_cache.learn(key, None)  # None: calls of this form have no work
                 return self.invoke(site, args, kwargs)
         reason = self.uninstrumented_reason(site)
         if reason is not None:
@@ -115,9 +115,10 @@ class EagerDriver(EagerOps, Driver):
         return self._execute_plan(plan, call, state, op_id)
 
     def _analyse_and_execute(self, call: Call, state: State, op_id: int, plan_key: Hashable) -> Any:
-        """Analyse an op and execute it; store its plan, and the entry by which native code finds it.
+        """Analyse an op and execute it; store its plan, also where native code looks for it.
 
-        Without the cache nothing is stored.
+        Without the cache nothing is stored.  A stored plan is dropped with the outermost module of the call,
+        or with a parameter of the op.
         """
         stack = state.stack
         assert stack is not None
@@ -134,7 +135,7 @@ class EagerDriver(EagerOps, Driver):
                 # Recorded before any view is linked: from the first link on these ops have to run in Python.
                 stack.writing_ops.add(op_id)
             self._store_call_cache(stack, op_id, analysis.plan)
-            # The outermost module holds the others, so its death is that of the place.
+            # The outermost module holds the others: when it dies, the op cannot run again.
             bind_to_subjects(op_id, [*subjects[:1], *self.identity_values(call)])
         facts.drop_values()
         return result
@@ -147,14 +148,14 @@ class EagerDriver(EagerOps, Driver):
         op_id: int,
         analysis: OpAnalysis | None = None,
         last_called: int = -1,
-        returned: Any = None,
+        last_result: Any = None,
         changed_inputs: list[Any] | None = None,
     ) -> Any:
         """Run the routines of a plan and the op between them; return the op's result for the program.
 
-        analysis: the analysis to complete after the op, at its first execution.
-        last_called, returned: index of the routine that native code called last, and its result, which is not
-        yet among the inputs; -1 where native code called none.
+        analysis: the analysis to complete after the op, at its first execution; None at later ones.
+        last_called, last_result: index of the routine that native code called last, and its result, which is
+        not yet among the inputs; -1 where native code called none.
         changed_inputs: inputs after the earlier routines; None for the call's inputs.
         """
         # The facts of the first execution, without values: errors and notes name the same op at each
@@ -172,18 +173,11 @@ class EagerDriver(EagerOps, Driver):
 
         for i, action in enumerate(actions.before):
             if i >= last_called:
-                result = returned if i == last_called else NOT_CALLED
+                result = last_result if i == last_called else NOT_CALLED
                 inputs = run_routine(
-                    self,
-                    action,
-                    inputs,
-                    facts,
-                    run,
-                    state.autodiff,
-                    call.written_positions,
-                    result,
+                    self, action, inputs, facts, run, state.autodiff, call.written_positions, result,
                     shapes=shapes,
-                )
+                )  # fmt: skip
         if inputs is not call.inputs:
             inputs = call.fit_to_memory(inputs)
 
@@ -229,25 +223,26 @@ class EagerDriver(EagerOps, Driver):
         if written and saved is None and plan.has_output_routines:
             saved = self.find_saved_tensors(written, values)
         # Asked for once more: the analyses after the op may have completed the plan.
-        after = plan.actions(is_recomputation).after
+        actions_after = plan.actions(is_recomputation).after
         final_values = self._run_routines_after_op(
-            after, values, written, facts, run, state, shapes, inputs, saved=saved
+            actions_after, values, written, facts, run, state, shapes, inputs, saved=saved
         )
         if self.views is not None:
             final_values = self._tie_replaced_views(
-                self.views, call, inputs, values, final_values, facts, _inputs_isolated(plan, state)
+                self.views, call, inputs, values, final_values, facts, _are_inputs_isolated(plan, state)
             )
         return outputs if final_values is values else rebuild(final_values)
 
     def _copy_writes_to_originals(
         self, call: Call, inputs: list[Any], versions: list[Any], values: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Copy the op's writes into routines' values to the op's original inputs.
+        """Copy what the op wrote into routines' values to the op's original inputs.
 
         Return outputs and inputs with the originals in the place of the written values.  Needed for ops such
         as an autograd.Function that marks an input dirty: no schema announces the write before the op runs.
+        versions: those of `inputs` before the op ran.  values: the flat outputs.
         """
-        original_of: dict[int, Any] = {}  # by the id of the written value
+        original_by_id: dict[int, Any] = {}  # by the id of the written value
         for original, replacement, version in zip(call.inputs, inputs, versions, strict=True):
             if (
                 replacement is not original
@@ -255,10 +250,10 @@ class EagerDriver(EagerOps, Driver):
                 and self.version(replacement) != version
             ):
                 self.write(original, replacement, isolated=False)
-                original_of[id(replacement)] = original
+                original_by_id[id(replacement)] = original
         return (
-            [original_of.get(id(value), value) for value in values],
-            [original_of.get(id(value), value) for value in inputs],
+            [original_by_id.get(id(value), value) for value in values],
+            [original_by_id.get(id(value), value) for value in inputs],
         )
 
     def _tie_replaced_views(
@@ -269,34 +264,35 @@ class EagerDriver(EagerOps, Driver):
         values: list[Any],
         final_values: list[Any],
         facts: OpFacts,
-        isolated: bool,
+        are_inputs_isolated: bool,
     ) -> list[Any]:
         """Tie values from routines to the views that they replaced; return the outputs to use.
 
-        Copies what the op has written to the other sides of ties.  An output that is an input which a
-        routine replaced by an equal value becomes the program's own input.
-        values, final_values: outputs before and after the routines.
-        isolated: whether the routines before the op took no part in autodiff.
+        Copies what the op has written to the other sides of ties.  If the op returns an input that a routine
+        replaced by an equal value, the program's own input becomes the output.
+        values, final_values: outputs before and after the routines after the op.
         """
-        if inputs is not call.inputs:
+        are_inputs_replaced = inputs is not call.inputs
+        if are_inputs_replaced:
             # Rarely needed and expensive: the op runs again at most once for all its outputs.
             @cache
-            def rerun() -> list[Any]:
-                """Return the outputs of the op on its original inputs."""
+            def run_on_originals() -> list[Any]:
                 # No tool sees the second run of the op, which the program did not ask for.
                 unobserved = interceptor.Activation(None, State.current(), False, False)
                 with self.without_autodiff(), in_force(unobserved):
                     return self.flatten_with_unreturned(call, call.invoke(call.inputs), call.inputs)[0]
 
-            if isolated:
-                original_of = self._find_returned_inputs(call.inputs, inputs, final_values, rerun)
-                if original_of:
-                    values = [original_of.get(id(value), value) for value in values]
-                    final_values = [original_of.get(id(value), value) for value in final_values]
-        if inputs is not call.inputs or final_values is not values:
+            if are_inputs_isolated:
+                original_by_id = self._find_returned_inputs(
+                    call.inputs, inputs, final_values, run_on_originals
+                )
+                if original_by_id:
+                    values = [original_by_id.get(id(value), value) for value in values]
+                    final_values = [original_by_id.get(id(value), value) for value in final_values]
+        if are_inputs_replaced or final_values is not values:
             final_values = self.restore_autodiff_roles(call.inputs, inputs, values, final_values)
-        if inputs is not call.inputs:
-            views.tie_inputs(call.inputs, inputs, values, rerun, (facts.name, facts.source))
+        if are_inputs_replaced:
+            views.tie_inputs(call.inputs, inputs, values, run_on_originals, (facts.name, facts.source))
         if final_values is not values:
             final_values = views.tie_outputs(inputs, values, final_values, (facts.name, facts.source))
         # `views` is true while there are ties.
@@ -311,22 +307,22 @@ class EagerDriver(EagerOps, Driver):
         original_inputs: Sequence[Any],
         inputs: Sequence[Any],
         values: list[Any],
-        rerun: Callable[[], Sequence[Any]],
+        run_on_originals: Callable[[], Sequence[Any]],
     ) -> dict[int, Any]:
         """Return original inputs by the ids of equal replacements that the op has returned as outputs.
 
         An op that returns its input (`x.contiguous()`) has to return the program's tensor, not a copy.
-        inputs: values with which the op ran.  rerun: runs the op on the original inputs.
+        inputs, values: inputs with which the op ran, and the outputs after the routines.
         """
         pairs = zip(spread(original_inputs), spread(inputs), strict=False)
-        original_of = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
-        return {
-            id(value): original
-            for i, value in enumerate(values)
-            if (original := original_of.get(id(value))) is not None
-            and self.have_equal_bits(original, value)
-            and rerun()[i] is original
-        }
+        original_by_id = {id(new): old for old, new in pairs if new is not old and self.is_tensor(new)}
+        returned_inputs = {}
+        for i, value in enumerate(values):
+            original = original_by_id.get(id(value))
+            is_equal = original is not None and self.have_equal_bits(original, value)
+            if is_equal and run_on_originals()[i] is original:  # only then, since it runs the op again
+                returned_inputs[id(value)] = original
+        return returned_inputs
 
     def _run_routines_after_op(
         self,
@@ -338,40 +334,38 @@ class EagerDriver(EagerOps, Driver):
         state: State,
         shapes: Hashable,
         inputs: Sequence[Any],
-        returned: Any = NOT_CALLED,
+        result: Any = NOT_CALLED,
         saved: SavedTensors | None = None,
     ) -> list[Any]:
         """Run the routines on the outputs and return the outputs to use.
 
         Where the op returned an input and a routine an equal tensor, the input itself stays the output.
         written: the user's tensors among the values.  inputs: inputs of the op.
-        returned: result of the first routine, if native code has called it.
+        result: that of the first routine, if native code has called it.
         """
         copy_saved = None if saved is None else saved.copy_before_write
         for action in actions:
             mutable = [i for i, value in enumerate(values) if is_among(value, written)]
             new_values = run_routine(
-                self, action, values, facts, run, state.autodiff, mutable, returned, copy_saved, shapes
+                self, action, values, facts, run, state.autodiff, mutable, result, copy_saved, shapes
             )
             if new_values is not values and not (action.differentiable or state.autodiff):
                 new_values = self._restore_returned_inputs(values, new_values, inputs)
             # Native code has called the first routine at most.
-            values, returned = new_values, NOT_CALLED
+            values, result = new_values, NOT_CALLED
         return values
 
     def _restore_returned_inputs(
         self, values: list[Any], new_values: Sequence[Any], inputs: Sequence[Any]
     ) -> list[Any]:
-        """Return the outputs after a routine, with inputs that the op returned instead of equal tensors.
+        """Return the outputs after a routine; a tensor equal to an input that the op returned is that input.
 
         Returns `values`, the outputs before the routine, if no other output has changed.
         """
-        outputs = [
-            old
-            if new is not old and self.is_program_tensor(old, inputs) and self.have_equal_bits(old, new)
-            else new
-            for old, new in zip(values, new_values, strict=True)
-        ]
+        outputs = list(new_values)
+        for i, (old, new) in enumerate(zip(values, new_values, strict=True)):
+            if new is not old and self.is_program_tensor(old, inputs) and self.have_equal_bits(old, new):
+                outputs[i] = old
         return values if all(map(operator.is_, values, outputs)) else outputs
 
     def _resume_after_native_code(
@@ -382,23 +376,23 @@ class EagerDriver(EagerOps, Driver):
         Native code stops after a routine that returned a value which it cannot put in place.  The plan is not
         looked up again, since an in-place op may have changed the dtype or shape of an argument.
         """
-        plan, step, returned, outputs, changed_inputs = resumption
+        plan, step, last_result, outputs, changed_inputs = resumption
         if outputs is NotImplemented:  # the op has not run
-            return self._execute_plan(plan, call, state, op_id, None, step, returned, changed_inputs)
+            return self._execute_plan(plan, call, state, op_id, None, step, last_result, changed_inputs)
         facts = plan.chain[0].context._facts
         inputs = call.inputs if changed_inputs is None else changed_inputs
         if plan.replace is not None:
             outputs = call.in_form_of_result(outputs)
         values, rebuild = self.flatten_with_unreturned(call, outputs, inputs)
         actions = plan.actions(state.recomputed_executions is not None)
-        # Steps count the routines before the op, then those after it.
-        start = step - len(actions.before)  # the routine after the op at which native code stopped
-        if start < 0:  # native code stopped at the op's own result
-            start, returned = 0, NOT_CALLED
+        # Steps count the routines before the op, then those after it: index of the latter at the stop.
+        stop = step - len(actions.before)
+        if stop < 0:  # native code stopped at the op's own result
+            stop, last_result = 0, NOT_CALLED
         written = call.target_tensors(inputs, values)
         saved = self.find_saved_tensors(written, values) if written else None
         shapes = (self.shapes(call.inputs), self.shapes(values))
-        first_uncalled = start if returned is NOT_CALLED else start + 1
+        first_uncalled = stop if last_result is NOT_CALLED else stop + 1
         run: dict[str, Any] = {}
         if any(action.takes_run for action in actions.after[first_uncalled:]):
             called = (*actions.before, *actions.after[:first_uncalled])
@@ -406,11 +400,11 @@ class EagerDriver(EagerOps, Driver):
                 called, plan.has_backward_routines
             )
         final_values = self._run_routines_after_op(
-            actions.after[start:], values, written, facts, run, state, shapes, inputs, returned, saved
+            actions.after[stop:], values, written, facts, run, state, shapes, inputs, last_result, saved
         )
         if self.views is not None:
             final_values = self._tie_replaced_views(
-                self.views, call, inputs, values, final_values, facts, _inputs_isolated(plan, state)
+                self.views, call, inputs, values, final_values, facts, _are_inputs_isolated(plan, state)
             )
         return outputs if final_values is values else rebuild(final_values)
 
@@ -443,17 +437,16 @@ class EagerDriver(EagerOps, Driver):
         return [*call.slots, *parameters]
 
     def _store_call_cache(self, stack: ToolStack, op_id: int, plan: Plan) -> None:
-        """Put the stack's plans of an op into the interceptor's table; None for an op without work.
+        """Put a call cache with the stack's plans of an op into the interceptor's table, or None for no work.
 
-        If they are there, drop the programs that native code has of them.
+        Of a call cache that is there, drop the native programs, which lack the new plan.
         """
-        entry = stack.table.get(op_id)
-        if isinstance(entry, interceptor.CallCache):
-            entry.forget()
+        present_cache = stack.table.get(op_id)
+        if isinstance(present_cache, interceptor.CallCache):
+            present_cache.forget()
         elif plan or plan.has_backward_routines or stack.guards or self._must_follow_writes(stack, op_id):
-            stack.table.set(
-                op_id, interceptor.CallCache(stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id))
-            )
+            plans, has_shape_key = stack.plans.get(op_id, {}), stack.depends_on_shapes(op_id)
+            stack.table.set(op_id, interceptor.CallCache(plans, has_shape_key))
         else:
             # None in the table: native code runs the op without a look at its arguments.
             stack.table.set(op_id, None)
@@ -474,14 +467,16 @@ class EagerDriver(EagerOps, Driver):
 
     def before_detach(self, report: Report) -> None:
         """Turn values from routines back into views of the tensors that they replaced; report the others."""
-        for name, source in () if self.views is None else self.views.untie_all():
+        if self.views is None:
+            return
+        for name, source in self.views.untie_all():
             report.add(
                 f"what is written after the scope into a result of {name}, or into what that was a view of",
                 "a routine gave the result another value, so the two no longer share memory", source,
             )  # fmt: skip
 
 
-def _inputs_isolated(plan: Plan, state: State) -> bool:
+def _are_inputs_isolated(plan: Plan, state: State) -> bool:
     """Return True if no routine before the op takes part in autodiff."""
     return not (state.autodiff or any(action.differentiable for action in plan.before))
 

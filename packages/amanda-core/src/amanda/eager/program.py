@@ -31,7 +31,7 @@ def cache_program(
 ) -> None:
     """Store a native program for calls of this form, if native code can execute the plan.
 
-    Stores None where calls of this form have no work.
+    Stores None where calls of this form have no work, and nothing where Python has to execute the plan.
     key: the call_cache's key of the form.  state: state of a thread; part of the key.
     """
     needs_grad = ops.needs_grad(call.inputs)
@@ -54,7 +54,8 @@ def cache_program(
     refuses_argument = None
     # An in-place op or `out=` whose outputs routines may replace.
     if call.target_positions and needs_grad is not None and plan.has_output_routines:
-        if call.target_positions != (0,) or not ops.is_tensor(call.inputs[0]):
+        writes_first_input_alone = call.target_positions == (0,)
+        if not writes_first_input_alone or not ops.is_tensor(call.inputs[0]):
             return
         # The op's own backward may have saved the tensor that a routine then writes into; where the driver
         # cannot replace the saved tensor by a copy, Python runs the call.
@@ -80,22 +81,22 @@ def _trace_recorder(
     code attaches without Python.
     """
     # Native code handles one written tensor, the first input.
-    writes_others = call.target_positions and (
+    writes_other_tensors = call.target_positions and (
         call.target_positions != (0,) or isinstance(call.inputs[0], (list, tuple))
     )
-    if writes_others or any(action.differentiable for action in plan.inserted):
+    if writes_other_tensors or any(action.differentiable for action in plan.inserted):
         return None
     if plan.is_backward_complete(needs_grad) and not plan.takes_run:
-        shared_trace = Trace(facts.op_id, needs_grad, plan, {})
-        shared_trace.store_facts(ops, facts, [], [])
-        leave_shared_trace: Callable[..., None] = ops.native_trace_marker(
-            shared_trace, bool(call.target_positions)
+        shared_trace = Trace(facts.op_id, needs_grad, plan, run={})
+        shared_trace.store_facts(ops, facts, inputs=[], outputs=[])  # no analysis is left to read values
+        attach_shared_trace: Callable[..., None] = ops.native_trace_marker(
+            shared_trace, writes_input=bool(call.target_positions)
         )
-        return leave_shared_trace
+        return attach_shared_trace
 
     # Taken out of the call, which the function below would keep alive with its tensors.
     written_positions = tuple(call.written_positions)
-    unreturned_positions = tuple(call.unreturned_positions(None))
+    positions_if_none_returned = tuple(call.unreturned_positions(None))
 
     def leave_trace(begin: int, start: int, end: int, outputs: Any, inputs: list[Any]) -> None:
         """Attach a trace of its own to an execution; begin, start, end: see `EagerOps.backward_ops_between`.
@@ -104,7 +105,8 @@ def _trace_recorder(
         """
         run = run_dicts.dict_for_backward(actions.before, actions.after)
         trace = Trace(facts.op_id, needs_grad, plan, run)
-        values = ops.flatten(outputs)[0] or [inputs[i] for i in unreturned_positions]
+        returned_values, _ = ops.flatten(outputs)
+        values = returned_values or [inputs[i] for i in positions_if_none_returned]
         trace.shapes = (ops.shapes(inputs), ops.shapes(values))
         trace.store_facts(ops, facts, inputs, values)
         if plan.is_backward_complete(needs_grad) and not plan.takes_run:
@@ -135,15 +137,15 @@ def _build_program(
     Native code calls the routines and checks that they did not modify their arguments. A returned tensor of
     the same dtype, shape and device replaces the original; after any other result Python continues.
     """
-    sources = call.argument_indices()
-    if sources is None:
+    argument_indices = call.argument_indices()
+    if argument_indices is None:
         return None
     # Such a routine receives copies of the tensors that the op writes, which Python makes.
     if call.written_positions and any(action.differentiable for action in plan.inserted):
         return None
-    # Native code passes either returned or written tensors to routines as outputs, not both.  `...` stands
-    # for any result but None.
-    if call.unreturned_positions(...):
+    # Native code passes either returned or written tensors to routines as outputs, not both.
+    any_result_but_none = ...
+    if call.unreturned_positions(any_result_but_none):
         return None
     accepts_equal_inputs = call.accepts_equal_inputs()
     replacement = None
@@ -154,15 +156,16 @@ def _build_program(
         if replacement is None:
             return None
     # Defaults of the signature: a call of this form does not pass them, so native code takes them from here.
-    constants = tuple(
-        value if source == _DEFAULT else None for value, source in zip(call.inputs, sources, strict=True)
+    defaults = tuple(
+        value if index == _DEFAULT else None
+        for value, index in zip(call.inputs, argument_indices, strict=True)
     )
     is_traced = leave_trace is not None
-    native_routines = run_dicts.native_routines(ops, actions.before, actions.after, is_traced)
+    routine_by_action = run_dicts.routines_for_native_code(ops, actions.before, actions.after, is_traced)
     return _program_of_routines(
-        actions.before, actions.after, facts, sources, constants, plan, leave_trace, refuses_argument,
+        actions.before, actions.after, facts, argument_indices, defaults, plan, leave_trace, refuses_argument,
         replacement, accepts_equal_inputs, is_traced and plan.backward_takes_shapes,
-        tuple(call.unreturned_positions(None)), native_routines=native_routines,
+        tuple(call.unreturned_positions(None)), routine_by_action=routine_by_action,
         replacement_action=actions.replace,
     )  # fmt: skip
 
@@ -177,24 +180,24 @@ def _program_of_routines(
     after: Sequence[Action],
     facts: OpFacts,
     *arguments_of_op: Any,
-    native_routines: Mapping[Action, Routine] = MappingProxyType({}),
+    routine_by_action: Mapping[Action, Routine] = MappingProxyType({}),
     replacement_action: Action | None = None,
 ) -> interceptor.Program | None:
     """Return a native program; None where its routines take more values than native code can hold.
 
-    arguments_of_op: further arguments of `interceptor.Program`, for programs with an op.
-    native_routines: functions to call instead of an action's own.  replacement_action: runs instead of the
-    op; its step is one of the further arguments.
+    arguments_of_op: further arguments of `interceptor.Program`, in its order, for programs with an op.
+    routine_by_action: functions to call instead of an action's own.  replacement_action: runs instead of the
+    op; its step is among `arguments_of_op`.
     """
     # Native code reports errors by the index of a step; the replacement is the last.
     replacement_actions = [] if replacement_action is None else [replacement_action]
     reporter = _ErrorReporter((*before, *after, *replacement_actions), facts)
-    steps_before, steps_after = (
-        tuple(_routine_step(action, native_routines.get(action, action.func)) for action in actions)
-        for actions in (before, after)
-    )
+
+    def steps(actions: Sequence[Action]) -> tuple[tuple[Any, ...], ...]:
+        return tuple(_routine_step(action, routine_by_action.get(action, action.func)) for action in actions)
+
     try:
-        return interceptor.Program(steps_before, steps_after, reporter, *arguments_of_op)
+        return interceptor.Program(steps(before), steps(after), reporter, *arguments_of_op)
     except ValueError:  # more values than the fixed arrays of native code hold
         return None
 
@@ -204,12 +207,11 @@ def _replacement_step(
 ) -> tuple[tuple[Any, ...], tuple[str, ...]] | None:
     """Return the step that runs instead of the op, and the names of the inputs that it takes by keyword.
 
-    None where Python has to run the replacement.
+    None where Python has to run the replacement, also to raise the error of arguments that do not fit.
     """
     if action.takes_run or action.takes_original or action.reads:
         return None
     inputs = call.inputs
-    positions, position_by_name = list(action.select or ()), dict[str, int]()
     if action.select is None:
 
         def holds_tensors(position: int) -> bool:
@@ -219,8 +221,10 @@ def _replacement_step(
         positions, position_by_name = replacement_arguments(
             action.parameters, range(len(inputs)), call.names, holds_tensors
         )
-    elif any(position >= len(inputs) for position in positions):
+    elif any(position >= len(inputs) for position in action.select):
         return None
+    else:
+        positions, position_by_name = list(action.select), {}
     arguments = [inputs[position] for position in positions]
     kwargs = {name: inputs[position] for name, position in position_by_name.items()}
     # A call that would raise is left to Python, whose error lists the op's values.
@@ -230,8 +234,8 @@ def _replacement_step(
     ):
         return None
     isolated = False  # a replacement takes part in autodiff
-    select = (*positions, *position_by_name.values())
-    step = action.func, select, dict(action.kwargs), action.tool._amanda.lock, isolated
+    selected_positions = (*positions, *position_by_name.values())
+    step = action.func, selected_positions, dict(action.kwargs), action.tool._amanda.lock, isolated
     return step, tuple(position_by_name)
 
 

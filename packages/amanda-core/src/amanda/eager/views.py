@@ -27,7 +27,7 @@ Label = tuple[str, str]
 class Tie(ABC):
     """A value from a routine, and the view that it replaced.
 
-    ends: the memory of the value, and the memory of the view.
+    ends: the memory of the value, and the memory of the view, in this order.
     """
 
     ends: tuple[Hashable, Hashable]
@@ -66,7 +66,7 @@ class Tie(ABC):
 
 
 class Views(ABC):
-    """The ties of living values.
+    """The ties between a framework's views and the routines' values that replaced them, while these live.
 
     watches_writes: whether there was a tie since the last scope opened. From then on ops that write run in
     Python, so that their writes are seen.
@@ -75,10 +75,10 @@ class Views(ABC):
     def __init__(self) -> None:
         self.watches_writes = False
         _all_views.add(self)
-        self._ties: dict[Hashable, list[Tie]] = {}
-        self._labels: dict[Tie, Label] = {}
+        self._ties: dict[Hashable, list[Tie]] = {}  # by the memory of either end
+        self._label_by_tie: dict[Tie, Label] = {}
         # Told as the last scope closes: a report at each write would be one at each step of a training.
-        self._lost: list[Label] = []
+        self._labels_of_lost_writes: list[Label] = []
 
     @abstractmethod
     def memory(self, value: Any) -> Hashable:
@@ -150,44 +150,50 @@ class Views(ABC):
         originals: Sequence[Any],
         replacements: Sequence[Any],
         outputs: Sequence[Any],
-        rerun: Callable[[], Sequence[Any]],
+        run_on_originals: Callable[[], Sequence[Any]],
         label: Label,
     ) -> None:
-        """Tie values that replaced inputs to these inputs, where outputs of the op lie in the values' memory.
+        """Tie values that replaced inputs to these inputs, where the op returns views of its inputs.
 
         Args:
             originals: Inputs of the op, as the program passes them.
             replacements: Values with which the op ran.
             outputs: Outputs of the op.
-            rerun: Runs the op on its original inputs, to see whether the outputs are views of these.
+            run_on_originals: Runs the op on its original inputs, to see if the outputs are views of these.
             label: Name and source line of the op, for the report.
         """
         flat_outputs = spread(outputs)
         memories_of_outputs = [self._memories(output) for output in flat_outputs]
-        for view, value in _replaced_pairs(originals, replacements):
-            view_parts, value_parts = self.components_of(view), self.components_of(value)
-            if len(view_parts) != len(value_parts):
+        for input_part, value_part, value in self._replaced_parts(originals, replacements):
+            value_memory = self.memory(value_part)
+            views_of_value = [
+                output for output, memories in zip(flat_outputs, memories_of_outputs, strict=True)
+                if any(self._reaches(memory, {value_memory}) for memory in memories)
+            ]  # fmt: skip
+            if value_memory is None or not views_of_value or input_part.shape != value_part.shape:
                 continue
-            for view_part, value_part in zip(view_parts, value_parts, strict=True):
-                value_memory = self.memory(value_part)
-                views_of_value = [
-                    output for output, memories in zip(flat_outputs, memories_of_outputs, strict=True)
-                    if any(self._reaches(memory, {value_memory}) for memory in memories)
-                ]  # fmt: skip
-                if value_memory is None or not views_of_value or view_part.shape != value_part.shape:
-                    continue
-                # Otherwise the program may drop the value and keep an output in its memory, which then
-                # decides how long the tie lives.
-                value_outlives_outputs = value_part is value and all(
-                    self.keeps_alive(output, value) for output in views_of_value
-                )
-                # Of tensors with the same layout the op returns views of both; else it has to run to tell.
-                op_returns_views = (
-                    value_outlives_outputs and self.have_same_layout(view_part, value_part)
-                ) or any(self.memory(view_part) in self._memories(output) for output in spread(rerun()))
-                if op_returns_views:
-                    holders = () if value_outlives_outputs else views_of_value
-                    self._add_tie(view_part, value_part, True, label, holders)
+            # Otherwise the program may drop the value and keep an output in its memory, which then decides
+            # how long the tie lives.
+            value_outlives_outputs = value_part is value and all(
+                self.keeps_alive(output, value) for output in views_of_value
+            )
+            # Of tensors with the same layout the op returns views of both; else it has to run to tell.
+            has_views_of_both = value_outlives_outputs and self.have_same_layout(input_part, value_part)
+            if has_views_of_both or any(
+                self.memory(input_part) in self._memories(output) for output in spread(run_on_originals())
+            ):
+                holders = () if value_outlives_outputs else views_of_value
+                self._add_tie(input_part, value_part, is_input=True, label=label, holders=holders)
+
+    def _replaced_parts(
+        self, originals: Sequence[Any], replacements: Sequence[Any]
+    ) -> Iterator[tuple[Any, Any, Any]]:
+        """Yield each part of an original, the part of a value that replaced it, and that whole value."""
+        for original, value in _replaced_pairs(originals, replacements):
+            original_parts, value_parts = self.components_of(original), self.components_of(value)
+            if len(original_parts) == len(value_parts):
+                for original_part, value_part in zip(original_parts, value_parts, strict=True):
+                    yield original_part, value_part, value
 
     def tie_outputs(
         self, inputs: Sequence[Any], outputs: Sequence[Any], replacements: Sequence[Any], label: Label
@@ -219,13 +225,13 @@ class Views(ABC):
 
         What cannot be copied is noted for `untie_all`.
         """
-        for tie in list(self._labels):
-            side = tie.side_written_unseen()
-            if side is not None:
+        for tie in list(self._label_by_tie):
+            written_side = tie.side_written_unseen()
+            if written_side is not None:
                 try:
-                    self._copy_along_ties(self.written_parts([side]))
+                    self._copy_along_ties(self.written_parts([written_side]))
                 except Exception:  # frameworks forbid some writes, as into an expanded tensor
-                    self._lost.append(self._labels[tie])
+                    self._labels_of_lost_writes.append(self._label_by_tie[tie])
 
     def untie_all(self) -> Iterator[Label]:
         """Turn values back into views as the last scope closes; forget all ties.
@@ -235,11 +241,11 @@ class Views(ABC):
         self.copy_unseen_writes()
         for tie in self._living_ties():
             if not tie.turn_into_view():
-                yield self._labels[tie]
+                yield self._label_by_tie[tie]
         self._ties.clear()
-        yield from self._lost
-        self._labels.clear()
-        self._lost.clear()
+        yield from self._labels_of_lost_writes
+        self._label_by_tie.clear()
+        self._labels_of_lost_writes.clear()
         self.watches_writes = False
 
     def _memories(self, value: Any) -> set[Hashable]:
@@ -251,7 +257,7 @@ class Views(ABC):
     ) -> Any:
         """Tie a routine's value to the output that it replaced; return the value, or a copy that can be tied.
 
-        Returns the value untied where no write could reach both.
+        Returns the value untied where no write could reach both.  A list is tied tensor by tensor.
         input_memories: the memories of the op's inputs, by the input's `id`.
         """
         if value is view:
@@ -272,26 +278,35 @@ class Views(ABC):
         # The output has memory of its own, so nothing else can be written through it.
         if not (self._reaches(view_memory, memories_of_inputs) or self.is_in_foreign_memory(view)):
             return value
-        is_read_elsewhere = (
+        is_in_use = (
             value_memory in memories_of_inputs or value_memory in self._ties or self.shares_memory(value)
         )
-        if is_read_elsewhere or not self.have_same_layout(view, value):
+        if is_in_use or not self.have_same_layout(view, value):
             value = self.copy_in_layout(view, value)  # which can be tied
-        self._add_tie(view, value, id(view) in input_memories, label)
+        self._add_tie(view, value, is_input=id(view) in input_memories, label=label)
         return value
 
     def _reaches(self, memory: Hashable, memories: set[Hashable]) -> bool:
-        """Return True if a memory is among some memories, or if ties of its values lead to one of them."""
-        starts = [memory]
-        while starts:
-            if not memories.isdisjoint(starts):
+        """Return True if a memory is among some memories, or if ties of values in it lead to one of them."""
+        reached = [memory]
+        while reached:
+            if not memories.isdisjoint(reached):
                 return True
-            ties = [tie for start in starts for tie in self._ties.get(start, ()) if tie.ends[0] == start]
-            starts = [tie.ends[1] for tie in ties]
+            ends = [
+                tie.ends for start in reached for tie in self._ties.get(start, ()) if tie.ends[0] == start
+            ]
+            reached = [view_memory for _, view_memory in ends]
         return False
 
+    def _ties_of_values_in(self, memory: Hashable) -> list[Tie]:
+        """Return the ties whose value, not whose view, lies in a memory."""
+        return [tie for tie in self._ties.get(memory, ()) if tie.ends[0] == memory]
+
     def _tie_components(self, view: Any, value: Any, memories: set[Hashable], label: Label) -> Any:
-        """Tie the parts of a composite value, such as a sparse tensor, to the parts that they replaced."""
+        """Tie the parts of a composite value, such as a sparse tensor, to parts of a view in some memories.
+
+        Returns the value; a copy of it, which can be tied, if its parts lie in these memories or have ties.
+        """
         pairs = self._replaced_component_pairs(view, value, memories)
         if any(
             self.memory(value_part) in memories or self.memory(value_part) in self._ties
@@ -299,32 +314,36 @@ class Views(ABC):
         ):
             value = self.copy_in_layout(view, value)
             pairs = self._replaced_component_pairs(view, value, memories)
-        for part, value_part in pairs:
-            self._add_tie(part, value_part, False, label, (value,))
+        for view_part, value_part in pairs:
+            # The program holds the composite value, not the part.
+            self._add_tie(view_part, value_part, is_input=False, label=label, holders=(value,))
         return value
 
     def _replaced_component_pairs(
         self, view: Any, value: Any, memories: set[Hashable]
     ) -> list[tuple[Any, Any]]:
         """Return the parts of a view that lie in some memories, each with the part that replaced it."""
-        parts = self.components_of(view), self.components_of(value)
+        parts = zip(self.components_of(view), self.components_of(value), strict=False)
         return [
-            (part, value_part) for part, value_part in zip(*parts, strict=False)
-            if part.shape == value_part.shape and self.memory(part) != self.memory(value_part)
-            and self._reaches(self.memory(part), memories)
+            (view_part, value_part) for view_part, value_part in parts
+            if view_part.shape == value_part.shape and self.memory(view_part) != self.memory(value_part)
+            and self._reaches(self.memory(view_part), memories)
         ]  # fmt: skip
 
     def _add_tie(
         self, view: Any, value: Any, is_input: bool, label: Label, holders: Sequence[Any] = ()
     ) -> None:
-        """Tie a value to a view, unless that closes a cycle or the value has a tie; watch ops that write."""
+        """Tie a value to a view, unless that closes a cycle or the value has a tie.
+
+        From the first tie on, ops that write run in Python.  is_input, holders: as in `create_tie`.
+        """
         value_memory = self.memory(value)
         if self._reaches(self.memory(view), {value_memory}):
             return  # a cycle of ties would copy a write forever
-        if any(tie.ends[0] == value_memory for tie in self._ties.get(value_memory, ())):
+        if self._ties_of_values_in(value_memory):
             return
         tie = self.create_tie(view, value, is_input, self._drop_tie, holders)
-        self._labels[tie] = label
+        self._label_by_tie[tie] = label
         for memory in tie.ends:
             self._ties.setdefault(memory, []).append(tie)
         if not self.watches_writes:
@@ -338,27 +357,28 @@ class Views(ABC):
         While other ties start at views of the value, the tie stays as a link between them and the base.
         """
         value_memory, view_memory = tie.ends
-        connects_ties = any(other is not tie for other in self._ties.get(value_memory, ()))
-        if tie not in self._labels or connects_ties:
+        is_between_ties = any(other is not tie for other in self._ties.get(value_memory, ()))
+        if tie not in self._label_by_tie or is_between_ties:
             return
-        del self._labels[tie]
+        del self._label_by_tie[tie]
         for memory in tie.ends:
             ties = self._ties.get(memory, [])
             if tie in ties:
                 ties.remove(tie)
             if not ties:
                 self._ties.pop(memory, None)
-        for link in list(self._ties.get(view_memory, ())):
-            if link.ends[0] == view_memory and link.is_link:
-                self._drop_tie(link)
+        for outer_tie in self._ties_of_values_in(view_memory):
+            if outer_tie.is_link:
+                self._drop_tie(outer_tie)
 
     def _living_ties(self) -> list[Tie]:
-        return [tie for tie in list(self._labels) if tie.value is not None]
+        return [tie for tie in list(self._label_by_tie) if tie.value is not None]
 
-    def _copy_along_ties(self, parts: dict[Hashable, Any]) -> None:
-        """Copy written parts along all ties; this ends, since ties have no cycle.  parts: by their memory."""
+    def _copy_along_ties(self, written_by_memory: dict[Hashable, Any]) -> None:
+        """Copy written parts of memories along all ties; this ends, since ties have no cycle."""
+        # Entries: a memory, the part of it that was written, and the tie over which the write came, if any.
         queue: list[tuple[Hashable, Any, Tie | None]] = [
-            (memory, written, None) for memory, written in parts.items()
+            (memory, written, None) for memory, written in written_by_memory.items()
         ]
         while queue:
             memory, written, source_tie = queue.pop(0)

@@ -60,9 +60,10 @@ class Artefact(ABC):
 
 
 def artefact_kind(path: Path) -> type[Artefact]:
-    """Return the class that reads a path.
+    """Return the class of a driver that reads the file or folder at a path.
 
-    Raises ArtefactError where the path does not exist, or no installed driver reads it.
+    Raises ArtefactError where the path does not exist, or no installed driver reads it; PluginError where
+    several do, or where the driver is for another core.
     """
     if not path.exists():
         raise ArtefactError(f"{path} does not exist")
@@ -72,13 +73,14 @@ def artefact_kind(path: Path) -> type[Artefact]:
     if len(entries) > 1:
         raise PluginError(rivalry_message(entries))
     (entry,) = entries
-    kind: type[Artefact] = entry.load()
-    if kind.api != DRIVER_API:
+    artefact_type: type[Artefact] = entry.load()
+    if artefact_type.api != DRIVER_API:
+        outdated = "amanda-core" if artefact_type.api > DRIVER_API else entry.distribution
         raise PluginError(
-            f"{entry} is written for driver API {kind.api}, this core speaks {DRIVER_API}: "
-            f"{upgrade_command('amanda-core' if kind.api > DRIVER_API else entry.distribution)}"
+            f"{entry} is written for driver API {artefact_type.api}, this core speaks {DRIVER_API}: "
+            f"{upgrade_command(outdated)}"
         )
-    return kind
+    return artefact_type
 
 
 def _matches(name: str, path: Path) -> bool:
@@ -89,9 +91,9 @@ def _matches(name: str, path: Path) -> bool:
 def _readable_files() -> str:
     """Say which files the installed drivers read, and how to install more."""
     entries = registry.entries(ARTEFACTS, fresh=False)
-    readable = [f"{_file_pattern(entry)} ({entry.distribution})" for entry in entries]
+    patterns = [f"{_file_pattern(entry)} ({entry.distribution})" for entry in entries]
     install_hint = f"drivers come by {how_to_install()}"
-    return f"there are {', '.join(readable)}; {install_hint}" if readable else install_hint
+    return f"there are {', '.join(patterns)}; {install_hint}" if patterns else install_hint
 
 
 def _file_pattern(entry: PluginEntry) -> str:
@@ -102,14 +104,15 @@ def check_target(source: Path, target: Path, force: bool, is_folder: bool) -> No
     """Raise ArtefactError where a file or folder may not be written, before any work is done.
 
     Raises FileError for a parent folder that cannot be written to.
+    source: the model that is read.  force: whether a present target may be replaced.
     """
     # Resolved, since a link may lead to the model that is read.
     source_path, target_path = source.resolve(), target.resolve()
     if target_path == source_path:
         raise ArtefactError(f"{target} is the model that is read, which is never changed; give another path")
     if source_path in target_path.parents or target_path in source_path.parents:
-        inside = "lies in" if source_path in target_path.parents else "is around"
-        raise ArtefactError(f"{target} {inside} {source}, which is never changed; give another path")
+        relation = "lies in" if source_path in target_path.parents else "is around"
+        raise ArtefactError(f"{target} {relation} {source}, which is never changed; give another path")
     if not target.parent.is_dir():
         raise ArtefactError(f"{target} cannot be written: there is no folder {target.parent}")
     check_folder_to_write(target.parent)

@@ -80,16 +80,17 @@ class Inlining:
     """The routines of some tools, collected while a driver writes them into a file.
 
     state: the state with the tools, for the driver's rewriter.
+    analysed: number of ops.  left: parts that could not be instrumented.
     """
 
     state: State
     analysed: int = 0
     left: list[Uninstrumented] = field(default_factory=list)
-    _actions: list[tuple[Action, OpFacts, str]] = field(default_factory=list)
-    _types: dict[str, None] = field(default_factory=dict)
-    _admitted_tools: set[int] = field(default_factory=set)
-    _stored: set[int] = field(default_factory=set)
-    _refused: list[_Refusal] = field(default_factory=list)
+    _actions: list[tuple[Action, OpFacts, str]] = field(default_factory=list)  # with the type of the op
+    _op_types: dict[str, None] = field(default_factory=dict)  # an ordered set
+    _admitted_tool_ids: set[int] = field(default_factory=set)
+    _stored_action_ids: set[int] = field(default_factory=set)
+    _refusals: list[_Refusal] = field(default_factory=list)
 
     def analysis(
         self, ops: TensorOps, on_plan: Callable[[Plan, OpFacts], object] | None = None
@@ -106,7 +107,7 @@ class Inlining:
     def record_stored(self, action: Action) -> None:
         """Record that a routine's result was computed and stored in the file instead of the routine."""
         # Actions live in `_actions` until the result is read, so no other object gets their ids.
-        self._stored.add(id(action))
+        self._stored_action_ids.add(id(action))
 
     def refuse(self, action: Action, facts: OpFacts, why: str) -> None:
         """Record that a routine cannot be inlined; then nothing is written.
@@ -117,7 +118,8 @@ class Inlining:
             why: Reason for the error that `amanda.instrument` raises.
         """
         # Names, not facts: the error outlives the model.
-        self._refused.append(_Refusal(facts.name, facts.scope, type(action.tool).__name__, str(action), why))
+        tool_name = type(action.tool).__name__
+        self._refusals.append(_Refusal(facts.name, facts.scope, tool_name, str(action), why))
 
     def record_uninstrumented(self, subject: str, reason: str, where: str = "") -> None:
         """Record an uninstrumented part for the result, once.
@@ -146,9 +148,9 @@ class Inlining:
         """Return the routines, in the order of their ops."""
         return [
             Inlined(
-                op_type, facts.scope, str(getattr(facts.op, "name", "") or facts.name), action.type.value,
-                getattr(action.func, "__qualname__", str(action.func)), type(action.tool).__name__,
-                id(action) in self._stored,
+                type=op_type, scope=facts.scope, op=str(getattr(facts.op, "name", "") or facts.name),
+                action=action.type.value, routine=getattr(action.func, "__qualname__", str(action.func)),
+                tool=type(action.tool).__name__, stored=id(action) in self._stored_action_ids,
             )
             for action, facts, op_type in self._actions
         ]  # fmt: skip
@@ -162,28 +164,30 @@ class Inlining:
         """
         self.analysed += 1
         op_type = str(plan.context.get("type") or facts.op_type or facts.name)
-        self._types.setdefault(op_type)
+        self._op_types.setdefault(op_type)
         self._record_admitted_tools(plan.context)
+        refused_actions = []
         for action in plan.all:
             obstacle = _inlining_obstacle(action)
             if obstacle:
                 self.refuse(action, facts, obstacle)
+                refused_actions.append(action)
             else:
                 self._actions.append((action, facts, op_type))
         # Dropped although nothing is written then: the other routines are tried, and one error names all.
-        plan.before = tuple(action for action in plan.before if not _inlining_obstacle(action))
-        plan.after = tuple(action for action in plan.after if not _inlining_obstacle(action))
-        if plan.replace and _inlining_obstacle(plan.replace):
+        plan.before = tuple(action for action in plan.before if action not in refused_actions)
+        plan.after = tuple(action for action in plan.after if action not in refused_actions)
+        if plan.replace in refused_actions:
             plan.replace = None
 
     def _record_admitted_tools(self, context: OpContext) -> None:
-        """Record the tools whose restrictions admit an op; the analysis does not say which these are."""
+        """Record the tools with no restriction that excludes an op, for `report_idle_tool`."""
         tools = () if self.state.stack is None else self.state.stack.tools
         for tool in tools:
-            if id(tool) in self._admitted_tools:
+            if id(tool) in self._admitted_tool_ids:
                 continue
             if all(admits(context) for admits in tool._amanda.admissions):
-                self._admitted_tools.add(id(tool))
+                self._admitted_tool_ids.add(id(tool))
 
     def report_idle_tool(self, tool: Tool) -> None:
         """Add an entry to `left` where neither this tool nor one that it depends on inserts anything."""
@@ -191,7 +195,7 @@ class Inlining:
         # A mapping inserts nothing itself, and a tool may leave all work to one that it depends on.
         if tool.follows_dependents or any(action.tool in tools for action, _, _ in self._actions):
             return
-        if id(tool) in self._admitted_tools:
+        if id(tool) in self._admitted_tool_ids:
             why = (
                 "its options leave nothing for it to do at these ops, or it only looks, which `amanda run` "
                 "and amanda.apply are for"
@@ -202,16 +206,16 @@ class Inlining:
 
     def check_result(self, source: Path) -> None:
         """Raise an error where a routine was refused, or no routine was recorded."""
-        if self._refused:
+        if self._refusals:
             # All at once: a user marks several routines before the next attempt.
-            raise NotTraceableError(_refusal_text(source, self._refused), self._refused)
+            raise NotTraceableError(_refusal_text(source, self._refusals), self._refusals)
         # A copy without any routine would look like a success.
         if not self._actions:
             reasons = "".join(f"\n  {entry.what}: {entry.reason}" for entry in self.left[:_MAX_LISTED])
-            types = _listed_names(self._types)
+            op_types = _listed_names(self._op_types)
             raise ArtefactError(
                 f"the tools insert nothing at any of the {self.analysed} ops of {source}, so nothing was "
-                f"written{f'; there are {types}' if types else ''}{reasons}"
+                f"written{f'; there are {op_types}' if op_types else ''}{reasons}"
             )
 
 
@@ -272,6 +276,7 @@ def instrument(
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)
     ordered_tools = in_dependency_order(tools)
+    # They write the model in several files.
     cutting_tools = [tool for tool in tools if type(tool).write_parts is not Tool.write_parts]
     # Before anything is read: a large model takes minutes, and a mistake in the path is seen at once.
     check_target(source, target, force, is_folder=bool(cutting_tools) or source.is_dir())
@@ -309,23 +314,28 @@ def _check_only_tool(tools: Sequence[Tool]) -> None:
 
 
 def _write_in_parts(
-    tool: Tool, kind: type[Artefact], source: Path, target: Path, force: bool, about: Mapping[str, Any]
+    tool: Tool, kind: type[Artefact], source: Path, target: Path, force: bool, metadata: Mapping[str, Any]
 ) -> Instrumented:
-    """Call a tool's `write_parts`, which writes a folder of files; no file stays if that raises."""
+    """Call a tool's `write_parts`, which writes a folder of files; no file stays if that raises.
+
+    The number of ops in the result, and what is left, come from the tool's last analysis of the model.
+    """
     with disabled():
         artefact = kind(source)
-        inlining = _new_inlining([])
+        last_inlining = _new_inlining([])
 
         def analyse(part_tool: Tool) -> None:
-            """Analyse the model by a tool; the number of ops and what is left come from the last analysis."""
-            nonlocal inlining
-            inlining = _new_inlining(in_dependency_order([part_tool]))
-            artefact.instrument(inlining)
+            """Analyse the model by a tool, whose routines are not written."""
+            nonlocal last_inlining
+            last_inlining = _new_inlining(in_dependency_order([part_tool]))
+            artefact.instrument(last_inlining)
 
         with replacing_all(target, force) as folder:
             folder.mkdir()
-            tool.write_parts(source, folder, analyse, about)
-    return Instrumented(target, f"{kind.kind} in parts", inlining.analysed, [], inlining.left)
+            tool.write_parts(source, folder, analyse, metadata)
+    return Instrumented(
+        target, f"{kind.kind} in parts", last_inlining.analysed, inlined=[], left=last_inlining.left
+    )
 
 
 def _new_inlining(tools: Sequence[Tool]) -> Inlining:
@@ -336,17 +346,17 @@ def _new_inlining(tools: Sequence[Tool]) -> Inlining:
 def _prepare_tools(artefact: Artefact, tools: Sequence[Tool]) -> None:
     """Analyse every op in advance for tools that ask for it, such as a tool with one budget for all ops.
 
-    Does nothing where no tool asks.
+    Does nothing where no tool asks.  This analysis records nothing for the result.
     """
-    prepared_tools = []
+    tools_to_prepare = []
     with ExitStack() as preparations:
         for tool in tools:
-            context = preparation(tool)
-            if context is not None:
-                preparations.enter_context(context)
-                prepared_tools.append(tool)
-        if prepared_tools:
-            artefact.instrument(_new_inlining(in_dependency_order(prepared_tools)))
+            preparation_context = preparation(tool)
+            if preparation_context is not None:
+                preparations.enter_context(preparation_context)
+                tools_to_prepare.append(tool)
+        if tools_to_prepare:
+            artefact.instrument(_new_inlining(in_dependency_order(tools_to_prepare)))
 
 
 def _report_backward_tools(inlining: Inlining, tools: Sequence[Tool]) -> None:
@@ -366,11 +376,12 @@ def _report_backward_tools(inlining: Inlining, tools: Sequence[Tool]) -> None:
 def _check_loaded_state_used(tools: Iterable[Tool], source: Path) -> None:
     """Raise ArtefactError for loaded state that no op has used: it belongs to another model."""
     for tool in tools:
-        unused = list(tool._amanda.loaded)
-        if unused:
+        unused_keys = list(tool._amanda.loaded)
+        if unused_keys:
             raise ArtefactError(
                 f"no op of {source} has the state that {type(tool).__name__} was given for "
-                f'{_listed_names(unused)}; state is kept by "module path/op/name", as tool.state_dict() tells'
+                f'{_listed_names(unused_keys)}; state is kept by "module path/op/name", as tool.state_dict() '
+                "tells"
             )
 
 
@@ -389,15 +400,15 @@ def _inlining_obstacle(action: Action) -> str:
     return "it takes `run`, which belongs to one execution" if action.takes_run else ""
 
 
-def _refusal_text(source: Path, refused: Sequence[_Refusal]) -> str:
+def _refusal_text(source: Path, refusals: Sequence[_Refusal]) -> str:
     """Return the message that lists routines which cannot be written, grouped by tool, action and reason."""
     ops_by_routine: dict[tuple[str, str, str], list[str]] = {}
-    for op, scope, tool, action, reason in refused:
+    for op, scope, tool, action, reason in refusals:
         ops_by_routine.setdefault((tool, action, reason), []).append(f"{op} {scope}".strip())
     lines = []
     for (tool, action, reason), ops in list(ops_by_routine.items())[:_MAX_LISTED]:
-        first_ops, more_count = ", ".join(ops[:_MAX_LISTED_OPS]), len(ops) - _MAX_LISTED_OPS
-        suffix = f" and {more_count} more" if more_count > 0 else ""
+        first_ops, unlisted_op_count = ", ".join(ops[:_MAX_LISTED_OPS]), len(ops) - _MAX_LISTED_OPS
+        suffix = f" and {unlisted_op_count} more" if unlisted_op_count > 0 else ""
         lines.append(f"  {tool}, {action}: {reason}; at {first_ops}{suffix}")
     if len(ops_by_routine) > _MAX_LISTED:
         lines.append(f"  and {len(ops_by_routine) - _MAX_LISTED} more routines")

@@ -1,4 +1,4 @@
-"""The base of drivers for frameworks that run graphs."""
+"""The base of drivers for frameworks that run graphs, and the rewritten copies that run instead."""
 
 from __future__ import annotations
 
@@ -119,6 +119,8 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
     ) -> tuple[RunnableT, Execution] | None:
         """Return the copy that runs instead of a graph, and its execution; None where the graph runs itself.
 
+        Adds what the copy could not instrument to the reports of the open scopes.
+
         Args:
             graph: Graph of the framework.
             state: State of the thread that runs the graph.
@@ -138,7 +140,9 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         owner: Any = None,
         forward: RewrittenCopy[RunnableT] | None = None,
     ) -> RewrittenCopy[RunnableT]:
-        """Return a copy of a graph that is valid for the present values; build one where there is none.
+        """Return a copy of a graph that fits the values which its routines read; build one if there is none.
+
+        Without the cache each call builds one.
 
         Args:
             graph: Graph of the framework.
@@ -150,18 +154,18 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         stack = state.stack if forward is None else forward.stack
         assert stack is not None
         # A gradient graph reads values that the copy of its forward graph stored, so it belongs to that copy.
-        all_copies = stack.rewrites if forward is None else forward.backward
+        copies_by_owner = stack.rewrites if forward is None else forward.backward
         owner = graph if owner is None else owner
-        copies = all_copies.setdefault(owner, {}) if state.cache else {}
+        copies_by_key = copies_by_owner.setdefault(owner, {}) if state.cache else {}
         # Routines of a copy take part in autodiff, or do not, for as long as it lives.
-        key = state.autodiff, key
+        full_key = state.autodiff, key
         # Without the lock: that a copy is found is the usual case, and dicts are safe to read.
-        guarded_copies = copies.get(key)
+        guarded_copies = copies_by_key.get(full_key)
         copy = None if guarded_copies is None else guarded_copies.find()
         if copy is None:
             # Another thread may have built the copy while this thread waited: look again under the lock.
             with self._lock:
-                guarded_copies = copies.setdefault(key, GuardedCopies(self.reads_type))
+                guarded_copies = copies_by_key.setdefault(full_key, GuardedCopies(self.reads_type))
                 analysis = GraphAnalysis(state, self.tensors, stack, guarded_copies.history)
                 copy = guarded_copies.find() or self._rewrite_and_store(
                     graph, owner, analysis, guarded_copies
@@ -175,7 +179,11 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
         analysis: GraphAnalysis,
         guarded_copies: GuardedCopies[RewrittenCopy[RunnableT]],
     ) -> RewrittenCopy[RunnableT]:
-        """Build a copy and store it with the values that it depends on; drop the plans if that fails."""
+        """Build a copy and store it with the values that it depends on.
+
+        Where the graph cannot be instrumented, or nothing is inserted, the copy has no `runnable`: the graph
+        runs itself.  A rewrite that fails leaves no plans.
+        """
         # Building a graph calls functions of the framework that an eager driver may intercept.
         with interceptor.Suspension(), self.rewriting_context():
             try:
@@ -183,9 +191,11 @@ class GraphDriver(Driver, Generic[RewritingT, RunnableT]):
             except CannotInstrument as error:
                 analysis.drop_plans()
                 # Stored as well, so that the next call does not fail to rewrite the same graph once more.
-                copy = RewrittenCopy[RunnableT](analysis.stack, None, {}, (error.args,))
-                guarded_copies.add(copy, self.reads_type())
-                return copy
+                refused_copy = RewrittenCopy[RunnableT](
+                    analysis.stack, runnable=None, table={}, reports=(error.args,)
+                )
+                guarded_copies.add(refused_copy, self.reads_type())
+                return refused_copy
             except BaseException:
                 analysis.drop_plans()
                 raise

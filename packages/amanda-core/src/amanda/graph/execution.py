@@ -83,8 +83,8 @@ class Insertion:
         """
         values: list[Any] = [None] * self.value_count
         tensors = iter(flat)
-        for position, size in zip(self.input_positions, self.list_lengths, strict=True):
-            values[position] = next(tensors) if size is None else [next(tensors) for _ in range(size)]
+        for position, length in zip(self.input_positions, self.list_lengths, strict=True):
+            values[position] = next(tensors) if length is None else [next(tensors) for _ in range(length)]
         return values
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
@@ -162,7 +162,7 @@ class Insertion:
         """
         input_count = len(flat) - self.extra_input_count
         values, reads = self.unflatten(flat[:input_count]), flat[input_count:]
-        result = run_replacement(ops, action, values, self.facts, run, (), self.original, reads)
+        result = run_replacement(ops, action, values, self.facts, run, original=self.original, reads=reads)
         if result is NotImplemented:
             error = RoutineError(
                 f"{action} left the op to itself, which a rewritten graph does not have any more; "
@@ -187,10 +187,16 @@ class RoutineTable(dict[int, Any]):
 
     @cached_property
     def openings(self) -> tuple[tuple[Action, OpFacts], ...]:
-        """Return the routines to call at the start of a run; cached, so read this after the rewrite."""
+        """Return the routines to call once, as a run starts, each with the facts of its op.
+
+        Cached, so read this after the rewrite.
+        """
         insertions = [entry for entry in self.values() if isinstance(entry, Insertion)]
         return tuple(
-            (action, entry.facts) for entry in insertions for action in entry.actions if action.opening
+            (action, insertion.facts)
+            for insertion in insertions
+            for action in insertion.actions
+            if action.opening
         )
 
 
@@ -211,7 +217,8 @@ class _ExecutionNumbers:
 
     def take(self) -> int:
         """Return a number that no living execution has."""
-        # Not at once: a call of a graph that is just ending must not find another execution under its number.
+        # Only the oldest of many are used again: a call of a graph that is just ending must not find another
+        # execution under its number.
         if len(self._retired) > self._MIN_RETIRED:
             with suppress(IndexError):  # another thread has taken the last one
                 return self._retired.popleft()
@@ -257,7 +264,7 @@ class Execution:
         self.table = table
         self.run_dicts: RunsByOp = {} if run_dicts is None else run_dicts
         self.stored_values: dict[Hashable, list[Any]] = {} if stored_values is None else stored_values
-        self._unread_counts: dict[Any, int] = {}  # by reader and place
+        self._unread_counts: dict[Any, int] = {}  # by reader and place; all values if there is no entry
         self.error: BaseException | None = None
         self._runs_all_tools = runs_all_tools
         # The thread that runs the graph; routines are called on threads of the framework.
@@ -292,11 +299,11 @@ class Execution:
             place: Key under which the values were stored.
             reader: Key that tells the readers of one place apart.
         """
-        entries = self.stored_values[place]
-        unread_count = self._unread_counts.get((reader, place), len(entries))
-        index = max(unread_count - 1, 0)  # the last that the reader has not had
-        self._unread_counts[reader, place] = index  # as many come before it
-        return entries[index]
+        values = self.stored_values[place]
+        unread_count = self._unread_counts.get((reader, place), len(values))
+        last_unread = max(unread_count - 1, 0)  # index of the last that the reader has not had
+        self._unread_counts[reader, place] = last_unread  # as many come before it
+        return values[last_unread]
 
     def runs_action(self, action: Action) -> bool:
         """Return True if the action is not an opening, and a scope with its tool is open here."""
@@ -323,7 +330,10 @@ class Execution:
 
     @contextmanager
     def raising_routine_error(self) -> Iterator[None]:
-        """Return a context for a part between `begin` and `end`; it raises a routine's exception itself."""
+        """Return a context between `begin` and `end` that raises the first exception of a routine.
+
+        It is raised instead of the framework's, and also where the framework dropped it.
+        """
         # The framework wraps a routine's exception in its own error; raise the routine's exception instead.
         try:
             yield
@@ -335,14 +345,17 @@ class Execution:
             raise error from error.__cause__
 
     def _call_openings(self) -> None:
-        """Call the routines that are to run once ahead of all ops."""
-        for action, facts in self.table.openings if isinstance(self.table, RoutineTable) else ():
+        """Call the routines that run once, ahead of all ops of the graph, if their tools are open."""
+        openings = self.table.openings if isinstance(self.table, RoutineTable) else ()
+        for action, facts in openings:
             if self._runs_all_tools or self.state.is_open(action.tool):
                 with explain_errors(facts, action.tool, str(action)), action.tool._amanda.lock:
                     action.func(**action.kwargs)
 
     def call(self, slot: int, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run the routines of a slot; return the tensors that go back into the graph.
+
+        An exception of a routine passes; the first of the run is kept in `error`.
 
         Args:
             slot: Slot of the routines in the table.

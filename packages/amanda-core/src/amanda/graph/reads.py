@@ -40,11 +40,12 @@ class ReadPlace(NamedTuple):
 
 
 class Reads:
-    """Present values that routines read: attributes, variables of modules and of enclosing functions.
+    """The places that routines read besides their arguments, with their values: attributes, globals, cells.
 
     The names come from the routines' code, and from functions of the same package that it calls.  A name
     stands for the attribute of this name of every object that the routines reach.  Attributes that routines
     set themselves are left out.  A driver's subclass adds the values of its framework.
+    To follow a value is to record the places that it leads to.
 
     plain_types: types of values that are compared by equality; other values are compared by identity.
     opaque_packages: packages whose objects are not followed.
@@ -60,15 +61,16 @@ class Reads:
     dynamic_types: ClassVar[tuple[type, ...]] = ()
 
     def __init__(self) -> None:
-        self._places: dict[tuple[int, Any], ReadPlace] = {}
-        # With the objects, so that no id is given to another object meanwhile.
+        # Dicts without values are ordered sets here.
+        self._place_by_key: dict[tuple[int, Any], ReadPlace] = {}
+        # By id, with the objects, so that no id is given to another object meanwhile.
         self._visited: dict[int, Any] = {}
         self._holders: list[Any] = []  # objects with attributes to follow
-        self._names: dict[str, None] = {}  # of attributes and globals in the code that was followed
-        self._names_set: dict[str, None] = {}  # those of them that the code sets
-        self._followed: set[tuple[int, str]] = set()
-        self._packages: set[str] = set()  # whose functions, classes and modules are followed
-        self._excluded: set[tuple[int, Any]] = set()  # places that the traced routines set
+        self._names_in_code: dict[str, None] = {}  # of attributes and globals in the code that was followed
+        self._names_set_in_code: dict[str, None] = {}  # those of them that the code sets
+        self._followed_attributes: set[tuple[int, str]] = set()  # by the holder's id and the name
+        self._followed_packages: set[str] = set()  # whose functions, classes and modules are followed
+        self._keys_set_by_routines: set[tuple[int, Any]] = set()  # of places
         self.names_written: dict[str, None] = {}
 
     @classmethod
@@ -92,17 +94,15 @@ class Reads:
         """Record the values that an action's routine reads."""
         # Functions of other packages are taken as they are: to follow these would lead through the whole
         # process.
-        self._packages |= {
-            _home_package(action.func),
-            _home_package(type(action.tool)),
-        } - self.opaque_packages
+        home_packages = {_home_package(action.func), _home_package(type(action.tool))}
+        self._followed_packages |= home_packages - self.opaque_packages
         self.follow_value(action.func)
         for value in action.kwargs.values():
             self.follow_value(value)
-        # What an attribute leads to may add holders and names, so repeat until no pair is new.
-        while new_pairs := self._attributes_to_follow():
-            for holder, name in new_pairs:
-                self._followed.add((id(holder), name))
+        # What an attribute leads to may add holders and names, so repeat until no attribute is new.
+        while new_attributes := self._attributes_to_follow():
+            for holder, name in new_attributes:
+                self._followed_attributes.add((id(holder), name))
                 self._follow_attribute(holder, name)
 
     @contextmanager
@@ -118,12 +118,12 @@ class Reads:
     def drop_changed_places(self, places: Iterable[ReadPlace] | None = None) -> None:
         """Drop places whose value has changed since it was read: the traced routines have set them.
 
-        Their names are added to `names_written`.
+        Their names are added to `names_written`, and those of attributes that the routines' code sets.
 
         Args:
             places: Places to look at; None for all.
         """
-        for name in self._names_set:
+        for name in self._names_set_in_code:
             attributes = (inspect.getattr_static(holder, name, _MISSING) for holder in self._holders)
             if any(attribute is not _MISSING for attribute in attributes):
                 self.names_written[name] = None
@@ -131,8 +131,8 @@ class Reads:
         changed_places = [place for place in candidates if not self._is_unchanged(place)]
         for place in changed_places:
             self.names_written[self.name_of(place)] = None
-            self._excluded.add(place.key)
-            del self._places[place.key]
+            self._keys_set_by_routines.add(place.key)
+            del self._place_by_key[place.key]
 
     def name_of(self, place: ReadPlace) -> str:
         """Return the name of a place; for contents of a container the name of the container."""
@@ -142,10 +142,10 @@ class Reads:
 
     def are_unchanged(self) -> bool:
         """Return True if all values are unchanged.  This runs at each call of a graph."""
-        if not self._places:
+        if not self._place_by_key:
             return True
         with interceptor.Suspension():  # a property may call ops
-            for read, holder, name, value in self._places.values():
+            for read, holder, name, value in self._place_by_key.values():
                 current = read(holder, name)
                 # Identity first, since this runs at each call and most values are the same objects.
                 if current is not value and not self.is_same(current, value):
@@ -167,20 +167,12 @@ class Reads:
         entries = []
         if self.names_written:
             tools = ", ".join(dict.fromkeys(type(action.tool).__name__ for action, _ in traced))
-            entries.append(
-                (
-                    f"traceable routines of {tools}",
-                    f"they set {', '.join(self.names_written)}; {graph} does not",
-                )
-            )
-        entries += [
-            (
-                f"traceable {action}",
-                "it holds a tensor that no name in its code leads to: another in its place is not seen",
-            )
-            for action, tensors in traced
-            if any(tensor not in self for tensor in tensors)
-        ]
+            reason = f"they set {', '.join(self.names_written)}; {graph} does not"
+            entries.append((f"traceable routines of {tools}", reason))
+        for action, held_tensors in traced:
+            if any(tensor not in self for tensor in held_tensors):
+                reason = "it holds a tensor that no name in its code leads to"
+                entries.append((f"traceable {action}", f"{reason}: another in its place is not seen"))
         return entries
 
     def follows_attributes(self, value: Any) -> bool:
@@ -200,16 +192,16 @@ class Reads:
         if isinstance(value, FunctionType):
             self.follow_value(getattr(value, "__wrapped__", None))  # the decorator may be of another package
         is_code = isinstance(value, (FunctionType, ModuleType, type))
-        if is_code and _home_package(value) not in self._packages:
+        if is_code and _home_package(value) not in self._followed_packages:
             return
         self._visited[id(value)] = value
         if isinstance(value, FunctionType):
             self._follow_code(value)
         elif isinstance(value, _FUNCTIONS):
-            for part in _wrapped_values(value):
+            for part in _functions_and_arguments(value):
                 self.follow_value(part)
         elif isinstance(value, _CONTAINERS):
-            for element in self._read_place(_contents, value, None) or ():
+            for element in self._read_and_record(_contents, value, None) or ():
                 self.follow_value(element)
         elif isinstance(value, (ModuleType, type)):
             self._holders.append(value)
@@ -229,13 +221,13 @@ class Reads:
             holder: Object with the attribute.
             name: Name of the attribute.
         """
-        return self._read_place(_attribute_or_missing, holder, name)
+        return self._read_and_record(_attribute_or_missing, holder, name)
 
     def __contains__(self, value: Any) -> bool:
         return id(value) in self._visited
 
     def __iter__(self) -> Iterator[ReadPlace]:
-        return iter(self._places.values())
+        return iter(self._place_by_key.values())
 
     def _is_unchanged(self, place: ReadPlace) -> bool:
         """Return True if a place has the value that was read earlier."""
@@ -246,53 +238,58 @@ class Reads:
         return [
             (holder, name)
             for holder in self._holders
-            for name in self._names
-            if (id(holder), name) not in self._followed
+            for name in self._names_in_code
+            if (id(holder), name) not in self._followed_attributes
         ]
 
     def _follow_code(self, function: FunctionType) -> None:
-        """Record the globals, closure cells and defaults that a function's code reads."""
+        """Follow the globals, closure cells and defaults that a function's code reads; note all its names.
+
+        A name that the code sets is not followed: its value is the routine's own.
+        """
         names, names_set = names_in_code(function.__code__)
-        self._names_set.update(dict.fromkeys(names_set))
+        self._names_set_in_code.update(dict.fromkeys(names_set))
         for name in names:
-            self._names[name] = None
+            self._names_in_code[name] = None
             if name in function.__globals__ and name not in names_set:
-                self.follow_value(self._read_place(dict.get, function.__globals__, name))
+                self.follow_value(self._read_and_record(dict.get, function.__globals__, name))
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             if name not in names_set:
-                self.follow_value(self._read_place(_cell_contents, cell, name))
+                self.follow_value(self._read_and_record(_cell_contents, cell, name))
         for default in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             self.follow_value(default)
 
     def _follow_attribute(self, holder: Any, name: str) -> None:
-        """Follow an attribute of an object, unless routines set it themselves, or its name is a special one.
+        """Follow an attribute of an object, unless routines set it themselves, or its name is `__special__`.
 
-        Of a function or property in the object's class the code is followed, of any other attribute, and of a
-        property of another package, the value.
+        If the object's class has a function or property there, its code is followed; else the present value
+        is recorded and followed, also that of a property of another package.
         """
+        is_special = name.startswith("__") and name.endswith("__")
         # A value that the routines set themselves changes at each call: it would forbid every copy.
-        if name in self._names_set or (name.startswith("__") and name.endswith("__")):
+        if name in self._names_set_in_code or is_special:
             return
         attribute = inspect.getattr_static(holder, name, _MISSING)
         is_in_instance = name in getattr(holder, "__dict__", ())
         is_foreign_property = (
-            isinstance(attribute, property) and _home_package(attribute.fget) not in self._packages
+            isinstance(attribute, property) and _home_package(attribute.fget) not in self._followed_packages
         )
         if isinstance(attribute, _FUNCTIONS) and not is_in_instance and not is_foreign_property:
             self.follow_value(attribute)
         elif attribute is not _MISSING or isinstance(holder, self.dynamic_types):
             self.follow_value(self.record_attribute(holder, name))
 
-    def _read_place(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
-        """Record a place; return its value, or None where it has none, or another one at each reading.
+    def _read_and_record(self, read: Callable[[Any, Any], Any], holder: Any, name: Any) -> Any:
+        """Read a place and record it with its value; return the value, None where there is none.
 
-        Not recorded is a place that has another value at each reading, or that the routines set.
+        A place that gives another value at each reading is not recorded, and None is returned; nor is a place
+        recorded that the routines set.
         """
         place = ReadPlace(read, holder, name, read(holder, name))
         if not self._is_unchanged(place):  # a second reading gave another value
             return None
-        if place.key not in self._excluded:
-            self._places.setdefault(place.key, place)
+        if place.key not in self._keys_set_by_routines:
+            self._place_by_key.setdefault(place.key, place)
         return None if place.value is _MISSING else place.value
 
 
@@ -300,15 +297,16 @@ class Reads:
 def names_in_code(code: CodeType) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the names of attributes and globals in code, and the names that it sets outside of its frame.
 
-    With those of functions defined in the code, and with strings that may be the names of attributes.
+    Those of functions defined in the code are among them, and strings that may be the names of attributes.
     """
     names, names_set = list(code.co_names), []
     for instruction in dis.get_instructions(code):
-        # STORE_ATTR, DELETE_GLOBAL, STORE_DEREF (a variable of an enclosing function), ...
-        action, _, target = instruction.opname.partition("_")
-        if action not in ("STORE", "DELETE"):
+        # The name of an instruction is a verb and what it is about: STORE_ATTR, DELETE_GLOBAL, STORE_DEREF.
+        verb, _, variable_kind = instruction.opname.partition("_")
+        if verb not in ("STORE", "DELETE"):
             continue
-        if target in ("ATTR", "GLOBAL") or (target == "DEREF" and instruction.argval in code.co_freevars):
+        is_of_enclosing_function = variable_kind == "DEREF" and instruction.argval in code.co_freevars
+        if variable_kind in ("ATTR", "GLOBAL") or is_of_enclosing_function:
             names_set.append(instruction.argval)
     # A string constant may be the name that code passes to getattr.
     names += [text for text in code.co_consts if isinstance(text, str) and text.isidentifier()]
@@ -343,7 +341,7 @@ def _contents(container: Any, _: None) -> tuple[Any, ...]:
     return tuple(container)
 
 
-def _wrapped_values(value: Any) -> list[Any]:
+def _functions_and_arguments(value: Any) -> list[Any]:
     """Return the functions and arguments that a method, property or partial function consists of."""
     if isinstance(value, property):
         return [value.fget]
@@ -351,17 +349,19 @@ def _wrapped_values(value: Any) -> list[Any]:
         return [value.func]
     if isinstance(value, partial):
         return [value.func, *value.args, *value.keywords.values()]
-    return [value.__func__, *([value.__self__] if isinstance(value, MethodType) else [])]
+    if isinstance(value, MethodType):
+        return [value.__func__, value.__self__]
+    return [value.__func__]
 
 
 def _home_package(value: Any) -> str:
     """Return the top-level package of a function, class or module, "" where it is unknown.
 
-    Of Amanda's tools "amanda.tools", and of its test suite "amanda.testing".
+    For Amanda's tools it is "amanda.tools", for its test suite "amanda.testing".
     """
-    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-    package, _, rest = str(name or "").partition(".")
-    subpackage = rest.partition(".")[0]
+    module_name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    package, _, path_in_package = str(module_name or "").partition(".")
+    subpackage = path_in_package.partition(".")[0]
     # `amanda` itself is opaque, but the options of tools have to be followed.
     has_tools = package == "amanda" and subpackage in ("testing", "tools")
     return f"{package}.{subpackage}" if has_tools else package
@@ -376,7 +376,7 @@ _MAX_COPIES = 32
 
 
 class ValueHistory:
-    """Values that traceable routines have read for the graphs of some code, which are rebuilt on changes.
+    """The values that routines have read at each place for copies of a graph: many make a place volatile.
 
     Args:
         reads: The driver's class of reads.
@@ -386,28 +386,28 @@ class ValueHistory:
 
     def __init__(self, reads: type[Reads], limit: int = _MAX_VALUES) -> None:
         self.limit = limit
-        self.reads = reads
-        self._values: dict[tuple[int, Any], list[Any]] = {}
+        self.reads_type = reads
+        self._values_by_place: dict[tuple[int, Any], list[Any]] = {}
         self._holders: dict[int, Any] = {}  # keeps their ids from being reused
 
     def record(self, reads: Reads) -> None:
         """Record the values that the routines of a graph have read, at most `limit` at each place."""
         for place in reads:
             self._holders[id(place.holder)] = place.holder
-            values = self._values.setdefault(place.key, [])
-            if len(values) < self.limit and not any(
-                reads.is_same(place.value, earlier) for earlier in values
-            ):
+            values = self._values_by_place.setdefault(place.key, [])
+            is_new = not any(reads.is_same(place.value, earlier_value) for earlier_value in values)
+            if is_new and len(values) < self.limit:
                 values.append(place.value)
 
     def volatile_name(self, action: Action) -> str:
         """Return the name of a volatile value that an action reads; "" where there is none."""
-        volatile_keys = {key for key, values in self._values.items() if len(values) >= self.limit}
+        volatile_keys = {key for key, values in self._values_by_place.items() if len(values) >= self.limit}
         if not volatile_keys:
             return ""
-        reads = self.reads()
-        reads.follow_routine(action)
-        return next((reads.name_of(place) for place in reads if place.key in volatile_keys), "")
+        reads_of_action = self.reads_type()
+        reads_of_action.follow_routine(action)
+        names = (reads_of_action.name_of(place) for place in reads_of_action if place.key in volatile_keys)
+        return next(names, "")
 
 
 class GuardedCopies(Generic[CopyT]):
@@ -426,7 +426,8 @@ class GuardedCopies(Generic[CopyT]):
         """Return the copy for the present values; None where there is none yet."""
         # The last copy is tried first: values rarely change from call to call.
         last_entry = self._last_entry
-        for entry in self._entries if last_entry is None else (last_entry, *self._entries):
+        entries = self._entries if last_entry is None else (last_entry, *self._entries)
+        for entry in entries:
             reads, copy = entry
             if reads.are_unchanged():
                 self._last_entry = entry
@@ -434,7 +435,9 @@ class GuardedCopies(Generic[CopyT]):
         return None
 
     def add(self, copy: CopyT, reads: Reads) -> None:
-        """Store a copy with the values that its routines have read; called under the driver's lock.
+        """Store a copy with the values that its routines have read; drop the oldest copy of too many.
+
+        Call this under the driver's lock.
 
         Args:
             copy: Copy of the graph.

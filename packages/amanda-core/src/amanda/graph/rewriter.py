@@ -42,8 +42,7 @@ class Rewriter(ABC, Generic[NodeT]):
 
     Args:
         rewriting: State of the rewrite, which graphs within the graph share.
-        current_refs: For each replaced value of the graph, by name, the value that readers use instead; None
-            for none.
+        current_refs: By the name of each replaced value, the name that readers use instead; None for none.
         calls_python: False where no routine can run as Python, such as in a body of control flow.
     """
 
@@ -96,7 +95,7 @@ class Rewriter(ABC, Generic[NodeT]):
     def write_call(
         self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write a Python call of routines, in a slot of `rewriting.add`; return the call's results.
+        """Write a Python call of routines, in a slot of `rewriting.add_slot`; return the call's results.
 
         Args:
             insertion: Routines to call.
@@ -218,10 +217,9 @@ class Rewriter(ABC, Generic[NodeT]):
             group_actions = list(group)
             positions = side.selected_positions([action.select for action in group_actions])
             # Observers return nothing to the graph, so nothing waits for them.
-            changeable = (
-                [] if group_actions[0].observer else side.positions_where(positions, self.is_changeable)
-            )
-            self.insert(group_actions, side, positions, side, changeable, facts)
+            are_observers = group_actions[0].observer
+            output_positions = [] if are_observers else side.positions_where(positions, self.is_changeable)
+            self.insert(group_actions, side, positions, side, output_positions, facts)
 
     def group(self, action: Action) -> Hashable:
         """Return the group of a routine: observers, others, and each traceable routine alone."""
@@ -271,7 +269,7 @@ class Rewriter(ABC, Generic[NodeT]):
             facts: Facts of the node.
             extra_inputs: Values of other nodes that the routines receive besides.
         """
-        sizes = [input_side.sizes[i] for i in input_positions]
+        list_lengths = [input_side.sizes[i] for i in input_positions]
         inputs = [
             Value(input_side.refs[i], input_side.symbols[i])
             for i in input_side.flat_positions(input_positions)
@@ -280,7 +278,7 @@ class Rewriter(ABC, Generic[NodeT]):
         flat_outputs = output_side.flat_positions(output_positions)
         output_symbols = [output_side.symbols[i] for i in flat_outputs]
         insertion = self.insertion_type(
-            actions, facts, input_side.count, input_positions, sizes, output_positions
+            actions, facts, input_side.count, input_positions, list_lengths, output_positions
         )
         # Only on demand: creating the function takes time.
         if actions[0].takes_original and facts.original is not None:
@@ -309,6 +307,7 @@ class Rewriter(ABC, Generic[NodeT]):
         traceable routines are written as nodes, all others as a call of Python, if Python can run there.
         """
         actions, rewriting, facts = insertion.actions, self.rewriting, insertion.facts
+        # None while nothing speaks against tracing; "" is a reason that is not reported.
         trace_obstacle = self.reason_not_to_trace(insertion)
         if trace_obstacle is None:
             trace_obstacle = self._volatile_obstacle(actions, facts)
@@ -388,8 +387,8 @@ class Rewriter(ABC, Generic[NodeT]):
         results = self.run_routines(insertion, constants)
         self.rewriting.folded_actions += insertion.actions
         # A routine may hand back its input, which the graph has already.
-        input_of = {id(constant): value for constant, value in zip(constants, inputs, strict=True)}
-        return [input_of.get(id(result)) or self.store_constant(result) for result in results]
+        input_by_id = {id(constant): value for constant, value in zip(constants, inputs, strict=True)}
+        return [input_by_id.get(id(result)) or self.store_constant(result) for result in results]
 
     def _write_traced(self, actions: Sequence[Action], write: Callable[[], list[Value]]) -> list[Value]:
         """Write routines to the graph, and record the values that they read while they are traced."""
@@ -399,20 +398,20 @@ class Rewriter(ABC, Generic[NodeT]):
         return results
 
     def _volatile_obstacle(self, actions: Sequence[Action], facts: OpFacts) -> str | None:
-        """Return the reason not to trace routines that read volatile values; None where they read none.
+        """Return the reason not to trace routines that read values which change often; None if there is none.
 
-        Where Python cannot run, they are traced nevertheless, and the report says so.
+        Where Python cannot run, they are traced nevertheless: None is returned, and the report says so.
         """
         names = (self.rewriting.volatile_name(action) for action in actions)
         volatile_name = next((name for name in names if name), None)
         if volatile_name is None:
             return None
-        why = f"what it reads changes often: {volatile_name}"
+        reason = f"what it reads changes often: {volatile_name}"
         if self.calls_python:
-            return why
+            return reason
         for action in actions:
             self.rewriting.report(
                 f"traceable {action} of {facts.name}",
-                f"{why}, and each time another copy of the graph is made",
+                f"{reason}, and each time another copy of the graph is made",
             )
         return None

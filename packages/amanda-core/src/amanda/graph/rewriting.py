@@ -1,4 +1,4 @@
-"""The state of one rewrite of a graph: analysis of its ops, results, and values at a node."""
+"""One rewrite of a graph: the analysis of its ops, what the rewrite gives, and the values at a node."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class GraphAnalysis:
         self._facts: list[OpFacts] = []
 
     def analyse_forward(self, facts: OpFacts, outputs: Sequence[Any]) -> Plan:
-        """Run the analysis routines of a forward op; return its plan.
+        """Run the analysis routines of a forward op, before and after it; return its plan, stored for later.
+
+        Without the cache the plan is not stored.
 
         Args:
             facts: Facts of the op, with its symbolic inputs.
@@ -80,14 +82,14 @@ class GraphAnalysis:
         """
         facts.outputs = list(outputs)
         plan: Plan | None = None
-        for stack in self.stack.chain:
-            plan = Plan(stack, OpContext(facts, stack.analyse), plan)
+        for stack in self.stack.chain:  # the outermost first
+            plan = Plan(stack, OpContext(facts, stack.analyse), outer=plan)
         assert plan is not None
         self.plans[facts.op_id] = plan
         self._facts.append(facts)
 
     def analyse_backward(self, facts: OpFacts, grad_inputs: Sequence[Any]) -> Actions:
-        """Analyse a backward op of an analysed op; return its actions.
+        """Analyse a backward op of an analysed op; return its actions, or those of an earlier analysis.
 
         Args:
             facts: Facts of the backward op, from `OpFacts.for_backward_op`, with the gradients that enter it.
@@ -95,33 +97,38 @@ class GraphAnalysis:
         """
         backward_id = facts.backward_op_id
         assert backward_id is not None
-        actions_by_plan: list[Actions] = []
+        actions_by_stack: list[Actions] = []
         pending_plans: list[PendingBackwardPlan] = []
-        plan = self.plans.get(facts.op_id)
-        for scope_plan in () if plan is None or self.scopes_closed else plan.plans_with_backward:
-            actions = scope_plan.backward.actions.get(backward_id)
+        forward_plan = self.plans.get(facts.op_id)
+        plans: Sequence[Plan] = ()
+        if forward_plan is not None and not self.scopes_closed:
+            plans = forward_plan.plans_with_backward
+        for plan in plans:
+            actions = plan.backward.actions.get(backward_id)
             if actions is None:
-                pending_plan = PendingBackwardPlan(facts, scope_plan, scope_plan.stack.backward_tools, False)
+                tools = plan.stack.backward_tools
+                pending_plan = PendingBackwardPlan(facts, plan, tools, ignore_earlier=False)
                 pending_plan.analyse(InstrumentationPoint.BEFORE_BACKWARD_OP, facts)
                 pending_plans.append(pending_plan)
-                actions = pending_plan.plan
-            actions_by_plan.append(actions)
+                actions = pending_plan.plan  # gets the actions after the op as well, below
+            actions_by_stack.append(actions)
         facts.grad_inputs = list(grad_inputs)
         for pending_plan in pending_plans:
             pending_plan.analyse(InstrumentationPoint.AFTER_BACKWARD_OP, facts)
             pending_plan.store()
         self._facts.append(facts)
-        return Actions.merged(actions_by_plan)
+        return Actions.merged(actions_by_stack)
 
     def release_symbols(self, graph: Any = None) -> None:
-        """Drop every symbol from the contexts, and bind the plans to the life of the graph."""
+        """Drop every symbol from the contexts, and bind the plans to the life of the graph; None: to none."""
         if graph is not None:
             for facts in self._facts:
                 bind_to_subjects(facts.op_id, [graph])
         for facts in self._facts:
             facts.drop_values()
-            # These functions hold the graph, and contexts live as long as their plans.
-            facts.read_value, facts.variable_of, facts.read_variables = _identity, _return_none, _return_none
+            # The driver's functions hold the graph, and contexts live as long as their plans.
+            facts.read_value = _identity
+            facts.variable_of = facts.read_variables = _return_none
         self._facts.clear()
 
     def drop_plans(self) -> None:
@@ -143,7 +150,7 @@ def _identity(value: Any) -> Any:
 
 @dataclass(kw_only=True)
 class Rewriting:
-    """One rewrite of a graph, with the graphs that it calls or holds.
+    """State of one rewrite of a graph, with the graphs that it calls or holds: what was inserted and refused.
 
     analysis: analysis of the ops.  namespace: namespace of the ops.
     is_for_file: True for a graph that is written into a file and runs without Amanda: routines that would
@@ -176,7 +183,7 @@ class Rewriting:
     def __post_init__(self) -> None:
         # A graph without copies, such as that of a file, has a history of its own.
         self.history = self.analysis.history or self.history
-        self.reads = self.history.reads()
+        self.reads = self.history.reads_type()
         self.state = self.analysis.state
         self.ops = self.analysis.ops
 
@@ -201,7 +208,7 @@ class Rewriting:
         self.report(f"the state of {name}", "its kernel holds it, and a copy's begins anew")
 
     def refuse(self, actions: Sequence[Action], facts: OpFacts, why: str) -> None:
-        """Record that routines do not run at all, and notify their tools.
+        """Record that routines do not run at all; report it and notify their tools, unless it is for a file.
 
         Args:
             actions: Actions of the routines.
@@ -231,10 +238,11 @@ class Rewriting:
 
 
 class Side:
-    """The inputs or outputs of a node, in order, with the names under which the graph reads them.
+    """The inputs or outputs of a node, in order, with the names (refs) under which the graph reads them.
 
     A value may be a list of tensors; flat positions count each tensor of a list.
 
+    refs: the name of each flat value, or of the routine's result that replaced the value.
     original_refs: the names of the flat values before routines replaced values.
 
     Args:
@@ -257,10 +265,10 @@ class Side:
         self.symbols = list(symbols)
         self.sizes = list(sizes)
         self.unread = frozenset(unread)
-        self._firsts: list[int] = []  # flat position of each value's first tensor
+        self._first_positions: list[int] = []  # flat position of each value's first tensor
         flat_position = 0
         for size in self.sizes:
-            self._firsts.append(flat_position)
+            self._first_positions.append(flat_position)
             flat_position += 1 if size is None else size
 
     @property
@@ -273,7 +281,7 @@ class Side:
         """Return the symbols for an analysis, with a list for a value that is a list."""
         return [
             self.symbols[first] if size is None else self.symbols[first : first + size]
-            for first, size in zip(self._firsts, self.sizes, strict=True)
+            for first, size in zip(self._first_positions, self.sizes, strict=True)
         ]
 
     def selected_positions(self, selections: Sequence[Sequence[int] | None]) -> list[int]:
@@ -281,17 +289,13 @@ class Side:
 
         Positions beyond the node's values, and values with an unread tensor, are left out.
         """
-        count = self.count
-        if None in selections:
-            positions = set(range(count))
-        else:
-            positions = {
+        count, positions = self.count, set[int]()
+        for selection in selections:
+            if selection is None:
+                positions.update(range(count))
+            else:
                 # Positions may be negative, as in Python's lists.
-                position % count
-                for select in selections
-                for position in select or ()
-                if -count <= position < count
-            }
+                positions.update(position % count for position in selection if -count <= position < count)
         return sorted(position for position in positions if self.unread.isdisjoint(self._range(position)))
 
     def flat_positions(self, positions: Sequence[int]) -> list[int]:
@@ -326,5 +330,5 @@ class Side:
 
     def _range(self, position: int) -> range:
         """Return the flat positions of the value at a position."""
-        size, first = self.sizes[position], self._firsts[position]
+        size, first = self.sizes[position], self._first_positions[position]
         return range(first, first + (1 if size is None else size))

@@ -31,7 +31,10 @@ class _ReplacedAttribute(NamedTuple):
 
 
 class Patches:
-    """Changes to a framework for a while: attributes that are set, stubs, and steps that undo others."""
+    """Changes that a driver makes to a framework while scopes are open, which `restore` undoes.
+
+    They are attributes that are set, native stubs of sites, and other changes with a step that undoes each.
+    """
 
     def __init__(self) -> None:
         self._replaced_attributes: list[_ReplacedAttribute] = []
@@ -41,7 +44,7 @@ class Patches:
     def set(self, holder: Any, name: str, value: Any) -> None:
         """Set an attribute of a module or class until `restore`.
 
-        Where the program has wrapped an earlier stand-in, in a scope that is closed, that one serves again.
+        Does nothing if the program has wrapped a stand-in of an earlier scope there: that one serves again.
 
         Args:
             holder: Module or class.
@@ -69,15 +72,15 @@ class Patches:
             holders: Modules and classes whose attributes are compared with the targets.
         """
         pairs = stand_ins.items() if isinstance(stand_ins, Mapping) else stand_ins
-        stand_in_of = {id(target): stand_in for target, stand_in in pairs}
+        stand_in_by_id = {id(target): stand_in for target, stand_in in pairs}
         for holder in holders:
             # All names, since programs import a target by any: `torch.add` is in three modules.
             for name in dir(holder):
                 value = inspect.getattr_static(holder, name, None)
                 if type(value).__name__ in ("staticmethod", "instancemethod"):  # the latter of pybind11
                     value = value.__func__
-                if id(value) in stand_in_of:
-                    self.set(holder, name, stand_in_of[id(value)])
+                if id(value) in stand_in_by_id:
+                    self.set(holder, name, stand_in_by_id[id(value)])
 
     def place_stubs(self, sites: Iterable[Site]) -> None:
         """Place the native stubs of sites until `restore`.
@@ -100,8 +103,8 @@ class Patches:
 
         Args:
             kind: Class with a `__call__` of its own, written in Python.
-            place: Second argument of an `Enclosure`, for objects that are told apart by where they lie; None
-                for others.
+            place: `path` of the `Enclosure`, for objects that are told apart by where they lie; None to tell
+                them apart as objects.
             through: Names of the methods by which such a call reaches code of the user.
 
         Raises:
@@ -111,10 +114,7 @@ class Patches:
             code = getattr(getattr(kind, name, None), "__code__", None)
             if code is None or "__call__" not in vars(kind):
                 raise TypeError(f"{kind.__name__} cannot be enclosed: it has no {name} of its own in Python")
-            codes_of_inner_functions = [
-                constant for constant in code.co_consts if isinstance(constant, types.CodeType)
-            ]
-            for region_code in (code, *codes_of_inner_functions):
+            for region_code in (code, *_codes_of_inner_functions(code)):
                 # Walks of call sites end here, so that an op does not depend on who calls the module.
                 codes.add_code(region_code, BOUNDARY)
         call = vars(kind)["__call__"]
@@ -123,7 +123,7 @@ class Patches:
     def reroute(self, function: types.FunctionType, stand_in_of: Callable[[Any], Callable[..., Any]]) -> None:
         """Lead the calls of a Python function to a stand-in until `restore`, wherever the program has it.
 
-        The function gets other code, and stays the object that it is in closures and tables.
+        The function gets code that calls the stand-in; as an object it stays what closures and tables hold.
 
         Args:
             function: Function whose calls are led to the stand-in.
@@ -134,11 +134,13 @@ class Patches:
             code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
         )
         original.__kwdefaults__ = function.__kwdefaults__
-        call, stand_in = _calling_code(code.co_freevars), stand_in_of(original)
-        constants = tuple(stand_in if constant == _STAND_IN else constant for constant in call.co_consts)
+        calling_code, stand_in = _calling_code(code.co_freevars), stand_in_of(original)
+        constants = tuple(
+            stand_in if constant == _STAND_IN else constant for constant in calling_code.co_consts
+        )
         # Recorded first, since an interrupt may come between setting and recording.
         self.on_restore(functools.partial(setattr, function, "__code__", code))
-        function.__code__ = call.replace(co_consts=constants)
+        function.__code__ = calling_code.replace(co_consts=constants)
 
     def on_new_subclass(self, base: Any, change: Callable[[type], object]) -> None:
         """Call `change` with each subclass, at any depth, that a program makes of a class until `restore`.
@@ -182,12 +184,12 @@ class Patches:
             holder: Module or class.
             name: Name of the attribute.
         """
-        return _leads_to(vars(holder).get(name), _outlived_stand_ins.get((holder, name)))
+        return _wraps(vars(holder).get(name), _outlived_stand_ins.get((holder, name)))
 
     def restore(self) -> None:
         """Undo every step, then every `set`, last first; then remove the stubs of sites.
 
-        An attribute that the program has set meanwhile is the program's.
+        An attribute that the program has set meanwhile stays as the program has it.
         """
         undo(self._undo_steps)
         # Each entry is dropped after its attribute is back: an interrupt in between only repeats a step.
@@ -223,20 +225,27 @@ _STAND_IN = 0.5
 def _calling_code(free_variables: Sequence[str]) -> types.CodeType:
     """Return code that calls the constant `_STAND_IN`, for a function with these free variables."""
     # Compiled and not only renamed: a reader of a frame's variables trusts that code has made its cells.
+    names = ", ".join(free_variables)
     source = f"""
-def enclosing({", ".join(free_variables)}):
+def enclosing({names}):
     def call(*call_args, **call_kwargs):
-        {"nonlocal" * bool(free_variables)} {", ".join(free_variables)}
+        {f"nonlocal {names}" if names else ""}
         return ({_STAND_IN}).__call__(*call_args, **call_kwargs)
 """
-    code = compile(source, __file__, "exec")
-    for _ in range(2):
-        code = next(constant for constant in code.co_consts if isinstance(constant, types.CodeType))
-    return code
+    (code_of_enclosing,) = _codes_of_inner_functions(compile(source, __file__, "exec"))
+    (code_of_call,) = _codes_of_inner_functions(code_of_enclosing)
+    return code_of_call
 
 
-def _leads_to(function: Any, stand_in: Any) -> bool:
-    """Return True if a function has a stand-in in its closure, or in that of a function that it wraps."""
+def _codes_of_inner_functions(code: types.CodeType) -> list[types.CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+
+
+def _wraps(function: Any, stand_in: Any) -> bool:
+    """Return True if a function has a stand-in in its closure, or in that of a function that it wraps.
+
+    False where `stand_in` is None.
+    """
     if stand_in is None:
         return False
     referents = [function]
@@ -256,22 +265,22 @@ _HEAP_TYPE = 1 << 9  # a class whose attributes can be set
 
 @contextmanager
 def _sequence_slot_preserved(holder: Any, name: str) -> Iterator[None]:
-    """Return a context that sets an attribute; a class, and those that inherit it, become no sequences by it.
+    """Return a context in which an attribute is set without making a class, or its subclasses, sequences.
 
     CPython fills a slot of the class when it gets `__getitem__` or `__setitem__`; the slot is put back.
     """
-    index = _SEQUENCE_SLOTS.get(name)
+    slot_index = _SEQUENCE_SLOTS.get(name)
     is_python_class = isinstance(holder, type) and holder.__flags__ & _HEAP_TYPE
-    if index is None or not is_python_class or sys.implementation.name != "cpython":
+    if slot_index is None or not is_python_class or sys.implementation.name != "cpython":
         yield
         return
     # PySequence_Check asks this slot, and torch, numpy and json treat a sequence otherwise.
-    function = _sequence_slot(holder, index).value
+    function_address = _sequence_slot(holder, slot_index).value
     try:
         yield
     finally:
         for inheriting_class in _inheriting_classes(holder, name):
-            _sequence_slot(inheriting_class, index).value = function
+            _sequence_slot(inheriting_class, slot_index).value = function_address
 
 
 _TP_AS_SEQUENCE = 11
@@ -282,10 +291,10 @@ def _sequence_slot(holder: type, index: int) -> Any:
     """Return the pointer at an index of a class's PySequenceMethods; its `value` may be set."""
     import ctypes
 
-    word = ctypes.sizeof(ctypes.c_void_p)
-    type_address = id(holder) + object.__basicsize__
-    methods = ctypes.c_void_p.from_address(type_address + _TP_AS_SEQUENCE * word).value or 0
-    return ctypes.c_void_p.from_address(methods + index * word)
+    pointer_size = ctypes.sizeof(ctypes.c_void_p)
+    address_after_head = id(holder) + object.__basicsize__
+    tp_as_sequence = ctypes.c_void_p.from_address(address_after_head + _TP_AS_SEQUENCE * pointer_size)
+    return ctypes.c_void_p.from_address((tp_as_sequence.value or 0) + index * pointer_size)
 
 
 def _inheriting_classes(holder: type, name: str) -> Iterator[type]:
@@ -321,8 +330,9 @@ def place_by_path(path_within: Callable[[Any, Any], str]) -> Callable[[Any, Any]
     """
 
     def place(outer: Any, inner: Any) -> tuple[int, bool]:
-        """Return the hash of a module's path in its caller, and False if the caller does not hold it."""
+        """Return the hash of a module's path in its caller, and True if the caller holds the module."""
         path = path_within(outer, inner)
-        return digest(path), not path.startswith("(")
+        is_type_as_path = path.startswith("(")
+        return digest(path), not is_type_as_path
 
     return place

@@ -23,11 +23,11 @@ _FRAMES = 12
 """Frames that are compared: those of the test, and some of the program that imports Amanda."""
 
 Face = Mapping[str, Any]
-"""Names of the native interceptor."""
+"""The native interceptor: its classes and functions by name."""
 
 
 def check_interpreter(face: Face) -> int:
-    """Run the checks and return their number.
+    """Check that native code fits this interpreter; return the number of checks.
 
     Raises ImportError that names the check which fails.
     """
@@ -47,15 +47,15 @@ def _run_checks(face: Face) -> int:
     face["ACTIVATION"].set(face["Activation"](None, None))
     _check_frames(face)
     _check_ids(face)
-    targets = list(_targets(face))
-    for target in targets:
-        _check_stub(face, *target)
-    return 2 + len(targets)
+    probes = list(_probes(face))
+    for name, target, call in probes:
+        _check_stub(face, name, target, call)
+    return 2 + len(probes)
 
 
-def _targets(face: Face) -> Iterator[tuple[str, Any, Callable[[], object]]]:
-    """Yield a name, the target and a call of it for each kind of target."""
-    without, plain, of_tuple, of_array, of_keywords = face["probe_functions"]
+def _probes(face: Face) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+    """Yield, for each kind of callable that a stub may be placed on, a name, a target and a call of it."""
+    without, plain, of_tuple, of_array, of_keywords = face["probe_functions"]  # by their calling convention
     yield "a function of nothing", without, lambda: without()
     yield "a function of one argument", plain, lambda: plain(1)
     yield "a function of a tuple", of_tuple, lambda: of_tuple(1)
@@ -78,8 +78,8 @@ def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) 
 
     Raises AssertionError if the stub misses calls.
     """
-    calls: list[int] = []
-    site = _recording_site(face, target, calls)
+    ids_of_seen_calls: list[int] = []
+    site = _recording_site(face, target, ids_of_seen_calls)
     for _ in range(_CALLS):
         call()
     site.place()
@@ -87,14 +87,14 @@ def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) 
         call()
     site.remove()
     call()
-    if len(calls) != _CALLS:
-        raise AssertionError(f"of {_CALLS} calls of {name} its stub is reached by {len(calls)}")
+    if len(ids_of_seen_calls) != _CALLS:
+        raise AssertionError(f"of {_CALLS} calls of {name} its stub is reached by {len(ids_of_seen_calls)}")
 
 
 def _recording_site(face: Face, target: Any, ids: list[int]) -> Any:
     """Return a site whose handler appends the op's id and makes the call."""
 
-    def handler(state: Any, plan: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
+    def handler(state: Any, call_cache: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
         ids.append(op_id)
         return site.invoke(args, kwargs)
 
@@ -162,8 +162,9 @@ def _check_ids(face: Face) -> None:
         ids.clear()
         face["reset_root"]()
     site.remove()
-    # For each op of the program, the index of the first op with its id.  Outside of modules the rounds of a
-    # loop share an id; the generator and the body of the loop over it take turns.
-    first_with_id = [runs[0].index(op_id) for op_id in runs[0]]
-    if any(run != runs[0] for run in runs) or first_with_id != [0, 1, 2, 2, 4, 5, 4, 5, 8, 8]:
+    # For each call of the program, the index of the first call with its id.  Outside of modules the rounds of
+    # a loop share an id; the generator and the body of the loop over it take turns.
+    first_run, expected_first_calls = runs[0], [0, 1, 2, 2, 4, 5, 4, 5, 8, 8]
+    first_calls = [first_run.index(op_id) for op_id in first_run]
+    if any(run != first_run for run in runs) or first_calls != expected_first_calls:
         raise AssertionError(f"ops at one place have different ids, or the other way round: {runs}")

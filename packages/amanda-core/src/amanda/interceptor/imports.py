@@ -33,7 +33,7 @@ def missing_names(names: Iterable[str]) -> list[str]:
 
 
 def lazy_getattr(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package, which imports a name from its module at the first use.
+    """Return a `__getattr__` for a package, which imports the module of a name when the name is used.
 
     Args:
         package: `__name__` of the package.
@@ -68,9 +68,9 @@ def when_imported(name: str, callback: Callback) -> Callable[[], object]:
 
 def _can_be_imported(name: str) -> bool:
     """Import the module of a name; return True if the module exists and has the attributes of the path."""
-    module, _, path = name.partition(":")
+    module_name, _, attribute_path = name.partition(":")
     try:
-        attrgetter(path)(importlib.import_module(module))
+        attrgetter(attribute_path)(importlib.import_module(module_name))
     except (ImportError, AttributeError):
         return False
     return True
@@ -82,7 +82,7 @@ def _is_body_running(name: str) -> bool:
     return bool(getattr(getattr(sys.modules[name], "__spec__", None), "_initializing", False))
 
 
-class _FinishedHere(threading.local):
+class _FinishedModules(threading.local):
     """Names of the modules whose callbacks run on this thread: their bodies have run to the end."""
 
     def __init__(self) -> None:
@@ -93,35 +93,40 @@ class _FinishedHere(threading.local):
 
 
 class _Watch(MetaPathFinder):
-    """Finds a watched module as the other finders do, and adds a step to the end of its execution."""
+    """Finds a watched module as the other finders do, and calls its callbacks once it has been executed.
+
+    It is in sys.meta_path while a module is watched.
+    """
 
     def __init__(self) -> None:
-        self.finished_here = _FinishedHere()
+        # `_initializing` still says of them that their bodies run.
+        self.finished_here = _FinishedModules()
         self._lock = threading.RLock()
-        self._callbacks: dict[str, list[Callback]] = {}  # by module
+        self._callbacks_by_module: dict[str, list[Callback]] = {}
         self._original_path: list[MetaPathFinder] = []  # sys.meta_path, while `_path_with_watch` replaces it
         self._path_with_watch: list[MetaPathFinder] = []
 
     def add(self, name: str, callback: Callback) -> Callable[[], object]:
         """Watch a module; return the function that cancels the watch.  See `when_imported`."""
 
-        # A function of its own for each call, because one callback may watch a module twice.
-        def once() -> None:
+        # A function of its own for each watch, because one callback may watch a module twice.
+        def callback_of_watch() -> None:
             callback()
 
         def cancel() -> bool:
-            return self._remove(name, once)
+            return self._remove(name, callback_of_watch)
 
         try:
             with self._lock:
-                if not self._callbacks:
+                if not self._callbacks_by_module:
                     self._install()
-                self._callbacks.setdefault(name, []).append(once)
+                self._callbacks_by_module.setdefault(name, []).append(callback_of_watch)
             # Looked at after the watch is in place: an import on another thread may end at any moment.
             if is_imported(name):
-                if cancel():  # unless that import has called it
+                was_waiting = cancel()  # False if that import has called it
+                if was_waiting:
                     callback()
-            elif name in sys.modules:
+            elif name in sys.modules:  # another thread runs its body
                 threading.Thread(target=self._wait_for_import, args=(name,), daemon=True).start()
         except BaseException:
             cancel()
@@ -131,11 +136,15 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec that the finders behind this one find; its loader will call the callbacks."""
+        """Return the spec that the finders behind this one find; its loader will call the callbacks.
+
+        None for a module that is not watched.
+        """
         finders = list(sys.meta_path)
-        if fullname not in self._callbacks or self not in finders:
+        if fullname not in self._callbacks_by_module or self not in finders:
             return None
-        for finder in finders[finders.index(self) + 1 :]:  # those in front had their turn
+        finders_behind = finders[finders.index(self) + 1 :]  # those in front had their turn
+        for finder in finders_behind:
             find = getattr(finder, "find_spec", None)
             spec: ModuleSpec | None = find(fullname, path, target) if find else None
             if spec is not None:
@@ -147,13 +156,14 @@ class _Watch(MetaPathFinder):
     def _call_after_execution(self, loader: Loader, name: str) -> None:
         """Make a loader call a module's callbacks after it has executed the module, once.
 
-        Shadows `exec_module` on the instance, so that the loader keeps its type.
+        Shadows `exec_module` on the instance, so that the loader keeps its type.  Logs a warning for a loader
+        that does not allow this.
         """
-        execute = loader.exec_module
+        original_exec_module = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             vars(loader).pop("exec_module", None)
-            execute(module)
+            original_exec_module(module)
             if name in sys.modules:  # as itself, or as the object that the body has put in its place
                 self._call_callbacks(name)
 
@@ -184,22 +194,23 @@ class _Watch(MetaPathFinder):
         self._call_callbacks(name)
 
     def _pop_callbacks(self, name: str) -> list[Callback]:
+        """Remove and return the callbacks of a module, which is no longer watched."""
         with self._lock:
-            callbacks = self._callbacks.pop(name, [])
+            callbacks = self._callbacks_by_module.pop(name, [])
             self._uninstall_if_idle()
         return callbacks
 
     def _remove(self, name: str, callback: Callback) -> bool:
         """Remove a callback; return True if it was there, so that it has not been called."""
         with self._lock:
-            callbacks = self._callbacks.get(name, [])
-            remaining = [entry for entry in callbacks if entry is not callback]
-            if remaining:
-                self._callbacks[name] = remaining
+            callbacks = self._callbacks_by_module.get(name, [])
+            other_callbacks = [entry for entry in callbacks if entry is not callback]
+            if other_callbacks:
+                self._callbacks_by_module[name] = other_callbacks
             else:
-                self._callbacks.pop(name, None)
+                self._callbacks_by_module.pop(name, None)
             self._uninstall_if_idle()
-        return len(remaining) < len(callbacks)
+        return len(other_callbacks) < len(callbacks)
 
     def _install(self) -> None:
         # A list of its own, because another thread may be walking the old one.
@@ -208,12 +219,12 @@ class _Watch(MetaPathFinder):
 
     def _uninstall_if_idle(self) -> None:
         """Put the original sys.meta_path back if no module is watched; keep finders added meanwhile."""
-        if self._callbacks or not self._path_with_watch:
+        if self._callbacks_by_module or not self._path_with_watch:
             return
         if sys.meta_path is self._path_with_watch:
-            remaining = [finder for finder in self._path_with_watch if finder is not self]
-            if remaining != self._original_path:
-                self._original_path[:] = remaining
+            other_finders = [finder for finder in self._path_with_watch if finder is not self]
+            if other_finders != self._original_path:  # the program has changed the list meanwhile
+                self._original_path[:] = other_finders
             sys.meta_path = self._original_path  # type: ignore[assignment]
         else:  # the program has replaced the list, and may put ours back
             # sys.meta_path is None at the interpreter's end, when generators with open scopes are closed.

@@ -53,47 +53,48 @@ def undo(steps: list[Callable[[], object]]) -> None:
 def collect_signal_errors() -> Iterator[list[BaseException]]:
     """Return a context that lists the exceptions of signal handlers, such as the user's KeyboardInterrupt.
 
-    The exceptions are raised all the same.  On a thread other than the main one the list stays empty: Python
-    runs no handlers there.
+    The exceptions are raised where the signal arrived, as without the context.  On a thread other than the
+    main one the list stays empty: Python runs no handlers there.
     """
     handlers: dict[int, Handler] = {}
-    raised: list[BaseException] = []
+    signal_errors: list[BaseException] = []
 
-    def call(handler: Handler, number: int, frame: FrameType | None) -> None:
+    def call_and_list(handler: Handler, number: int, frame: FrameType | None) -> None:
         try:
             handler(number, frame)
         except BaseException as error:
-            raised.append(error)
+            signal_errors.append(error)
             raise
 
     try:
         if threading.current_thread() is threading.main_thread():
-            _replace_handlers(handlers, call)
-        yield raised
+            _replace_handlers(handlers, call_and_list)
+        yield signal_errors
     finally:
         try:
             _restore_handlers(handlers)
         finally:
-            _restore_handlers(handlers)
+            _restore_handlers(handlers)  # a signal may have interrupted the call above
 
 
 def _replace_handlers(
-    handlers: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]
+    handlers_to_restore: dict[int, Handler], call: Callable[[Handler, int, FrameType | None], None]
 ) -> None:
-    """Call `call(handler, number, frame)` in the place of each handler of the program.
+    """Make each signal that the program handles call `call(handler, number, frame)` instead of its handler.
 
-    handlers: gets the program's handlers, by number of the signal, for `_restore_handlers`.
+    handlers_to_restore: gets each replaced handler, by number of the signal, for `_restore_handlers`.
     """
 
     def replacement(number: int, frame: FrameType | None) -> None:
-        call(originals[number], number, frame)
+        call(handler_by_number[number], number, frame)
 
     # Every backward pass comes here: no generator, and a look at each signal.
-    originals = {
+    handler_by_number = {
         number: handler for number in range(1, signal.NSIG) if callable(handler := signals.getsignal(number))
     }
-    for number, handler in originals.items():
-        handlers[number] = handler  # first: to set it again does no harm where an interrupt comes here
+    for number, handler in handler_by_number.items():
+        # Before it is replaced: to set it again does no harm where an interrupt comes here.
+        handlers_to_restore[number] = handler
         signals.signal(number, replacement)
 
 

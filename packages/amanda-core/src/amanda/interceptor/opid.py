@@ -48,17 +48,17 @@ def digest(*parts: str | bytes | int) -> int:
 def first_instructions(code: CodeType) -> bytes:
     """Return for each instruction word the first word of its expression, as an array of uint32 in bytes.
 
-    A specialising interpreter is found at different words of one call (CPython 3.11 moves
-    from CALL to PRECALL); the words of a call share their source position.  Returns b"" where code has no
-    positions: before Python 3.11.
+    During one call a frame may be at different words, as the interpreter specialises the call (CPython 3.11
+    moves from CALL to PRECALL); the words of a call share their source position.  Returns b"" where code has
+    no positions: before Python 3.11.
     """
     if not hasattr(code, "co_positions"):
         return b""
     first_words = array("I")
     previous_position = None
     for word, position in enumerate(code.co_positions()):
-        continues = word > 0 and position == previous_position
-        first_words.append(first_words[-1] if continues else word)
+        is_same_expression = word > 0 and position == previous_position
+        first_words.append(first_words[-1] if is_same_expression else word)
         previous_position = position
     return first_words.tobytes()
 
@@ -78,24 +78,24 @@ class CodeRegistry:
     """
 
     def __init__(self, changed: Callable[[], None]) -> None:
-        self._roots: dict[str, int] = {}  # kinds by the start of file names
-        self._codes: dict[CodeType, int] = {}  # further kinds of single code objects
-        self._files: dict[str, int] = {}  # cache of the kinds of files, by the roots
-        self._changed = changed
+        self._kind_by_root: dict[str, int] = {}  # a root is the start of file names
+        self._kind_by_code: dict[CodeType, int] = {}  # further kinds of single code objects
+        self._kind_by_file: dict[str, int] = {}  # a cache, computed from the roots
+        self._on_change = changed
 
     def add_root(self, prefix: str, kind: int) -> None:
         """Mark code whose file name starts with `prefix` as of this kind; the longest prefix wins."""
         # To describe all code again is slow: a driver that is attached anew changes nothing.
-        if self._roots.get(prefix) != kind:
-            self._roots[prefix] = kind
-            self._files.clear()
-            self._changed()
+        if self._kind_by_root.get(prefix) != kind:
+            self._kind_by_root[prefix] = kind
+            self._kind_by_file.clear()
+            self._on_change()
 
     def add_code(self, code: CodeType, kind: int) -> None:
         """Add a kind to those of a code object."""
-        if not self._codes.get(code, 0) & kind:
-            self._codes[code] = self._codes.get(code, 0) | kind
-            self._changed()
+        if not self._kind_by_code.get(code, 0) & kind:
+            self._kind_by_code[code] = self._kind_by_code.get(code, 0) | kind
+            self._on_change()
 
     def skip(self, where: str | CodeType) -> None:
         """Mark as SKIPPED a file, a folder (its name ends in a slash) with all below, or one code object.
@@ -109,19 +109,19 @@ class CodeRegistry:
 
     def kind(self, code: CodeType) -> int:
         """Return flags of the kinds that code is of; 0 for the user's own."""
-        name = code.co_filename
-        if name not in self._files:
-            self._files[name] = self._kind_of_file(name)
-        return self._files[name] | self._codes.get(code, 0)
+        file_name = code.co_filename
+        if file_name not in self._kind_by_file:
+            self._kind_by_file[file_name] = self._kind_of_file(file_name)
+        return self._kind_by_file[file_name] | self._kind_by_code.get(code, 0)
 
     def innermost_frame(self, frame: FrameType | None, excluded_kinds: int) -> FrameType | None:
         """Return the innermost frame, from this one outwards, whose code has none of the excluded kinds."""
-        kind_of_file = self._files
+        kind_by_file = self._kind_by_file
         while frame is not None:
             code = frame.f_code
             # The cached kind of the file first, which decides most frames: `kind` hashes the code, which
             # takes longer than all else here.
-            is_excluded_by_file = kind_of_file.get(code.co_filename, 0) & excluded_kinds
+            is_excluded_by_file = kind_by_file.get(code.co_filename, 0) & excluded_kinds
             if not is_excluded_by_file and not self.kind(code) & excluded_kinds:
                 return frame
             frame = frame.f_back
@@ -133,8 +133,8 @@ class CodeRegistry:
 
     def _kind_of_file(self, name: str) -> int:
         # testing/ lies in our folder and is not ours: the longest root decides.
-        longest_root = max((root for root in self._roots if name.startswith(root)), key=len, default="")
-        return self._roots.get(longest_root, 0)
+        matching_roots = (root for root in self._kind_by_root if name.startswith(root))
+        return self._kind_by_root.get(max(matching_roots, key=len, default=""), 0)
 
     def describe(self, code: CodeType) -> tuple[int, int, bytes]:
         """Return what the interceptor caches of a code object: `code_hash`, `kind`, `first_instructions`."""

@@ -107,12 +107,14 @@ def _with_checks(target: Any, error: type[AmandaError]) -> Any:
     """Return a function that compares its arguments with its annotations before it runs.
 
     For a class, replaces its constructor by such a function and returns the class.
+    error: raised for a value that does not fit.
     """
     if isinstance(target, type):
         # By `getattr` and `setattr`, since type checkers refuse to read or set `__init__` of a class.
         constructor = getattr(target, "__init__")  # noqa: B009
         setattr(target, "__init__", _with_checks(constructor, error))  # noqa: B010
         return target
+    # Created at the first call, since it reads annotations: importing a tool costs nothing.
     checks: _ArgumentChecks | None = None
 
     @functools.wraps(target)
@@ -120,7 +122,7 @@ def _with_checks(target: Any, error: type[AmandaError]) -> Any:
         # pytest leaves out frames with this name, so that a failing test shows the caller's line.
         __tracebackhide__ = True
         nonlocal checks
-        if checks is None:  # annotations are read at the first call, so that importing a tool costs nothing
+        if checks is None:
             checks = _ArgumentChecks(target, error)
         args = checks.check_positional(args)
         # A call without keywords, which is the most frequent, makes no dict.
@@ -172,7 +174,7 @@ class _ArgumentChecks:
                 try:
                     accepted = kind.accept(value)
                 except Mismatch as mismatch:
-                    raise self._mistake(args, name, value, kind, mismatch) from None
+                    raise self._wrong_argument(args, name, value, kind, mismatch) from None
                 if accepted is not value:
                     # Hardly ever needed: a tuple is copied only where numpy's number becomes Python's.
                     accepted_args = (*accepted_args[:position], accepted, *accepted_args[position + 1 :])
@@ -189,7 +191,7 @@ class _ArgumentChecks:
                 try:
                     kwargs[name] = kind.accept(value)
                 except Mismatch as mismatch:
-                    raise self._mistake(args, name, value, kind, mismatch) from None
+                    raise self._wrong_argument(args, name, value, kind, mismatch) from None
             elif name not in self._keywords and not self._takes_any_keyword:
                 hint = did_you_mean(name, self._keywords.keys() - {"self"})
                 raise OptionError(
@@ -197,14 +199,15 @@ class _ArgumentChecks:
                 )
         return kwargs
 
-    def _mistake(
+    def _wrong_argument(
         self, args: tuple[Any, ...], name: str, value: Any, kind: Kind, why: Mismatch
     ) -> AmandaError:
-        """Return the error about an argument that is not of its kind."""
+        """Return the error about an argument that is not of its kind; for a tool given a model, its usage."""
         callee = self._callee_name(args)
         # Tools have a `usage`: the first thing that many try is to give one a model.
         usage = getattr(args[0], "usage", None) if self._is_method and args else None
-        if usage and callable(value) and not isinstance(value, (type, types.FunctionType, types.MethodType)):
+        is_function_or_class = isinstance(value, (type, types.FunctionType, types.MethodType))
+        if usage and callable(value) and not is_function_or_class:
             return self._error(
                 f"{callee} takes options, not a {type(value).__name__}: tool = {callee}(); {usage}"
             )
@@ -258,17 +261,20 @@ def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the annotations of a function; Any stands for names that type checkers alone import."""
     function = inspect.unwrap(function)
     global_names, hints = getattr(function, "__globals__", {}), {}
-    stand_ins: dict[str, Any] = {"Unpack": _Unpack}
-    for name, annotation in getattr(function, "__annotations__", {}).items():
+    stand_in_by_name: dict[str, Any] = {"Unpack": _Unpack}
+    for parameter, annotation in getattr(function, "__annotations__", {}).items():
         # One annotation at a time, so that a name which is missing here spoils no other.
-        holder = types.SimpleNamespace(__annotations__={name: annotation})
-        while name not in hints:
+        holder = types.SimpleNamespace(__annotations__={parameter: annotation})
+        # Each round evaluates the annotation with Any for one more missing name.
+        while parameter not in hints:
             try:
-                hints.update(typing.get_type_hints(holder, global_names, stand_ins, include_extras=True))
-            except NameError as error:  # try once more with Any for the missing name
-                stand_ins[str(error.name)] = Any
+                hints.update(
+                    typing.get_type_hints(holder, global_names, stand_in_by_name, include_extras=True)
+                )
+            except NameError as error:
+                stand_in_by_name[str(error.name)] = Any
             except Exception:  # such as an array of a type that is Any
-                hints[name] = Any
+                hints[parameter] = Any
     return hints
 
 

@@ -30,6 +30,9 @@ _LISTS = (Sequence, list, Iterable, Collection)
 _SETS = (set, frozenset, Set)
 
 
+MarkT = TypeVar("MarkT")
+
+
 class Mismatch(Exception):
     """A value is not of a kind; the message tells which part of it, or why, or is empty."""
 
@@ -75,41 +78,47 @@ def _kind_of_annotation(annotation: Any, marks: tuple[Any, ...]) -> Kind:
     origin, members = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         return _kind_of_annotation(members[0], (*marks, *annotation.__metadata__))
-    where = next((mark for mark in marks if isinstance(mark, Where)), None)
+    where = _find_mark(marks, Where)
     if where is not None:
         other_marks = tuple(mark for mark in marks if mark is not where)
-        return _with_condition(_kind_of_annotation(annotation, other_marks), where)
+        return _restricted_kind(_kind_of_annotation(annotation, other_marks), where)
+    path_target = _find_mark(marks, PathTarget)
     if origin in (Union, types.UnionType):
         # A path may be a text, too: the union is then that of a path, not of texts and paths.
-        target = next((mark for mark in marks if isinstance(mark, PathTarget)), None)
-        if target is not None:
-            return _kind_of_path(target)
+        if path_target is not None:
+            return _kind_of_path(path_target)
         return _kind_of_union([_kind_of_annotation(member, marks) for member in members])
     if origin is Literal:
         return _kind_of_literal(members)
     if isinstance(annotation, TypeVar):
         return _ANY if annotation.__bound__ is None else _kind_of_annotation(annotation.__bound__, marks)
-    plain = origin or annotation
-    if plain in _KINDS_OF_TYPES:
-        return _KINDS_OF_TYPES[plain](marks)
-    if plain in _LISTS or plain in _SETS:
-        return _kind_of_list(plain, members, marks)
-    if plain is tuple:
+    # The type without the types of its items, if it has such.
+    plain_type = origin or annotation
+    if plain_type in _KINDS_OF_TYPES:
+        return _KINDS_OF_TYPES[plain_type](marks)
+    if plain_type in _LISTS or plain_type in _SETS:
+        return _kind_of_list(plain_type, members, marks)
+    if plain_type is tuple:
         return _kind_of_tuple(members, marks)
-    if isinstance(plain, type) and issubclass(plain, Mapping):
+    if isinstance(plain_type, type) and issubclass(plain_type, Mapping):
         return _kind_of_mapping(members)
-    if plain is Callable or plain is typing.Callable:
+    if plain_type is Callable or plain_type is typing.Callable:
         return _FUNCTION
-    if plain is type:
+    if plain_type is type:
         return _kind_by_condition("class", lambda value: isinstance(value, type))
-    if not isinstance(plain, type):
+    if not isinstance(plain_type, type):
         return _ANY
-    if issubclass(plain, os.PathLike):
-        return _kind_of_path(next((mark for mark in marks if isinstance(mark, PathTarget)), None))
+    if issubclass(plain_type, os.PathLike):
+        return _kind_of_path(path_target)
     # `isinstance` works with runtime protocols alone; for others nothing can be checked.
-    if getattr(plain, "_is_protocol", False):
-        return _kind_of_protocol(plain) if getattr(plain, "_is_runtime_protocol", False) else _ANY
-    return _kind_by_condition(plain.__name__, lambda value: isinstance(value, plain))
+    if getattr(plain_type, "_is_protocol", False):
+        is_runtime_protocol = getattr(plain_type, "_is_runtime_protocol", False)
+        return _kind_of_protocol(plain_type) if is_runtime_protocol else _ANY
+    return _kind_by_condition(plain_type.__name__, lambda value: isinstance(value, plain_type))
+
+
+def _find_mark(marks: tuple[Any, ...], mark_type: type[MarkT]) -> MarkT | None:
+    return next((mark for mark in marks if isinstance(mark, mark_type)), None)
 
 
 # Typed, since Literal[1] and Literal[True] are equal.
@@ -134,18 +143,18 @@ def _kind_from_noun(noun: str, accept: Callable[[Any], Any], suffix: str = "") -
     return Kind(f"{article} {noun}{suffix}", f"{noun}{suffix}", f"{many}{suffix}", accept)
 
 
-def _kind_of_protocol(plain: type) -> Kind:
+def _kind_of_protocol(protocol: type) -> Kind:
     """Return the kind of objects that have a protocol's methods."""
-    methods = [name for base in plain.__mro__[:-1] for name in vars(base) if name[0] != "_"]
+    methods = [name for base in protocol.__mro__[:-1] for name in vars(base) if name[0] != "_"]
 
-    def holds(value: Any) -> bool:
+    def has_methods(value: Any) -> bool:
         return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in methods)
 
-    return _kind_by_condition("object", holds, f" with {' and '.join(methods)}")
+    return _kind_by_condition("object", has_methods, f" with {' and '.join(methods)}")
 
 
-def _with_condition(kind: Kind, where: Where) -> Kind:
-    """Return a kind with the words of a mark, which accepts the values for which its condition holds."""
+def _restricted_kind(kind: Kind, where: Where) -> Kind:
+    """Return a kind of those values of a kind for which a mark's condition holds, with the mark's words."""
 
     def accept(value: Any) -> Any:
         value = kind.accept(value)
@@ -180,7 +189,7 @@ def _kind_of_none(marks: tuple[Any, ...]) -> Kind:
 
 def _kind_of_int(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of whole numbers within the range among the marks, by default of 64 bits."""
-    bounds = next((mark for mark in marks if isinstance(mark, Range)), WHOLE)
+    bounds = _find_mark(marks, Range) or WHOLE
 
     def accept(value: Any) -> int:
         if type(value) is not int:
@@ -189,21 +198,23 @@ def _kind_of_int(marks: tuple[Any, ...]) -> Kind:
                 raise Mismatch
             value = int(value)
         if not bounds.least <= value <= bounds.most:
-            raise Mismatch("" if WHOLE.least <= value <= WHOLE.most else "it has more than 64 bits")
+            has_64_bits = WHOLE.least <= value <= WHOLE.most
+            raise Mismatch("" if has_64_bits else "it has more than 64 bits")
         return int(value)
 
     # The limits of 64 bits go without saying.
-    range_in_words = Range(
+    bounds_to_say = Range(
         bounds.least if bounds.least > WHOLE.least else -float("inf"),
         bounds.most if bounds.most < WHOLE.most else float("inf"),
     )
-    kind = _kind_from_noun("integer", accept, str(range_in_words))
+    kind = _kind_from_noun("integer", accept, str(bounds_to_say))
+    # A command line says "1 to 8" for "integer from 1 to 8".
     return replace(kind, text=kind.text.removeprefix("integer from "))
 
 
 def _kind_of_float(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of numbers within the range among the marks; whole numbers stay whole."""
-    bounds = next((mark for mark in marks if isinstance(mark, Range)), Range())
+    bounds = _find_mark(marks, Range) or Range()
 
     def accept(value: Any) -> Any:
         if type(value) is not float and type(value) is not int:
@@ -224,8 +235,8 @@ def _kind_of_float(marks: tuple[Any, ...]) -> Kind:
 
 
 def _kind_of_str(marks: tuple[Any, ...]) -> Kind:
-    """Return the kind of texts, as long as the marks say."""
-    length = next((mark for mark in marks if isinstance(mark, Length)), Length())
+    """Return the kind of texts, of the length that is among the marks, by default of any."""
+    length = _find_mark(marks, Length) or Length()
 
     def accept(value: Any) -> str:
         if not isinstance(value, str):
@@ -307,9 +318,12 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
             similar = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
             raise Mismatch(f"did you mean {similar[0]!r}?" if similar else "") from None
 
-    one_of = "one of " if len(members) > 3 else ""
-    words = one_of + _join_words(list(map(repr, members)), "," if one_of else " or")
-    return Kind(words, _join_words(texts), _join_words(list(map(repr, members))), accept)
+    representations = list(map(repr, members))
+    if len(members) > 3:
+        words = "one of " + _join_words(representations, ",")
+    else:
+        words = _join_words(representations, " or")
+    return Kind(words, _join_words(texts), _join_words(representations), accept)
 
 
 def words_of(annotation: Any) -> list[str]:
@@ -363,16 +377,18 @@ def _union_text(kinds: Sequence[Kind]) -> str:
     # A single text is a list of one to the command line.
     texts = [text for text in texts if f"list of {text}s" not in texts]
     # A list of words has an "or" of its own.
-    alternatives = _join_words(texts, ", or" if any(" or " in text for text in texts) else " or")
-    has_table = any(kind.is_table for kind in kinds)
-    return alternatives + "; by name in a configuration file" * has_table
+    last_separator = ", or" if any(" or " in text for text in texts) else " or"
+    alternatives = _join_words(texts, last_separator)
+    if any(kind.is_table for kind in kinds):
+        return f"{alternatives}; by name in a configuration file"
+    return alternatives
 
 
-def _kind_of_list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
+def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of lists, sets or iterables whose items are of one kind."""
     item = kind_of(members[0]) if members else _ANY
-    length = next((mark for mark in marks if isinstance(mark, Length)), Length())
-    is_set, takes_any_iterable = plain in _SETS, plain in (Iterable, Collection)
+    length = _find_mark(marks, Length) or Length()
+    is_set, takes_any_iterable = plain_type in _SETS, plain_type in (Iterable, Collection)
 
     def accept(value: Any) -> Any:
         # A text is a sequence of texts, but type="conv2d" is not meant as six types.
@@ -396,9 +412,14 @@ def _kind_of_list(plain: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) 
 
     nonempty = "non-empty " if length.least == 1 else ""
     noun = "set" if is_set else "list"
-    # The plural of a Literal is that of Python, with quotation marks.
-    items = item.text if members and get_origin(members[0]) is Literal else item.many
-    return Kind(f"a {nonempty}{noun} of {item.many}", f"{noun} of {items}", f"{noun}s of {item.many}", accept)
+    # The plural of a Literal is that of Python, with quotation marks, which a command line has not.
+    is_literal = bool(members) and get_origin(members[0]) is Literal
+    return Kind(
+        words=f"a {nonempty}{noun} of {item.many}",
+        text=f"{noun} of {item.text if is_literal else item.many}",
+        many=f"{noun}s of {item.many}",
+        accept=accept,
+    )
 
 
 def _accept_items(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
@@ -430,12 +451,8 @@ def _kind_of_tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
         return tuple(_accept_items(kinds, value))
 
     has_one_kind = len({kind.words for kind in kinds}) == 1
-    items_in_words = (
-        f"{len(kinds)} {kinds[0].many}" if has_one_kind else ", ".join(kind.words for kind in kinds)
-    )
-    return Kind(
-        f"a tuple of {items_in_words}", f"list of {kinds[0].text}", f"tuples of {items_in_words}", accept
-    )
+    contents = f"{len(kinds)} {kinds[0].many}" if has_one_kind else ", ".join(kind.words for kind in kinds)
+    return Kind(f"a tuple of {contents}", f"list of {kinds[0].text}", f"tuples of {contents}", accept)
 
 
 def _kind_of_mapping(members: tuple[Any, ...]) -> Kind:

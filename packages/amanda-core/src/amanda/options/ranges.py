@@ -26,9 +26,9 @@ class Range:
     finite: bool = True
 
     def holds(self, number: float) -> bool:
-        """Return True if a number is in the range."""
+        """Return True if a number is in the range; nan and infinity only where `finite` is False."""
         # Comparisons with nan are False, so bounds alone would let it pass in one form and not in another.
-        if not isfinite(number) and self.finite:
+        if self.finite and not isfinite(number):
             return False
         if self.least <= number <= self.most and self.above < number < self.below:
             return True
@@ -54,12 +54,20 @@ class Range:
 def _bound_in_words(bound: float) -> str:
     """Return a bound in words; powers of two beyond a million, and these less 1, are written as such."""
     # 2**63 - 1 is read at a glance, 9223372036854775807 is not.
-    for number, end in ((bound, ""), (bound + 1, " - 1")):
-        size = abs(int(number))
-        is_power_of_two = size == abs(number) and size & (size - 1) == 0
-        if is_power_of_two and size > 1 << 20:
-            return f"{'-' if number < 0 else ''}2**{size.bit_length() - 1}{end}"
+    if power := _power_of_two_in_words(bound):
+        return power
+    if power := _power_of_two_in_words(bound + 1):
+        return f"{power} - 1"
     return str(int(bound)) if bound == int(bound) and abs(bound) < 1e15 else f"{bound:g}"
+
+
+def _power_of_two_in_words(number: float) -> str:
+    """Return "2**63" for such a power beyond a million, "-2**63" for a negative one; "" for other numbers."""
+    size = abs(int(number))
+    is_power_of_two = size == abs(number) and size & (size - 1) == 0
+    if not is_power_of_two or size <= 1 << 20:
+        return ""
+    return f"{'-' if number < 0 else ''}2**{size.bit_length() - 1}"
 
 
 WHOLE = Range(-_MOST_INT - 1, _MOST_INT)

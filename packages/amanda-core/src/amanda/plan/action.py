@@ -377,12 +377,13 @@ def replacement_arguments(
     names: Sequence[str],
     holds_tensors: Callable[[Any], bool],
 ) -> tuple[list[Any], dict[str, Any]]:
-    """Return the arguments of a replacement, by position and by name.
+    """Return the arguments of a replacement, by position and by name, chosen by its parameters.
 
-    A replacement receives the op's tensors in order, and other inputs by name where it has a parameter of
-    that name. If it has as many parameters as the op has inputs, or any number, it receives all in order,
-    those of its keyword-only parameters by name.  If it has more parameters than the op has tensors, it
-    receives the op's first inputs.
+    With as many parameters as the op has inputs, or any number, it receives all inputs in order, those of its
+    keyword-only parameters by name.  Else it receives other inputs than tensors by name, where it has a
+    parameter of that name, and by position the op's tensors; its first inputs if there are more parameters
+    than tensors.
+    parameters: None for a routine written in C, which receives the tensors.  names: those of the inputs.
     """
     # A routine written in C has no signature to read names from: it gets what any replacement can compute
     # with.
@@ -391,23 +392,23 @@ def replacement_arguments(
     inputs_with_names = _with_names(inputs, names)
     # The routine was written for this op's schema, so position tells what each input is.
     if parameters.variadic or len(parameters.positional) >= len(inputs):
-        by_name = {name: value for value, name in inputs_with_names if name in parameters.named}
-        return [value for value, name in inputs_with_names if name not in by_name], by_name
+        input_by_name = {name: value for value, name in inputs_with_names if name in parameters.named}
+        return [value for value, name in inputs_with_names if name not in input_by_name], input_by_name
     parameter_names = {*parameters.positional, *parameters.named}
-    by_name = {
+    input_by_name = {
         name: value
         for value, name in inputs_with_names
         if name and not holds_tensors(value) and (name in parameter_names or parameters.any_name)
     }
-    by_position = [value for value, name in inputs_with_names if name not in by_name]
-    tensors = [value for value in by_position if holds_tensors(value)]
-    free_positions = sum(name not in by_name for name in parameters.positional)
+    other_inputs = [value for value, name in inputs_with_names if name not in input_by_name]
+    tensors = [value for value in other_inputs if holds_tensors(value)]
+    free_parameter_count = sum(name not in input_by_name for name in parameters.positional)
     # With more free parameters than tensors, the routine takes the op's leading inputs by position, numbers
     # among them, provided that no tensor comes after these.
-    leading_inputs = by_position[:free_positions]
-    leading_has_all_tensors = sum(map(holds_tensors, leading_inputs)) == len(tensors)
-    takes_leading = len(tensors) < free_positions and leading_has_all_tensors
-    return (leading_inputs if takes_leading else tensors), by_name
+    leading_inputs = other_inputs[:free_parameter_count]
+    has_all_tensors = sum(map(holds_tensors, leading_inputs)) == len(tensors)
+    takes_leading_inputs = len(tensors) < free_parameter_count and has_all_tensors
+    return (leading_inputs if takes_leading_inputs else tensors), input_by_name
 
 
 def signature_error(
@@ -433,10 +434,11 @@ def signature_error(
             name = unexpected["name"]
             return RoutineError(f"{message}Give the routine a parameter {name}, or leave {name}= away")
         # The gradients of the outputs enter a backward op, those of the inputs leave it.
-        keyword = "outputs" if action.type.is_after != action.type.is_backward else "inputs"
-        keyword = f"grad_{keyword}" if action.type.is_backward else keyword
+        side = "outputs" if action.type.is_after != action.type.is_backward else "inputs"
+        selecting_option = f"grad_{side}" if action.type.is_backward else side
         return RoutineError(
-            f"{message}The op has {_listed_values(inputs, names)} here. Select values, as by {keyword}=[0], "
+            f"{message}The op has {_listed_values(inputs, names)} here. "
+            f"Select values, as by {selecting_option}=[0], "
             "give the routine a parameter for each, or pass others as keywords, "
             f"{action.type.value}(routine, name=value)"
         )
@@ -451,11 +453,11 @@ def _with_names(inputs: Sequence[Any], names: Sequence[str]) -> list[tuple[Any, 
 
 def _listed_values(inputs: Sequence[Any], names: Sequence[str]) -> str:
     """Return the values with position, name and type, for messages: "0: input (Tensor (2, 3))"."""
-    values = [
-        f"{f'{i}: {name}' if name else i} ({_type_and_shape(value)})"
-        for i, (value, name) in enumerate(_with_names(inputs, names))
-    ]
-    return ", ".join(values) or "no values"
+    descriptions = []
+    for position, (value, name) in enumerate(_with_names(inputs, names)):
+        label = f"{position}: {name}" if name else str(position)
+        descriptions.append(f"{label} ({_type_and_shape(value)})")
+    return ", ".join(descriptions) or "no values"
 
 
 def _type_and_shape(value: Any) -> str:

@@ -22,21 +22,27 @@ PlanT = TypeVar("PlanT", bound="Actions | Plan")
 
 
 class PendingPlan(Generic[PlanT]):
-    """A plan whose op is under analysis: whichever thread comes first analyses each point of the op, once."""
+    """A plan whose op is under analysis: whichever thread comes first analyses each point of the op, once.
+
+    plan: the plan to complete, or the actions at a backward op.  context: what the analysis routines see.
+    """
 
     # `PendingPlans` holds it weakly, which slots do not allow by themselves.
-    __slots__ = ("__weakref__", "_analysed_points", "_lock", "_source", "context", "plan")
+    __slots__ = ("__weakref__", "_analysed_points", "_lock", "_stack_plan", "context", "plan")
 
-    def __init__(self, plan: PlanT, context: OpContext, source: Plan) -> None:
-        """source: the plan of the stack."""
+    def __init__(self, plan: PlanT, context: OpContext, stack_plan: Plan) -> None:
+        """stack_plan: the stack's plan of the forward op; `plan` itself, if that is to be completed."""
         self.plan = plan
         self.context = context
-        self._source = source
+        self._stack_plan = stack_plan
         self._lock = interceptor.Lock()
         self._analysed_points: set[InstrumentationPoint] = set()
 
     def analyse(self, point: InstrumentationPoint, facts: OpFacts) -> None:
-        """Run the analysis routines of a point on this thread's execution, unless another thread has."""
+        """Run the analysis routines of a point on this thread's execution, unless another thread has.
+
+        Adds the actions that the routines record to the plan.
+        """
         with self._lock:
             if point not in self._analysed_points:
                 # The thread that analyses shows its own execution's values, not those of the thread that came
@@ -51,28 +57,29 @@ class PendingPlan(Generic[PlanT]):
         After the op and at backward ops they run on the context that the scopes around have left.  Their
         changes of the context are recorded in the stack's plan, for the scopes within.
         """
-        context, source = self.context, self._source
+        context, stack_plan = self.context, self._stack_plan
         # Before the forward op, the context was just copied from that of the scope around.
         is_first = point is InstrumentationPoint.BEFORE_FORWARD_OP
-        if is_first or not (source.outer_plans or source.stack.routines[point]):
+        if is_first or not (stack_plan.outer_plans or stack_plan.stack.routines[point]):
             return context.trigger_callback(point)
-        key = context.get_backward_op_id(), point
+        point_key = context.get_backward_op_id(), point
         # Copies, since an analysis may write any key of the context at any time.
         initial_context = context_before = dict(context)
         # A tool of this scope sees what a dependency in a scope around wrote at the same point, also where
         # that plan was made in an earlier execution.
-        if source.outer_plans:
-            for outer_plan in source.outer_plans:
-                _apply_changes(context, outer_plan.context_changes.get(key, {}))
+        if stack_plan.outer_plans:
+            for outer_plan in stack_plan.outer_plans:
+                _apply_changes(context, outer_plan.context_changes.get(point_key, {}))
             context_before = dict(context)
-        recorded = context.trigger_callback(point)
+        recorded_actions = context.trigger_callback(point)
         changes = _context_changes(context_before, context)
         if changes:
-            source.context_changes[key] = {**source.context_changes.get(key, {}), **changes}
+            earlier_changes = stack_plan.context_changes.get(point_key, {})
+            stack_plan.context_changes[point_key] = {**earlier_changes, **changes}
         # A scope within starts before the op, so it needs the context without what came after the op.
         if point is InstrumentationPoint.AFTER_FORWARD_OP:
-            source.changes_to_undo = _context_changes(context, initial_context)
-        return recorded
+            stack_plan.changes_to_undo = _context_changes(context, initial_context)
+        return recorded_actions
 
     def _update_plan(self, recorded: Sequence[Action]) -> None:
         """Add actions to those of the stack's own tools."""
@@ -109,39 +116,42 @@ class AnalysisPart(NamedTuple):
 
 
 class PendingBackwardPlan(PendingPlan[Actions]):
-    """The plan of a backward op under analysis by some tools, with the actions of tools before them."""
+    """The actions at a backward op under analysis by some tools, with those of tools before them."""
 
-    __slots__ = ("_recorded",)
+    __slots__ = ("_records",)
     # One lock for all: backward ops are analysed once, so threads hardly ever meet here.
     _record_lock = interceptor.Lock()
 
-    def __init__(self, facts: OpFacts, source: Plan, tools: Sequence[AnyTool], ignore_earlier: bool) -> None:
+    def __init__(
+        self, facts: OpFacts, stack_plan: Plan, tools: Sequence[AnyTool], ignore_earlier: bool
+    ) -> None:
         """tools: those that analyse the op now.  ignore_earlier: whether no earlier analysis counts."""
-        stack = source.stack
-        self._recorded: RecordedActions | None = None  # None: all tools analyse the op together
+        stack = stack_plan.stack
+        # Actions by routine, of these tools and earlier ones; None: all tools analyse the op together.
+        self._records: RecordedActions | None = None
         if len(tools) == len(stack.backward_tools):
-            super().__init__(Actions(), OpContext(facts, stack.analyse, source.context), source)
+            super().__init__(Actions(), OpContext(facts, stack.analyse, stack_plan.context), stack_plan)
             return
-        stored_records = source.backward.partial_records.get(facts.backward_op_id or 0, {})
+        stored_records = stack_plan.backward.partial_records.get(facts.backward_op_id or 0, {})
         earlier_records = {} if ignore_earlier else stored_records.copy()
         # Tools that analyse the op once more replace what they recorded before.
-        self._recorded = {
+        self._records = {
             (point, i): actions
             for (point, i), actions in earlier_records.items()
             if not any(stack.routines[point][i].tool is tool for tool in tools)
         }
-        analyse = partial(stack.analyse, part=AnalysisPart(tools, self._recorded))
-        super().__init__(Actions(), OpContext(facts, analyse, source.context), source)
-        self.context._actions += Actions.from_records(self._recorded).all  # a second replacement is an error
+        analyse = partial(stack.analyse, part=AnalysisPart(tools, self._records))
+        super().__init__(Actions(), OpContext(facts, analyse, stack_plan.context), stack_plan)
+        self.context._actions += Actions.from_records(self._records).all  # a second replacement is an error
 
     def _update_plan(self, recorded: Sequence[Action]) -> None:
         """Set the plan's actions from the records of all tools; add them where all tools analyse together."""
-        if self._recorded is None:
+        if self._records is None:
             super()._update_plan(recorded)
             return
         # Sorted anew from all records: a tool that analyses later may come before others in the order of
         # tools.
-        actions = Actions.from_records(self._recorded)
+        actions = Actions.from_records(self._records)
         self.plan.before, self.plan.replace, self.plan.after = actions.before, actions.replace, actions.after
 
     def store(self) -> None:
@@ -149,33 +159,33 @@ class PendingBackwardPlan(PendingPlan[Actions]):
 
         Does nothing if another thread has stored the actions of all tools.
         """
-        backward_id, record = self.context.get_backward_op_id(), self._source.backward
-        stack = self._source.stack
+        backward_id, stack = self.context.get_backward_op_id(), self._stack_plan.stack
+        backward = self._stack_plan.backward
         assert backward_id is not None
         with self._record_lock:
-            if self._recorded is None:
-                record.actions[backward_id] = self.plan
-                record.partial_records.pop(backward_id, None)
+            if self._records is None:
+                backward.actions[backward_id] = self.plan
+                backward.partial_records.pop(backward_id, None)
                 return
-            if backward_id in record.actions and backward_id not in record.partial_records:
+            if self._stack_plan.is_backward_analysed(backward_id):
                 return  # another thread, or pass, had all tools
-            recorded = record.partial_records.setdefault(backward_id, {})
-            recorded.update(self._recorded)
-            record.actions[backward_id] = Actions.from_records(recorded)
+            all_records = backward.partial_records.setdefault(backward_id, {})
+            all_records.update(self._records)
+            backward.actions[backward_id] = Actions.from_records(all_records)
             routine_count = sum(len(stack.routines[point]) for point in stack.routines if point.is_backward)
-            if len(recorded) == routine_count:
+            if len(all_records) == routine_count:
                 # Every tool has analysed the op, so nobody asks any more which tool recorded what.
-                del record.partial_records[backward_id]
+                del backward.partial_records[backward_id]
 
 
 class PendingPlans:
     """Pending plans that threads share; each lives as long as a thread that executes its op first."""
 
-    __slots__ = ("_lock", "_pending")
+    __slots__ = ("_lock", "_references")
 
     def __init__(self) -> None:
         self._lock = interceptor.Lock()
-        self._pending: dict[Hashable, ref[PendingPlan[Any]]] = {}
+        self._references: dict[Hashable, ref[PendingPlan[Any]]] = {}
 
     def find_or_create(
         self, key: Hashable, find_plan: Callable[[], PlanT | None], create: Callable[[], PendingPlan[PlanT]]
@@ -184,24 +194,25 @@ class PendingPlans:
 
         The map holds pending plans weakly. A thread stores its finished plan before it drops the pending
         plan, so no thread finds neither.
+        key: identity of the op and the analysis.  find_plan: returns the finished plan, if there is one.
         """
         with self._lock:
-            references = self._pending
-            reference = references.get(key)
+            reference_by_key = self._references
+            reference = reference_by_key.get(key)
             shared_pending = None if reference is None else reference()
             if shared_pending is not None:
                 return shared_pending
-            plan = find_plan()
-            if plan is not None:
-                return plan
+            finished_plan = find_plan()
+            if finished_plan is not None:
+                return finished_plan
             new_pending = create()
 
             def forget(dead_reference: ref[PendingPlan[PlanT]]) -> None:
                 # A new pending plan may have taken the key before the old reference's callback ran.
-                if references.get(key) is dead_reference:
-                    del references[key]
+                if reference_by_key.get(key) is dead_reference:
+                    del reference_by_key[key]
 
-            references[key] = ref(new_pending, forget)
+            reference_by_key[key] = ref(new_pending, forget)
             return new_pending
 
 
@@ -234,18 +245,23 @@ class OpAnalysis:
         plan.merge_actions()
 
     def _find_or_analyse(self, stack: ToolStack, key: Hashable, outer: Plan | None, cache: bool) -> Plan:
-        """Return a stack's stored plan; else analyse the op before it runs, with the plan in `pending`."""
+        """Return a stack's stored plan; else run the analyses before the op, and return a plan to complete.
+
+        A plan to complete is in `pending`, for `analyse_after_op`.  outer: the plan of the stack around.
+        """
         op_id = self.facts.op_id
 
-        def create() -> PendingPlan[Plan]:
-            """Return a pending plan; its context starts as the outer plan's context was before the op."""
+        def find_stored_plan() -> Plan | None:
+            return stack.plans.get(op_id, {}).get(key)
+
+        def create_pending() -> PendingPlan[Plan]:
             context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
             if outer is not None:
                 # The context of the scope around has what was written after the op; here the op has not run
                 # yet.
                 _apply_changes(context, outer.changes_to_undo)
             plan = Plan(stack, context, outer)
-            return PendingPlan(plan, context, plan)
+            return PendingPlan(plan, context, stack_plan=plan)
 
         pending: PendingPlan[Plan] | Plan
         if cache:
@@ -254,12 +270,10 @@ class OpAnalysis:
             pending_key = (
                 (op_id, key, self.facts.input_shapes) if stack.keyed_by_shapes_read else (op_id, key)
             )
-            pending = stack.pending_plans.find_or_create(
-                pending_key, lambda: stack.plans.get(op_id, {}).get(key), create
-            )
+            pending = stack.pending_plans.find_or_create(pending_key, find_stored_plan, create_pending)
         else:
-            pending = create()
-        if isinstance(pending, Plan):
+            pending = create_pending()
+        if isinstance(pending, Plan):  # another thread has finished the analysis
             return pending
         with self._reading():
             pending.analyse(InstrumentationPoint.BEFORE_FORWARD_OP, self.facts)
@@ -275,10 +289,13 @@ class OpAnalysis:
         return self.plan
 
     def store_plans(self) -> None:
-        """Store the plans for later executions of the op."""
+        """Store the plans for later executions of the op.
+
+        If this analysis is the first of the op that has read shapes, they become a part of the keys.
+        """
         op_id, shapes_read = self.facts.op_id, self.facts.input_shapes if self.facts.reads_shapes else None
         stacks = [pending.plan.stack for _, pending in self.pending]
         # Asked for all stacks first: to store a plan in one stack changes the answer for the stacks within.
-        adds_shapes = [stack.keyed_by_shapes_read and not stack.depends_on_shapes(op_id) for stack in stacks]
-        for (key, pending), stack, add_shapes in zip(self.pending, stacks, adds_shapes, strict=True):
-            stack.store_plan(op_id, key, pending.plan, shapes_read if add_shapes else None)
+        lack_shapes = [stack.keyed_by_shapes_read and not stack.depends_on_shapes(op_id) for stack in stacks]
+        for (key, pending), stack, lacks_shapes in zip(self.pending, stacks, lack_shapes, strict=True):
+            stack.store_plan(op_id, key, pending.plan, shapes_read if lacks_shapes else None)

@@ -222,20 +222,20 @@ class OpContext(dict[str, Any]):
         if point is None or tool is None or _point_gives(point, is_backward, is_after):
             return
         routines = tool._amanda.analyses
-        callbacks = [routine.callback for routine in routines if routine.point is point]
+        running_callbacks = [routine.callback for routine in routines if routine.point is point]
+        # One function may be registered for several points.
         if any(
-            routine.callback in callbacks and _point_gives(routine.point, is_backward, is_after)
+            routine.callback in running_callbacks and _point_gives(routine.point, is_backward, is_after)
             for routine in routines
         ):
             return
-        options = [
-            name for name, needed in (("backward", is_backward), ("require_outputs", is_after)) if needed
-        ]
+        is_option_needed = {"backward": is_backward, "require_outputs": is_after}
+        options = [f"{name}=True" for name, is_needed in is_option_needed.items() if is_needed]
         when = f"{'backward' if point.is_backward else 'forward'} pass"
         raise AmandaError(
             f"{method} of {self._facts.name} has nothing to give to an analysis routine "
             f"{'after' if point.is_after else 'before'} the op in the {when}; register the routine with "
-            f"add_inst_for_op(routine, {', '.join(f'{name}=True' for name in options)})"
+            f"add_inst_for_op(routine, {', '.join(options)})"
         )
 
     def get_scope(self) -> str:
@@ -460,15 +460,15 @@ class OpContext(dict[str, Any]):
     # The name and its argument are the paper's.
     def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
         """Run the analysis routines of a point; return the actions that they recorded."""
-        earlier_count = len(self._actions)
+        earlier_action_count = len(self._actions)
         self._point = i_point
         try:
             self._analyse(self, i_point)
         except BaseException:
-            del self._actions[earlier_count:]  # another thread may make the analysis again
+            del self._actions[earlier_action_count:]  # another thread may make the analysis again
             raise
         self._point = self._tool = None
-        return tuple(self._actions[earlier_count:])
+        return tuple(self._actions[earlier_action_count:])
 
     def _input_at(self, index: int | str, method: str) -> Any:
         """Return an input by position or name.  method: name of the calling method, for errors."""

@@ -288,7 +288,10 @@ def check_replacement(facts: OpFacts, kind: ActionType, tool: AnyTool, recorded:
 def selected_positions(
     facts: OpFacts, kind: ActionType, select: int | str | Sequence[int | str]
 ) -> tuple[int, ...]:
-    """Return the positions of the op's values that an action selects."""
+    """Return the positions of the op's values that an action selects; ActionError for an absent value.
+
+    select: a position or name, or several; names only of inputs.
+    """
     keys = (select,) if isinstance(select, (int, str)) else tuple(select)
     takes_inputs = kind in (ActionType.INSERT_BEFORE_OP, ActionType.REPLACE_OP)
     inputs = facts.inputs
@@ -316,7 +319,9 @@ def resolve_positions(
         if not is_position or (count is not None and not -count <= int(key) < count):
             raise _no_such_value(facts, key, method, count)
         position = int(key)
-        positions.append(position + count if count is not None and position < 0 else position)
+        if position < 0 and count is not None:
+            position += count
+        positions.append(position)
     return tuple(positions)
 
 

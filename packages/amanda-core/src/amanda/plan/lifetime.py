@@ -21,12 +21,13 @@ class ParameterSlots:
     """Slots of modules that hold parameters: another tensor in the same slot is the same parameter.
 
     So the ids of ops stay the same where a library loads a module's parameters at each call of the module.
+    The ordinal of a slot is that of the first value in it.
     """
 
     def __init__(self) -> None:
         self._finders: list[SlotOf] = []
-        self._ordinals: dict[int, dict[Hashable, int]] = {}  # by the owner's ordinal and the slot
-        self._slot_ordinals: set[int] = set()
+        self._ordinal_by_slot: dict[int, dict[Hashable, int]] = {}  # by the owner's ordinal
+        self._slot_ordinals: set[int] = set()  # of all owners
 
     def add_finder(self, slot_of: SlotOf) -> None:
         """Add a function that finds the slots of a framework's objects."""
@@ -38,8 +39,8 @@ class ParameterSlots:
 
         None where no slot of the object holds the value, or where no op has read the slot.
         """
-        slot = self._slot(owner, value)
-        return None if slot is None else self._ordinals.get(interceptor.ordinal(owner), {}).get(slot)
+        slot = self._find_slot(owner, value)
+        return None if slot is None else self._ordinal_by_slot.get(interceptor.ordinal(owner), {}).get(slot)
 
     def record(self, owner: Any, value: Any, value_ordinal: int) -> tuple[int, bool]:
         """Record the slot that holds a value; return the slot's ordinal, and True if it is final.
@@ -48,7 +49,7 @@ class ParameterSlots:
         value_ordinal: the value's own ordinal, returned where no slot holds the value; it is final if no
         driver has registered a finder.
         """
-        slot, owner_ordinal = self._slot(owner, value), interceptor.ordinal(owner)
+        slot, owner_ordinal = self._find_slot(owner, value), interceptor.ordinal(owner)
         if slot is None or not owner_ordinal:
             return value_ordinal, not self._finders
         slot_ordinal = self.record_at(owner_ordinal, slot, value_ordinal)
@@ -60,7 +61,7 @@ class ParameterSlots:
 
     def record_at(self, owner_ordinal: int, slot: Hashable, value_ordinal: int) -> int:
         """Record a slot with the value in it; return the slot's ordinal, that of the first value there."""
-        slot_ordinal = self._ordinals.setdefault(owner_ordinal, {}).setdefault(slot, value_ordinal)
+        slot_ordinal = self._ordinal_by_slot.setdefault(owner_ordinal, {}).setdefault(slot, value_ordinal)
         self._slot_ordinals.add(slot_ordinal)
         return slot_ordinal
 
@@ -69,12 +70,13 @@ class ParameterSlots:
 
         ordinal: that of the dead object.
         """
-        slot_ordinals = self._ordinals.pop(ordinal, {}).values()
+        slot_ordinals = self._ordinal_by_slot.pop(ordinal, {}).values()
         self._slot_ordinals.difference_update(slot_ordinals)
         # While its owner lives, a slot's first tensor may be gone and the parameter still be there.
-        return [*slot_ordinals] if ordinal in self._slot_ordinals else [ordinal, *slot_ordinals]
+        is_ordinal_of_slot = ordinal in self._slot_ordinals
+        return [*slot_ordinals] if is_ordinal_of_slot else [ordinal, *slot_ordinals]
 
-    def _slot(self, owner: Any, value: Any) -> Hashable:
+    def _find_slot(self, owner: Any, value: Any) -> Hashable:
         slots = (slot_of(owner, value) for slot_of in self._finders)
         return next((slot for slot in slots if slot is not None), None)
 
@@ -98,25 +100,26 @@ class ParameterSlot:
 
 
 class PlanLifetimes:
-    """Ids of the ops whose plans end with each module instance or parameter (a subject).
+    """All stacks of tools, and which ops' plans in them end with a module instance or parameter (a subject).
 
-    ops_of: ids of ops by the ordinal of a subject.  subjects_of: ordinals of subjects by the id of an op.
+    op_ids_by_subject: ids of ops by the ordinal of a subject.
+    subjects_by_op_id: ordinals of subjects by the id of an op.
     """
 
     def __init__(self) -> None:
         # Weak: stacks live with their last tool, and a plan must not outlive its tool.
         self.stacks: weakref.WeakSet[ToolStack] = weakref.WeakSet()
-        self.ops_of: dict[int, set[int]] = {}
-        self.subjects_of: dict[int, set[int]] = {}
+        self.op_ids_by_subject: dict[int, set[int]] = {}
+        self.subjects_by_op_id: dict[int, set[int]] = {}
 
     def bind(self, op_id: int, subjects: Iterable[Any]) -> None:
         """Bind the plans of an op to subjects: the plans are dropped as soon as one subject dies."""
         # Numbers, not objects: nothing here keeps a model or a parameter alive.
         ordinals = {interceptor.ordinal(subject) for subject in subjects}
         for ordinal in ordinals:
-            self.ops_of.setdefault(ordinal, set()).add(op_id)
+            self.op_ids_by_subject.setdefault(ordinal, set()).add(op_id)
         if ordinals:
-            self.subjects_of[op_id] = ordinals.union(self.subjects_of.get(op_id, ()))
+            self.subjects_by_op_id[op_id] = ordinals.union(self.subjects_by_op_id.get(op_id, ()))
 
     def forget_plans_of(self, tool: AnyTool) -> None:
         """Forget every plan of the stacks with the tool."""
@@ -136,17 +139,17 @@ class PlanLifetimes:
                     stack.forget_plans(op_id)
 
     def on_death(self, ordinal: int) -> None:
-        """Drop the plans bound to an object that died."""
+        """Drop the plans bound to an object that died, and to the slots that it held."""
         for dead_ordinal in parameter_slots.forget_owner(ordinal):
             self._drop_ops_of(dead_ordinal)
 
     def _drop_ops_of(self, ordinal: int) -> None:
         """Drop the plans of all ops that were bound to an object."""
-        for op_id in self.ops_of.pop(ordinal, ()):
+        for op_id in self.op_ids_by_subject.pop(ordinal, ()):
             # A parameter that outlives short-lived modules would collect the ids of their ops for ever.
-            for subject_ordinal in self.subjects_of.pop(op_id, ()):
-                if subject_ordinal in self.ops_of:
-                    self.ops_of[subject_ordinal].discard(op_id)
+            for subject_ordinal in self.subjects_by_op_id.pop(op_id, ()):
+                if subject_ordinal in self.op_ids_by_subject:
+                    self.op_ids_by_subject[subject_ordinal].discard(op_id)
             for stack in list(self.stacks):
                 stack.drop_dead_op(op_id)
 

@@ -171,7 +171,7 @@ class Executions(Sequence[Observed]):
         )
 
     def prepared(self, make: Callable[[Sequence[Observed]], PreparedT]) -> PreparedT:
-        """Return the result of a function, which is called once for executions of the same ops.
+        """Return the result of `make`, which is called once for all executions of the same ops.
 
         The result may depend only on the `kwargs` of the executions.
 
@@ -205,16 +205,20 @@ class Executions(Sequence[Observed]):
         self._current_index = None
 
     def observe(self, action: Action) -> None:
-        """Call the routine that gathers the observers, with the lock of the action's tool."""
+        """Call the routine that gathers the observers, with the lock of the action's tool.
+
+        An exception passes, with a note that names the op of the execution that the routine had reached.
+        """
         assert action.gathered is not None
         try:
             with action.tool._amanda.lock:
                 action.gathered(self)
         except BaseException as error:
-            # A routine that did not iterate has no current execution: the first and the last show its range.
-            indices = (0, -1) if self._current_index is None else (self._current_index,)
-            for i in indices:
-                self[i].annotate_error(error)
+            if self._current_index is not None:
+                self[self._current_index].annotate_error(error)
+            else:  # the routine does not iterate: the first and the last execution show its range
+                self[0].annotate_error(error)
+                self[-1].annotate_error(error)
             raise
 
 
@@ -243,14 +247,14 @@ def gathered(*observers: Routine) -> Callable[[RoutineT], RoutineT]:
 
 
 def gathering_routine(func: Routine) -> Routine | None:
-    """Return the routine that takes many executions of an observer; None where the class has none."""
+    """Return the routine that `gathered` marks as taking many executions of an observer; None without one."""
     if not isinstance(func, MethodType):
         attributes = getattr(func, "__dict__", {})
         # `functools.wraps` copies the attribute to functions that do something else.
         return None if "__wrapped__" in attributes else attributes.get(_GATHERED)
-    form = getattr(func.__func__, _GATHERED, None)
-    if form is None:
+    gathering_function = getattr(func.__func__, _GATHERED, None)
+    if gathering_function is None:
         return None
     # By name, so that a subclass may override the routine that gathers.
-    bound: Routine = getattr(func.__self__, form.__name__)
-    return bound
+    gathering_method: Routine = getattr(func.__self__, gathering_function.__name__)
+    return gathering_method

@@ -30,7 +30,7 @@ DELETED = object()
 class Actions:
     """The actions at one op, or at one backward op: before it, instead of it, after it."""
 
-    __slots__ = ("after", "before", "replace")
+    __slots__ = ("after", "before", "replace")  # `replace`: None where the op itself runs
 
     def __init__(self) -> None:
         self.before: Sequence[Action] = ()
@@ -51,14 +51,14 @@ class Actions:
     def from_records(cls, recorded: RecordedActions) -> Actions:
         """Return the actions that analysis routines recorded, in the order of the routines."""
 
-        def analysis_order(routine: tuple[InstrumentationPoint, int]) -> tuple[bool, int]:
+        def analysis_order(routine_key: tuple[InstrumentationPoint, int]) -> tuple[bool, int]:
             # By side first: an action recorded after the op must not run ahead of one recorded before the op.
-            point, index_in_stack = routine
+            point, index_in_stack = routine_key
             return point.is_after, index_in_stack
 
         actions = cls()
-        for routine in sorted(recorded, key=analysis_order):
-            actions.add(recorded[routine])
+        for routine_key in sorted(recorded, key=analysis_order):
+            actions.add(recorded[routine_key])
         return actions
 
     @classmethod
@@ -73,8 +73,8 @@ class Actions:
         merged = cls()
         before = [action for actions in actions_by_stack for action in actions.before]
         after = [action for actions in actions_by_stack for action in actions.after]
-        merged.before = tuple(in_running_order(before, False))
-        merged.after = tuple(in_running_order(after, True))
+        merged.before = tuple(in_running_order(before, after=False))
+        merged.after = tuple(in_running_order(after, after=True))
         merged.replace = single_replacement(actions.replace for actions in actions_by_stack)
         return merged
 
@@ -83,8 +83,8 @@ class Actions:
         if len(self.before) < 2 and len(self.after) < 2:
             return self
         ordered = Actions()
-        ordered.before = tuple(in_running_order(self.before, False))
-        ordered.after = tuple(in_running_order(self.after, True))
+        ordered.before = tuple(in_running_order(self.before, after=False))
+        ordered.after = tuple(in_running_order(self.after, after=True))
         ordered.replace = self.replace
         return ordered
 
@@ -103,10 +103,10 @@ class Actions:
 
 
 class BackwardRecord:
-    """The analysed backward ops of a plan's op.
+    """The backward ops of a plan's op that have been analysed, with their actions.
 
-    An op's backward ops depend on which of its inputs need a gradient (`needs_grad`, as `EagerOps.needs_grad`
-    returns it), so records of all its backward ops are kept for each such answer.
+    An op's backward ops depend on which of its inputs need a gradient.  So whether all of them are analysed
+    is recorded for each `needs_grad`, as `EagerOps.needs_grad` returns it.
 
     actions: actions of the plan's scope, by the id of the backward op.
     partial_records: actions by analysis routine, for backward ops that only some of the tools have analysed.
@@ -120,10 +120,10 @@ class BackwardRecord:
     def __init__(self) -> None:
         self.actions: dict[int, Actions] = {}
         self.partial_records: dict[int, RecordedActions] = {}
-        self.invalidate()
+        self.expect_new_backward_ops()
 
-    def invalidate(self) -> None:
-        """Expect backward ops that have not been analysed, so that the next passes look for them.
+    def expect_new_backward_ops(self) -> None:
+        """Forget that all backward ops have been analysed, so that the next passes look for others.
 
         Actions at backward ops that have been analysed stay.
         """
@@ -219,9 +219,9 @@ class Plan(Actions):
         if not is_recomputation:
             return self
         if self._recomputation_actions is None:
-            actions = self._recomputation_actions = Actions()
             repeated_actions = [action.for_recomputation() for action in self.all]
-            actions.add(action for action in repeated_actions if action is not None)
+            self._recomputation_actions = Actions()
+            self._recomputation_actions.add(action for action in repeated_actions if action is not None)
         return self._recomputation_actions
 
     @property
@@ -236,7 +236,7 @@ class Plan(Actions):
         return any(action.takes_shapes for action in self.inserted)
 
     def run_dicts(self, ops: TensorOps, recomputable: bool) -> RunDicts:
-        """Return the dicts `run` of the executions under way.
+        """Return the object that hands out the dicts `run` of the op's executions; create it the first time.
 
         Args:
             ops: Primitives of the framework's tensors.
@@ -276,8 +276,9 @@ class Plan(Actions):
         if partial_records is None:  # all tools have analysed the op, or none
             return () if backward_id in self.backward.actions else tools
         # `list`, since another thread may add records meanwhile.
-        analysed_by = {id(self.stack.routines[point][i].tool) for point, i in list(partial_records)}
-        return [tool for tool in tools if id(tool) not in analysed_by]
+        routine_keys, routines = list(partial_records), self.stack.routines
+        ids_of_done_tools = {id(routines[point][index].tool) for point, index in routine_keys}
+        return [tool for tool in tools if id(tool) not in ids_of_done_tools]
 
     def is_backward_analysed(self, backward_id: int) -> bool:
         """Return True if all tools of the plan's stack have analysed a backward op."""
@@ -293,7 +294,7 @@ class Plan(Actions):
     def wants_backward(self, needs_grad: Hashable) -> bool:
         """Return True if backward ops of an execution have to be analysed, or have actions.
 
-        Records in `backward.inactive_for` if they have not.
+        If neither, this is recorded in `backward.inactive_for`, so that the next answer is quick.
 
         Args:
             needs_grad: Key for which inputs need a gradient; None where autodiff records nothing.

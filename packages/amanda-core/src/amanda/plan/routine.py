@@ -82,9 +82,10 @@ def _put_results_in_place(
     mutable: Sequence[int],
     copy_saved: Callable[[], None] | None,
 ) -> list[Any]:
-    """Return the values with a routine's results at some positions; copy them into mutable tensors.
+    """Return the values with a routine's results at some positions.
 
-    Returns `values` itself if each result is the value that it would replace: callers compare by identity.
+    At a mutable position the result is copied into the tensor, which stays.  Returns `values` itself if no
+    value is replaced by another: callers compare by identity.
     """
     new_values = values
     for position, result in zip(positions, results, strict=True):
@@ -99,7 +100,7 @@ def _put_results_in_place(
                 copy_saved()
             write_into(ops, original, result, isolated)
         else:
-            new_values[position] = substitute(ops, original, result) if isolated else result
+            new_values[position] = _fit_result_to_original(ops, original, result) if isolated else result
     return new_values
 
 
@@ -124,8 +125,9 @@ def annotate_failure(
     error_instead = (
         signature_error(action, values, names, selection, {}) if isinstance(error, TypeError) else None
     )
+    # The errors of drivers, and those below, know no action and speak of "a routine".
     if isinstance(error, RoutineError) and str(error).startswith("a routine "):
-        error.args = (str(error).replace("a routine", str(action), 1),)  # drivers know no action
+        error.args = (str(error).replace("a routine", str(action), 1),)
     add_note(error_instead or error, error_note(facts, action.tool, str(action)))
     return error_instead
 
@@ -141,6 +143,8 @@ def run_replacement(
     reads: Sequence[Any] = (),
 ) -> Any:
     """Call a routine instead of an op; return its result, or NotImplemented where the op has to run.
+
+    Where the op writes into the user's tensors, the result is written into these, and they are returned.
 
     Args:
         ops: Primitives of the framework's tensors.
@@ -159,8 +163,8 @@ def run_replacement(
     inputs = [_copy_tensors(ops, value) if i in targets else value for i, value in enumerate(values)]
     kwargs = _replacement_kwargs(action, run, original, reads)
     with explain_errors(facts, action.tool, str(action)):
-        copies = spread(inputs[i] for i in targets)
-        versions = ops.versions(copies)
+        target_copies = spread(inputs[i] for i in targets)
+        versions = ops.versions(target_copies)
         if action.select is None and action.type is REPLACE_OP:
             arguments, arguments_by_name = replacement_arguments(
                 action.parameters, inputs, facts.names, partial(_holds_tensors, ops)
@@ -174,8 +178,8 @@ def run_replacement(
             return result
         user_tensors = [values[i] for i in targets]
         # A replacement that returns nothing has written into its arguments.
-        results = copies if result is None else spread([result])
-        _write_results(ops, action, results, spread(user_tensors), copies, versions)
+        results = target_copies if result is None else spread([result])
+        _write_results(ops, action, results, spread(user_tensors), target_copies, versions)
         # The program goes on with its own tensors, as after the op.
         return user_tensors[0] if len(user_tensors) == 1 else tuple(user_tensors)
 
@@ -186,7 +190,7 @@ def _replacement_kwargs(
     original: Callable[[Sequence[Any]], Any] | None,
     reads: Sequence[Any],
 ) -> Mapping[str, Any]:
-    """Return the tool's keyword arguments for a replacement, with its `run`, `original` and `reads`."""
+    """Return the tool's keyword arguments; with `run`, `original` and `reads` if the routine takes them."""
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_original and original is not None:
         kwargs = {**kwargs, "original": _accept_positional_inputs(original)}
@@ -289,10 +293,11 @@ def _call_routine(
     isolated: bool,
     shapes: Hashable,
 ) -> Sequence[Any] | None:
-    """Call a routine; return a result for each selected value, or None where nothing changed.
+    """Call a routine under its tool's lock; return a result for each selected value, or None for no change.
 
     Raises MutationError where an isolated routine wrote into an argument.  A differentiable routine receives
     copies of the tensors that the op writes; a copy that it left alone stands for the tensor itself.
+    selection, arguments: the selected values, and the same or what the routine receives in their place.
     """
     kwargs = {**action.kwargs, "run": run} if action.takes_run else action.kwargs
     if action.takes_shapes:
@@ -322,23 +327,24 @@ def _restore_unwritten(
     arguments: Sequence[Any],
     versions: Sequence[Any],
 ) -> Sequence[Any] | None:
-    """Return a routine's result for each selected value, with originals for unwritten arguments.
+    """Return a routine's result for each selected value; for an unwritten argument, the value itself.
 
+    Returns None where the routine returned None and wrote into no argument; if it wrote, its arguments are
+    its results.
     arguments: detached or copied values, which the routine received.  versions: theirs before its call.
-    Returns None where the routine returned None and wrote into no argument.
     """
     # Where the original comes back, no write into the user's tensor follows.
-    original_of_unwritten = {
+    original_by_unwritten_id = {
         id(argument): original
         for argument, original, version in zip(arguments, selection, versions, strict=True)
         if ops.version(argument) == version
     }
     if result is None:
-        if len(original_of_unwritten) == len(arguments):
+        if len(original_by_unwritten_id) == len(arguments):
             return None
         result = arguments  # some of them written
     results = match_results(action, result, selection) or ()
-    return [original_of_unwritten.get(id(value), value) for value in results]
+    return [original_by_unwritten_id.get(id(value), value) for value in results]
 
 
 def mutation_error(action: Action, index: int) -> MutationError:
@@ -379,9 +385,10 @@ def match_results(action: Action, result: Any, arguments: Sequence[Any]) -> Sequ
 
 
 def _result_in_sequence(action: Action, result: Any, argument: Any) -> Sequence[Any]:
-    """Return the result of a routine with one argument in a sequence, if it is not in one already.
+    """Return the result of a routine with one argument as a sequence of one value.
 
-    Raises RoutineError for several values instead of one tensor.
+    The routine may have returned the value, or a sequence of it.  Raises RoutineError for several values
+    where the argument is one tensor.
     """
     expects_list = isinstance(argument, (list, tuple))
     has_one_item = isinstance(result, (list, tuple)) and len(result) == 1
@@ -416,11 +423,12 @@ def write_into(ops: TensorOps, target: Any, result: Any, isolated: bool) -> None
         ops.write(target, _require_tensor(ops, target, result), isolated)
 
 
-def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
-    """Return a routine's result for the original, in a list for each tensor of a list.
+def _fit_result_to_original(ops: TensorOps, original: Any, result: Any) -> Any:
+    """Return the value that takes the original's place: a routine's result, fitted to the original.
 
-    The gradient of a tensor passes unchanged to the original; a number takes the original's type; any other
-    result is returned as it is.  Raises RoutineError where the original is a tensor and the result is none.
+    The gradient of a tensor, also one in a list, passes unchanged to the original; a number takes the
+    original's type; any other result is returned as it is.  Raises RoutineError where the original is a
+    tensor and the result is none.
     """
     if ops.is_tensor(original):
         return ops.straight_through(original, _require_tensor(ops, original, result))
@@ -431,7 +439,7 @@ def substitute(ops: TensorOps, original: Any, result: Any) -> Any:
     ):
         return result
     substituted = [
-        new if new is old else substitute(ops, old, new)
+        new if new is old else _fit_result_to_original(ops, old, new)
         for old, new in zip(original, _require_list(original, result), strict=True)
     ]
     return tuple(substituted) if isinstance(original, tuple) else substituted

@@ -20,6 +20,7 @@ Routine = Callable[..., Any]
 class RunDicts:
     """The dict `run` of the execution under way in each thread, for the routines at one op that take `run`.
 
+    Native code does not pass the dict; the routines that it calls take their thread's dict from here.
     The first routine that takes the dict creates it, the last routine drops it.  An op never executes within
     itself, since ops within it have other ids, so one dict a thread is enough.  An execution that raised
     leaves its dict behind; the next execution replaces the dict.
@@ -47,7 +48,7 @@ class RunDicts:
     def dict_for_python(
         self, called_natively: Sequence[Action], shared_with_backward: bool = False
     ) -> dict[str, Any]:
-        """Return the dict for Python, which executes an op, or continues after native code.
+        """Return the dict of an execution that goes on in Python: a new one, or that of native code.
 
         The dict of native code is removed here: Python holds it from now on.
         called_natively: the actions whose routines native code has called.
@@ -60,7 +61,7 @@ class RunDicts:
         # If a routine was called and no dict is there, native code has dropped it after the last routine.
         return {} if was_begun else self.new_dict()
 
-    def native_routines(
+    def routines_for_native_code(
         self, ops: TensorOps, before: Sequence[Action], after: Sequence[Action], shared_with_backward: bool
     ) -> dict[Action, Routine]:
         """Return, for the actions that take `run`, routines that native code calls without `run`.
@@ -69,29 +70,29 @@ class RunDicts:
         shared_with_backward: whether the dict is passed to backward ops once the op has run, before the
         routines after it.
         """
-        # None stands for the moment when the dict goes to the backward ops, between the routines of both
-        # sides: `dict_for_backward` begins or ends the dict where it is the first or the last user.
+        # None stands for `dict_for_backward`, which begins or ends the dict if it is the first or last user.
         users: list[Action | None] = [action for action in before if action.takes_run]
         users += [None] if shared_with_backward else []
         users += [action for action in after if action.takes_run]
-        last = len(users) - 1
-        routines = {}
+        last_index = len(users) - 1
+        routine_by_action = {}
         for i, action in enumerate(users):
             if action is not None:
-                current_dict = self.begin if i == 0 else self._dict_of_thread
-                routines[action] = _with_run_dict(ops, action, current_dict, self.end if i == last else None)
-        return routines
+                take_dict = self.begin if i == 0 else self._dict_of_thread
+                drop_dict = self.end if i == last_index else None
+                routine_by_action[action] = _with_run_dict(ops, action, take_dict, drop_dict)
+        return routine_by_action
 
     def dict_for_backward(self, before: Sequence[Action], after: Sequence[Action]) -> dict[str, Any]:
         """Return the dict for the backward ops, at the moment when native code has run the op.
 
         Creates the dict if no routine before the op takes it, and drops it if no routine after the op does.
         """
-        used_before = any(action.takes_run for action in before)
-        used_after = any(action.takes_run for action in after)
-        if used_before:
-            return self._dict_of_thread() if used_after else self.end()
-        return self.begin() if used_after else self.new_dict()
+        was_begun = any(action.takes_run for action in before)
+        is_needed_later = any(action.takes_run for action in after)
+        if was_begun:
+            return self._dict_of_thread() if is_needed_later else self.end()
+        return self.begin() if is_needed_later else self.new_dict()
 
     def _dict_of_thread(self) -> dict[str, Any]:
         """Return this thread's dict; begin one where there is none."""
@@ -166,7 +167,7 @@ class RunRecord:
 
 
 class RecomputedExecutions:
-    """The executions of a record, as a recomputation comes to them."""
+    """The recorded executions of each op, handed out in order as a recomputation repeats them."""
 
     __slots__ = ("_counts", "_executions")
 
@@ -186,29 +187,29 @@ class RecomputedExecutions:
 
 
 def _with_run_dict(
-    ops: TensorOps, action: Action, current_dict: Callable[[], dict[str, Any]], end: Callable[[], Any] | None
+    ops: TensorOps,
+    action: Action,
+    take_dict: Callable[[], dict[str, Any]],
+    drop_dict: Callable[[], Any] | None,
 ) -> Routine:
-    """Return a routine that receives the dict, and values without their graph, which the dict could keep.
+    """Return a function of the values alone that calls an action's routine with the dict `run`.
 
-    end: drops the dict after the routine; None where routines follow.
+    An isolated routine gets values without their graph, which the dict could keep.
+    take_dict: returns the thread's dict.  drop_dict: called after the routine; None where routines follow.
     """
     func, isolated = action.func, not action.differentiable
 
     def routine(*values: Any, **kwargs: Any) -> Any:
-        """Call the action's routine; return its result, with detached arguments turned back into values."""
-        run = current_dict()
+        run = take_dict()
         arguments = [ops.detach_value(value) for value in values] if isolated else values
         result = func(*arguments, run=run, **kwargs)
-        if end is not None:
-            end()
+        if drop_dict is not None:
+            drop_dict()
         if not isolated or result is None:
             return result
         # The routine received detached values: what it hands back unchanged has to be the original, with its
         # graph.
-        original_of = {id(argument): value for argument, value in zip(arguments, values, strict=True)}
-        return [
-            original_of.get(id(argument), argument)
-            for argument in match_results(action, result, values) or ()
-        ]
+        value_by_id = {id(argument): value for argument, value in zip(arguments, values, strict=True)}
+        return [value_by_id.get(id(item), item) for item in match_results(action, result, values) or ()]
 
     return routine

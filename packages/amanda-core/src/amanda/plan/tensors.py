@@ -268,16 +268,16 @@ class BoxedTensors(TensorOps):
 
     def call_without_autodiff(self, func: Routine, values: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call a routine with unboxed values; return the program's values for those that it hands back."""
-        unboxed = [self.unboxed(value) for value in values]
-        pairs = list(zip(unboxed, values, strict=True))
-        for inner, value in zip(unboxed, values, strict=True):
-            pairs += zip(inner, value, strict=True) if isinstance(value, (list, tuple)) else ()
-        value_of = {id(inner): value for inner, value in pairs}
+        unboxed_values = [self.unboxed(value) for value in values]
+        value_by_unboxed_id = dict(zip(map(id, unboxed_values), values, strict=True))
+        for unboxed, value in zip(unboxed_values, values, strict=True):
+            if isinstance(value, (list, tuple)):
+                value_by_unboxed_id.update(zip(map(id, unboxed), value, strict=True))
         with self.without_autodiff():
-            result = func(*unboxed, **kwargs)
-        if isinstance(result, (list, tuple)) and id(result) not in value_of:
-            return [value_of.get(id(item), item) for item in result]
-        return value_of.get(id(result), result)
+            result = func(*unboxed_values, **kwargs)
+        if isinstance(result, (list, tuple)) and id(result) not in value_by_unboxed_id:
+            return [value_by_unboxed_id.get(id(item), item) for item in result]
+        return value_by_unboxed_id.get(id(result), result)
 
 
 class TensorMap(Generic[T]):

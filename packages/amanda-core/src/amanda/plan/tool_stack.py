@@ -1,4 +1,4 @@
-"""Stacks: the tools of nested scopes, with the plans of their ops."""
+"""Stacks of the tools of nested scopes, with the plans that the tools' analyses made for each op."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLANS_PER_OP = 256
 
 
 class ToolStack:
-    """The tools of one scope, in order, above the stacks of the scopes around it.
+    """The tools of one scope, in order, above the stacks of the scopes around it; with the plans of ops.
 
     chain: the stacks of the scopes around, the outermost first, and this one.  applied: the tools of all.
     routines: analysis routines by point, in running order.  guards: routines of the chain with a guard.
@@ -40,7 +40,9 @@ class ToolStack:
     intercepts: whether a tool needs calls to be intercepted.
     backward_tools: the tools whose analysis routines for backward ops run in this stack.
     double_backward: whether gradients have been differentiated, so that backward ops have backward ops.
+    plans: plans of each op, by the op's id and the key of `plan_key`.
     pending_plans: plans that threads are making at this moment.
+    passes: what a driver has learned of backward passes, as long as the plans stay the same.
     rewrites: a driver's records of graphs rewritten for this stack, by graph.
     """
 
@@ -72,7 +74,6 @@ class ToolStack:
         self.double_backward = False
         self.plans: dict[int, dict[Hashable, Plan]] = {}
         self.pending_plans = PendingPlans()
-        # What a driver has learned of backward passes: it holds for the plans that there are.
         self.passes: dict[Hashable, Any] = {}
         self.writing_ops: set[int] = set()
         self.table = interceptor.PlanTable()
@@ -98,8 +99,9 @@ class ToolStack:
     ) -> None:
         """Run this stack's analysis routines of a point on a context; call the hook for an analysed op.
 
-        Before each routine its tool is told of ops that have died.
-        part: the tools whose routines run, with a record of each routine's actions; None for all tools.
+        Before each routine its tool's `op_gone` is called for ops that have died.  A routine whose tool has
+        restrictions that do not admit the op is left out.
+        part: the tools whose routines run; gets each routine's actions.  None for all tools.
         """
         for i, routine in enumerate(self.routines[point]):
             tool = routine.tool
@@ -138,6 +140,8 @@ class ToolStack:
     def plan_key(self, ops: TensorOps, inputs: Sequence[Any], op_id: int | None = None) -> Hashable:
         """Return the key of a plan: the signature of the op's inputs, and the results of the guards.
 
+        The guards are functions of the inputs, and shapes where they decide.  An exception of a guard passes,
+        with a note that names the tool.
         op_id: id of an eager op; None for an op of a graph.
         """
         if not self.guards:
@@ -157,7 +161,8 @@ class ToolStack:
     def store_plan(self, op_id: int, key: Hashable, plan: Plan, shapes_read: Hashable = None) -> None:
         """Store a plan under its key; drop the op's oldest plan where there are too many.
 
-        shapes_read: shapes that the plan's analysis has read, if no earlier analysis of the op has read any.
+        shapes_read: shapes that the plan's analysis has read, if no earlier analysis of the op has read any;
+        they become a part of the op's keys, and its other plans are dropped.
         """
         if shapes_read is not None:
             # Earlier plans of the op have keys without shapes, under which no call looks from now on.
@@ -172,36 +177,39 @@ class ToolStack:
             del plans[next(iter(plans))]
 
     def enable_double_backward(self) -> bool:
-        """Expect backward ops of backward ops; return True if records of analysed ones were invalidated."""
+        """Make the next passes look for backward ops of backward ops; do nothing the second time.
+
+        Returns True if a plan had all its backward ops analysed, which no longer holds.
+        """
         if self.double_backward:
             return False
-        invalidated = False
+        any_was_complete = False
         for stack in self.chain:
             stack.double_backward = True
             stack.passes.clear()
-            for plans_of_op in stack.plans.values():
-                for plan in plans_of_op.values():
+            for plan_by_key in stack.plans.values():
+                for plan in plan_by_key.values():
                     if plan.has_backward_routines:
-                        invalidated = invalidated or bool(plan.backward.analysed_for)
-                        plan.backward.invalidate()
+                        any_was_complete = any_was_complete or bool(plan.backward.analysed_for)
+                        plan.backward.expect_new_backward_ops()
         # Programs in the table were built for backward ops of which nothing more was to come.
-        if invalidated:
+        if any_was_complete:
             self.table.clear()
-        return invalidated
+        return any_was_complete
 
     def forget_programs(self, op_id: int) -> None:
         """Drop the native programs of an op, if there are any, so that its next calls run in Python."""
         self.passes.clear()
-        entry = self.table.get(op_id)
-        if isinstance(entry, interceptor.CallCache):
-            entry.forget()
+        call_cache = self.table.get(op_id)
+        if isinstance(call_cache, interceptor.CallCache):
+            call_cache.forget()
 
     def run_writes_in_python(self) -> None:
         """Run ops that write in Python from now on, also ops that have native programs."""
         for op_id in self.writing_ops:
-            if self.table.get(op_id) is None:
-                # An op without work has no call cache whose programs could be dropped; its entry itself makes
-                # it run natively.
+            has_no_work = self.table.get(op_id) is None
+            if has_no_work:
+                # There is no call cache with programs to drop: the entry itself makes the op run natively.
                 self.table.discard(op_id)
             else:
                 self.forget_programs(op_id)
@@ -229,18 +237,18 @@ def stack_for(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
     """
     if not tools:
         return ToolStack(tools, parent)
+
+    def scope_key(scope_tools: Sequence[AnyTool]) -> tuple[tuple[int, int], ...]:
+        # With the versions: a tool with other routines than before must not find the plans of these.
+        return tuple((tool._amanda.number, tool._amanda.version) for tool in scope_tools)
+
     outer_stacks = parent.chain if parent else ()
-    # With the versions: a tool with other routines than before must not find the plans of these.
-    tools_by_scope = [*(stack.tools for stack in outer_stacks), tools]
-    key = tuple(
-        tuple((tool._amanda.number, tool._amanda.version) for tool in scope_tools)
-        for scope_tools in tools_by_scope
-    )
-    stored_stacks = tools[-1]._amanda.stacks
-    if key not in stored_stacks:
-        stored_stacks[key] = ToolStack(tools, parent)
-    stack: ToolStack = stored_stacks[key]
-    stored_stacks.move_to_end(key)
-    while len(stored_stacks) > STACKS_PER_TOOL:
-        stored_stacks.popitem(last=False)  # the one that was used longest ago
+    key = (*(scope_key(stack.tools) for stack in outer_stacks), scope_key(tools))
+    stack_by_key = tools[-1]._amanda.stacks
+    if key not in stack_by_key:
+        stack_by_key[key] = ToolStack(tools, parent)
+    stack: ToolStack = stack_by_key[key]
+    stack_by_key.move_to_end(key)
+    while len(stack_by_key) > STACKS_PER_TOOL:
+        stack_by_key.popitem(last=False)  # the one that was used longest ago
     return stack

@@ -57,28 +57,27 @@ def is_tool(value: object) -> bool:
 
 
 class InNamespace:
-    """Restriction of a tool to the ops of a namespace."""
+    """Restriction of a tool to the ops of a namespace; it remembers whether any op was of it."""
 
     def __init__(self, tags: str) -> None:
-        self._tags = Namespace(tags.removeprefix("amanda/"))
-        self._other_namespaces: dict[str, None] = {}
-        self._matched = False
+        self._namespace = Namespace(tags.removeprefix("amanda/"))
+        self._other_namespaces: dict[str, None] = {}  # an ordered set of those that ops had
+        self._has_matched = False
 
     def __call__(self, context: OpContext) -> bool:
         """Return True for an op of the namespace."""
-        if context.namespace.matches(self._tags):
-            self._matched = True
+        if context.namespace.matches(self._namespace):
+            self._has_matched = True
             return True
         self._other_namespaces[str(context.namespace)] = None
         return False
 
     def unmatched(self) -> list[str]:
-        """Return a sentence if there were ops, but none in the namespace."""
-        if self._matched or not self._other_namespaces:
+        """Return a list with a sentence if there were ops, but none in the namespace; else an empty list."""
+        if self._has_matched or not self._other_namespaces:
             return []
-        return [
-            f"no op is of the namespace {self._tags}; there were ops of {', '.join(self._other_namespaces)}"
-        ]
+        others = ", ".join(self._other_namespaces)
+        return [f"no op is of the namespace {self._namespace}; there were ops of {others}"]
 
 
 class RegisteredRoutine(NamedTuple):
@@ -113,7 +112,7 @@ class ToolState:
         self.stacks: OrderedDict[Hashable, Any] = OrderedDict()
         self.state: dict[str, Any] = {}  # of `Tool.keep`: values, and the numbers of their keys
         self.loaded: dict[str, Any] = {}  # given to `load_state_dict`, and used by no op yet
-        self.former: dict[str, Any] = {}  # parameters before `load_state_dict`, which an optimizer may hold
+        self.former_parameters: dict[str, Any] = {}  # before `load_state_dict`; an optimizer may hold them
         self.names_loaded: list[str] = []  # a loaded state that lacks one of these is an error
         self.analysed_ops: set[int] = set()  # ids; `op_gone` is called for each that dies
         self.dead_ops: deque[int] = deque()  # ids; `op_gone` is called for these before the next analysis
@@ -160,10 +159,9 @@ def in_dependency_order(tools: Iterable[ToolT]) -> list[ToolT]:
             return
         if any(tool is dependent for dependent in path):
             start = next(i for i, dependent in enumerate(path) if dependent is tool)
-            cycle = [*path[start:], tool]
-            names = [type(member).__name__ for member in cycle]
+            cycle = " -> ".join(type(member).__name__ for member in [*path[start:], tool])
             raise DependencyCycleError(
-                "tools depend on each other in a circle: " + " -> ".join(names) + "; drop one depends_on"
+                f"tools depend on each other in a circle: {cycle}; drop one depends_on"
             )
         path.append(tool)
         for dependency in tool._amanda.dependencies:
@@ -214,21 +212,21 @@ def routines_at(
     for tool in reversed(tools):
         closing_routines = [routine for routine in _routines_of(tool, point) if routine.closing]
         if closing_routines and takes_part(tool, point, applied):
-            dependent_indices = [
+            indices_of_dependents = [
                 i
                 for i, routine in enumerate(routines)
                 if routine.tool is tool or depends_on(routine.tool, tool)
             ]
-            end = dependent_indices[-1] + 1 if dependent_indices else len(routines)
-            routines[end:end] = closing_routines
+            end = indices_of_dependents[-1] + 1 if indices_of_dependents else len(routines)
+            routines = [*routines[:end], *closing_routines, *routines[end:]]
     return tuple(routines)
 
 
 def takes_part(tool: AnyTool, point: InstrumentationPoint, applied: Sequence[AnyTool]) -> bool:
     """Return True if a tool's routines run at a point.
 
-    False only for a tool with `follows_dependents` of which no dependent has a routine at the point;
-    dependents that themselves follow others do not count.
+    False only for a tool with `follows_dependents` of whose dependents among `applied` none has a routine at
+    the point; dependents that themselves follow others do not count.
     """
     if not tool.follows_dependents:
         return True

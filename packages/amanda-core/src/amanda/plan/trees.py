@@ -34,14 +34,15 @@ class TreeSlot:
 
 
 class TreeSlots(TensorMap[TreeSlot]):
-    """The slots of a framework: those of arrays that lie in one, and one object for each root and path."""
+    """The slots of a framework: by the array that lies in a slot, and by the root and path of the place."""
 
     def __init__(self, framework: str) -> None:
         super().__init__()
         self._framework = framework
         # A root that is an object, such as code, is held weakly: a later one may have the same paths.
-        self._by_object: weakref.WeakKeyDictionary[Any, dict[str, TreeSlot]] = weakref.WeakKeyDictionary()
-        self._by_name: dict[str, dict[str, TreeSlot]] = {}
+        self._slots_by_object: weakref.WeakKeyDictionary[Any, dict[str, TreeSlot]]
+        self._slots_by_object = weakref.WeakKeyDictionary()
+        self._slots_by_name: dict[str, dict[str, TreeSlot]] = {}
 
     def __setitem__(self, tensor: Any, slot: TreeSlot) -> None:
         super().__setitem__(tensor, slot)
@@ -56,10 +57,10 @@ class TreeSlots(TensorMap[TreeSlot]):
             path: Path of the place in the tree.
             slot: Slot for a path that has none; None for a new one.
         """
-        by_root: Any = self._by_name if isinstance(root, str) else self._by_object
-        slots: dict[str, TreeSlot] = {} if root is None else by_root.setdefault(root, {})
-        name = "" if root is None else str(root)
-        return slots.setdefault(path, slot or TreeSlot(self._framework, name, path))
+        slots_by_root: Any = self._slots_by_name if isinstance(root, str) else self._slots_by_object
+        slot_by_path: dict[str, TreeSlot] = {} if root is None else slots_by_root.setdefault(root, {})
+        root_name = "" if root is None else str(root)
+        return slot_by_path.setdefault(path, slot or TreeSlot(self._framework, root_name, path))
 
     def put(self, arrays: Mapping[str, Any], root: Any = None) -> None:
         """Put arrays into the slots at their paths; an array that lies in a slot stays there.
@@ -72,18 +73,29 @@ class TreeSlots(TensorMap[TreeSlot]):
         Raises:
             AmandaError: If several roots have slots at these paths, and not the same slots.
         """
-        if root is None and "" not in arrays and not all(map(self.get, arrays.values())):  # "": no tree
-            by_root = [*self._by_name.items(), *self._by_object.items()]
-            candidates = [(root, slots) for root, slots in by_root if slots.keys() == arrays.keys()]
-            if any(slots != candidates[0][1] for _, slots in candidates):
-                names = " and ".join(str(root) for root, _ in candidates)
-                raise AmandaError(f"several trees have such parameters, those of {names}; name the one")
-            root = candidates[0][0] if candidates else None
+        is_array_alone = "" in arrays  # the path of an array that is in no tree
+        if root is None and not is_array_alone and not all(map(self.get, arrays.values())):
+            root = self._root_with_paths(arrays)
         for path, array in arrays.items():
-            slot = self.get(array)
-            place = self.at(root, path, slot)
-            if slot is None:
-                self[array] = place
+            present_slot = self.get(array)
+            slot_at_path = self.at(root, path, present_slot)
+            if present_slot is None:
+                self[array] = slot_at_path
+
+    def _root_with_paths(self, arrays: Mapping[str, Any]) -> Any:
+        """Return the root whose slots have the paths of these arrays; None if there is none.
+
+        Raises AmandaError if several have, and not the same slots.
+        """
+        slots_by_root = [*self._slots_by_name.items(), *self._slots_by_object.items()]
+        candidates = [(root, slots) for root, slots in slots_by_root if slots.keys() == arrays.keys()]
+        if not candidates:
+            return None
+        first_root, first_slots = candidates[0]
+        if any(slots != first_slots for _, slots in candidates):
+            names = " and ".join(str(root) for root, _ in candidates)
+            raise AmandaError(f"several trees have such parameters, those of {names}; name the one")
+        return first_root
 
 
 def with_slots(detour: Callable[..., Any], slot_of: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -91,6 +103,7 @@ def with_slots(detour: Callable[..., Any], slot_of: Callable[[Any], Any]) -> Cal
 
     So slots enter the ids of ops where the interceptor does not see parameters among the arguments.
     The detour's site is that of `without_slots`; `SignatureCall` takes the slots away.
+    Where no activation is in force, the detour gets the arguments alone.
 
     Args:
         detour: Stand-in of a callable, which takes slots before the arguments.
@@ -98,7 +111,7 @@ def with_slots(detour: Callable[..., Any], slot_of: Callable[[Any], Any]) -> Cal
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        slots = [slot for value in args if (slot := slot_of(value))] if interceptor.active() else ()
+        slots = [slot for slot in map(slot_of, args) if slot] if interceptor.active() else ()
         return detour(*slots, *args, **kwargs)
 
     return call
@@ -125,8 +138,12 @@ def named_leaves(
     inner = content(tree)
     if inner is not tree:
         yield from named_leaves(inner, kind, content, path)
-    members = enumerate(tree) if isinstance(tree, (list, tuple)) else ()
-    for name, member in tree.items() if isinstance(tree, dict) else members:
+    members: Iterable[tuple[Any, Any]] = ()
+    if isinstance(tree, dict):
+        members = tree.items()
+    elif isinstance(tree, (list, tuple)):
+        members = enumerate(tree)
+    for name, member in members:
         yield from named_leaves(member, kind, content, f"{path}.{name}".lstrip("."))
 
 

@@ -30,7 +30,10 @@ class Diagnosis(NamedTuple):
 
 
 def diagnoses() -> Iterator[Diagnosis]:
-    """Look at everything; frameworks, drivers, tools and commands are imported."""
+    """Check the interpreter, distributions, interceptor, drivers, tools and commands; yield what each is.
+
+    Imports frameworks, drivers, tools and commands.
+    """
     yield Diagnosis("ok", f"Python {platform.python_version()}", platform.platform())
     yield from _check_distributions()
     yield _check_interceptor()
@@ -44,12 +47,12 @@ def diagnoses() -> Iterator[Diagnosis]:
 
 def _check_distributions() -> Iterator[Diagnosis]:
     """Compare what Amanda's distributions require with what is installed, and find a stranger's `amanda`."""
-    ours = {dist.metadata["Name"]: dist for dist in distributions() if _is_ours(dist)}
-    for name, dist in sorted(ours.items()):
-        unfit = list(unfit_requirements(dist))
-        if not unfit:
+    our_distributions = {dist.metadata["Name"]: dist for dist in distributions() if _is_ours(dist)}
+    for name, dist in sorted(our_distributions.items()):
+        unmet_requirements = list(unfit_requirements(dist))
+        if not unmet_requirements:
             yield Diagnosis("ok", f"{name} {dist.version}")
-        for requirement in unfit:
+        for requirement in unmet_requirements:
             yield Diagnosis("wrong", f"{name} {dist.version}", _unfit_message(name, requirement))
     try:
         stranger = distribution("amanda")
@@ -87,7 +90,7 @@ def _check_interceptor() -> Diagnosis:
 
 
 def _check_drivers() -> Iterator[Diagnosis]:
-    """Import every framework and driver, attach those that can be used, and say what keeps the others."""
+    """Import every framework and driver, and say what keeps any from use; then check those that attach."""
     drivers = manager.list_drivers(load=True)
     for driver in drivers:
         diagnosis = _plugin_diagnosis(driver)
@@ -109,9 +112,9 @@ def _framework_version(name: str) -> str:
 
 
 def _check_attachment() -> Iterator[Diagnosis]:
-    """Open a scope, to which every driver that can be used attaches, and yield what is wrong then.
+    """Open a scope, to which every driver that can be used attaches; run the drivers' self-tests in it.
 
-    That is what the report of the scope says, and drivers that lack native code.
+    Yields their results, what native code lacks, and what the report of the scope says.
     """
     # What a driver logs is in the report, which becomes lines of the table below.
     silence = logging.NullHandler()
@@ -119,40 +122,42 @@ def _check_attachment() -> Iterator[Diagnosis]:
     try:
         # The surest test: what a user's first scope would do.
         with apply(Tool()) as scope:
-            slowdowns = {driver.framework: driver.missing_native_support() for driver in attachment.attached}
-            verdicts = {driver: self_test(driver) for driver in attachment.attached}
+            lacks_by_framework = {
+                driver.framework: driver.missing_native_support() for driver in attachment.attached
+            }
+            verdict_by_driver = {driver: self_test(driver) for driver in attachment.attached}
     finally:
         logging.getLogger("amanda").removeHandler(silence)
-    for driver, verdict in verdicts.items():
+    for driver, verdict in verdict_by_driver.items():
         subject = f"self-test of {driver.framework}, {driver.modes[0]} mode"
         if verdict.failure:
             yield Diagnosis("wrong", subject, verdict.failure)
         elif verdict.passed:
             yield Diagnosis("ok", subject, f"{verdict.passed} checks passed")
-    yield from _check_native_code(slowdowns)
+    yield from _check_native_code(lacks_by_framework)
     # These have a line already, from the list of drivers.
-    faulty = {plugin.name for plugin in manager.faulty_drivers()}
+    names_of_faulty_drivers = {plugin.name for plugin in manager.faulty_drivers()}
     for entry in scope.report:
-        if entry.what not in faulty:
+        if entry.what not in names_of_faulty_drivers:
             yield Diagnosis("wrong", entry.what, entry.reason)
 
 
-def _check_native_code(slowdowns: dict[str, str]) -> Iterator[Diagnosis]:
-    """Say where routines are called, and what native code lacks to call them; slowdowns: by framework."""
+def _check_native_code(lacks_by_framework: dict[str, str]) -> Iterator[Diagnosis]:
+    """Say what native code lacks to call routines, "" for nothing, and how many calls it has run so far."""
     from amanda.interceptor import NATIVE, statistics
 
     # A missing symbol costs time and nothing else, so it is a note.
-    for framework, lacking in slowdowns.items():
-        if lacking:
-            message = f"Python calls routines, which is several times slower: native code lacks {lacking}"
+    for framework, lacks in lacks_by_framework.items():
+        if lacks:
+            message = f"Python calls routines, which is several times slower: native code lacks {lacks}"
             yield Diagnosis("note", f"native code for {framework}", message)
-    calls = statistics()
-    python = ", ".join(f"{number:,} {reason}" for reason, number in calls["python"].items()) or "none"
+    counts = statistics()
+    slow = ", ".join(f"{number:,} {reason}" for reason, number in counts["python"].items()) or "none"
     if NATIVE:
-        counts = (
-            f"{calls['native']:,} in native code, {calls['learned']:,} forms learned; in Python: {python}"
+        message = (
+            f"{counts['native']:,} in native code, {counts['learned']:,} forms learned; in Python: {slow}"
         )
-        yield Diagnosis("ok", "calls of ops with routines", counts)
+        yield Diagnosis("ok", "calls of ops with routines", message)
 
 
 def _plugin_diagnosis(plugin: Plugin) -> Diagnosis:
@@ -172,5 +177,7 @@ def _check_commands() -> Iterator[Diagnosis]:
         except PluginError as error:
             yield Diagnosis("wrong", subject, str(error))
         else:
-            rivals = len(entries) > 1
-            yield Diagnosis("wrong" if rivals else "ok", subject, rivalry_message(entries) if rivals else "")
+            if len(entries) > 1:
+                yield Diagnosis("wrong", subject, rivalry_message(entries))
+            else:
+                yield Diagnosis("ok", subject)

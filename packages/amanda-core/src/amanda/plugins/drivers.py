@@ -53,20 +53,19 @@ def loaded_drivers(may_retry: bool = True) -> list[type[Driver]]:
     A faulty driver is logged once and stops no other.
     """
     # A dict as an ordered set: drivers attach in the order of their entries.
-    kinds: dict[type[Driver], None] = {}
+    driver_types: dict[type[Driver], None] = {}
     for candidate in _of_imported_frameworks(may_retry):
-        if candidate.kind is None:
+        if candidate.driver_type is None:
             registry.log_once(candidate.plugin.message)
         else:
-            kinds[candidate.kind] = None
-    return list(kinds)
+            driver_types[candidate.driver_type] = None
+    return list(driver_types)
 
 
 def faulty_drivers() -> list[Plugin]:
     """Return the drivers that `loaded_drivers` could not use though their framework has been imported."""
-    return [
-        candidate.plugin for candidate in _of_imported_frameworks(may_retry=False) if candidate.kind is None
-    ]
+    candidates = _of_imported_frameworks(may_retry=False)
+    return [candidate.plugin for candidate in candidates if candidate.driver_type is None]
 
 
 def absent_frameworks() -> list[str]:
@@ -124,20 +123,21 @@ def _driver_extras() -> Sequence[str]:
 
 @dataclass
 class _DriverCandidate:
-    """A driver's entry, what is to be said of it, and its class where that can be used."""
+    """A driver's entry, its description for users, and its class; None where that cannot be used (yet)."""
 
     entry: PluginEntry
     plugin: Plugin
-    kind: type[Driver] | None = None
+    driver_type: type[Driver] | None = None
 
-    def rivals(self, candidate: _DriverCandidate) -> bool:
+    def is_rival_of(self, candidate: _DriverCandidate) -> bool:
         """Return True if both claim a mode of one framework; before they are loaded only their names tell."""
         if _framework(self.entry) != _framework(candidate.entry):
             return False
-        if self.kind is not None and candidate.kind is not None:
-            return self.kind is not candidate.kind and bool({*self.kind.modes} & {*candidate.kind.modes})
-        both_wait = self.plugin.state == candidate.plugin.state == "not loaded"
-        return both_wait and self.entry.name == candidate.entry.name
+        first, second = self.driver_type, candidate.driver_type
+        if first is not None and second is not None:
+            return first is not second and not {*first.modes}.isdisjoint(second.modes)
+        are_unloaded = self.plugin.state == candidate.plugin.state == "not loaded"
+        return are_unloaded and self.entry.name == candidate.entry.name
 
 
 def _of_imported_frameworks(may_retry: bool) -> list[_DriverCandidate]:
@@ -148,23 +148,29 @@ def _of_imported_frameworks(may_retry: bool) -> list[_DriverCandidate]:
 def _candidates(
     entries: Sequence[PluginEntry], load: bool = False, may_retry: bool = False
 ) -> list[_DriverCandidate]:
-    """Return the state of each entry; entries that claim one mode of a framework are duplicates."""
+    """Return a candidate for each entry; those that claim one mode of a framework are marked as duplicates.
+
+    load: import frameworks and drivers to find out.  may_retry: import once more what failed before.
+    """
     candidates = [_candidate_of(entry, load, may_retry) for entry in entries]
-    rivals: dict[str, list[_DriverCandidate]] = {}
+    rivals_by_framework: dict[str, list[_DriverCandidate]] = {}
     for first, second in combinations(candidates, 2):
-        if first.rivals(second):
-            group = rivals.setdefault(_framework(first.entry), [])
-            group += [candidate for candidate in (first, second) if candidate not in group]
-    for group in rivals.values():
-        message = rivalry_message([candidate.entry for candidate in group])
-        for candidate in group:
+        if first.is_rival_of(second):
+            rivals = rivals_by_framework.setdefault(_framework(first.entry), [])
+            rivals += [candidate for candidate in (first, second) if candidate not in rivals]
+    for rivals in rivals_by_framework.values():
+        message = rivalry_message([candidate.entry for candidate in rivals])
+        for candidate in rivals:
             # Neither is used: which of two drivers sees an op must not depend on the order of installation.
-            candidate.plugin, candidate.kind = candidate.entry.plugin("duplicate", message), None
+            candidate.plugin, candidate.driver_type = candidate.entry.plugin("duplicate", message), None
     return candidates
 
 
 def _candidate_of(entry: PluginEntry, load: bool, may_retry: bool) -> _DriverCandidate:
-    """Return the state of one entry, loaded if its framework has been imported, or if `load`."""
+    """Return the candidate of an entry, loaded if its framework has been imported, or if `load`.
+
+    A failure is in its description, with the fix.
+    """
     framework = _framework(entry)
     try:
         if load and _is_installed(framework):
@@ -188,21 +194,16 @@ def _load_candidate(entry: PluginEntry, may_retry: bool) -> _DriverCandidate:
     """Load a driver's class; return its state by the API that it was written for."""
     from amanda.scope.driver import DRIVER_API
 
-    kind = entry.load(may_retry)
+    driver_type = entry.load(may_retry)
     # An entry may name something that is not a driver at all.
-    api = getattr(kind, "api", None)
+    api = getattr(driver_type, "api", None)
     if api == DRIVER_API:
-        return _DriverCandidate(entry, entry.plugin("ready"), kind)
+        return _DriverCandidate(entry, entry.plugin("ready"), driver_type)
     core = f"amanda-core {importlib.metadata.version('amanda-core')}"
-    newer = isinstance(api, int) and api > DRIVER_API
-    return _DriverCandidate(
-        entry,
-        entry.plugin(
-            "wrong API",
-            f"{entry} is written for driver API {api}, {core} speaks {DRIVER_API}: "
-            f"{upgrade_command('amanda-core' if newer else entry.distribution)}",
-        ),
-    )
+    is_newer_than_core = isinstance(api, int) and api > DRIVER_API
+    fix = upgrade_command("amanda-core" if is_newer_than_core else entry.distribution)
+    message = f"{entry} is written for driver API {api}, {core} speaks {DRIVER_API}: {fix}"
+    return _DriverCandidate(entry, entry.plugin("wrong API", message))
 
 
 def _framework(entry: PluginEntry) -> str:

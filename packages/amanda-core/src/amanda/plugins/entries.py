@@ -1,4 +1,4 @@
-"""The entry points that distributions register, each loaded on its own; and the names that others would."""
+"""Entry points that distributions register, each loaded on its own; and what further ones would bring."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Plugin:
 
 
 class PluginEntry:
-    """One entry point, with its object once that is loaded, or the error of the last attempt."""
+    """An entry point of a distribution, with its object once that is loaded, or the error of the last try."""
 
     def __init__(self, point: EntryPoint, distribution: str, version: str) -> None:
         self.name, self.distribution, self.version = point.name, distribution, version
@@ -68,14 +68,14 @@ class PluginEntry:
         if self._object is None:
             try:
                 self._object, self._failure = run_import(self._point.load), None
-            except ImportFailure as failed:
-                fix = failed.fix(
-                    f"{upgrade_command(self.distribution)}, or pip uninstall {self.distribution}"
+            except ImportFailure as failure:
+                fix = failure.fix(
+                    otherwise=f"{upgrade_command(self.distribution)}, or pip uninstall {self.distribution}"
                 )
-                self._failure = PluginError(f"{self}: {self._point.value} fails to import ({failed}); {fix}")
-                self._failure.__cause__ = failed.__cause__
+                self._failure = PluginError(f"{self}: {self._point.value} fails to import ({failure}); {fix}")
+                self._failure.__cause__ = failure.__cause__
                 # A new error: the stored one would grow by a traceback at each raise, and hold its frames.
-                raise PluginError(str(self._failure)) from failed.__cause__
+                raise PluginError(str(self._failure)) from failure.__cause__
         return self._object
 
     def plugin(self, state: State, message: str = "") -> Plugin:
@@ -90,7 +90,7 @@ class ImportFailure(Exception):
     """An import failed, and not because of a signal; the cause is its exception."""
 
     def fix(self, otherwise: str, package: str = "") -> str:
-        """Return what to do about the failure.
+        """Return what the user can do about the failure.
 
         otherwise: the answer where neither a lack of memory, files or disk is behind it, nor a version of
         another package: the installation is broken.  package: import name of what was imported.
@@ -111,9 +111,12 @@ _OTHER_NUMPY = re.compile(r"numpy\.dtype size changed|numpy\S* failed to import|
 
 
 def _misfit_package(error: BaseException, package: str) -> str:
-    """Return name and version of a package that is too old or new for the one that failed; "" if unknown."""
+    """Return name and version of a package that is too old or new for the one that failed; "" if unknown.
+
+    package: the one that failed, which is not the answer.
+    """
     if match := _LACKS_NAME.search(str(error)):
-        name = match[1] or match[2]
+        name = match[1] or match[2]  # from either of the two messages
     elif _OTHER_NUMPY.search(str(error)):
         name = "numpy"
     else:
@@ -155,9 +158,9 @@ class EntryRegistry:
     """The entry points of the distributions on sys.path, and which of their faults were logged."""
 
     def __init__(self) -> None:
-        self._path: tuple[str, ...] = ()
-        self._entries: dict[tuple[str, ...], PluginEntry] = {}
-        self._logged: set[str] = set()
+        self._path: tuple[str, ...] = ()  # sys.path at the last reading
+        self._entry_by_key: dict[tuple[str, ...], PluginEntry] = {}  # a key begins with the group
+        self._logged_messages: set[str] = set()
 
     def entries(self, group: str, fresh: bool = True) -> list[PluginEntry]:
         """Return the entries of a group, sorted by name.
@@ -169,30 +172,31 @@ class EntryRegistry:
         if fresh or self._path != path:
             self._read_entry_points()
             self._path = path
-        return [self._entries[key] for key in sorted(self._entries) if key[0] == group]
+        return [self._entry_by_key[key] for key in sorted(self._entry_by_key) if key[0] == group]
 
     def _read_entry_points(self) -> None:
         """Read all groups; entries that were there before keep their loaded objects and errors."""
         installed = entry_points()
-        entries: dict[tuple[str, ...], PluginEntry] = {}
-        # Name and version, by distribution, which reads its metadata from the disk each time.
-        owners: dict[int, tuple[str, str]] = {}
+        entry_by_key: dict[tuple[str, ...], PluginEntry] = {}
+        # By distribution, which reads its metadata from the disk each time.
+        name_and_version_by_id: dict[int, tuple[str, str]] = {}
         for group in (DRIVERS, TOOLS, COMMANDS, HOOKS, ARTEFACTS):
             for point in installed.select(group=group):
-                if id(point.dist) not in owners:
+                distribution_id = id(point.dist)
+                if distribution_id not in name_and_version_by_id:
                     metadata = (
                         point.dist.metadata if point.dist else {"Name": "unknown", "Version": "unknown"}
                     )
-                    owners[id(point.dist)] = metadata["Name"], metadata["Version"]
-                entry = PluginEntry(point, *owners[id(point.dist)])
+                    name_and_version_by_id[distribution_id] = metadata["Name"], metadata["Version"]
+                entry = PluginEntry(point, *name_and_version_by_id[distribution_id])
                 key = (group, entry.name, entry.distribution, entry.version, point.value)
-                entries[key] = self._entries.get(key, entry)
-        self._entries = entries
+                entry_by_key[key] = self._entry_by_key.get(key, entry)
+        self._entry_by_key = entry_by_key
 
     def log_once(self, message: str) -> None:
         """Log a plugin's fault, once."""
-        if message not in self._logged:
-            self._logged.add(message)
+        if message not in self._logged_messages:
+            self._logged_messages.add(message)
             logger.warning(message)
 
 
@@ -247,10 +251,10 @@ OFFERS = {
 def install_command(name: str, kind: Literal["tools", "commands", "packages"]) -> str | None:
     """Return the command that installs a tool, command or package of ours; None for a name of others."""
     for extra, offer in OFFERS.items():
-        names = (
-            {*offer.tools, *offer.commands, *offer.packages} if kind == "packages" else getattr(offer, kind)
-        )
-        if name in names:
+        # Most tools and commands lie in a package of their name.
+        all_names = {*offer.tools, *offer.commands, *offer.packages}
+        names_of_kind = all_names if kind == "packages" else getattr(offer, kind)
+        if name in names_of_kind:
             return f'pip install "amanda-core[{extra}]"'
     return None
 

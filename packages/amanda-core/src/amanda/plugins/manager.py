@@ -95,21 +95,22 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
         PluginError: If the tool cannot be used.
     """
     entry = _only_entry(name, _tool_entries())
-    kind = entry.load()
-    signature, known = inspect.signature(kind), options_of(kind)
-    unknown = sorted(options.keys() - known)
+    tool_type = entry.load()
+    signature, option_by_name = inspect.signature(tool_type), options_of(tool_type)
+    unknown_names = sorted(options.keys() - option_by_name)
     try:
         # Bound before the call, so that a TypeError from within the tool's own code is not taken for a wrong
         # option.
         signature.bind(**options)
         # `**options: Unpack[Options]` would let any name through.
-        if unknown and known.keys() - signature.parameters:
-            raise TypeError(f"got an unexpected keyword argument {unknown[0]!r}")
+        has_unpacked_options = option_by_name.keys() - signature.parameters
+        if unknown_names and has_unpacked_options:
+            raise TypeError(f"got an unexpected keyword argument {unknown_names[0]!r}")
     except TypeError as error:
-        similar = get_close_matches(unknown[0], known, n=1) if unknown else []
-        hint = f"did you mean {similar[0]}? " if similar else ""
-        raise OptionError(f"tool {name}: {error}; {hint}{_options_in_words(kind)}") from None
-    tool = kind(**options)
+        similar_names = get_close_matches(unknown_names[0], option_by_name, n=1) if unknown_names else []
+        hint = f"did you mean {similar_names[0]}? " if similar_names else ""
+        raise OptionError(f"tool {name}: {error}; {hint}{_options_in_words(tool_type)}") from None
+    tool = tool_type(**options)
     if not isinstance(tool, Tool):
         raise PluginError(
             f"{entry} makes a {type(tool).__name__}, not a tool; {upgrade_command(entry.distribution)}"
@@ -154,7 +155,7 @@ def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]]) -> 
 
 
 def _plugin_state(entry: PluginEntry, entries_of_name: list[PluginEntry], load: bool) -> Plugin:
-    """Return the state of a tool, loaded to find out if `load`."""
+    """Describe a tool for users: its state, and what is the matter; loads the tool to find out if `load`."""
     if len(entries_of_name) > 1:
         return entry.plugin("duplicate", rivalry_message(entries_of_name))
     if not load and not entry.was_loaded:

@@ -43,27 +43,31 @@ def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
         requirement for text in dist.requires or () if (requirement := _parse_requirement(text)) is not None
     ]
     # An extra that is not installed as a whole was not asked for by anybody.
-    unused = {
+    incomplete_extras = {
         requirement.extra
         for requirement in requirements
         if requirement.extra and requirement.installed is None
     }
-    for name, versions, extra, installed in requirements:
-        if installed is not None and extra not in unused and not fits(installed, versions):
-            yield Unfit(name, versions, installed)
+    for name, specifier, extra, installed in requirements:
+        if installed is not None and extra not in incomplete_extras and not fits(installed, specifier):
+            yield Unfit(name, specifier, installed)
 
 
 def _parse_requirement(text: str) -> _Requirement | None:
-    """Read a requirement; None for one that does not apply here."""
-    parts = _NAME.match(text)
-    if parts is None or not _marker_applies(marker := parts[3] or ""):
+    """Read a requirement, such as "torch>=2.4; extra == 'torch'"; None for one that does not apply here."""
+    match = _NAME.match(text)
+    if match is None:
         return None
-    extra = next((value for name, _, value in _MARKER.findall(marker) if name == "extra"), "")
+    name, specifier, marker = match[1], match[2].replace(" ", ""), match[3] or ""
+    if not _marker_applies(marker):
+        return None
+    comparisons = _MARKER.findall(marker)
+    extra = next((value for variable, _, value in comparisons if variable == "extra"), "")
     try:
-        installed = distribution(parts[1]).version
+        installed = distribution(name).version
     except PackageNotFoundError:
         installed = None
-    return _Requirement(parts[1], parts[2].replace(" ", ""), extra, installed)
+    return _Requirement(name, specifier, extra, installed)
 
 
 def fits(version: str, specifier: str) -> bool:
@@ -77,11 +81,9 @@ def _satisfies(version: str, operator: str, required: str) -> bool:
         return version == required
     release, required_release = release_numbers(version), release_numbers(required)
     if operator == "~=":
-        count = len(required_release)
-        return (
-            _compare_releases(release, required_release) >= 0
-            and release[: count - 1] == required_release[:-1]
-        )
+        required_prefix = required_release[:-1]
+        has_prefix = release[: len(required_release) - 1] == required_prefix
+        return has_prefix and _compare_releases(release, required_release) >= 0
     if required.endswith(".*"):
         has_prefix = release[: len(required_release)] == required_release
         return has_prefix if operator == "==" else not has_prefix

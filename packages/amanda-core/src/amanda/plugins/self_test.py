@@ -11,8 +11,9 @@ from amanda.plugins.requirements import release_numbers
 from amanda.scope.driver import Driver, SelfTestProgram, framework_version
 from amanda.tool import Tool, apply
 
-_FORWARD = ("its op", "a routine before it", "a routine after it")
-_BACKWARD = ("its backward op", "a routine before its backward op")
+# Events that a tool has to see, in the words of the failure.
+_FORWARD_EVENTS = _OP, _BEFORE_OP, _AFTER_OP = "its op", "a routine before it", "a routine after it"
+_BACKWARD_EVENTS = _BACKWARD_OP, _BEFORE_BACKWARD_OP = "its backward op", "a routine before its backward op"
 
 
 class Verdict(NamedTuple):
@@ -30,7 +31,8 @@ def version_note(driver: Driver) -> str:
     if not driver.newest_tested:
         return ""
     tested, version = release_numbers(driver.newest_tested), framework_version(driver.framework)
-    if release_numbers(version)[: len(tested)] <= tested:
+    is_tested_or_older = release_numbers(version)[: len(tested)] <= tested  # 2.14.1 counts as 2.14
+    if is_tested_or_older:
         return ""
     newer = f"{version} is newer than the last that was tested ({driver.newest_tested})"
     verdict = self_test(driver)
@@ -40,10 +42,13 @@ def version_note(driver: Driver) -> str:
 
 
 def self_test(driver: Driver) -> Verdict:
-    """Run an attached driver's program: bare, under a tool that looks, under one that doubles the result."""
+    """Run an attached driver's program: bare, under a tool that looks, under one that doubles the result.
+
+    The private names that the driver needs count as passed checks; without a program they are all.
+    """
     program = driver.self_test_program()
     if program is None:
-        return Verdict(driver.private_name_count(), "")
+        return Verdict(driver.private_name_count(), failure="")
     # In an empty context no scope of the program is in force: its tools see nothing of the test.
     passed, failure = Context().run(_run_under_tools, program)
     return Verdict(driver.private_name_count() + passed, failure)
@@ -51,7 +56,7 @@ def self_test(driver: Driver) -> Verdict:
 
 def _run_under_tools(program: SelfTestProgram) -> tuple[int, str]:
     """Run a program under tools; return the number of checks that passed, and the first failure."""
-    expected_events = _FORWARD + _BACKWARD if program.backward_op_type else _FORWARD
+    expected_events = _FORWARD_EVENTS + (_BACKWARD_EVENTS if program.backward_op_type else ())
     try:
         bare_result = list(program.run())
         witness = _Witness(program, factor=1)
@@ -84,25 +89,25 @@ class _Witness(Tool):
     def analyse(self, context: OpContext) -> None:
         """Insert a routine before and after the op."""
         if context.get_op_type() == self.program.op_type:
-            self.events.add(_FORWARD[0])
+            self.events.add(_OP)
             context.insert_before_op(self.before)
             context.insert_after_op(self.after)
 
     def analyse_backward(self, context: OpContext) -> None:
         """Insert a routine before the backward op."""
         if context.get_forward_op_type() == self.program.backward_op_type:
-            self.events.add(_BACKWARD[0])
+            self.events.add(_BACKWARD_OP)
             context.insert_before_backward_op(self.before_backward)
 
     def before(self, *inputs: Any) -> None:
         """Record that the op is about to run."""
-        self.events.add(_FORWARD[1])
+        self.events.add(_BEFORE_OP)
 
     def after(self, output: Any) -> Any:
         """Return the result times the factor, as a new value."""
-        self.events.add(_FORWARD[2])
+        self.events.add(_AFTER_OP)
         return output * self.factor
 
     def before_backward(self, *gradients: Any) -> None:
         """Record that the backward op is about to run."""
-        self.events.add(_BACKWARD[1])
+        self.events.add(_BEFORE_BACKWARD_OP)

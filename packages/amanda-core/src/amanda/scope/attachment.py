@@ -1,4 +1,4 @@
-"""Attachment, while any scope intercepts: of all drivers that have their framework loaded, and to threads."""
+"""Attaching drivers of imported frameworks, and patches of threads, while any scope intercepts."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class Attachment:
     def open(self, scope: Scope, intercepts: bool) -> None:
         """Register a scope that opens; attach the drivers if it is the first that intercepts.
 
+        What cannot be attached is reported to the scope.
         intercepts: whether a tool of the scope needs calls to be intercepted.
         """
         with self._lock:
@@ -190,19 +191,20 @@ class Attachment:
         self._tried_drivers.add(type(driver))
 
     def _detach(self, driver: Driver) -> None:
-        """Detach a driver, and forget it only then: after an interrupt the next closing begins here again."""
+        """Detach a driver."""
         if driver.on_state_change in when_switched:
             when_switched.remove(driver.on_state_change)
         driver.detach()
+        # Only now: after an interrupt the next closing finds the driver, and detaches it again.
         self._attached.remove(driver)
 
     def _attach_loaded(self) -> None:
-        """Attach all drivers whose framework has been imported; note those that cannot be used."""
-        kinds = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
+        """Attach all drivers whose framework has been imported; note for reports which cannot be used."""
+        driver_types = dict.fromkeys([*self.installed.loaded_drivers(), *self.guests])
         self._faulty = [*self.installed.faulty_drivers()]
-        self._failure_reasons = {plugin.name: plugin.message for plugin in self._faulty}
-        for kind in kinds:
-            self.attach(kind)
+        self._failure_reasons = {driver.name: driver.message for driver in self._faulty}
+        for driver_type in driver_types:
+            self.attach(driver_type)
 
     def _attach_at_import(self) -> None:
         """Attach the drivers of frameworks that are not imported yet as soon as these are imported."""
@@ -242,17 +244,19 @@ def report_threads_outside(scopes: Collection[Scope]) -> None:
 
 
 def _report_thread(scopes: Collection[Scope]) -> bool:
-    """Report this thread to scopes and return True; a thread that opens scopes itself is not reported.
+    """Report this thread to scopes, unless it opens scopes itself; return True if that is settled.
 
     Returns False, and reports nothing, where tools are switched off just now, or a routine's thread runs.
-
     No lock is taken: an import may run ops, and attaching drivers imports.
     """
     if getattr(_this_thread, "opens_scopes", False):
         return True
     activation = interceptor.ACTIVATION.get(None)
-    if activation is not None and (activation.state.scopes or activation.state.stack is None):
-        return False
+    if activation is not None:
+        is_switched_off = bool(activation.state.scopes)
+        is_of_routine = activation.state.stack is None
+        if is_switched_off or is_of_routine:
+            return False
     thread_id = threading.get_ident()
     name = next((thread.name for thread in threading.enumerate() if thread.ident == thread_id), thread_id)
     for scope in tuple(scopes):

@@ -1,4 +1,4 @@
-"""A driver: what scopes attach to a framework."""
+"""The base of drivers, which scopes attach to frameworks, and checks of the names that drivers need."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SelfTestProgram(NamedTuple):
 
 
 class Driver(ABC):
-    """One framework, in one or more modes.
+    """What a scope attaches to one framework, in one or more of its modes.
 
     api: the `DRIVER_API` that the driver was written for, as a number.
     framework: import name of the framework.
@@ -150,7 +150,7 @@ class Driver(ABC):
 
 
 def check_private_names(names: Iterable[str], subject: str, framework: str, newest_tested: str) -> None:
-    """Raise DriverError where a framework lacks a name.
+    """Raise DriverError where a framework lacks a name; this imports the modules of the names.
 
     Args:
         names: As in `Driver.private_names`.
@@ -183,11 +183,12 @@ def code_within(function: Any, name: str) -> CodeType:
     Raises:
         DriverError: If there is none of the name.
     """
-    codes_within: list[CodeType] = [function.__code__]
-    for code in codes_within:  # the loop follows the list as it grows
+    unsearched: list[CodeType] = [function.__code__]
+    while unsearched:
+        code = unsearched.pop(0)
         if code.co_name == name and code is not function.__code__:
             return code
-        codes_within += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+        unsearched += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
     raise DriverError(f"{function.__module__}.{function.__qualname__} defines no function {name}")
 
 

@@ -31,8 +31,9 @@ def bind_to_current_place(function: Callable[P, T]) -> Callable[P, T]:
 
     def replay(*args: P.args, **kwargs: P.kwargs) -> T:
         """Call the function with the ids of the first place, and its tools unless a scope has closed."""
-        present = interceptor.active() if any(scope.closed for scope in scopes) else None
-        with in_force(present or activation):
+        has_scope_closed = any(scope.closed for scope in scopes)
+        activation_here = interceptor.active() if has_scope_closed else None
+        with in_force(activation_here or activation):
             result: T = snapshot.replay(function, *args, **kwargs)
             return result
 
@@ -123,22 +124,26 @@ EnterContext = Callable[[], AbstractContextManager[Any]]
 def run_steps_in(
     enter: EnterContext, function: Callable[..., Generator[Any, Any, Any]]
 ) -> Callable[..., Any]:
-    """Return a generator function, each of whose steps runs in a context that `enter` makes."""
+    """Return a generator function, each of whose steps runs in a context that `enter` makes.
+
+    A step runs from one `yield` of the generator to the next.
+    """
 
     @functools.wraps(function)
     def generate(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
         """Pass values, exceptions and the end on between the caller and the generator, as `yield from`."""
         generator = function(*args, **kwargs)
+        # The next step, and its argument: what the caller sends in, or throws in.
         resume: Callable[[Any], Any] = generator.send
-        sent: Any = None
+        from_caller: Any = None
         while True:
             try:
                 with enter():
-                    value = resume(sent)
+                    value = resume(from_caller)
             except StopIteration as stop:
                 return stop.value
             try:
-                sent = yield value
+                from_caller = yield value
                 resume = generator.send
             except GeneratorExit:
                 with enter():
@@ -147,7 +152,7 @@ def run_steps_in(
             except BaseException as error:
                 # An exception that the caller throws in is raised at the `yield` of the generator, in the
                 # next step.
-                resume, sent = generator.throw, error
+                resume, from_caller = generator.throw, error
 
     return generate
 
@@ -162,21 +167,21 @@ def run_async_steps_in(
         """Pass values, exceptions and the end on between the caller and the generator."""
         generator = function(*args, **kwargs)
         resume: Callable[[Any], Any] = generator.asend
-        sent: Any = None
+        from_caller: Any = None
         while True:
             try:
                 with enter():
-                    value = await resume(sent)
+                    value = await resume(from_caller)
             except StopAsyncIteration:
                 return
             try:
-                sent = yield value
+                from_caller = yield value
                 resume = generator.asend
             except GeneratorExit:
                 with enter():
                     await generator.aclose()
                 raise
             except BaseException as error:
-                resume, sent = generator.athrow, error
+                resume, from_caller = generator.athrow, error
 
     return generate

@@ -56,18 +56,20 @@ class Report(list[Uninstrumented]):
         return [entry for entry in self if "op by op" in entry.reason]
 
     def _recount(self) -> None:
-        """Compute the counts and groups from the entries; forget the sources."""
-        self._distinct = set(self)
+        """Compute the counts of groups from the entries; forget the sources of `add_all`."""
+        self._distinct_entries = set(self)
         # A graph's entries are the same at each of its runs, and the graph must not live for its report.
         self._reported_sources: WeakSet[Any] = WeakSet()
-        self._counts: dict[tuple[str, str], int] = {}
-        self._truncated_groups: set[tuple[str, str]] = set()
+        self._count_by_group: dict[tuple[str, str], int] = {}
+        self._truncated_groups: set[tuple[str, str]] = set()  # with more entries than are stored
         for entry in self:
-            key = _group_key(entry)
-            self._counts[key] = self._counts.get(key, 0) + 1
+            group = _group_key(entry)
+            self._count_by_group[group] = self._count_by_group.get(group, 0) + 1
 
     def add(self, subject: str, reason: str, where: str = "", *, is_logged: bool = True) -> None:
-        """Add an entry, and log a warning for the first entry of its kind; constant in time.
+        """Add an entry, unless it is there; log a warning for the first of its kind and reason.
+
+        Beyond the limits nothing is stored but that there were more.  Takes constant time.
 
         Args:
             subject: The op or the part of the program.
@@ -77,17 +79,17 @@ class Report(list[Uninstrumented]):
         """
         entry = Uninstrumented(subject, reason, where)
         # A set beside the list, since this is asked at each call of what cannot be instrumented.
-        if entry in self._distinct:
+        if entry in self._distinct_entries:
             return
-        key = _group_key(entry)
-        count = self._counts.get(key, 0)
-        if count >= MAX_PER_GROUP or len(self._distinct) >= MAX_ENTRIES:
+        group = _group_key(entry)
+        count = self._count_by_group.get(group, 0)
+        if count >= MAX_PER_GROUP or len(self._distinct_entries) >= MAX_ENTRIES:
             # Groups without an entry may be any number, so these are bounded as well.
             if count or len(self._truncated_groups) < MAX_ENTRIES:
-                self._truncated_groups.add(key)
+                self._truncated_groups.add(group)
             return
-        self._distinct.add(entry)
-        self._counts[key] = count + 1
+        self._distinct_entries.add(entry)
+        self._count_by_group[group] = count + 1
         self.append(entry)
         # The first of a kind is news; the others are in the report.
         level = logging.WARNING if is_logged and not count else logging.DEBUG
@@ -118,22 +120,25 @@ class Report(list[Uninstrumented]):
         """Return a line for the entries of each kind and reason, with the place of the first."""
         if not self:
             return "everything that ran was instrumented"
-        groups: dict[tuple[str, str], list[Uninstrumented]] = {}
+        entries_by_group: dict[tuple[str, str], list[Uninstrumented]] = {}
         for entry in self:
-            groups.setdefault(_group_key(entry), []).append(entry)
-        labels = [_group_label(entries, key in self._truncated_groups) for key, entries in groups.items()]
+            entries_by_group.setdefault(_group_key(entry), []).append(entry)
+        labels = [
+            _group_label(entries, is_truncated=group in self._truncated_groups)
+            for group, entries in entries_by_group.items()
+        ]
         width = min(_MAX_NAMES_WIDTH, max(map(len, labels)))
         lines = []
-        for label, (first, *_) in zip(labels, groups.values(), strict=True):
-            where = f"  [{first.where}]" if first.where else ""
-            lines.append(f"{label:<{width}}  {first.reason}{where}")
-        if self._truncated_groups - groups.keys():  # groups without an entry
+        for label, (first_entry, *_) in zip(labels, entries_by_group.values(), strict=True):
+            where = f"  [{first_entry.where}]" if first_entry.where else ""
+            lines.append(f"{label:<{width}}  {first_entry.reason}{where}")
+        if self._truncated_groups - entries_by_group.keys():  # groups without an entry
             lines.append("and others")
         return "\n".join(lines)
 
 
 def _kind_and_name(subject: str) -> tuple[str, str]:
-    """Split into kind and name: "the state of", "noise" of "the state of noise"; "function", "f"."""
+    """Split a subject into kind and name: "the state of", "noise"; "function", "f" of "function f"."""
     kind, of, name = subject.partition(" of ")
     if not of:
         kind, _, name = subject.rpartition(" ")
@@ -173,11 +178,14 @@ def describe_slow_calls(before: dict[str, Any], after: dict[str, Any]) -> str:
     """
     if not interceptor.NATIVE:
         return ""
-    native_count, learned_count = (after[name] - before[name] for name in ("native", "learned"))
-    counts = {reason: count - before["python"].get(reason, 0) for reason, count in after["python"].items()}
+    native_count = after["native"] - before["native"]
+    learned_count = after["learned"] - before["learned"]
+    count_by_reason = {
+        reason: count - before["python"].get(reason, 0) for reason, count in after["python"].items()
+    }
     # A form that was learned ran in Python once and is native since.
-    counts[_NEW_FORM] = max(0, counts.get(_NEW_FORM, 0) - learned_count)
-    slow_counts = {reason: count for reason, count in counts.items() if count and reason != _NEW_OP}
+    count_by_reason[_NEW_FORM] = max(0, count_by_reason.get(_NEW_FORM, 0) - learned_count)
+    slow_counts = {reason: n for reason, n in count_by_reason.items() if n and reason != _NEW_OP}
     slow_count = sum(slow_counts.values())
     if slow_count < max(_MIN_SLOW_CALLS, native_count):
         return ""
@@ -246,12 +254,10 @@ def _names_in_code(callback: Any) -> tuple[str, ...]:
 def _is_plain(value: Any) -> bool:
     """Return True for None, a number or a text, and for a collection of these, however nested."""
     if isinstance(value, dict):
-        return all(_is_plain(item) for pair in value.items() for item in pair)
-    return (
-        all(map(_is_plain, value))
-        if isinstance(value, _PLAIN_COLLECTIONS)
-        else isinstance(value, _PLAIN_TYPES)
-    )
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, _PLAIN_COLLECTIONS):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN_TYPES)
 
 
 P = ParamSpec("P")

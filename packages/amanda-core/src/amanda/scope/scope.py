@@ -65,7 +65,7 @@ class Scope(interceptor.Extent):
         def __enter__(self) -> Scope: ...
 
     def _begin(self) -> Scope:
-        """Open the scope and notify its tools; undo all of it where anything raises."""
+        """Open the scope and notify its tools; undo all where anything raises.  ScopeError if it is open."""
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
@@ -75,7 +75,7 @@ class Scope(interceptor.Extent):
         self._unsettled = True
         self._statistics_at_entry = interceptor.statistics()
         try:
-            # As a whole: a Ctrl-C between two of its steps would leave drivers attached without a scope.
+            # Uninterrupted: a Ctrl-C between two of its steps would leave drivers attached without a scope.
             uninterrupted(self._activate)
             for tool in self._joined_tools:
                 self._notify_entered(tool)
@@ -95,14 +95,14 @@ class Scope(interceptor.Extent):
 
     def _activate(self) -> None:
         """Attach drivers and activate the tools in this context."""
-        outer = State.current()
+        outer_state = State.current()
         # A tool acts once per op, at its outermost place.
-        tools = [tool for tool in in_dependency_order(self._tools) if not outer.is_open(tool)]
+        tools = [tool for tool in in_dependency_order(self._tools) if not outer_state.is_open(tool)]
         self._joined_tools = tuple(tools)
-        stack = stack_for(tools, outer.stack) if tools else outer.stack
-        state = replace(outer, stack=stack, scopes=(*outer.scopes, self))
+        stack = stack_for(tools, outer_state.stack) if tools else outer_state.stack
+        state = replace(outer_state, stack=stack, scopes=(*outer_state.scopes, self))
         # A scope without tools of its own is opened to have calls seen, also within one that needs none.
-        attachment.open(self, not self._tools or stack is None or stack.intercepts)
+        attachment.open(self, intercepts=not self._tools or stack is None or stack.intercepts)
         activation = state.activation()
         self._open = True
         # Before `set`, which may activate it and then fail to allocate the token.
@@ -114,7 +114,10 @@ class Scope(interceptor.Extent):
         interceptor.reset_root()
 
     def _end(self) -> None:
-        """Close the scope and notify its tools; complete an earlier call that was interrupted."""
+        """Close the scope and notify its tools; complete an earlier call that was interrupted.
+
+        Adds to the report if most calls ran in Python.  Raises ScopeError where the scope is not open.
+        """
         if self._forked:  # the scope is open in the parent; in this child it was closed at the fork
             self._forked = False
             return
@@ -126,9 +129,9 @@ class Scope(interceptor.Extent):
             uninterrupted(self._deactivate)
             raise
         finally:
-            with ExitStack() as stack:  # notifies every tool, also after an exception of another tool
+            with ExitStack() as notifications:  # every tool is notified, also after an exception of another
                 for tool in reversed(self._joined_tools):
-                    stack.callback(self._notify_left, tool)
+                    notifications.callback(self._notify_left, tool)
         self._unsettled = False
         slow_calls_text = describe_slow_calls(self._statistics_at_entry, interceptor.statistics())
         # A scope within, which is still open, will report the same calls.
@@ -138,15 +141,19 @@ class Scope(interceptor.Extent):
 
     def _notify_left(self, tool: AnyTool) -> None:
         """Notify a tool that the scope has closed; report selections that no op has matched, once."""
+
+        def selection_in(sentence: str) -> str:
+            return sentence.partition(";")[0]  # the names after it differ from scope to scope
+
         self._joined_tools = tuple(
             joined_tool for joined_tool in self._joined_tools if joined_tool is not tool
         )
         logged_selections = tool._amanda.logged
         subject = f"what was selected for {type(tool).__name__}"
         for sentence in tool.unmatched():
-            selection = sentence.partition(";")[0]  # the names after it differ from scope to scope
+            selection = selection_in(sentence)
             reported_selections = {
-                entry.reason.partition(";")[0] for entry in self.report if entry.what == subject
+                selection_in(entry.reason) for entry in self.report if entry.what == subject
             }
             if selection not in reported_selections:
                 self.report.add(subject, sentence, is_logged=selection not in logged_selections)
@@ -154,7 +161,7 @@ class Scope(interceptor.Extent):
         tool.scope_left()
 
     def _deactivate(self) -> None:
-        """Undo the steps of opening that have run."""
+        """Close the scope in all contexts, and detach drivers: undo the steps of opening that have run."""
         token, self._open = self._activation_token, False
         inner_scopes = self._inner_scopes()
         interceptor.keep_failure(None)
@@ -200,14 +207,15 @@ class Scope(interceptor.Extent):
         Raises:
             DependencyCycleError: For tools that depend on each other; then nothing has changed.
         """
-        joined_earlier = self._joined_tools
+        earlier_tools = self._joined_tools
         further_tools = [
             tool
             for tool in in_dependency_order(self._tools)
-            if not any(interchangeable(tool, earlier_tool) for earlier_tool in joined_earlier)
+            if not any(interchangeable(tool, earlier_tool) for earlier_tool in earlier_tools)
         ]
+        # Others have joined a scope around.
         new_dependencies = [tool for tool in further_tools if not scopes_with(tool)]
-        self._joined_tools = (*new_dependencies, *joined_earlier)
+        self._joined_tools = (*new_dependencies, *earlier_tools)
         uninterrupted(lambda: update_activations(list(self._activations)))
         notify_switched()
         for tool in new_dependencies:
@@ -320,7 +328,7 @@ def scopes_with(tool: AnyTool) -> list[Scope]:
 
 
 def _close_in_child() -> None:
-    """Close all scopes in a forked child: the child has only the forking thread, and fresh locks."""
+    """Close all scopes in a forked child, without notice to tools: it has the forking thread alone."""
     interceptor.forked()
     scopes = attachment.detach_in_child()
     for scope in scopes:

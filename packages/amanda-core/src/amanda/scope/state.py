@@ -1,4 +1,4 @@
-"""The state of an execution context: stacks of tools, and the switches of the control API."""
+"""The state of an execution context: open scopes with their tools, and the switches of the control API."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class State:
 
     @staticmethod
     def current() -> State:
-        """Return the state of this execution context."""
+        """Return the state of this execution context; one without scopes if a scope of it has closed."""
         activation = interceptor.ACTIVATION.get(None)
         state: State = _OUTSIDE if activation is None else activation.state
         # An activation that `update_activations` has emptied keeps a stack for ops that are under way.
-        is_stale = state.stack is not None and not state.scopes
-        return _OUTSIDE if is_stale or any(scope.closed for scope in state.scopes) else state
+        is_emptied = state.stack is not None and not state.scopes
+        return _OUTSIDE if is_emptied or any(scope.closed for scope in state.scopes) else state
 
     @property
     def intercepts(self) -> bool:
@@ -94,25 +94,32 @@ class State:
 
     def without_closed_scopes(self) -> State:
         """Return the state of the scopes that are open, with the present routines; State() if none is."""
-        scopes = tuple(scope for scope in self.scopes if not scope.closed)
-        is_current = self.stack is None or self.stack.is_current
+        open_scopes = tuple(scope for scope in self.scopes if not scope.closed)
+        is_stack_current = self.stack is None or self.stack.is_current
         # The same object, so that the caller sees that nothing has changed.
-        if len(scopes) == len(self.scopes) and (is_current or not scopes):
+        if len(open_scopes) == len(self.scopes) and (is_stack_current or not open_scopes):
             return self
-        return replace(self, stack=_stack_of_scopes(scopes), scopes=scopes) if scopes else State()
+        if not open_scopes:
+            return State()
+        return replace(self, stack=_stack_of_scopes(open_scopes), scopes=open_scopes)
 
     def activation(self) -> interceptor.Activation:
         """Return the activation that the interceptor reads while this state is in force."""
         # Without a table native code finds no plan, and every call comes to Python.
         table = self.stack.table if self.stack is not None and self.cache else None
-        # Part of the key of native programs: executions that are recorded (1) or recalled (2) need other
-        # dicts `run`.
-        variant = 2 if self.recomputed_executions is not None else 1 if self.checkpoint_records else 0
+        # Part of the key of native programs: executions that are recorded or recalled need other dicts `run`.
+        if self.recomputed_executions is not None:
+            variant = _RECALLED
+        else:
+            variant = _RECORDED if self.checkpoint_records else _ORDINARY
         return interceptor.Activation(table, self, self.intercepts, not self.autodiff, variant)
 
 
+_ORDINARY, _RECORDED, _RECALLED = 0, 1, 2  # variants of an activation
+
+
 when_enabled_again: list[Callable[[], None]] = []
-"""Called as a `disabled` context is left."""
+"""Called as a `disabled` context is left: views catch up with writes that were not seen inside."""
 
 when_switched: list[Callable[[], None]] = []
 """Called when another state has been put in force on the calling thread."""
@@ -131,8 +138,8 @@ def _stack_of_scopes(scopes: Iterable[Scope]) -> ToolStack | None:
     """Return the stack of nested scopes, the outermost first; each tool is only in the first that has it."""
     stack = None
     for scope in scopes:
-        outer = State(stack)
-        tools = [tool for tool in in_dependency_order(scope._tools) if not outer.is_open(tool)]
+        outer_state = State(stack)
+        tools = [tool for tool in in_dependency_order(scope._tools) if not outer_state.is_open(tool)]
         stack = stack_for(tools, stack) if tools else stack
     return stack
 
@@ -158,7 +165,8 @@ def reset_variable(variable: ContextVar[interceptor.Activation], token: object) 
         variable.reset(token)  # type: ignore[arg-type]
     except ValueError:  # the token is of another context: set the earlier value in this one
         earlier = token.old_value  # type: ignore[attr-defined]
-        variable.set(earlier if isinstance(earlier, interceptor.Activation) else _OUTSIDE.activation())
+        had_value = isinstance(earlier, interceptor.Activation)
+        variable.set(earlier if had_value else _OUTSIDE.activation())
     except RuntimeError as error:
         raise ScopeError("this switch was left already") from error
 
@@ -176,7 +184,10 @@ def activated(state: State) -> AbstractContextManager[None]:
 
 
 def update_activations(references: Iterable[ReferenceType[interceptor.Activation]]) -> None:
-    """Remove closed scopes, and former routines of tools, from activations in all contexts, in place."""
+    """Remove closed scopes, and former routines of tools, from activations in all contexts, in place.
+
+    Where that raises, the activations intercept nothing from now on.
+    """
     # Held while they are changed, so that none dies in the middle.
     activations = [referent for reference in references if (referent := reference()) is not None]
     try:
@@ -214,8 +225,8 @@ def disabled() -> Iterator[None]:
         with _with_switches(enabled=False):
             yield
     finally:
-        for settle in when_enabled_again:
-            settle()
+        for catch_up in when_enabled_again:
+            catch_up()
 
 
 def cache_enabled() -> AbstractContextManager[None]:

@@ -33,7 +33,7 @@ class Threads:
     def attach(self) -> None:
         """Patch the functions; modules that are not imported yet are patched at their import."""
         self._replace(threading.Thread, "start", _start_in_scopes)
-        # Libraries that start threads without `threading.Thread`.
+        # Libraries that start threads without `threading.Thread`: position 0 is the function to run.
         for name in ("start_new_thread", "start_new"):
             self._replace(_thread, name, _pass_scopes, 0)
         for module, patch in (
@@ -49,12 +49,17 @@ class Threads:
         undo(self._import_watches)
         self._patches.restore()
 
-    def _replace(self, holder: Any, name: str, wrapper: Callable[..., Function], *arguments: Any) -> None:
-        """Replace a function by a stand-in, if this version of Python has the function."""
+    def _replace(
+        self, holder: Any, name: str, make_stand_in: Callable[..., Function], *parameters: int | str
+    ) -> None:
+        """Replace a function by a stand-in, if this version of Python has the function.
+
+        parameters: further arguments of `make_stand_in`, such as those of `_pass_scopes`.
+        """
         # `start_new` is an obsolete alias, which a version of Python may lack.
         original = getattr(holder, name, None)
         if original is not None:
-            self._patches.set(holder, name, wraps(original)(wrapper(original, *arguments)))
+            self._patches.set(holder, name, wraps(original)(make_stand_in(original, *parameters)))
 
     def _patch_futures(self, module: str) -> None:
         """Run callbacks of futures in the scopes in which they were added."""
@@ -80,7 +85,7 @@ class Threads:
 
 
 def _start_in_scopes(original: Function) -> Function:
-    """Stand-in for `Thread.start`: the thread runs in the state of the starting thread."""
+    """Return a stand-in for `Thread.start`: the thread runs in the state of the starting thread."""
 
     def start(self: threading.Thread) -> None:
         """Start the thread; inside of scopes, with a `run` that puts their state in force."""
@@ -93,13 +98,16 @@ def _start_in_scopes(original: Function) -> Function:
         run = self.run
         # Empty unless the program has set `run` on this thread itself.
         instance_run = {"run": attributes["run"]} if "run" in attributes else {}
-        states = [state]  # popped by the thread, so that a thread that outlives its scopes does not keep them
+        # Popped by the thread, so that a thread that outlives its scopes does not keep their state.
+        states_to_take = [state]
 
-        def run_in_scopes() -> None:
-            """Restore the thread's `run`, and call it in the state of the starting thread."""
+        def restore_run() -> None:
             attributes.pop("run", None)
             attributes.update(instance_run)
-            with activated(states.pop()):
+
+        def run_in_scopes() -> None:
+            restore_run()
+            with activated(states_to_take.pop()):
                 run()
 
         attributes["run"] = run_in_scopes  # an instance attribute hides the `run` of any subclass
@@ -110,21 +118,19 @@ def _start_in_scopes(original: Function) -> Function:
         try:
             original(self)
         except BaseException:
-            attributes.pop("run", None)
-            attributes.update(instance_run)
+            restore_run()
             raise
 
     return start
 
 
 def _pass_scopes(original: Function, *parameters: int | str) -> Function:
-    """Stand-in for a function: callables and iterables among its arguments run in the caller's scopes.
+    """Return a stand-in for a function: callables and iterables that it is given run in the caller's scopes.
 
-    parameters: their positions and keywords.
+    parameters: positions and keywords of the arguments that are such callables and iterables.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        """Call the original with the arguments of `parameters` bound to the caller's scopes."""
         state = _inherited_state()
         bound_args = [
             _bound_to_scopes(value, state) if position in parameters else value
@@ -197,8 +203,8 @@ def _inherited_state() -> State:
     activation = interceptor.ACTIVATION.get(None)
     if activation is None or type(activation.state) is not State:
         return State()
-    in_routine = activation.active and interceptor.active() is None
-    return State() if in_routine else activation.state.without_closed_scopes()
+    is_in_routine = activation.active and interceptor.active() is None  # routines run under a suspension
+    return State() if is_in_routine else activation.state.without_closed_scopes()
 
 
 class Caller:

@@ -102,7 +102,7 @@ _MAX_TRIES = 16
 
 
 class Extent:
-    """Context manager that calls `_begin` and `_end`, methods of a subclass, on entry and exit.
+    """Context manager of a scope or a switch, whose methods `_begin` and `_end` run on entry and exit.
 
     The subclass sets `_unsettled` while `_end` has work to do.  If one of the methods raises, `_end` is
     called until `_unsettled` is false, and then the exception is raised.  Only the native interceptor has no
@@ -124,18 +124,18 @@ class Extent:
             return self._begin()
         except BaseException:
             if not was_entered:
-                self._settle()
+                self._finish_ending()
             raise
 
     def __exit__(self, *_: object) -> None:
         try:
             self._end()
         except BaseException:
-            self._settle()
+            self._finish_ending()
             raise
 
-    def _settle(self) -> None:
-        """Call `_end` until the extent is settled, at most `_MAX_TRIES` times; drop its exceptions."""
+    def _finish_ending(self) -> None:
+        """Call `_end` again until `_unsettled` is false, at most `_MAX_TRIES` times; drop its exceptions."""
         # A user may hold Ctrl+C down, which interrupts each try: without a limit this could last for ever.
         for _ in range(_MAX_TRIES):
             if not self._unsettled:

@@ -1,7 +1,7 @@
-"""Places of ops: the regions around a call and its call sites, of which its id is made.
+"""Places of ops in the program: hashes of a call's region and call sites, of which the op's id is made.
 
 The words are those of `amanda.interceptor.opid`. An ordinal is the number of an object in the order of first
-use.
+use. A way is the hash of the call sites that lead to a place outside of modules.
 """
 
 import sys
@@ -30,11 +30,11 @@ OCCURRENCE_CAP = 64
 
 
 class Region:
-    """One enclosing call, or the root of a thread; counts distinguish the repeats of a place.
+    """One enclosing call, such as a module's, or the root of a thread; counts repeats of places in it.
 
     subject: the enclosing object.  entry: frame of its caller.
     tail, way: in a replay, call sites that the snapshot has walked: those of the place, and of the way to it.
-    counts: number of repeats by place.  ways: number of each way, by place.
+    counts: number of repeats by place.  ways: by place, the number of each way to it.
     """
 
     def __init__(self, hash: int, parent: "Region | None" = None, subject: Any = None) -> None:
@@ -54,12 +54,15 @@ class Region:
         return min(count, OCCURRENCE_CAP - 1)
 
     def number_of_way(self, place: int, way: int) -> int:
-        """Return the number of a way among those to a place, in the order of first uses, up to the cap."""
-        ways = self.ways.setdefault(place, {})
+        """Return the number of a way among those to a place, in the order of first uses.
+
+        A way that is new takes the next number; beyond the cap all new ways share the last.
+        """
+        number_by_way = self.ways.setdefault(place, {})
         # Without a bound, the ways of a recursive program would be a leak.
-        if way not in ways and len(ways) == OCCURRENCE_CAP:
+        if way not in number_by_way and len(number_by_way) == OCCURRENCE_CAP:
             return OCCURRENCE_CAP - 1
-        return ways.setdefault(way, len(ways))
+        return number_by_way.setdefault(way, len(number_by_way))
 
     def forget_counts(self) -> None:
         """Set all counts of repeats to zero."""
@@ -92,6 +95,8 @@ class Thread(threading.local):
 
     suspension: a lock that this thread holds while it intercepts nothing. It is released in C code, which no
     signal interrupts.
+    key: canonical name of the op whose code runs; None outside of ops.
+    root, top: region of the thread itself, and the innermost enclosing call; None outside of enclosing calls.
     """
 
     def __init__(self) -> None:
@@ -108,6 +113,7 @@ class Thread(threading.local):
 
 
 Adopt = Callable[[Any, Any, int], tuple[int, bool]]
+"""Function that finds the ordinal of an object's slot, as in `configure`."""
 
 
 class NumberedSubject:
@@ -117,8 +123,11 @@ class NumberedSubject:
         self.ordinal, self.reference, self.slot_queries_left = ordinal, reference, queries
 
     def update_ordinal_from_slot(self, subject: Any) -> None:
-        """Set the ordinal to that of the first object in the same slot of the enclosing call's object."""
-        owner = thread.top and thread.top.subject
+        """Set the ordinal to that of the first object in the same slot of the enclosing call's object.
+
+        Does nothing but use up a look-up outside of enclosing calls, or where no driver finds slots.
+        """
+        owner = None if thread.top is None else thread.top.subject
         if owner is None or place_state.adopt is None:
             self.slot_queries_left -= 1
             return
@@ -136,9 +145,10 @@ _REFERENCES_OF_DEAD = 2
 class PlaceState:
     """State of the process: kinds of code, types that distinguish ops, ordinals.
 
+    describe, on_death, adopt: functions that `configure` sets.
     descriptions: code objects with their hash, kind and first instructions, by address.
     numbered: ordinals of objects, by address.  last_ordinal: the ordinal of the newest of them.
-    strong: those of the objects that cannot be referenced weakly.
+    strong: those of the objects that cannot be referenced weakly; `strong_limit` of them lead to a sweep.
     """
 
     def __init__(self) -> None:
@@ -158,23 +168,28 @@ class PlaceState:
         """Return hash, kind and first instructions of code, computed at its first call."""
         entry = self.descriptions.get(id(code))  # by address: code of another file may be equal
         if entry is None:
-            # Kept with the code object itself, so that its address is not used again.
             hash, kind, first_words = self.describe(code)
-            entry = self.descriptions[id(code)] = code, (hash, kind, memoryview(first_words).cast("I"))
+            description = hash, kind, memoryview(first_words).cast("I")
+            # With the code object itself, so that its address is not used again while the entry is here.
+            self.descriptions[id(code)] = code, description
+            return description
         _, description = entry
         return description
 
     def sweep_dead(self) -> None:
-        """Drop the objects in `strong` that nothing else holds, if twice as many as after the last sweep."""
+        """Drop the objects in `strong` that nothing else holds, if twice as many as after the last sweep.
+
+        Calls `on_death` with the ordinal of each.
+        """
         if len(self.strong) < self.strong_limit:
             return
         # A copy: a subject that dies may run code that asks for ordinals.
         for address in list(self.strong):
             if sys.getrefcount(self.strong[address]) <= _REFERENCES_OF_DEAD:
                 self.strong.pop(address, None)
-                dead_subject = self.numbered.pop(address, None)
-                if dead_subject is not None:
-                    self.on_death(dead_subject.ordinal)
+                numbered_subject = self.numbered.pop(address, None)
+                if numbered_subject is not None:
+                    self.on_death(numbered_subject.ordinal)
         self.strong_limit = max(FIRST_SWEEP, 2 * len(self.strong))
 
 
@@ -187,9 +202,7 @@ def configure(
     on_death: Callable[[int], None],
     adopt: Adopt | None = None,
 ) -> None:
-    """Set the functions that describe code, and that are called at the death of an object with an ordinal.
-
-    Cached descriptions of code are dropped.
+    """Set the functions of the other rooms that this one calls; drop cached descriptions of code.
 
     Args:
         describe: Returns hash, kind and first words of a code object.
@@ -234,25 +247,27 @@ def ordinal(subject: Any) -> int:
     if address not in place_state.numbered:
         # Defaults, because the module's globals may be gone when the last subjects die.
         def forget(
-            _: Any, state: PlaceState = place_state, is_finalizing: Callable[[], bool] = sys.is_finalizing
+            dead_reference: Any,
+            state: PlaceState = place_state,
+            is_finalizing: Callable[[], bool] = sys.is_finalizing,
         ) -> None:
-            dead_subject = state.numbered.pop(address)
+            numbered_subject = state.numbered.pop(address)
             if not is_finalizing():
-                state.on_death(dead_subject.ordinal)
+                state.on_death(numbered_subject.ordinal)
 
         reference = None
         try:
             reference = weakref.ref(subject, forget)
-        except TypeError:
+        except TypeError:  # the type allows no weak references
             place_state.sweep_dead()
             place_state.strong[address] = subject
         place_state.last_ordinal += 1
-        queries = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
-        place_state.numbered[address] = NumberedSubject(place_state.last_ordinal, reference, queries)
-    numbered = place_state.numbered[address]
-    if numbered.slot_queries_left:
-        numbered.update_ordinal_from_slot(subject)
-    return numbered.ordinal
+        slot_queries = MAX_SLOT_QUERIES if isinstance(subject, place_state.identity_types) else 0
+        place_state.numbered[address] = NumberedSubject(place_state.last_ordinal, reference, slot_queries)
+    numbered_subject = place_state.numbered[address]
+    if numbered_subject.slot_queries_left:
+        numbered_subject.update_ordinal_from_slot(subject)
+    return numbered_subject.ordinal
 
 
 def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int], list[int]]:
@@ -261,13 +276,13 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
     Only at the root is there a way: the sites of the program's frames. The first of these ends the place, so
     it is in both lists.
     """
-    sites: list[int] = []
-    way: list[int] = []
+    place_sites: list[int] = []
+    way_sites: list[int] = []
     is_at_root, frames_left = region.hash == ROOT_HASH, WALK_LIMIT
     while frame is not None and frame is not region.entry:
-        if len(sites) == WALK_LIMIT or len(way) > WAY_LIMIT or frames_left == 0:
+        if len(place_sites) == WALK_LIMIT or len(way_sites) > WAY_LIMIT or frames_left == 0:
             break
-        if way:
+        if way_sites:
             frames_left -= 1  # beyond the place, frames that add no site count as well
         hash, kind, first_words = place_state.description_of(frame.f_code)
         # The frame of an enclosing call that no activation saw, as of one that began before the scope.
@@ -275,17 +290,17 @@ def call_sites(region: Region, frame: types.FrameType | None) -> tuple[list[int]
             break
         if not kind & SKIPPED:
             word = frame.f_lasti // 2  # not the line: `f(x) + f(y)` are two places
-            word = first_words[word] if word < len(first_words) else word
-            site = (hash + (word + 1) * SITE_STEP) & MASK
-            if not way:
-                sites.append(site)
+            first_word = first_words[word] if word < len(first_words) else word
+            site = (hash + (first_word + 1) * SITE_STEP) & MASK
+            if not way_sites:
+                place_sites.append(site)
             if is_at_root and not kind & FRAMEWORK:
-                way.append(site)
+                way_sites.append(site)
         frame = frame.f_back
     # A replay continues the walk of the snapshot.
-    if not way:
-        sites = (sites + region.tail)[:WALK_LIMIT]
-    return sites, (way + region.way)[: WAY_LIMIT + 1]
+    if not way_sites:
+        place_sites = (place_sites + region.tail)[:WALK_LIMIT]
+    return place_sites, (way_sites + region.way)[: WAY_LIMIT + 1]
 
 
 def mix_leaf(way: int, value: Any) -> int:
@@ -328,13 +343,13 @@ class Snapshot:
         """
         region = self._region.copy(self._region.tail, self._region.way)
         region.entry = sys._getframe(1)
-        outer, key = thread.top, thread.key
+        outer_region, outer_key = thread.top, thread.key
         # No op runs at the snapshot's place, though one may run here, such as a backward op.
         thread.top, thread.key = region, None
         try:
             return function(*args, **kwargs)
         finally:
-            thread.top, thread.key = outer, key
+            thread.top, thread.key = outer_region, outer_key
 
 
 def snapshot() -> Snapshot:

@@ -1,4 +1,4 @@
-"""The execution of plans: graphs of backward ops, tallies, and the types that native code alone fills.
+"""Graphs of backward ops, their marks, and counts by shape; and the types that native code alone fills.
 
 Without native code plans run in Python, which needs no program, hook, reader of tensors or moments.
 """
@@ -215,7 +215,9 @@ class Mark:
 
 
 class Graphs:
-    """A framework's graphs of backward ops, read by the names of attributes.
+    """Marks nodes in a framework's graphs of backward ops, and finds marked nodes.
+
+    It reads tensors and nodes by the attributes that its arguments name.
 
     Args:
         tensors: Type of tensors.
@@ -233,15 +235,15 @@ class Graphs:
         self, tensors: type, leaf: type, maker: str, base: str, next: str, notes: str, number: str, key: str,
         sampled: Callable[[Any], Any],
     ) -> None:  # fmt: skip
-        self._tensors = tensors
-        self._leaf = leaf
-        self._maker = maker
-        self._base = base
-        self._next = next
-        self._notes = notes
-        self._number = number
-        self._key = key
-        self._sampled = sampled
+        self._tensor_type = tensors
+        self._leaf_type = leaf
+        self._node_attribute = maker
+        self._base_attribute = base
+        self._successors_attribute = next
+        self._metadata_attribute = notes
+        self._number_method = number
+        self._mark_key = key
+        self._on_sample = sampled
 
     def mark(self, values: Any, mark: Mark, bases: bool = True) -> None:
         """Mark the nodes of an execution that made some tensors.
@@ -253,11 +255,12 @@ class Graphs:
             mark: Record of the execution.
             bases: Whether the nodes of the tensors' bases are marked too.
         """
-        if isinstance(values, self._tensors):
-            for tensor in (values, getattr(values, self._base) if bases else None):
-                node = None if tensor is None else getattr(tensor, self._maker)
-                if node is not None and mark.start <= getattr(node, self._number)() < mark.end:
-                    getattr(node, self._notes).setdefault(self._key, mark)
+        if isinstance(values, self._tensor_type):
+            base = getattr(values, self._base_attribute) if bases else None
+            for tensor in (values, base):
+                node = None if tensor is None else getattr(tensor, self._node_attribute)
+                if node is not None and mark.start <= getattr(node, self._number_method)() < mark.end:
+                    getattr(node, self._metadata_attribute).setdefault(self._mark_key, mark)
                     self._sample_node(node)
         elif isinstance(values, (list, tuple)):
             for value in values:
@@ -268,29 +271,34 @@ class Graphs:
 
         The number of a leaf is 0.
         """
-        waiting = deque(node for node in ops if node is not None)
-        nodes_by_id: dict[int, Any] = {}
-        edges: list[tuple[int, int]] = []
-        marks: dict[int, Mark] = {}
-        while waiting:
-            node = waiting.popleft()
-            if id(node) in nodes_by_id:
+        unvisited = deque(node for node in ops if node is not None)
+        node_by_id: dict[int, Any] = {}
+        edges: list[tuple[int, int]] = []  # ids of a node and of its successor
+        mark_by_id: dict[int, Mark] = {}
+        while unvisited:
+            node = unvisited.popleft()
+            if id(node) in node_by_id:
                 continue
-            nodes_by_id[id(node)] = node
-            if type(node) is self._leaf:
+            node_by_id[id(node)] = node
+            if type(node) is self._leaf_type:
                 continue
-            mark = getattr(node, self._notes).get(self._key)
+            mark = getattr(node, self._metadata_attribute).get(self._mark_key)
             if mark is not None:
-                marks[id(node)] = mark
+                mark_by_id[id(node)] = mark
             self._sample_node(node)
-            successors = [successor for successor, *_ in getattr(node, self._next) if successor is not None]
+            successors = [
+                successor
+                for successor, *_ in getattr(node, self._successors_attribute)
+                if successor is not None
+            ]
             edges += [(id(node), id(successor)) for successor in successors]
-            waiting += successors
-        self._spread_marks(nodes_by_id, edges, marks)
+            unvisited += successors
+        self._spread_marks(node_by_id, edges, mark_by_id)
+        leaf_type, number_method = self._leaf_type, self._number_method
         return [
-            (node, marks[key], 0 if type(node) is self._leaf else getattr(node, self._number)())
-            for key, node in nodes_by_id.items()
-            if key in marks
+            (node, mark_by_id[node_id], 0 if type(node) is leaf_type else getattr(node, number_method)())
+            for node_id, node in node_by_id.items()
+            if node_id in mark_by_id
         ]
 
     def form(self, ops: Iterable[Any]) -> int:
@@ -307,36 +315,36 @@ class Graphs:
         raise TypeError("programs are for the native interceptor")
 
     def _spread_marks(
-        self, nodes_by_id: dict[int, Any], edges: list[tuple[int, int]], marks: dict[int, Mark]
+        self, node_by_id: dict[int, Any], edges: list[tuple[int, int]], mark_by_id: dict[int, Mark]
     ) -> None:
-        """Add to `marks` the inner nodes of each marked op; a leaf belongs to the op that used it first.
+        """Add to `mark_by_id` the inner nodes of each marked op; a leaf belongs to the op that used it first.
 
-        Marks spread also through nodes of routines, which belong to no op.
+        Marks spread also through nodes of routines, which belong to no op and are not added.
         """
-        marks_of_routines: dict[int, Mark] = {}
+        mark_by_routine_node: dict[int, Mark] = {}
         # A mark spreads to successors of its node. The edges are in no order: repeat until no mark spreads.
         is_spreading = True
         while is_spreading:
             is_spreading = False
-            for key, successor_key in edges:
-                mark = marks.get(key) or marks_of_routines.get(key)
+            for node_id, successor_id in edges:
+                mark = mark_by_id.get(node_id) or mark_by_routine_node.get(node_id)
                 if mark is None:
                     continue
-                successor, successor_mark = nodes_by_id[successor_key], marks.get(successor_key)
-                if type(successor) is self._leaf:
+                successor, successor_mark = node_by_id[successor_id], mark_by_id.get(successor_id)
+                if type(successor) is self._leaf_type:
                     if successor_mark is None or mark.start < successor_mark.start:
-                        marks[successor_key] = mark
+                        mark_by_id[successor_id] = mark
                     continue
-                number = getattr(successor, self._number)()
+                number = getattr(successor, self._number_method)()
                 if successor_mark is None and mark.start <= number < mark.end:
-                    marks[successor_key] = mark
+                    mark_by_id[successor_id] = mark
                     is_spreading = True
-                elif successor_key not in marks_of_routines and mark.begin <= number < mark.start:
-                    marks_of_routines[successor_key] = mark
+                elif successor_id not in mark_by_routine_node and mark.begin <= number < mark.start:
+                    mark_by_routine_node[successor_id] = mark
                     is_spreading = True
 
     def _sample_node(self, node: Any) -> None:
         # Addresses end in 4 zero bits, and one of 61 is sampled.  A prime, so that no path of a graph with a
         # regular shape is without samples.
         if id(node) // 16 % 61 == 0:
-            self._sampled(node)
+            self._on_sample(node)

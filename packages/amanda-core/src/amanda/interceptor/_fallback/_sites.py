@@ -1,4 +1,4 @@
-"""Callables that are intercepted, and their stand-ins."""
+"""Callables that are intercepted (`Site`), and the stand-ins of methods and properties, in pure Python."""
 
 import inspect
 import operator
@@ -30,9 +30,9 @@ Handler = Callable[..., Any]
 
 
 def active() -> Activation | None:
-    """Return the activation in force here; None where nothing is intercepted.
+    """Return the activation in force here; None where nothing is intercepted, as in a suspension.
 
-    Calls the function of `watch_outside` on a thread without an activation that it has not been called on.
+    On a thread without an activation it calls the function of `watch_outside`, until that returns True there.
     """
     if thread.suspension._is_owned():  # type: ignore[attr-defined]
         return None
@@ -108,7 +108,7 @@ class Site:
         op: Operator that tools see.
         key: Canonical name of the op.
         hash: 64 bits of the name, for op ids.
-        handler: Called instead of the target: `handler(state, plan, op_id, site, args, kwargs)`.
+        handler: Called instead of the target: `handler(state, call_cache, op_id, site, args, kwargs)`.
         flags: `TRANSPARENT`, `IMPLEMENTATION` and `ONE_PLACE`, in one number.
         reader: Reader of tensors, for native programs; None for no programs.
     """
@@ -146,37 +146,39 @@ class Site:
             kwargs: Keyword arguments of the call; None for none.
         """
         # A thread with a lock that nobody holds is not suspended.
-        outer, thread.suspension = thread.suspension, RLock()
+        outer_suspension, thread.suspension = thread.suspension, RLock()
         try:
             return self.run(args, kwargs or {})
         finally:
-            thread.suspension = outer
+            thread.suspension = outer_suspension
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the target with its canonical name as that of the running op.
+        """Call the target with its canonical name as that of the running op; with none if it is TRANSPARENT.
 
         Args:
             args: Positional arguments of the call.
             kwargs: Keyword arguments of the call.
         """
-        key, thread.key = thread.key, None if self.flags & TRANSPARENT else self.key
+        outer_key, thread.key = thread.key, None if self.flags & TRANSPARENT else self.key
         try:
             return self.original(*args, **kwargs)
         finally:
-            thread.key = key
+            thread.key = outer_key
 
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the handler, or the target where no activation is in force, or within another op's code.
+        """Call the handler; call the target where no activation is in force, and within an op's own code.
+
+        A call within an op is a part of it if it has the op's name, or is of an IMPLEMENTATION.
 
         Args:
             *args: Positional arguments of the call.
             **kwargs: Keyword arguments of the call.
         """
         activation = active()
-        is_within_op = thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)
-        if activation is None or is_within_op:
+        is_part_of_op = thread.key and (thread.key == self.key or self.flags & IMPLEMENTATION)
+        if activation is None or is_part_of_op:
             return self.original(*args, **kwargs)
-        thread.failure.error = None  # that of an earlier op has been seen, or dropped for good
+        thread.failure.error = None  # that of an earlier op has been raised, or dropped for good
         result = self._call_handler(activation, args, kwargs)
         # An operator turns a TypeError from within it into NotImplemented: a tool's own is raised again.
         if result is NotImplemented and thread.failure.error is not None:
@@ -187,12 +189,13 @@ class Site:
         """Call the handler of an op; run the op itself if its plan is empty."""
         table, state = activation.table, activation.state  # which may change meanwhile
         op_id = _op_id(self, args, kwargs)
-        plan = NotImplemented if table is None else table.get(op_id)
-        if plan is None:  # nothing is inserted: the op runs as outside of scopes
+        call_cache = NotImplemented if table is None else table.get(op_id)
+        if call_cache is None:  # nothing is inserted: the op runs as outside of scopes
             return self.run(args, kwargs)
         _python_calls["pure Python"] += 1
         with thread.suspension:
-            call_cache = None if plan is NotImplemented else plan
+            if call_cache is NotImplemented:  # the op has no entry: the handler analyses it
+                call_cache = None
             return self.handler(state, call_cache, op_id, self, args, kwargs)
 
 
@@ -204,15 +207,16 @@ def _op_id(site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the id of the op that a call is; count the call among the repeats of its place."""
     region = thread.region()
     place, way = mix(region.hash, site.hash), 0
-    sites, sites_of_way = call_sites(region, sys._getframe(_DETOUR_DEPTH))
-    for call_site in sites:
+    place_sites, way_sites = call_sites(region, sys._getframe(_DETOUR_DEPTH))
+    for call_site in place_sites:
         place = mix(place, call_site)
-    for call_site in sites_of_way[1:]:  # the first is the last of the place
+    for call_site in way_sites[1:]:  # the first is the last of the place
         way = mix(way, call_site)
     is_at_root = region.hash == ROOT_HASH
     for value in () if site.flags & ONE_PLACE else (*args, *kwargs.values()):
         place = mix_identities(place, value)
         way = mix_leaf(way, value) if is_at_root else way
+    # Outside of modules the ways to a place are told apart, elsewhere its repeats.
     number = region.number_of_way(place, way) if is_at_root else region.count_repeat(place)
     return mix(place, number) or 1  # 0 is not an id: native tables mark free cells by it
 
@@ -294,7 +298,7 @@ class _ReadDetour(Detour):
 
 
 class Enclosure(_Wrapped):
-    """A method whose calls are regions, to which the ops in them belong.
+    """Stand-in for a method, such as that of modules: each call is a region, to which the ops in it belong.
 
     The subject of a call is its first argument, such as a module.
 
@@ -330,12 +334,12 @@ class Enclosure(_Wrapped):
             place = mix(parent.hash, ordinal(subject))
         else:
             with Suspension():
-                name, is_lasting = self._path(parent.subject, subject)
+                path_hash, is_lasting = self._path(parent.subject, subject)
             # Both get their ordinals now, as in native code, since ordinals count first uses.
             if is_lasting:
                 ordinal(subject)
                 ordinal(parent.subject)
-            place = mix(parent.hash, name)
+            place = mix(parent.hash, path_hash)
         # Not at the root, where the same module's call in the next iteration is the same place.
         if parent.hash != ROOT_HASH:
             place = mix(place, parent.count_repeat(place))
