@@ -410,7 +410,7 @@ class Convolving(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.rand(4, 3, 3, 3))
+        self.weight = nn.Parameter(torch.rand(4, 4, 3, 3))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.convolution(x, self.weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
