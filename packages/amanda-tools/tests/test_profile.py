@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -467,6 +468,16 @@ def test_kernels_that_cannot_be_told_are_said_to_be_missing() -> None:
     assert not result.kernels().rows()
     assert "torch.profiler recorded no kernels" in str(result)
     assert "aten::relu" in {event.name for event in outer_profile.events() or ()}
+
+
+def test_a_result_that_is_read_on_another_thread_leaves_the_kernels_to_the_first_one() -> None:
+    tool = ProfileTool(kernels=True)
+    with amanda.apply(tool):
+        torch.rand(3).relu()
+    with ThreadPoolExecutor() as pool:
+        assert "on another thread" in str(pool.submit(lambda: tool.result).result())
+    assert tool.result.kernels().rows()
+    assert not torch.autograd.profiler._is_profiler_enabled
 
 
 class Traced:

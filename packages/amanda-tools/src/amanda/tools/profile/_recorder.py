@@ -100,14 +100,14 @@ class KernelProfiler:
 
     def stop(self, profiles: Sequence[OpProfile]) -> None:
         """Stop torch.profiler if it runs, and add kernels to the ops in whose ranges they are."""
-        # Set to None first, so that an exception below does not stop it twice.
-        profiler, self._profiler = self._profiler, None
-        if profiler is None:
+        if self._profiler is None:
             return
-        # torch.profiler's state is one of the thread that started it.
+        # torch.profiler's state is one of the thread that started it, which may stop it later.
         if get_ident() != self._profiler_thread:
             self.obstacle = "the result was read on another thread than torch.profiler began on"
             return
+        # Set to None first, so that an exception below does not stop it twice.
+        profiler, self._profiler, self.obstacle = self._profiler, None, ""
         profiler.stop()
         for index, kernel, device, nanoseconds in kernels_in_ranges(profiler.events() or ()):
             if index < len(profiles):
