@@ -95,6 +95,7 @@ class JaxTensorLibrary(Tensors):
         return super().wide(self.library(x).asarray(x))
 
     def reference(self, value: Any) -> Any:
+        # Made outside of any program that is traced, which reads it as it runs.
         import jax
 
         with outside_of_programs():
@@ -118,6 +119,7 @@ class JaxTensorLibrary(Tensors):
     ) -> Any:  # fmt: skip
         import jax
 
+        # jax.custom_vjp takes a function that also returns what the gradients need: the values.
         computed = jax.custom_vjp(forward)
         computed.defvjp(lambda *xs: (forward(*xs), xs), lambda xs, gradient: tuple(backward(gradient, *xs)))
         return computed(*tensors)
@@ -129,6 +131,7 @@ class JaxTensorLibrary(Tensors):
         return JaxParameter(state) if trained else state
 
     def update(self, former: Any, value: Any) -> Any:
+        # A parameter is written in place, as the optimizer holds it.
         if not isinstance(former, JaxParameter):
             return super().update(former, value)
         if (former.shape, former.dtype) == (value.shape, value.dtype):
@@ -205,6 +208,7 @@ class MindSporeTensorLibrary(Tensors):
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
 
+        # The result of `forward`, with `backward` for its gradients.
         def gradients(gradient: Any, *tensors: Any) -> list[Any]:
             pairs = zip(backward(gradient, *tensors), tensors, strict=True)
             # Gradients are arrays of NumPy so far; MindSpore takes tensors of the inputs' types.

@@ -14,16 +14,14 @@ import amanda
 from amanda.tools.kit._tensors import Array, RequiredNames, Save, Tensors
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.kit",
-    "tensorflow",
-    "tensorflow.python.eager.record:record_operation",
-    "tensorflow.python.eager.record:stop_recording",
+    "amanda.tools.kit", "tensorflow",
+    "tensorflow.python.eager.record:record_operation", "tensorflow.python.eager.record:stop_recording",
     "tensorflow.python.framework.ops:EagerTensor._datatype_enum",
     "tensorflow.python.framework.ops:EagerTensor._handle_data",
     "tensorflow.python.framework.ops:EagerTensor._numpy",
     "tensorflow.python.framework.ops:EagerTensor._numpy_internal",
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
-)
+)  # fmt: skip
 
 # Numbers of the element types that NumPy has too: floats, integers, bool and complex.
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
