@@ -30,11 +30,13 @@ _USAGE_ERRORS = (SpecError, UnknownToolError)
 
 
 def exit_status(command: click.Command, name: str, arguments: Sequence[str], failure: int = 1) -> int:
-    """Run a subcommand; return its exit status, 2 for wrong usage, 130 for an interrupt.
+    """Run a subcommand; return its exit status, 2 for wrong usage.
 
-    command: command of click, which parses the arguments.  name: for messages, such as "amanda view".
-    arguments: words behind the name.  failure: status after an AmandaError, an OSError or an error with
-    notes of a tool, whose message goes to standard error; other errors are raised.
+    Args:
+        command: Command of click, which parses the arguments.
+        name: For messages, such as "amanda view".
+        arguments: Words behind the name.
+        failure: Status after an AmandaError or an OSError, whose message goes to standard error.
     """
     try:
         return int(command.main(list(arguments), name, standalone_mode=False, **_CLICK_SETTINGS) or 0)
@@ -147,12 +149,12 @@ def _notes_of_tools(error: BaseException | None) -> list[str]:
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
 
 
-def function_of(text: str) -> Callable[[], Any]:
+def function_of(named: str) -> Callable[[], Any]:
     """Import and return the function of FILE:FUNCTION or MODULE:FUNCTION; raise SpecError without one."""
-    source, _, name = text.rpartition(":")
+    source, _, name = named.rpartition(":")
     path = Path(source)
     if not source or not name:
-        raise SpecError(f"{text!r} names no function; give FILE:FUNCTION, as in evaluate.py:accuracy")
+        raise SpecError(f"{named!r} names no function; give FILE:FUNCTION, as in evaluate.py:accuracy")
     if path.is_file() and path.suffix != ".py":
         raise SpecError(f"{source} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
     if path.suffix == ".py" and not path.is_file():
@@ -202,10 +204,8 @@ class Config:
 
 
 def get_config(path: Path | None, tools: Sequence[str], example: str) -> Config:
-    """Return a file's content, with the tools of the command line merged in; raise SpecError without a tool.
-
-    example: how the command names a tool, for the error.
-    """
+    """Return a file's content, the tools of the command line merged in; raise SpecError without a tool."""
+    # example: how the command names a tool, for the error.
     config = Config() if path is None else read_config(path)
     config.tools = merge_specs(config.tools, [ToolSpec.parse(text) for text in tools])
     if not config.tools:

@@ -33,7 +33,7 @@ _MAX_MESSAGES = 1000
 
 
 class Session:
-    """One process's tools: made and applied by `start`, their results written as the process ends or `exec`s.
+    """One process's tools: made and applied by `open`, their results written as the process ends or `exec`s.
 
     process: tells of the end of the process.  A forked child begins again with tools of its own.
     """
@@ -46,7 +46,7 @@ class Session:
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    def start(self) -> None:
+    def open(self) -> None:
         """Apply the tools, and follow the process: errors, `exec`, forks, signals and multiprocessing."""
         # Before the scope opens, so that no analysed op is missed.
         plugin_manager().register(self)

@@ -270,10 +270,14 @@ class ToolSpec:
     def make(self, steps: Steps, alone: bool = False) -> Tooling:
         """Return a new tool, restricted to its selection.
 
-        steps: counter of steps, which tools share.
-        alone: True where no program calls the tool's methods, so that its options have to do without.
-        Raises UnknownToolError for a name that no distribution registers, PluginError for a registered tool
-        that cannot be used, SpecError naming the tool, the option, the given and the expected value.
+        Args:
+            steps: Counter of steps, which tools share.
+            alone: True where no program calls the tool's methods, so that its options have to do without.
+
+        Raises:
+            UnknownToolError: For a name that no distribution registers.
+            PluginError: For a registered tool that cannot be used.
+            SpecError: Names the tool, the option, the given and the expected value.
         """
         constructor = _find_tool_class(self.name)
         options = options_of(constructor)
@@ -364,10 +368,14 @@ def merge_specs(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[T
 
 
 def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
-    """Make tools in the order of their specs, which count the same steps; the second of a kind is "flops-2".
+    """Return tools that count the same steps; the second of a kind is named "flops-2".
 
-    alone: as of `ToolSpec.make`.
-    Raises SpecError for a tool that is given twice; `ToolSpec.make` has further reasons and errors.
+    Args:
+        specs: In the order of the tools.
+        alone: As of `ToolSpec.make`.
+
+    Raises:
+        SpecError: For a tool that is given twice; `ToolSpec.make` has further reasons and errors.
     """
     # One counter for all tools, or each would watch every op for its own.
     steps, count_by_name, specs = Steps(), Counter[str](), list(specs)

@@ -137,7 +137,7 @@ class Process:
             _print_lines(f"no tools in process {os.getpid()}: {reason}")
             return
         self.session = Session(self)
-        self.session.start()
+        self.session.open()
         self.watch_end()
 
     def watch_end(self) -> None:
