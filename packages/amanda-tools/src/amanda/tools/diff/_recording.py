@@ -92,13 +92,17 @@ class Command:
     max_bytes: NonNegativeInt = MAX_BYTES
     python: Name = sys.executable
 
-    def record(self, folder: Path, *tools_before: ToolAndOptions) -> Run:
-        """Run the program in a process under a `DumpTool`; its output goes to standard error.
+    def record(self, folder: Path, *extra: ToolAndOptions) -> Run:
+        """Run the program under a `DumpTool`; its output goes to standard error.
 
-        tools_before: further tools, which run ahead of the dump: the class and options of each.
-        Raises AmandaError for a program that fails or executes no op.
+        Args:
+            folder: Folder for the dump.
+            *extra: Further tools, which run ahead of the dump: the class and options of each.
+
+        Raises:
+            AmandaError: For a program that fails or executes no op.
         """
-        tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in tools_before]
+        tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
         tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
         tool_arguments: list[str] = []
         for name, options in tools:

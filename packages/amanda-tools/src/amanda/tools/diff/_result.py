@@ -44,10 +44,8 @@ def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
 
 
 def reading_text(read_tensors: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
-    """Return a text on the inputs of an op of run a: those that differ, or else the first ones.
-
-    read: tensors of run a, their relative errors, and whether they agree.
-    """
+    """Return a text on the inputs of an op of run a: those that differ, or else the first ones."""
+    # read_tensors: of run a, with their relative errors, and whether they agree.
     parameters = dict(op.parameters)
     all_tensors = list(read_tensors)
     differing_tensors = [(entry, relative, agrees) for entry, relative, agrees in all_tensors if not agrees]
@@ -97,17 +95,23 @@ class DiffResult(Result):
     def __bool__(self) -> bool:
         return self.first is not None
 
-    def fail(self, b_ops: Sequence[int], failing_op: int, failure: str) -> None:
-        """Record that b fails at an op: its comparisons get an infinite error, and the failure in words.
+    def fail(self, ops: Sequence[int], op: int, failure: str) -> None:
+        """Record that b fails at an op.
 
-        b_ops: op of b for each comparison.  Raises AmandaError if a lacks the op.
+        Args:
+            ops: Op of b for each comparison.
+            op: Op of b that fails.
+            failure: The failure in words.
+
+        Raises:
+            AmandaError: If a lacks the op.
         """
-        if failing_op not in b_ops:
+        if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
         failed: dict[str, Any] = {"relative": math.inf, "largest": math.inf, "failure": failure}
         self.comparisons = tuple(
-            replace(comparison, **failed) if b_op == failing_op else comparison
-            for comparison, b_op in zip(self.comparisons, b_ops, strict=True)
+            replace(comparison, **failed) if b_op == op else comparison
+            for comparison, b_op in zip(self.comparisons, ops, strict=True)
         )
 
     @property
@@ -303,10 +307,8 @@ _COLOURS = {"forward": "#2563eb", "backward": "#d97706", "optimizer": "#059669",
 
 
 def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> str:
-    """Draw relative errors on a logarithmic scale, one point for each comparison, as an SVG element.
-
-    ringed: positions of points with a ring.  A dash marks the tolerance of each.
-    """
+    """Draw relative errors on a logarithmic scale, one point for each comparison, as an SVG element."""
+    # ringed: positions of points with a ring.  A dash marks the tolerance of each.
     if not comparisons:
         return ""
     x_step = (_WIDTH - _LEFT - 10) / max(len(comparisons) - 1, 1)

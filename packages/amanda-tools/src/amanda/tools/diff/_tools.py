@@ -61,10 +61,8 @@ class Float64Tool(amanda.Tool):
 
 
 def _enter_modes(names_of_float32_ops: set[str]) -> Any:
-    """Enter modes of PyTorch that run ops in float64; return the stack that leaves them.
-
-    names_of_float32_ops: the names of kernels that have no float64 are added to it.
-    """
+    """Enter modes of PyTorch that run ops in float64, and return the stack that leaves them."""
+    # names_of_float32_ops: names of kernels that have no float64 are added to it.
     _REQUIRED.check()
     import torch
     from torch.overrides import TorchFunctionMode
