@@ -240,7 +240,8 @@ def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) 
 
 
 def _make_stand_in_builder(value: Any, type_for_none: Any) -> Callable[[Any], Any]:
-    """Return a function from a shape to a stand-in.  absent: element type for None; None without one."""
+    """Return a function from a shape to a stand-in for a value; what is no tensor stands for itself."""
+    # type_for_none: element type of the stand-in where the value is None; None if it stays None.
     if isinstance(value, (list, tuple)):
         element_types = [element.dtype for element in value if _is_tensor(element)]
         if not element_types:

@@ -284,9 +284,9 @@ class FlopsResult(PlacesResult[OpCost]):
         Column("FLOPs/byte", show="{:.2f}".format, number=True, folded="mean"),
     )  # fmt: skip
 
-    def __init__(self, ops: Iterable[OpCost], by: Sequence[str] = KEYS, depth: int | None = None) -> None:
+    def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS, depth: int | None = None) -> None:
         # Places of ops that never ran are dropped, except for those whose executions cannot be seen.
-        self.ops = [op_cost for op_cost in ops if op_cost.calls or op_cost.flops is None]
+        self.ops = [op_cost for op_cost in places if op_cost.calls or op_cost.flops is None]
         self._is_warned = False
         self._depth = depth
         self._set_keys(by, "FLOPs")

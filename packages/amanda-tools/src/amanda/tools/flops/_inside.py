@@ -70,10 +70,8 @@ class InnerCosts:
 def count_costs_inside(
     context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int
 ) -> InnerCosts | None:
-    """Run an op and its backward pass without data; return the costs of what they call, None if that fails.
-
-    complex_macs: real multiply-accumulates in a complex one.
-    """
+    """Run an op and its backward pass without data; return the costs of what they call, None on failure."""
+    # complex_macs: real multiply-accumulates in a complex one.
     try:
         return _inner_costs(context, formulas, complex_macs) if can_run_without_data(context) else None
     except Exception:  # data decide, or there is no kernel without data: the op is reported by its name
@@ -172,10 +170,8 @@ def _counting_mode(
     costs: InnerCosts, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake_mode: Any,
     complex_macs: int,
 ) -> AbstractContextManager[Any]:  # fmt: skip
-    """Return a mode that adds what is dispatched to `costs`.
-
-    fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
-    """
+    """Return a mode that adds the cost of each operator that is dispatched to `costs`."""
+    # fake_mode: tensors of the program that are met in it, as the weights of a module, lose their data.
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode

@@ -43,25 +43,18 @@ def tangent_op_cost(context: Any, op_cost: OpCost, shapes: Sequence[Any]) -> OpC
     context: of the op, or a `ShapedContext`.  op_cost: of the op itself, for one sample.
     shapes: those of the inputs, at a backward op those of inputs, outputs, and both sides of gradients.
     """
-    is_backward = op_cost.phase == "backward"
-    input_components = [_tangent_components(shape) for shape in shapes[0]]
-    if is_backward:
+    if op_cost.phase == "backward":
         cost = _backward_cost(context, op_cost, shapes)
         values = [context.get_grad_outputs(), context.get_grad_inputs()]
+        value_shapes = [shape for side in shapes[2:] for shape in side]
     else:
         cost = _forward_cost(context, op_cost, shapes[0])
         values = [context.get_inputs(), context.get_outputs()]
+        value_shapes = shapes[0]
     macs, flops = cost or (None, None)
-    value_components = (
-        [_tangent_components(shape) for side in shapes[2:] for shape in side]
-        if is_backward
-        else input_components
-    )
-    sample_count = sum(
-        _count_samples([batches])
-        for levels, batches in _combine_components(value_components).items()
-        if levels
-    )
+    # Bytes are those of each tangent, at all of its samples.
+    components = _combine_components(map(_tangent_components, value_shapes))
+    sample_count = sum(_count_samples([batches]) for levels, batches in components.items() if levels)
     return replace(
         op_cost, phase=TANGENT, calls=0, macs=macs, flops=flops,
         bytes=op_cost.bytes and bytes_of(context, values) * sample_count,
@@ -168,9 +161,8 @@ def _count_tangents(values: Sequence[BatchesByLevels]) -> list[int]:
     counts = []
     for i, value in enumerate(values):
         batches_of_others = [values[j].get(frozenset(), {}) for j in range(len(values)) if j != i]
-        counts.append(
-            sum(_count_samples([batches, *batches_of_others]) for levels, batches in value.items() if levels)
-        )
+        tangents = [batches for levels, batches in value.items() if levels]
+        counts.append(sum(_count_samples([batches, *batches_of_others]) for batches in tangents))
     return counts
 
 

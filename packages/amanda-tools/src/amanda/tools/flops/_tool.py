@@ -255,10 +255,8 @@ class FlopsTool(amanda.Tool):
     def _depends_on_shapes_alone(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> bool:
-        """Return True if shapes and element types decide the costs of an op and its backward ops.
-
-        Then all executions give views, or none does, which the context says from then on.
-        """
+        """Return True if shapes and element types decide the costs of an op and its backward ops."""
+        # Then all executions give views, or none does, and the context says which from then on.
         inputs, custom = context.get_inputs(), any(name in self._model.custom for name in names)
         # A formula of the program may read values and attributes.
         if custom or names[1] not in BY_SHAPES_ALONE or self._costly_ops > context["costly_ops"]:
