@@ -95,6 +95,7 @@ class JaxTensorLibrary(Tensors):
         return super().wide(self.library(x).asarray(x))
 
     def reference(self, value: Any) -> Any:
+        """Return a reference of JAX that holds an array, which programs read as they run."""
         # Made outside of any program that is traced, which reads it as it runs.
         import jax
 
@@ -117,6 +118,7 @@ class JaxTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
+        """Return what `forward` gives, with `backward` for its gradients; nothing goes to `collect`."""
         import jax
 
         # jax.custom_vjp takes a function that also returns what the gradients need: the values.
@@ -131,6 +133,7 @@ class JaxTensorLibrary(Tensors):
         return JaxParameter(state) if trained else state
 
     def update(self, former: Any, value: Any) -> Any:
+        """Write values into a parameter and return it; return the values if shape or type differ."""
         # A parameter is written in place, as the optimizer holds it.
         if not isinstance(former, JaxParameter):
             return super().update(former, value)
@@ -140,6 +143,7 @@ class JaxTensorLibrary(Tensors):
         return value
 
     def assign(self, state: Any, value: Any) -> None:
+        """Put an array into a parameter, in its shape; write into any other state."""
         if isinstance(state, JaxParameter):
             state.assign(np.reshape(value, state.shape))
         else:
@@ -180,6 +184,7 @@ class MindSporeTensorLibrary(Tensors):
         return np.array(x.asnumpy()) if hasattr(x, "asnumpy") else x
 
     def cast(self, value: Any, like: Any) -> Any:
+        """Return a value in the element type of another: a tensor beside a tensor, else an array."""
         array = self.to_numpy(value)
         if not hasattr(like, "asnumpy"):
             return array.astype(like.dtype)
@@ -207,8 +212,8 @@ class MindSporeTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
+        """Return what `forward` gives, with `backward` for its gradients, as tensors of the inputs' types."""
 
-        # The result of `forward`, with `backward` for its gradients.
         def gradients(gradient: Any, *tensors: Any) -> list[Any]:
             pairs = zip(backward(gradient, *tensors), tensors, strict=True)
             # Gradients are arrays of NumPy so far; MindSpore takes tensors of the inputs' types.
@@ -226,6 +231,7 @@ class MindSporeTensorLibrary(Tensors):
         return mindspore.Parameter(mindspore.Tensor(array), name="state")
 
     def update(self, former: Any, value: Any) -> Any:
+        """Write values into a parameter and return it; return the values if shape or type differ."""
         if not hasattr(former, "asnumpy"):
             return super().update(former, value)
         if tuple(former.shape) != tuple(value.shape) or former.dtype != value.dtype:
@@ -234,6 +240,7 @@ class MindSporeTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
+        """Put an array into a parameter, in its shape and type; write into any other state."""
         if not hasattr(state, "asnumpy"):
             super().assign(state, self.to_numpy(value))
             return

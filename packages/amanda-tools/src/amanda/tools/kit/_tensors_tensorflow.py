@@ -175,6 +175,7 @@ class TensorFlowTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
+        """Return what `forward` gives, with `backward` for its gradients, which `collect` gets too."""
         from tensorflow.python.eager import record
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -212,6 +213,7 @@ class TensorFlowTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
+        """Put an array into a variable, in its shape, without a copy of the array where that is possible."""
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is self._variable and tf.executing_eagerly():  # a hot path
             # DLPack shares memory that is aligned, where a conversion would copy the array.

@@ -75,6 +75,7 @@ class TorchTensorLibrary(Tensors):
         return np.asarray(x.cpu().clone().numpy())
 
     def exact(self, x: Tensor) -> NDArray[Any]:
+        """Return a copy of the elements in their own type, which may be one of ml_dtypes."""
         x = resolved(x).cpu().contiguous()
         dtype = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
         # PyTorch hands no bfloat16 or float8 to NumPy, so the bits travel as integers.
