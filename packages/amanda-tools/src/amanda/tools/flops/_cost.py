@@ -99,13 +99,13 @@ class Shapes:
     @property
     def out(self) -> Shape:
         """Shape of the first output."""
-        output_shapes = tensors(self.outputs)
+        output_shapes = tensor_shapes(self.outputs)
         return output_shapes[0] if output_shapes else ()
 
     @property
     def elements(self) -> int:
         """Elements of the largest input or output: those that an elementwise op or a reduction visits."""
-        all_shapes = tensors([*self.inputs, *self.outputs])
+        all_shapes = tensor_shapes([*self.inputs, *self.outputs])
         # A reduction over a list, such as a sum of tensors, visits the elements of all of them.
         lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
         sizes = [*map(prod, all_shapes), *(sum(map(prod, shapes)) for shapes in lists)]
@@ -126,8 +126,8 @@ class Shapes:
         is_nested = any(isinstance(shape, Components) for shape in (*self.inputs, *self.outputs))
         if is_nested or not self.are_known:
             return 0
-        factors = sorted(prod(shape) for shape in tensors(self.inputs) if len(shape) > 1)[-2:]
-        results = [prod(shape) for shape in tensors(self.outputs)]
+        factors = sorted(prod(shape) for shape in tensor_shapes(self.inputs) if len(shape) > 1)[-2:]
+        results = [prod(shape) for shape in tensor_shapes(self.outputs)]
         return isqrt(prod(factors) * max(results)) if len(factors) == 2 and results else 0
 
 
@@ -140,7 +140,7 @@ def table(*entries: tuple[Formula, str]) -> dict[str, Formula]:
     return {name: formula for formula, names in entries for name in names.split()}
 
 
-def tensors(shapes: Iterable[Any]) -> list[Shape]:
+def tensor_shapes(shapes: Iterable[Any]) -> list[Shape]:
     """Return the shapes of tensors, those in lists too."""
     lists = (group if isinstance(group, list) else [group] for group in shapes)
     return [shape for group in lists for shape in group if shape is not None]
@@ -148,7 +148,7 @@ def tensors(shapes: Iterable[Any]) -> list[Shape]:
 
 def are_known(shapes: Iterable[Any]) -> bool:
     """Return True if every extent is known."""
-    return all(None not in shape for shape in tensors(shapes))
+    return all(None not in shape for shape in tensor_shapes(shapes))
 
 
 def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:
@@ -157,11 +157,12 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
     sides: shapes of inputs, of outputs and so on; without a nested tensor they are one component themselves.
     A dense tensor of their rank has a matrix for each component.
     """
-    all_shapes: list[Any] = [shape for side in sides for shape in tensors(side)]
-    nested = [shape for shape in all_shapes if isinstance(shape, Components)]
-    if not nested:
+    all_shapes: list[Any] = [shape for side in sides for shape in tensor_shapes(side)]
+    nested_shapes = [shape for shape in all_shapes if isinstance(shape, Components)]
+    if not nested_shapes:
         return [([list(side) for side in sides], 1)]
-    component_count, rank = len(nested[0]), 1 + max((len(shape[0]) for shape in nested if shape), default=0)
+    component_count = len(nested_shapes[0])
+    rank = 1 + max((len(shape[0]) for shape in nested_shapes if shape), default=0)
 
     def component_shape(shape: Any, i: int) -> Any:
         """Return the shape of component i; that of a tensor which all components share as it is."""
@@ -173,12 +174,12 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
         is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == component_count
         return shape[1:] if is_batch else shape
 
-    components = [
+    sides_by_component = [
         [[component_shape(shape, i) for shape in side] for side in sides] for i in range(component_count)
     ]
     # Components of equal length cost the same, and batches have many of them: each form is computed once.
-    counts = Counter(map(str, components))
-    component_by_text = {str(component): component for component in components}
+    counts = Counter(map(str, sides_by_component))
+    component_by_text = {str(component): component for component in sides_by_component}
     return [(component, counts[text]) for text, component in component_by_text.items()]
 
 
@@ -191,7 +192,7 @@ def size(shape: Any) -> int:
 
 def elements(shapes: Iterable[Any]) -> int:
     """Return the elements of tensors, those in lists too, whose shapes are known."""
-    return sum(map(size, tensors(shapes)))
+    return sum(map(size, tensor_shapes(shapes)))
 
 
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:

@@ -22,9 +22,9 @@ from amanda.tools.flops._table import (
     FORMULAS,
     MOVES,
     bytes_of,
+    count_bytes,
     factors_of_node,
     gradients_of_factors,
-    traffic,
 )
 from amanda.tools.kit import leaves, torch_tensors
 from amanda.tools.mapping import local, share, torch_shape
@@ -230,7 +230,7 @@ def bytes_moved(
     if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
         return 0
     input_bytes, output_bytes = ([bytes_of(context, [value]) for value in side] for side in (inputs, outputs))
-    return traffic(names, input_bytes, output_bytes, in_place)
+    return count_bytes(names, input_bytes, output_bytes, in_place)
 
 
 _VIEW_OF_GRADIENT = re.compile(

@@ -1,4 +1,4 @@
-"""Formulas by the shapes of an op, whatever a framework calls it.
+"""Formulas for the MACs and FLOPs of an op by its shapes, whatever a framework calls it.
 
 Convention: a multiply-accumulate is two floating-point operations.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import log2, prod
 from typing import Any
 
-from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
+from amanda.tools.flops._cost import Cost, Formula, Shapes, tensor_shapes
 
 SOFTMAX, BATCH_NORM, LAYER_NORM = 5, 4, 7
 """Operations for each element."""
@@ -156,7 +156,7 @@ def einsum(op: Shapes) -> Cost:
     # TensorFlow has the equation among the attributes, as bytes; PyTorch among the values.
     equation = equation or op.attributes.get("equation", "")
     equation = equation.decode() if isinstance(equation, bytes) else str(equation)
-    names, result, extents = _letters(equation, tensors(op.inputs))
+    names, result, extents = _letters(equation, tensor_shapes(op.inputs))
     path = next((value for value in op.values if isinstance(value, (list, tuple))), ())
     macs = 0
     for first, second in _pairs(path, len(names)):
@@ -405,7 +405,7 @@ def fourier(steps: float, last: int = 0) -> Formula:
     return operations(flops)
 
 
-def sampled(dimensions: int) -> Formula:
+def grid_sampling(dimensions: int) -> Formula:
     """Return a formula for sampling a grid: two operations for each neighbour that a point is made of."""
 
     def flops(op: Shapes) -> Any:

@@ -259,8 +259,8 @@ FORMULAS: dict[str, Formula] = {
         (of.interpolation(4), "ResizeBilinear"),
         *((of.interpolation(taps), name) for name, taps in _TAPS.items()),
         *((of.interpolation(taps, 0), f"{name}_backward") for name, taps in _TAPS.items()),
-        (of.sampled(2), "grid_sampler_2d grid_sampler_2d_backward"),
-        (of.sampled(3), "grid_sampler_3d grid_sampler_3d_backward"),
+        (of.grid_sampling(2), "grid_sampler_2d grid_sampler_2d_backward"),
+        (of.grid_sampling(3), "grid_sampler_3d grid_sampler_3d_backward"),
     ),
 }  # fmt: skip
 """Formula by name."""
@@ -269,7 +269,7 @@ _RESHAPED = frozenset({"transpose", "permute", "resize", "as_strided"})
 """Words of ops that in place change how a tensor is read, and nothing in memory."""
 
 
-def traffic(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int], in_place: bool) -> int:
+def count_bytes(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int], in_place: bool) -> int:
     """Return the bytes that an op reads and writes, given those of each input and output.
 
     names: the framework's name of the op and its word.

@@ -42,7 +42,7 @@ from amanda.tools.flops._cost_model import (
     write_pytorch_facts,
 )
 from amanda.tools.flops._formulas import no_cost
-from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
+from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, count_bytes
 from amanda.tools.flops._tangents import has_tangents, tangent_op_cost
 from amanda.tools.kit import leaves, remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
@@ -396,7 +396,7 @@ class FlopsTool(amanda.Tool):
             input_bytes, output_bytes = (
                 [4 * elements([shape]) for shape in side] for side in (inputs, output_shapes)
             )
-            op_cost.bytes = traffic(names, input_bytes, output_bytes, in_place=False)
+            op_cost.bytes = count_bytes(names, input_bytes, output_bytes, in_place=False)
         op_cost.calls += 1
         # For backward ops of this execution, which need the shapes of their forward op.
         run["op"] = names, op_shapes
