@@ -1,4 +1,4 @@
-"""A folder that is filled while a program runs, and can be read at any time."""
+"""Writer of a dump: a folder that is filled while a program runs, and can be read at any time."""
 
 from __future__ import annotations
 

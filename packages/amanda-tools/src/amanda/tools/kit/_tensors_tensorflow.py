@@ -1,4 +1,4 @@
-"""Tensors of TensorFlow: eager ones, and symbols of graphs."""
+"""Operations of the kit on tensors of TensorFlow: eager ones, and symbols of graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch."""
+"""Operations of the kit on tensors of PyTorch, which stay on their device."""
 
 from __future__ import annotations
 
