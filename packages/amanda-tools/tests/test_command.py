@@ -14,7 +14,7 @@ from amanda.__main__ import COMMON_OPTIONS, main
 from amanda.errors import AmandaError
 from amanda.tools.command import SpecError, ToolSpec, options_of, run
 from amanda.tools.command._line import read_config
-from amanda.tools.command._run import _in_long_form, command_of
+from amanda.tools.command._run import _in_long_form, find_command
 from amanda.tools.command._specs import SELECTORS, Unreadable, make_tools, merge_specs, read, split_tools
 from amanda.tools.flops import FlopsResult, FlopsTool, OpCost
 from amanda.tools.nan import NanTool
@@ -219,7 +219,7 @@ def test_the_name_of_a_script_that_was_meant_is_said(tmp_path: Path, monkeypatch
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SpecError, match="did you mean train"):
-        command_of(["trian.py"])
+        find_command(["trian.py"])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_an_option_of_models_needs_a_model(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_model_is_a_program(tmp_path: Path) -> None:
-    assert command_of(["hf:llama", "--steps", "2"]) == (
+    assert find_command(["hf:llama", "--steps", "2"]) == (
         [sys.executable, "-m", "amanda.tools.models", "hf:llama", "--steps", "2"], True,
     )  # fmt: skip
 

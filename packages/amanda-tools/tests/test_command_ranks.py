@@ -203,7 +203,7 @@ signal.signal(signal.SIGTERM, handler)
 saving = Saving(lambda: None, None)
 saving.start()
 saving.watch_signals(handler)
-os.write(saving._writing, bytes([signal.SIGTERM]))  # as it arrives before a system call, which then waits
+os.write(saving._write_end, bytes([signal.SIGTERM]))  # as it arrives before a system call, which then waits
 time.sleep(100)
 """
 

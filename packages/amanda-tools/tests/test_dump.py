@@ -226,8 +226,8 @@ def test_wrong_options_are_told(folder: Path) -> None:
 PROGRAM = """
 import sys, time, torch, amanda
 from amanda.tools.dump import DumpTool, _writer
-_writer._SECONDS = 0.0
-_writer._PATIENCE = 0.0
+_writer._INTERVAL = 0.0
+_writer._INTERVAL_RATIO = 0.0
 with amanda.apply(DumpTool(sys.argv[1], outputs="full", executions=None)):
     layer = torch.nn.Linear(3, 3)
     for i in range(1000000):

@@ -220,8 +220,8 @@ def test_costs_are_remembered_of_so_many_shapes_alone(monkeypatch: pytest.Monkey
     with amanda.apply(tool):
         for n in range(1, 30):
             model(torch.ones(n))
-    assert len(tool._costs) <= 8
-    assert all(len(op) <= 8 for ops in tool._ops.values() for op in ops.values())
+    assert len(tool._cost_by_shapes) <= 8
+    assert all(len(op) <= 8 for ops in tool._counts_by_op.values() for op in ops.values())
     assert sum(one.calls * (one.flops or 0) for one in tool.result.ops if one.type == "relu") == 435
 
 
@@ -232,7 +232,7 @@ def test_counts_of_ops_that_are_gone_stay() -> None:
         with amanda.apply(tool):
             model(torch.ones(n))
         del model
-    assert len(tool._ops) < 10
+    assert len(tool._counts_by_op) < 10
     assert sum(one.calls * (one.flops or 0) for one in tool.result.ops if one.type == "relu") == 190
 
 
@@ -257,7 +257,7 @@ def test_without_the_cache_one_place_counts_all_executions() -> None:
         for _ in range(5):
             model(torch.ones(3))
     assert [one.calls for one in tool.result.ops if one.type == "relu"] == [5]
-    assert sum(len(ops) for ops in tool._ops.values()) <= 10
+    assert sum(len(ops) for ops in tool._counts_by_op.values()) <= 10
 
 
 @pytest.mark.slow

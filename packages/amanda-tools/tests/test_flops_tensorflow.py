@@ -106,7 +106,7 @@ def test_what_is_kept_does_not_grow_with_executions(model: keras.Model, images: 
         for _ in range(3):
             model(images)
             function(images)
-            sizes.append(len(tool._places))
+            sizes.append(len(tool._op_cost_by_key))
     assert sizes[0] == sizes[-1]
     assert tool.result.total("macs") == 6 * (CONVOLUTION + DEPTHWISE + DENSE)
 

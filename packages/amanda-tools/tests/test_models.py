@@ -196,7 +196,7 @@ def test_counts_are_those_of_the_literature(transformers: Any) -> None:
 def test_a_model_too_large_for_the_memory_is_told_before_it_is_made(
     transformers: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("amanda.tools.models._loaders._MEMORY", tmp_path / "meminfo")
+    monkeypatch.setattr("amanda.tools.models._loaders._MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text("MemTotal: 20 kB\nMemAvailable:   8 kB\n")
     with pytest.raises(ModelError, match=r"take 0\.0 GB.*--device meta.*options that make it smaller"):
         made(f"hf:llama:{SMALL}")

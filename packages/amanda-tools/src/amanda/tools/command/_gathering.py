@@ -23,72 +23,73 @@ from amanda.tools.libraries import rich
 from amanda.tools.results import Result, by_rank, can_merge, load, read_json, reading, restored, to_json
 from amanda.tools.results import merge as merge_results
 
-# Bytes by which a file may grow between the question for its size and its reading.
-_MORE = 1 << 28
+# Bytes by which a file may grow after its size was read and before it is read itself.
+_GROWTH_MARGIN = 1 << 28
 
 
 class ProcessResults:
-    """The tools of one process, and the way of their results to the root process.
+    """The results of one process's tools: saved, written into a file for the root process, or reported by it.
 
     messages: the list to which warnings are appended while the process runs.  is_quiet: print no results.
-    Each process writes `<label>.json` into the folder that the processes share, after all other files: for
-    each tool its result as `to_dict` gives it, or as text, and the messages.
+    Each process writes `<label>.json` into the folder that the processes share, after all other files: an
+    entry for each tool (`_save_and_describe`), the messages, the losses, and the number of ranks.
     """
 
     def __init__(
         self, settings: RunSettings, tools: Sequence[Tooling], messages: Sequence[str], label: str
     ) -> None:
         self._settings = settings
-        self._tools = tools
-        self._logged = messages
+        self._toolings = tools
+        self._logged_messages = messages
         self._label = label
         self.is_quiet = settings.quiet
-        # Several roots that know nothing of each other save under names of their own.
-        self._suffix = "" if label.partition(".")[0] == "main" or settings.together else label
+        # In front of the name of a merged file: roots that know nothing of each other must not share a name.
+        self._merged_label = "" if label.partition(".")[0] == "main" or settings.together else label
 
-    def write(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
-        """Save this process's results, and write them into a file for the root process; return its path.
+    def write_for_root(self, saw_op: bool = True, ended: bool = True, followed: bool = False) -> Path | None:
+        """Save the results of the tools, and write the file for the root; return its path, None in the root.
 
         saw_op: whether there are results.  ended: False while the process goes on; the results say so.
-        followed: whether `exec` is about to replace the program of this process, which may be the root.
+        followed: whether `exec` is about to replace the program of this process, which may be the root: then
+        the root writes a file too.  A result that cannot be saved is noted in the file, and raises nothing.
         """
         settings, remark = self._settings, None
         self._losses: list[str] = []
-        # The root needs no file.
-        alone = settings.root == os.getpid() and not settings.together and not followed
+        # The root prints its results itself, from the tools.
+        is_only_process = settings.root == os.getpid() and not settings.together and not followed
         if not ended:
             now = datetime.now(timezone.utc).isoformat(" ", "seconds")
             remark = f"Saved at {now} of a process that went on."
-        saved_results: list[Any] = []
-        for tooling in self._tools:
+        entries: list[Any] = []
+        for tooling in self._toolings:
             try:
-                label = self._suffix if alone else self._label
-                saved_results.append(self._saved_result(tooling, label, remark) if saw_op else None)
+                label = self._merged_label if is_only_process else self._label
+                entries.append(self._save_and_describe(tooling, label, remark) if saw_op else None)
             except Exception as error:
-                saved_results.append(None)
+                entries.append(None)
                 self._note_loss(tooling, error)
-        if alone:
+        if is_only_process:
             return None
         # The file comes last: once the root sees it, all that it names has been written.
         contents = {
-            "tools": saved_results,
-            "messages": self._messages,
-            "lost": self._losses,
-            "ranks": number_of_ranks(),
-        }
+            "tools": entries, "messages": self._messages, "lost": self._losses, "ranks": number_of_ranks(),
+        }  # fmt: skip
         return write_file(Path(settings.folder) / f"{self._label}.json", to_json(contents))
 
     @property
     def _messages(self) -> list[str]:
         """Return the messages that were logged and that no result repeats."""
-        unmatched = tuple({text for tooling in self._tools for text in tooling.tool.unmatched()})
-        return [message for message in self._logged if not message.endswith(unmatched)]
+        unmatched = tuple({text for tooling in self._toolings for text in tooling.tool.unmatched()})
+        return [message for message in self._logged_messages if not message.endswith(unmatched)]
 
-    def _note_loss(self, tooling: Tooling, error: Exception) -> None:
+    def _note_loss(self, tooling: Tooling, error: Exception) -> None:  # a sentence that `report` prints
         self._losses.append(f"the result of {tooling.name} is lost: {type(error).__name__}: {error}")
 
-    def _saved_result(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
-        """Save a tool's result; return the path and the result, or its text where it cannot be merged."""
+    def _save_and_describe(self, tooling: Tooling, label: str, remark: str | None) -> dict[str, Any]:
+        """Save a tool's result; return its entry in the file for the root: path, result or else text.
+
+        remark: added to the result.  The root merges results; those that cannot be merged it prints as text.
+        """
         with tooling.tool._amanda.lock:  # its routines may run on other threads
             result = getattr(tooling.tool, "result", None)
             if remark is not None and isinstance(result, Result):
@@ -100,47 +101,51 @@ class ProcessResults:
             return {"saved": saved, "result": None, "text": text}
 
     def report(self, saw_op: bool) -> None:
-        """Merge, save and print the results of all processes.  saw_op: whether this one has results."""
+        """Merge, save and print the results of all processes, then remove the files that they wrote."""
+        # saw_op: whether this process has results.  A tool that cannot be reported is named in a line.
         self._losses = []
         folder = Path(self._settings.folder)
-        results = self._read_results(folder)
+        contents = self._read_results(folder)
         if not self.is_quiet:  # the output of the program comes first
             with suppress(OSError, ValueError, AttributeError):
                 sys.stdout.flush()
         printer = Printer(self.is_quiet, self._settings.view)
-        # A rank that was killed left no file, so the number of ranks comes from those that did.
-        expected = max((result["ranks"] for result in results.values()), default=0)
-        missing = missing_ranks(results, expected) if expected else []  # ranks of other hosts are not known
-        for index, tooling in enumerate(self._tools):
-            others = {
-                label: result["tools"][index] for label, result in results.items() if result["tools"][index]
-            }
+        # By label, the file of each other process.  A rank that was killed left none, so the number of ranks
+        # comes from those that did; 0 where ranks of other hosts are not known.
+        rank_count = max((content["ranks"] for content in contents.values()), default=0)
+        missing_labels = missing_ranks(contents, rank_count) if rank_count else []
+        for index, tooling in enumerate(self._toolings):
+            entries = ((label, content["tools"][index]) for label, content in contents.items())
+            entry_by_label = {label: entry for label, entry in entries if entry}  # None: it executed no op
             try:
-                self._report_tool(printer, tooling, others, missing, saw_op)
+                self._report_tool(printer, tooling, entry_by_label, missing_labels, saw_op)
             except Exception as error:  # the other tools' results are printed
                 self._note_loss(tooling, error)
-        printer.say(*_sentences_once(self._messages, results, "messages"))
-        killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing]
+        printer.say(*_distinct_sentences(self._messages, contents, "messages"))
+        killed = [f"{label} left no results: it was killed, or ended by os._exit" for label in missing_labels]
         # Lost results are told under --quiet too: their absence would pass for success.
-        printer.say(*dict.fromkeys([*_sentences_once(self._losses, results, "lost"), *killed]), anyway=True)
-        if not self._settings.together or len(list(folder.glob("*.alive"))) >= expected:  # no rank is alive
+        losses = _distinct_sentences(self._losses, contents, "lost")
+        printer.say(*dict.fromkeys([*losses, *killed]), anyway=True)
+        # A rank leaves its .alive behind: the folder goes when all ranks have begun, and none is alive.
+        if not self._settings.together or len(list(folder.glob("*.alive"))) >= rank_count:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _read_results(self, folder: Path) -> dict[str, Any]:
-        """Return what other processes left, by their labels; note what cannot be read."""
-        results: dict[str, Any] = {}
+        """Return the contents of other processes' files, by label; a file that cannot be read is a loss."""
+        contents: dict[str, Any] = {}
         for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.stem)):
             try:
-                with reading(path.stat().st_size + _MORE):  # of this program, whatever it comes to
-                    results[path.stem] = read_json(path, "file of a process's results", self._checked_results)
+                # The limit on the size of files is for those of others: this one is the program's.
+                with reading(path.stat().st_size + _GROWTH_MARGIN):
+                    contents[path.stem] = read_json(path, "file of a process's results", self._check_content)
             except (AmandaError, OSError) as error:
                 self._losses.append(f"the results of {path.stem} are lost: {error}")
-        return results
+        return contents
 
-    def _checked_results(self, content: Any) -> Any:
-        """Return the content of a process's file; raise an error if it lacks something."""
-        # A damaged file is named and left; it must not take the results of the others with it.
-        if len(content["tools"]) != len(self._tools) or not isinstance(content["ranks"], int):
+    def _check_content(self, content: Any) -> Any:
+        """Return the content of a process's file, messages as text; raise an error if something is absent."""
+        # `read_json` names a damaged file, which must not take the results of the others with it.
+        if len(content["tools"]) != len(self._toolings) or not isinstance(content["ranks"], int):
             raise ValueError("it is of other tools")
         if any({"saved", "result", "text"} - result.keys() for result in content["tools"] if result):
             raise ValueError("a result in it lacks something")
@@ -149,14 +154,15 @@ class ProcessResults:
         return content
 
     def _report_tool(
-        self, printer: Printer, tooling: Tooling, others: Mapping[str, Any], missing: Sequence[str],
-        saw_op: bool,
+        self, printer: Printer, tooling: Tooling, entry_by_label: Mapping[str, Any],
+        missing_labels: Sequence[str], saw_op: bool,
     ) -> None:  # fmt: skip
-        """Print the results of one tool, merged where they can be, and save what is merged."""
+        """Save and print the result of one tool, merged with those of other processes; or say why none is."""
+        # entry_by_label: the tool's entries in the files of other processes.
         name, result = tooling.name, getattr(tooling.tool, "result", None)
-        labels = [*([self._label] if saw_op else []), *others]
+        labels = [*([self._label] if saw_op else []), *entry_by_label]
         if not labels:
-            # After an exception that nothing caught there is no need to say why.
+            # Python sets last_type for an exception that nothing caught: then there is no need to say why.
             if self._settings.no_op_texts and not hasattr(sys, "last_type"):
                 printer.say(no_op_text(name, self._settings.frameworks))
             return
@@ -164,37 +170,38 @@ class ProcessResults:
         printer.say(*(f"{name}: {text}" for text in unmatched))
         if result is None:
             return
-        if others and can_merge(result):
-            parts = {label: restored(other["result"], result) for label, other in others.items()}
+        if entry_by_label and can_merge(result):
+            results = {label: restored(entry["result"], result) for label, entry in entry_by_label.items()}
             if saw_op:
-                parts = {self._label: result, **parts}
+                results = {self._label: result, **results}
             # The merged file has the tool's name alone, those of single processes have labels.
-            own_path = [self._save(tooling, result, self._label)] if saw_op and not self._suffix else []
-            merged = merge_results(parts, missing)
-            saved = self._save(tooling, merged, self._suffix)
+            own_path = [self._save(tooling, result, self._label)] if saw_op and not self._merged_label else []
+            merged = merge_results(results, missing_labels)
+            saved = self._save(tooling, merged, self._merged_label)
             if len(labels) > 1:
                 printer.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
             printer.show(merged)
-            printer.say_saved(name, saved, *own_path, *(other["saved"] for other in others.values()))
+            printer.say_saved(name, saved, *own_path, *(entry["saved"] for entry in entry_by_label.values()))
             return
         if saw_op:
-            saved = self._save(tooling, result, self._label if others else self._suffix)
+            saved = self._save(tooling, result, self._label if entry_by_label else self._merged_label)
             # A table without rows would say that no op was executed.
             if not unmatched or any(True for _ in getattr(result, "rows", tuple)()):
                 printer.show(result)
             printer.say_saved(name, saved)
-        for label, other in others.items():  # they cannot be merged
+        for label, entry in entry_by_label.items():  # they cannot be merged
             printer.say(f"{name} of {label}")
-            if other["text"] is not None:
-                printer.show(other["text"])
-            printer.say_saved(name, other["saved"])
+            if entry["text"] is not None:
+                printer.show(entry["text"])
+            printer.say_saved(name, entry["saved"])
 
     def _save(self, tooling: Tooling, result: Any, label: str) -> str | None:
-        """Save a result, with the process's label in the file's name; return the path, None without one."""
+        """Save a result, with `label` ahead of the file's name; return the path, None if nothing is saved."""
+        # Without a path, for a result without `save`, and for a failure, which is noted as a loss.
         path = tooling.out
         if path is None and self._settings.output is not None:
             path = Path(self._settings.output) / f"{tooling.name}.json"
-        # NNsight gives every object a `save` of its own.
+        # NNsight gives every object a `save`: where a result has that of `object` alone, it saves nothing.
         if path is None or getattr(type(result), "save", None) is getattr(object, "save", None):
             return None
         if label:
@@ -236,7 +243,7 @@ class Printer:
         self._print(rich.text.Text(_text_of(result, self._view, width)))
 
     def _print(self, content: Any, anyway: bool = False) -> None:
-        """Print text or a table; stop printing once nobody reads."""
+        """Print text or a table unless quiet, or `anyway`; print nothing more once nobody reads."""
         if not self._is_there or (self._quiet and not anyway):
             return
         try:
@@ -250,31 +257,29 @@ def _text_of(result: Any, view: Mapping[str, Any], width: int | None = None) -> 
 
 
 def report_other_processes(settings: RunSettings) -> None:
-    """Merge, save and print results of others, in a root without any; errors go to standard error."""
+    """Merge, save and print results of other processes, in a root without its own; an error is printed."""
     try:
         # The tools are made for their classes alone, which know how to merge.
-        results = ProcessResults(settings, tools=settings.toolings(), messages=[], label="main")
-        results.report(saw_op=False)
+        process_results = ProcessResults(settings, tools=settings.toolings(), messages=[], label="main")
+        process_results.report(saw_op=False)
     except Exception as error:  # the program's own end is not ours to change
         Printer().say(f"the results are lost: {type(error).__name__}: {error}")
 
 
-def _sentences_once(sentences: Iterable[str], results: Mapping[str, Any], key: str) -> list[str]:
+def _distinct_sentences(sentences: Iterable[str], results: Mapping[str, Any], key: str) -> list[str]:
     return list(dict.fromkeys([*sentences, *(text for result in results.values() for text in result[key])]))
 
 
-_OF_PROCESS = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.json")
+# Labels of the process with a dot behind each, then the tool: rank0.restart1.flops.json.
+_NAME_WITH_LABEL = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(.+)\.json")
 
 
 @click.command()
 @click.argument("files", nargs=-1, required=True, metavar="FILE...", type=PATH)
 @click.option(
-    "-o",
-    "--output",
-    type=PATH,
-    metavar="FILE",
+    "-o", "--output", type=PATH, metavar="FILE",
     help="File to write, in the format of its suffix; a folder if FILES is a folder.",
-)
+)  # fmt: skip
 @click.option("--per-rank", is_flag=True, help="Keep the rows of each rank, with a column `rank`.")
 @click.option(
     "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks, to report missing ones."
@@ -289,9 +294,9 @@ def _command(
     FILES are .json results of one tool, or one folder of `amanda run -o`; in a folder, the results of each
     tool are merged into TOOL.json.
     """
-    for tool, result in _merge_files(files, ranks, per_rank).items():
+    for tool_name, result in _merge_files(files, ranks, per_rank).items():
         # The results of a folder are named by their tools; one result has the name that was asked for.
-        path = output if not tool else (output or files[0]) / f"{tool}.json"
+        path = output if not tool_name else (output or files[0]) / f"{tool_name}.json"
         if path is not None:
             with naming(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -307,35 +312,35 @@ def merge(arguments: Sequence[str]) -> int:
 
 def _merge_files(files: Sequence[Path], ranks: int | None, per_rank: bool) -> dict[str, Result]:
     """Return a merged result for each tool, by the tool's name; "" for files that were named one by one."""
+    # ranks: their number, None for up to the highest.  per_rank: rows are put side by side and not merged.
     is_folder = len(files) == 1 and files[0].is_dir()
-    results_by_tool = _results_of_folder(files[0]) if is_folder else {"": _results_of_files(files)}
-    merged_results: dict[str, Result] = {}
-    for tool, results in results_by_tool.items():
-        missing = missing_ranks(results, ranks)
-        merged_results[tool] = by_rank(results) if per_rank else merge_results(results, missing)
+    results_by_tool = _load_folder(files[0]) if is_folder else {"": _load_files(files)}
+    merged_by_tool: dict[str, Result] = {}
+    for tool_name, results in results_by_tool.items():
+        missing_labels = missing_ranks(results, ranks)
+        merged_by_tool[tool_name] = by_rank(results) if per_rank else merge_results(results, missing_labels)
         # Rows side by side cannot say what is missing, as a merged result does.
-        if per_rank and missing:
-            merged_results[tool].remarks = [f"There is no result of {', '.join(missing)}."]
-    return merged_results
+        if per_rank and missing_labels:
+            merged_by_tool[tool_name].remarks = [f"There is no result of {', '.join(missing_labels)}."]
+    return merged_by_tool
 
 
-def _results_of_folder(folder: Path) -> dict[str, dict[str, Result]]:
-    """Return results by tool, then by the label of their process; raise AmandaError for none."""
+def _load_folder(folder: Path) -> dict[str, dict[str, Result]]:
+    """Load the results in a folder, by tool, then by the label of the process; raise AmandaError for none."""
     results_by_tool: dict[str, dict[str, Result]] = {}
     for path in sorted(folder.glob("*.json"), key=lambda path: by_number(path.name)):
-        if (named := _OF_PROCESS.fullmatch(path.name)) is not None:
-            results_by_tool.setdefault(named[2], {})[named[1].rstrip(".")] = load(path)
+        if (name_match := _NAME_WITH_LABEL.fullmatch(path.name)) is not None:
+            label, tool_name = name_match[1].rstrip("."), name_match[2]
+            results_by_tool.setdefault(tool_name, {})[label] = load(path)
     if not results_by_tool:
         raise AmandaError(f"{folder} has no results of processes, such as rank0.flops.json")
     return results_by_tool
 
 
-def _results_of_files(files: Sequence[Path]) -> dict[str, Result]:
-    """Return results by the process in the file's name, or by path if two names have the same process."""
-    named = [_OF_PROCESS.fullmatch(path.name) for path in files]
-    labels = [
-        path.stem if name is None else name[1].rstrip(".") for path, name in zip(files, named, strict=True)
-    ]
+def _load_files(files: Sequence[Path]) -> dict[str, Result]:
+    """Load results, by the process's label in the file's name, or by path where two files have one label."""
+    path_matches = [(path, _NAME_WITH_LABEL.fullmatch(path.name)) for path in files]
+    labels = [path.stem if match is None else match[1].rstrip(".") for path, match in path_matches]
     if len(set(labels)) < len(labels):
         # Two runs in two folders have files of one name.
         labels = [str(path) for path in files]

@@ -1,4 +1,4 @@
-"""`amanda instrument`."""
+"""`amanda instrument`: its options, the states that tools load before, and the table of what was inserted."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from amanda.tools.command._specs import SpecError, Tooling, make_tools
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
 _FORMS = (".csv", ".html", ".json", ".txt")
-_STATES = (".npz", ".safetensors")
-_STEPS = {"start", "end", "frequency"}
+_STATE_SUFFIXES = (".npz", ".safetensors")
+_STEP_SELECTORS = {"start", "end", "frequency"}
 
 
 @click.command()
@@ -32,12 +32,9 @@ _STEPS = {"start", "end", "frequency"}
 @click.option("-o", "--output", type=PATH, metavar="OUT", required=True, help="The copy.")
 @click.option("--config", type=PATH, metavar="FILE", help="Tools from TOML or YAML.")
 @click.option(
-    "--state",
-    "states",
-    multiple=True,
-    metavar="[TOOL=]FILE",
+    "--state", "states", multiple=True, metavar="[TOOL=]FILE",
     help="Saved state of a tool (scales, masks): .npz, .safetensors, .json.",
-)
+)  # fmt: skip
 @click.option(
     "--report", type=path_to_write(*_FORMS), metavar="FILE", help=f"What was done, as {', '.join(_FORMS)}."
 )
@@ -58,21 +55,18 @@ def _command(
     amanda instrument saved_model -t "prune:pattern=2:4" -t rewrite:rules=fold_batch_norm -o small
     amanda instrument model.pt2 -t quantize --state scales.safetensors -o quantized.pt2
     """
-    specs = get_config(config, tools, such_as="-t prune").tools
+    specs = get_config(config, tools, example="-t prune").tools
     for spec in specs:
         # A file is run by programs that count no steps, so a window of steps would be open for good.
-        if steps := _STEPS & spec.options.keys():
+        if steps := _STEP_SELECTORS & spec.options.keys():
             selectors = ", ".join(sorted(steps))
             raise SpecError(f"tool {spec.name}: {selectors} chooses steps, and a file has none")
     toolings = make_tools(specs)
     load_states(states, toolings)
-    with _ended_by_signal():
+    with _exit_on_sigterm():
+        tools_to_write = [tooling.tool for tooling in toolings]
         instrumented = amanda.instrument(
-            model,
-            *(tooling.tool for tooling in toolings),
-            out=output,
-            force=force,
-            about=list(map(str, specs)),
+            model, *tools_to_write, out=output, force=force, about=list(map(str, specs))
         )
     result = InstrumentedResult(instrumented, model)
     printer = Printer(quiet)
@@ -96,18 +90,18 @@ def instrument(arguments: Sequence[str] = ()) -> int:
 
 
 @contextmanager
-def _ended_by_signal() -> Iterator[None]:
-    """Convert SIGTERM to SystemExit, so that temporary files are removed."""
-    # Python sets handlers on the main thread alone.
+def _exit_on_sigterm() -> Iterator[None]:
+    """Convert SIGTERM to SystemExit within the context, so that temporary files are removed."""
+    # Handlers can be set on the main thread alone; on another SIGTERM keeps its handler.
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def end(number: int, frame: FrameType | None) -> None:
+    def exit_with_status(number: int, frame: FrameType | None) -> None:
         # The status by which shells report a death by signal.
         sys.exit(128 + number)
 
-    previous_handler = signal.signal(signal.SIGTERM, end)
+    previous_handler = signal.signal(signal.SIGTERM, exit_with_status)
     try:
         yield
     finally:
@@ -115,19 +109,20 @@ def _ended_by_signal() -> Iterator[None]:
 
 
 def load_states(texts: Sequence[str], toolings: Sequence[Tooling]) -> None:
-    """Load the state of tools from "TOOL=FILE", or from "FILE" if there is one tool.
+    """Load the state of each tool that a text "TOOL=FILE" names; "FILE" is for the only tool.
 
     A tool's own `load` reads the file; without one, `load_state_dict` takes the arrays of the file.
     Raises SpecError for a file that cannot be read, and for an unknown tool.
     """
-    named = {tooling.name: tooling for tooling in toolings}
+    tooling_by_name = {tooling.name: tooling for tooling in toolings}
     for text in texts:
         name, equals, file = text.partition("=")
-        if not equals or name not in named:
-            file, name = (text, toolings[0].name) if len(toolings) == 1 else (file, name)
-        if name not in named:
-            raise SpecError(f"--state {text}: give TOOL=FILE, TOOL one of {', '.join(named)}")
-        tool, path = named[name].tool, Path(file)
+        # The whole text may be a file, whose name may have "=" in it.
+        if (not equals or name not in tooling_by_name) and len(toolings) == 1:
+            file, name = text, toolings[0].name
+        if name not in tooling_by_name:
+            raise SpecError(f"--state {text}: give TOOL=FILE, TOOL one of {', '.join(tooling_by_name)}")
+        tool, path = tooling_by_name[name].tool, Path(file)
         # A tool that saves more than arrays reads its own files, and checks them.
         load = getattr(tool, "load", None)
         try:
@@ -135,7 +130,7 @@ def load_states(texts: Sequence[str], toolings: Sequence[Tooling]) -> None:
                 load(path)
             else:
                 tool.load_state_dict(read_arrays(path))
-        except Exception as error:  # of what a crafted file tells, too
+        except Exception as error:  # a crafted file may raise any
             reason = str(error)
             if path.name not in reason:
                 reason = f"{path} is no state of {name} that can be read: {reason}"
@@ -152,11 +147,11 @@ def read_arrays(path: Path) -> Mapping[str, Any]:
             from safetensors.numpy import load_file
 
             return load_file(path)
-    raise SpecError(f"it ends in none of {', '.join(_STATES)}")
+    raise SpecError(f"it ends in none of {', '.join(_STATE_SUFFIXES)}")
 
 
 class InstrumentedResult(Result):
-    """A row for each type of op and each tool, with the numbers of routines at such ops."""
+    """Result of `amanda instrument`: by type of op and tool, the numbers of routines that are in the copy."""
 
     name: ClassVar[str] = "instrument"
     columns: ClassVar[Sequence[Column]] = (
@@ -166,40 +161,42 @@ class InstrumentedResult(Result):
 
     def __init__(self, done: Instrumented, model: Path) -> None:
         self.title = f"{done.kind} {done.path}"
-        self._done = done
+        self._instrumented = done
         self._model = model
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return types and tools with their numbers of routines; stored ones are counted as stored alone."""
-        done = self._done.inlined
-        counted = Counter(
-            (routine.type, routine.tool, "stored" if routine.stored else _WHERE[routine.action])
-            for routine in done
+        # The value of a stored routine was computed now: it is a constant of the copy.
+        routines = self._instrumented.inlined
+        counts = Counter(
+            (routine.type, routine.tool, "stored" if routine.stored else _PLACE_BY_ACTION[routine.action])
+            for routine in routines
         )
         places = [column.name for column in self.columns[2:]]
         # dict.fromkeys keeps the order of the graph, which a set would lose.
-        kinds = dict.fromkeys((routine.type, routine.tool) for routine in done)
-        return [(type, tool, *(counted[type, tool, place] for place in places)) for type, tool in kinds]
+        kinds = dict.fromkeys((routine.type, routine.tool) for routine in routines)
+        return [(type, tool, *(counts[type, tool, place] for place in places)) for type, tool in kinds]
 
     def notes(self) -> Sequence[str]:
-        """Return the number of ops, and the ops that could not be instrumented."""
-        instrumented = self._done
-        stored = any(routine.stored for routine in instrumented.inlined)
-        copy = f"; the copy has {len(instrumented.inlined)} routines" if instrumented.inlined else ""
+        """Return sentences on the number of ops, stored routines, and ops that could not be instrumented."""
+        instrumented = self._instrumented
+        is_any_stored = any(routine.stored for routine in instrumented.inlined)
+        stored = ["Stored is what a routine makes of constants alone: it was computed now."]
+        copy_text = f"; the copy has {len(instrumented.inlined)} routines" if instrumented.inlined else ""
         return [
-            f"{instrumented.analysed} ops of {self._model} were analysed{copy}.",
-            *(["Stored is what a routine makes of constants alone: it was computed now."] if stored else []),
+            f"{instrumented.analysed} ops of {self._model} were analysed{copy_text}.",
+            *(stored if is_any_stored else []),
             *(f"Not instrumented: {op.what}: {op.reason}." for op in instrumented.left),
         ]
 
     def _facts(self) -> Mapping[str, Any]:
-        """Return the paths of both files, and each routine."""
+        """Return the paths of both files, each routine, and each op that could not be instrumented."""
         return {
-            "model": str(self._model), "out": str(self._done.path), "kind": self._done.kind,
-            "analysed": self._done.analysed,
-            "routines": [routine._asdict() for routine in self._done.inlined],
-            "left": [skipped._asdict() for skipped in self._done.left],
+            "model": str(self._model), "out": str(self._instrumented.path), "kind": self._instrumented.kind,
+            "analysed": self._instrumented.analysed,
+            "routines": [routine._asdict() for routine in self._instrumented.inlined],
+            "left": [skipped._asdict() for skipped in self._instrumented.left],
         }  # fmt: skip
 
 
-_WHERE = {"insert_before_op": "before", "replace_op": "instead", "insert_after_op": "after"}
+_PLACE_BY_ACTION = {"insert_before_op": "before", "replace_op": "instead", "insert_after_op": "after"}

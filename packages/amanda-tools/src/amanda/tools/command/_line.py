@@ -24,9 +24,9 @@ from amanda.tools.command._specs import SpecError, ToolSpec, Unreadable, merge_s
 from amanda.tools.results import parsing, read_text, reading
 
 PATH = click.Path(path_type=Path)
-_HELP: Any = {"help_option_names": ["-h", "--help"]}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?")
-_USAGE = (SpecError, UnknownToolError)
+_CLICK_SETTINGS: Any = {"help_option_names": ["-h", "--help"]}
+_SIZE_TEXT = re.compile(r"(\d+(?:\.\d+)?) ?([kMGT]?)B?")
+_USAGE_ERRORS = (SpecError, UnknownToolError)
 
 
 def exit_status(command: click.Command, name: str, arguments: Sequence[str], failure: int = 1) -> int:
@@ -39,22 +39,22 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
         failure: Status after an AmandaError or an OSError, whose message goes to standard error.
     """
     try:
-        return int(command.main(list(arguments), name, standalone_mode=False, **_HELP) or 0)
+        return int(command.main(list(arguments), name, standalone_mode=False, **_CLICK_SETTINGS) or 0)
     except click.Abort:  # click converts KeyboardInterrupt
         return _report_error(name, "interrupted", 130)
     except click.ClickException as error:
         error.show()
         return error.exit_code
     except AmandaError as error:
-        return _report_error(name, str(error), 2 if isinstance(error, _USAGE) else failure, error)
-    # Without a file's name the working directory is what is absent: os.getcwd() gives none.
+        return _report_error(name, str(error), 2 if isinstance(error, _USAGE_ERRORS) else failure, error)
+    # os.getcwd() raises FileNotFoundError without a file's name, where the working directory is gone.
     except OSError as error:
-        where = "" if error.filename is None else f"{error.filename}: "
+        place = "" if error.filename is None else f"{error.filename}: "
         if error.filename is None and isinstance(error, FileNotFoundError):
-            where = "the working directory has been deleted: "
-        return _report_error(name, f"{where}{error.strerror or error}", failure)
+            place = "the working directory has been deleted: "
+        return _report_error(name, f"{place}{error.strerror or error}", failure)
     except Exception as error:
-        if not _notes(error):  # no tool raised it
+        if not _notes_of_tools(error):  # no tool raised it
             raise
         return _report_error(name, f"{type(error).__name__}: {error}", failure, error)
 
@@ -88,7 +88,7 @@ class OptionType(click.ParamType[Any]):
         self._annotation, self.name = annotation, kind_of(annotation).text
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value; end the command with a usage error that names the expected type."""
+        """Return the value, read; end the command with a usage error for a value of another type."""
         try:
             return read(value, self._annotation)
         except Unreadable as error:
@@ -97,18 +97,18 @@ class OptionType(click.ParamType[Any]):
 
 def _bytes_of_size(text: str) -> int:
     """Return the bytes of a size such as 500MB; raise BadParameter for other text."""
-    match = _SIZE.fullmatch(text.strip())
+    match = _SIZE_TEXT.fullmatch(text.strip())
     if match is None:
         raise click.BadParameter(f"{text!r} is not a size such as 500MB or 4GB")
-    # Decimal prefixes, as disks and `amount` have them.
+    # Decimal prefixes, as disks and `amount` have them: the position of the letter is the power of 1000.
     return int(float(match[1]) * 1000 ** " kMGT".index(match[2] or " "))
 
 
 def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option `--limit SIZE`: the size of the largest file that the command reads."""
+    """Add the option `--limit SIZE`, the size of the largest file to read; the command does not get it."""
 
     @functools.wraps(command)
-    # The limit is set around the command, as its readers lie deep in other packages.
+    # `reading` holds the limit while the command runs, as its readers lie deep in other packages.
     def limited(limit: int | None, **options: Any) -> Any:
         with reading(limit):
             return command(**options)
@@ -120,7 +120,7 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def path_to_write(*forms: str) -> Callable[[str], Path]:
-    """Return the type of an option for a file to write: a path with a known suffix, in an existing folder."""
+    """Return the type of an option for a file to write: a path with a known suffix, that can be written."""
 
     def read(text: str) -> Path:
         """Return the path; raise BadParameter where the file could not be written."""
@@ -140,36 +140,36 @@ def path_to_write(*forms: str) -> Callable[[str], Path]:
 def _report_error(name: str, text: str, status: int, error: BaseException | None = None) -> int:
     """Write an error of a command to standard error; return the exit status."""
     with suppress(OSError):  # a file on the full disk that the message is about, perhaps
-        sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes(error), ""])))
+        sys.stderr.write(printable("\n".join([f"{name}: {text}", *_notes_of_tools(error), ""])))
     return status
 
 
-def _notes(error: BaseException | None) -> list[str]:
+def _notes_of_tools(error: BaseException | None) -> list[str]:
     """Return the notes on an error that name the tool and the op in which it was raised."""
     return [note for note in getattr(error, "__notes__", ()) if note.startswith("[amanda]")]
 
 
 def function_of(named: str) -> Callable[[], Any]:
-    """Import and return the function of FILE:FUNCTION or MODULE:FUNCTION; raise SpecError for other text."""
-    where, _, name = named.rpartition(":")
-    path = Path(where)
-    if not where or not name:
+    """Import and return the function of FILE:FUNCTION or MODULE:FUNCTION; raise SpecError without one."""
+    source, _, name = named.rpartition(":")
+    path = Path(source)
+    if not source or not name:
         raise SpecError(f"{named!r} names no function; give FILE:FUNCTION, as in evaluate.py:accuracy")
     if path.is_file() and path.suffix != ".py":
-        raise SpecError(f"{where} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
+        raise SpecError(f"{source} is no Python file; give FILE:FUNCTION, as in evaluate.py:accuracy")
     if path.suffix == ".py" and not path.is_file():
-        raise SpecError(f"there is no file {where}")
-    module = _load_file(path) if path.suffix == ".py" else _import_module(where)
+        raise SpecError(f"there is no file {source}")
+    module = _load_file(path) if path.suffix == ".py" else _import_module(source)
     function = getattr(module, name, None)
     if not callable(function):
         functions = [key for key, value in vars(module).items() if isfunction(value)]
-        raise SpecError(f"{where} has no function {name!r}; {did_you_mean(name, functions)}")
-    evaluate: Callable[[], Any] = function
-    return evaluate
+        raise SpecError(f"{source} has no function {name!r}; {did_you_mean(name, functions)}")
+    named_function: Callable[[], Any] = function
+    return named_function
 
 
 def _load_file(path: Path) -> ModuleType:
-    """Import a file as a module, under the name of the file."""
+    """Execute a file as a module under the name of the file, with its folder first on sys.path."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -188,7 +188,7 @@ def _import_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         if error.name is None or not name.startswith(error.name):
-            raise  # for an import in the module itself
+            raise  # the module is there, and something that it imports is not
         raise SpecError(f"there is no module {name}, and no file of that name") from error
 
 
@@ -203,17 +203,18 @@ class Config:
     output: Path | None = None
 
 
-def get_config(path: Path | None, tools: Sequence[str], such_as: str) -> Config:
-    """Return a file's content with the tools of the command line; raise SpecError if there is no tool."""
+def get_config(path: Path | None, tools: Sequence[str], example: str) -> Config:
+    """Return a file's content, the tools of the command line merged in; raise SpecError without a tool."""
+    # example: how the command names a tool, for the error.
     config = Config() if path is None else read_config(path)
     config.tools = merge_specs(config.tools, [ToolSpec.parse(text) for text in tools])
     if not config.tools:
-        raise SpecError(f"no tool is given: {such_as}, or --config FILE; `amanda tools` lists them")
+        raise SpecError(f"no tool is given: {example}, or --config FILE; `amanda tools` lists them")
     return config
 
 
 def read_config(path: Path) -> Config:
-    """Return the content of a configuration file; raise SpecError if it is not valid."""
+    """Return the tools and the output folder of a configuration file; raise SpecError if it is not valid."""
     content = _read_table(path)
     if not isinstance(content, Mapping):
         raise SpecError(f"{path} has no keys; it has {' and '.join(_CONFIG_KEYS)}")
@@ -252,7 +253,7 @@ def _read_table(path: Path) -> Any:
 
 
 def _tool_specs(path: Path, tools: Any) -> list[ToolSpec]:
-    """Return the specs in a table of tools by name; raise SpecError for another form."""
+    """Return a spec for each tool in a table of options by tool; raise SpecError for another form."""
     if not isinstance(tools, Mapping):
         raise SpecError(f"{path}: tools is {tools!r}; give a table of tools by name")
     specs = []

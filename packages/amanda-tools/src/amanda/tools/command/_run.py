@@ -32,7 +32,7 @@ class _RunCommand(click.Command):
     """A command that takes tools as its first word, and a program after its options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments in their long form."""
+        """Parse the arguments in their long form, as `_in_long_form` gives it."""
         return super().parse_args(ctx, _in_long_form(args))
 
 
@@ -40,12 +40,10 @@ class _RunCommand(click.Command):
 @tool_option("A tool to apply.")
 @click.option("--config", type=PATH, metavar="FILE", help="Tools from a TOML or YAML file.")
 @click.option("-o", "--output", type=PATH, metavar="FOLDER", help="Save each result in this folder.")
-@click.option(
-    "--every",
-    type=OptionType(Annotated[float, Range(above=0, most=1e9)]),  # longer than a thread can wait
-    metavar="SECONDS",
+@click.option(  # a thread can wait no longer than about 1e9 seconds
+    "--every", type=OptionType(Annotated[float, Range(above=0, most=1e9)]), metavar="SECONDS",
     help="Also save results at this interval, in case the program is killed.",
-)
+)  # fmt: skip
 @compiled_option
 @click.option(
     "--construction", is_flag=True, help="Also apply tools inside constructors and initializers of models."
@@ -56,11 +54,9 @@ class _RunCommand(click.Command):
 )
 @click.option("--sort", default="", metavar="COLUMN", help="Print rows by this column, the largest first.")
 @click.option(
-    "--depth",
-    type=click.IntRange(min=1),
-    metavar="N",
+    "--depth", type=click.IntRange(min=1), metavar="N",
     help="Combine rows below N components of a module's path.",
-)
+)  # fmt: skip
 @click.option("--full", is_flag=True, help="Print every row and column of results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
@@ -86,7 +82,7 @@ def _command(
     `amanda tools` lists the tools, `amanda info TOOL` their options. Every tool also takes type, module and
     phase (which ops), start, end and frequency (which steps), and out (a file for its result).
     """
-    configuration = get_config(config, tools, such_as="amanda run flops PROGRAM, -t flops")
+    configuration = get_config(config, tools, example="amanda run flops PROGRAM, -t flops")
     if not program:
         raise SpecError("no program is given: a script, -m module, a command, or a model such as hf:llama")
     output = output or configuration.output
@@ -123,37 +119,40 @@ def run(arguments: Sequence[str] = ()) -> int:
 
 
 def _in_long_form(arguments: Sequence[str]) -> list[str]:
-    """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program.
+    """Return the arguments in their long form: `-t` for each tool, `--` ahead of the program and its words.
 
     Options of `amanda run` and of a model may be on either side of the model's word.
     Raises SpecError for an option of models without a model.
     """
     # click would take a program's own options for those of `amanda run`, which therefore end first.
+    # model_word is "" until a model is the program; its options are gathered in model_words.
     run_options, model_options = _options_with_values(_command), _options_with_values(model_command)
-    waiting, run_words, model_words, word = list(arguments), list[str](), list[str](), ""
-    while waiting:
-        name = waiting[0].partition("=")[0]
-        names_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in run_words)
+    remaining_words, run_words, model_words, model_word = list(arguments), list[str](), list[str](), ""
+    while remaining_words:
+        name = remaining_words[0].partition("=")[0]
+        has_tools = any(argument.startswith(("-t", "--tool", "--config")) for argument in run_words)
         # `amanda run flops train.py`: the first word names tools, unless options have named them.
-        if word or (name.startswith("-") and name not in ("-m", "-c", "--")):
-            is_of_model = name in model_options or (word and name not in run_options)
-            options = model_options if is_of_model else run_options
-            count = 2 if options.get(waiting[0]) else 1
-            (model_words if is_of_model else run_words).extend(waiting[:count])
-            del waiting[:count]
-        elif name in ("-m", "-c", "--") or names_tools or _is_program(waiting[0]):
-            program = waiting[1:] if name == "--" else waiting
-            if not (program and is_model(program[0])):
+        if model_word or (name.startswith("-") and name not in ("-m", "-c", "--")):
+            # With a model, an option that nobody knows is left to the model's command, which names the error.
+            is_option_of_model = name in model_options or (model_word and name not in run_options)
+            options = model_options if is_option_of_model else run_options
+            # `--top 5` is two words, `--top=5` is one.
+            word_count = 2 if options.get(remaining_words[0]) else 1
+            (model_words if is_option_of_model else run_words).extend(remaining_words[:word_count])
+            del remaining_words[:word_count]
+        elif name in ("-m", "-c", "--") or has_tools or _is_program(remaining_words[0]):
+            program = remaining_words[1:] if name == "--" else remaining_words
+            if not (program and is_model(program[0])):  # the other words are the program's
                 if model_words:
                     example = " ".join(["hf:bert", *model_words])
                     raise SpecError(
                         f"{model_words[0]} is an option of models, as in {example}; a program's own follow it"
                     )
                 return [*run_words, "--", *program]
-            word, *waiting = program
+            model_word, *remaining_words = program
         else:
-            run_words += [part for tool in split_tools(waiting.pop(0)) for part in ("-t", tool)]
-    return [*run_words, "--", word, *model_words] if word else run_words
+            run_words += [part for tool in split_tools(remaining_words.pop(0)) for part in ("-t", tool)]
+    return [*run_words, "--", model_word, *model_words] if model_word else run_words
 
 
 def _options_with_values(command: click.Command) -> dict[str, bool]:
@@ -166,69 +165,69 @@ def _is_program(word: str) -> bool:
     return is_model(word) or Path(word).is_file() or word.endswith(".py") or os.sep in word.partition(":")[0]
 
 
-_WITH_VALUE = "WXQ"
-_GIVE = "give a script, -m module, a command on PATH, or a model such as hf:llama, timm:resnet50 or FILE.onnx"
+# Switches of Python that have a value, as -W has.
+_FLAGS_WITH_VALUE = "WXQ"
+_WHAT_TO_GIVE = (
+    "give a script, -m module, a command on PATH, or a model such as hf:llama, timm:resnet50 or FILE.onnx"
+)
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")
 _SIGNALS = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
 
 
-def command_of(program: Sequence[str]) -> tuple[list[str], bool]:
-    """Return the command line of a program, and True if Python runs it.
+def find_command(program: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the command line that runs a program, and True if Python runs it.
 
     `script.py ...`, `-m module ...`, `-c code ...` and further options are for this Python; another
     executable file, and the name of one on PATH, is run as it is.  A word of `amanda.tools.models`, such as
     `hf:llama`, is a program that runs the model.
-    Raises SpecError for a program that does not exist.
+    Raises SpecError for a program that does not exist, and for switches that keep the tools out.
     """
-    first = program[0]
-    if first.startswith("-"):
-        _check_flags(program)
+    first_word = program[0]
+    if first_word.startswith("-"):
+        _check_python_flags(program)
         return [sys.executable, *program], True
-    if is_model(first):
+    if is_model(first_word):
         return [sys.executable, "-m", "amanda.tools.models", *program], True
-    path = Path(first)
+    path = Path(first_word)
     # A folder or a zip file with a __main__.py is a program to Python.
     is_script = path.suffix in (".py", ".pyc", ".pyz", ".pyw") or not os.access(path, os.X_OK)
     if path.is_dir() or (path.is_file() and is_script):
         return [sys.executable, *program], True
-    executable = first if path.is_file() else shutil.which(first)
+    executable = first_word if path.is_file() else shutil.which(first_word)
     if executable is None:
-        scripts = {script.stem: script for script in path.parent.glob("*.py")}
-        near = get_close_matches(path.stem, scripts, n=1)
-        hint = f"did you mean {scripts[near[0]]}?" if near else ""
-        raise SpecError(f"there is no {first!r}; {hint or _GIVE}")
+        script_by_stem = {script.stem: script for script in path.parent.glob("*.py")}
+        close_stems = get_close_matches(path.stem, script_by_stem, n=1)
+        hint = f"did you mean {script_by_stem[close_stems[0]]}?" if close_stems else ""
+        raise SpecError(f"there is no {first_word!r}; {hint or _WHAT_TO_GIVE}")
     return [executable, *program[1:]], is_python(Path(executable))
 
 
 def launch(
-    program: Sequence[str],
-    tools: Sequence[ToolSpec],
-    names: Sequence[str],
-    output: Path | None,
+    program: Sequence[str], specs: Sequence[ToolSpec], tool_names: Sequence[str], output: Path | None,
     **options: Any,
-) -> int:
-    """Replace this process by the program, with the tools in its environment.
+) -> int:  # fmt: skip
+    """Replace this process by the program, by `exec`, with the tools in its environment.
 
     A program that Python does not run is a child process instead, whose exit status is returned.
-    names: of the tools, in the output.  options: further fields of `RunSettings`.
+    tool_names: as results have them.  output: folder for results.  options: further fields of `RunSettings`.
     Raises SpecError for a folder that cannot be made, and for a program that cannot be run.
     """
-    command, python = command_of(program)
-    output = None if output is None else _folder_for(output)
-    shared = folder_of_ranks() if python else None
+    command, is_run_by_python = find_command(program)
+    output = None if output is None else _make_results_folder(output)
+    shared_folder = folder_of_ranks() if is_run_by_python else None
     try:
-        folder = shared or tempfile.mkdtemp(prefix="amanda-")
+        folder = shared_folder or tempfile.mkdtemp(prefix="amanda-")
     except OSError as error:
         raise SpecError(f"results of processes cannot be gathered: {error.strerror or error}") from None
     frameworks = driven_frameworks()
-    # A program that is asked for its options executes no op, and need not be told so.  A model that executes
-    # none has failed, and has said why.
-    is_expected = is_model(program[0]) or not {"-h", "--help"}.isdisjoint(program)
+    # Then nobody is told that no op ran: a program that is asked for its options runs none, and a model that
+    # runs none has failed, and has said why.
+    may_run_no_op = is_model(program[0]) or not {"-h", "--help"}.isdisjoint(program)
     settings = RunSettings(
-        tools=[(tool.name, dict(tool.options)) for tool in tools], folder=folder, root=os.getpid(),
-        output=None if output is None else str(output), frameworks=frameworks, together=shared is not None,
-        is_rank=is_in_rank(),
-        no_op_texts=[] if is_expected else [no_op_text(name, frameworks) for name in names], **options,
+        tools=[(tool.name, dict(tool.options)) for tool in specs], folder=folder, root=os.getpid(),
+        output=None if output is None else str(output), frameworks=frameworks,
+        together=shared_folder is not None, is_rank=is_in_rank(),
+        no_op_texts=[] if may_run_no_op else [no_op_text(name, frameworks) for name in tool_names], **options,
     )  # fmt: skip
     environment = dict(os.environ)
     settings.write_into(environment)
@@ -238,7 +237,7 @@ def launch(
             stream.flush()
     try:
         # The program keeps our process id, so signals and exit status are its own.
-        if python and os.name == "posix":
+        if is_run_by_python and os.name == "posix":
             os.execve(command[0], command, environment)
         return _supervise(command, environment, settings)
     except OSError as error:
@@ -246,12 +245,12 @@ def launch(
         raise SpecError(f"{command[0]} cannot be run: {error.strerror}") from None
 
 
-def _folder_for(output: Path) -> Path:
-    """Make the folder for results; return its absolute path.  Raises SpecError ahead of the program."""
+def _make_results_folder(output: Path) -> Path:
+    """Make the folder for results; return its absolute path.  Raises SpecError if it cannot be written to."""
     try:
         folder = output.absolute()
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions do not tell: a read-only file system refuses as well.
+        # A trial, since permissions do not tell: a read-only file system refuses as well.
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
@@ -259,27 +258,27 @@ def _folder_for(output: Path) -> Path:
 
 
 def _supervise(command: Sequence[str], environment: dict[str, str], settings: RunSettings) -> int:
-    """Run a program as a child process; return its exit status, or end by the signal that ended the child."""
+    """Run a program as a child, pass signals on, report results; return its status, or die of its signal."""
     from amanda.tools.command._gathering import report_other_processes
 
-    arrived: list[int] = []
-    children: list[subprocess.Popen[bytes]] = []
+    pending_signals: list[int] = []
+    # Empty, then the one child: a signal may arrive before Popen has returned.
+    started_children: list[subprocess.Popen[bytes]] = []
 
-    def forward(number: int, frame: FrameType | None) -> None:
+    def forward_signal(number: int, frame: FrameType | None) -> None:
         """Send a signal on to the child, at once or when it has started."""
         # A terminal sends SIGINT to the child as well.
         if number == signal.SIGINT and os.isatty(0):
             return
-        # A signal may arrive before the child has started.
-        arrived.append(number)
-        for child in children:
-            child.send_signal(arrived.pop())
+        pending_signals.append(number)
+        for child in started_children:
+            child.send_signal(pending_signals.pop())
 
-    previous_handlers = {number: signal.signal(number, forward) for number in _SIGNALS}
-    children.append(subprocess.Popen(command, env=environment))
-    while arrived:
-        children[0].send_signal(arrived.pop(0))
-    status = children[0].wait()
+    previous_handlers = {number: signal.signal(number, forward_signal) for number in _SIGNALS}
+    started_children.append(subprocess.Popen(command, env=environment))
+    while pending_signals:
+        started_children[0].send_signal(pending_signals.pop(0))
+    status = started_children[0].wait()
     for number, handler in previous_handlers.items():
         signal.signal(number, handler)
     # A program that failed has said why, and need not be told that it executed no op.
@@ -291,20 +290,20 @@ def _supervise(command: Sequence[str], environment: dict[str, str], settings: Ru
     return status
 
 
-def _check_flags(program: Sequence[str]) -> None:
-    """Raise SpecError for switches with which Python ignores PYTHONPATH or site."""
+def _check_python_flags(program: Sequence[str]) -> None:
+    """Raise SpecError for switches ahead of a program with which Python ignores PYTHONPATH or site."""
     arguments = iter(program)
-    for argument in arguments:
-        if not argument.startswith("-") or argument.startswith("--") or argument == "-":
+    for word in arguments:
+        if not word.startswith("-") or word.startswith("--") or word == "-":
             return
-        for letter in argument[1:]:
-            if letter in "mc":
+        for letter in word[1:]:
+            if letter in "mc":  # the program follows
                 return
-            if letter in "IES":
+            if letter in "IES":  # isolated, no environment, no site
                 flag = f"python -{letter}, which ignores PYTHONPATH or site"
                 raise SpecError(f"tools cannot be applied under {flag}")
             # The value is the rest of the word, or the next word.
-            if letter in _WITH_VALUE:
-                if argument.endswith(letter):
+            if letter in _FLAGS_WITH_VALUE:
+                if word.endswith(letter):
                     next(arguments, None)
                 break

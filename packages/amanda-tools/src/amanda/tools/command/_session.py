@@ -29,88 +29,89 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("amanda")
 
-_MESSAGES = 1000
+_MAX_MESSAGES = 1000
 
 
 class Session:
-    """The scope of one process: tools made for the process, and applied until it ends or becomes a program.
+    """One process's tools: made and applied by `open`, their results written as the process ends or `exec`s.
 
     process: tells of the end of the process.  A forked child begins again with tools of its own.
     """
 
+    # The process whose scope is open; None for the scope where the tools could not be made.
     _pid = 0
     _scope: Any = None
-    _saving: Saving | None = None
+    _saving_thread: Saving | None = None
 
     def __init__(self, process: Process) -> None:
         self._process = process
 
     def open(self) -> None:
-        """Open the scope."""
+        """Apply the tools, and follow the process: errors, `exec`, forks, signals and multiprocessing."""
         # Before the scope opens, so that no analysed op is missed.
         plugin_manager().register(self)
-        self._begin()
-        show_program_alone(before=self._process.fail)
-        before_exec(self._write_before_exec)
+        self._begin_or_report()
+        show_program_alone(before=self._process.end_before_traceback)
+        call_before_exec(self._write_before_exec)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._begin_in_child)  # after the core leaves it
         if threading.current_thread() is threading.main_thread():
-            self._receive_signals()
-        self._follow_multiprocessing()
+            self._watch_signals_of_process()
+        self._close_in_children_of_multiprocessing()
         if (module := sys.modules.get("multiprocessing.process")) and module.parent_process() is not None:
-            self._end_with_multiprocessing()
+            self._close_before_multiprocessing_exits()
 
-    def _begin(self) -> None:
-        """Make the tools and apply them; an error is told, and the program runs without tools."""
+    def _begin_or_report(self) -> None:
+        """Make the tools and apply them; an error is printed, and the program runs without tools."""
         try:
-            self._start(RunSettings.get())
+            self._make_and_apply_tools(RunSettings.get())
         except Exception as error:
             Printer().say(f"no tools in process {os.getpid()}: {error}")
 
-    def _start(self, settings: RunSettings) -> None:
-        """Make the tools, apply them, and hold the lock of a rank.
+    def _make_and_apply_tools(self, settings: RunSettings) -> None:
+        """Make the tools of this process, with its label, messages and results, and open their scope.
 
-        Signals are heard where results are saved at intervals, and in ranks.
+        Where results are saved at intervals, and in ranks, the thread that saves starts too.
         """
-        tools = settings.toolings()
+        toolings = settings.toolings()
         # Tools without a selected phase leave out the construction of models, unless it is asked for.
-        for tooling in tools:
+        for tooling in toolings:
             if not settings.construction and tooling.phase is None:
                 leave_construction(tooling.tool)
         compiled: Any = settings.compiled
-        self._scope = amanda.apply(*(tooling.tool for tooling in tools), compiled=compiled)
-        self._settings, self._pid, self._saw_op, self._saving = settings, os.getpid(), False, None
+        self._scope = amanda.apply(*(tooling.tool for tooling in toolings), compiled=compiled)
+        self._settings, self._pid, self._saw_op, self._saving_thread = settings, os.getpid(), False, None
         self._writing_lock = threading.RLock()
         self._label = process_label(settings)
         messages = Messages(settings.quiet, self._label)
-        self._results = ProcessResults(settings, tools, messages.texts, self._label)
-        self._has_failed = False
+        self._results = ProcessResults(settings, toolings, messages.texts, self._label)
+        self._has_save_failed = False
         self._rank: Rank | None = None
-        # Rank takes the lock, before the scope opens: no other rank may print while this one runs.
+        # A rank takes its lock before the scope opens: no other rank may print while this one runs.
         if settings.together and self._pid == settings.root:
             self._rank = Rank(settings.folder, self._label)
         self._scope.start()
         # A launcher kills ranks that wait in native code, where no handler in Python runs.
         if settings.every is not None or is_rank(self._label):
-            self._listen()
+            self._start_saving_thread()
 
-    def _listen(self) -> None:
+    def _start_saving_thread(self) -> None:
         """Start the thread that saves results and receives signals."""
-        if os.name == "posix" and self._saving is None:
-            self._saving = Saving(self._save, self._settings.every)
-            self._saving.start()
+        if os.name == "posix" and self._saving_thread is None:
+            self._saving_thread = Saving(self._save_present_results, self._settings.every)
+            self._saving_thread.start()
 
-    def _receive_signals(self) -> None:
+    def _watch_signals_of_process(self) -> None:
         """Have the thread that saves watch the signals that end the process, if there is one."""
-        if self._saving is not None:
-            self._saving.watch_signals(self._process.end_by_signal)
+        if self._saving_thread is not None:
+            self._saving_thread.watch_signals(self._process.end_by_signal)
 
     @hookimpl
     def amanda_op_analysed(self, context: amanda.OpContext) -> None:
         """Note that an op ran under the tools, so that there are results, which signals must not end."""
         if not self._saw_op:
             self._saw_op = True
-            self._process.listen()
+            self._process.watch_end()
 
     def _is_closed(self) -> bool:
         """Return True if this process has no open scope of its own."""
@@ -133,22 +134,23 @@ class Session:
         return self._settings.construction
 
     def silence(self) -> None:
-        """Print no results, of a program that has failed and says why."""
+        """Print no results at the end: the program has failed and says why."""
         self._results.is_quiet = True
 
     def finish(self, failed: bool = False) -> None:
         """Close the scope once; write the results for the root process, or print those of all processes.
 
         failed: whether an error ends the program, which then need not be told that it executed no op.
+        Without a scope of this process it does nothing; an error is printed.
         """
         if self._is_closed():
             return
         try:
             if failed and not self._saw_op:
                 self.silence()
-            if self._saving is not None:
-                self._saving.end()
-            # No longer than that: it may wait for a routine that the signal has interrupted here.
+            if self._saving_thread is not None:
+                self._saving_thread.end()
+            # A save under way ends first, unless it waits for a routine that the signal interrupted here.
             self._writing_lock.acquire(timeout=GRACE)
             self._scope.stop()
             self._report_or_write()
@@ -156,58 +158,61 @@ class Session:
             Printer().say(f"the results of process {self._pid} are lost: {type(error).__name__}: {error}")
 
     def _report_or_write(self) -> None:
-        """Print the results in the root and in the last rank; write them into a file elsewhere."""
+        """Print all results in the root, or in the last rank; elsewhere write a file, if there are any."""
         if self._rank is not None:
-            self._rank.end(partial(self._results.write, self._saw_op), partial(self._results.report, False))
+            write = partial(self._results.write_for_root, self._saw_op)
+            self._rank.end(write, report=partial(self._results.report, False))
         elif self._pid == self._settings.root:
             self._results.report(self._saw_op)
-        elif self._saw_op or is_rank(self._label):  # of a rank, also that it has none
-            self._results.write(self._saw_op)
+        elif self._saw_op or is_rank(self._label):  # a rank without a file would count as killed
+            self._results.write_for_root(self._saw_op)
 
-    def _save(self) -> None:
-        """Write the present results for the root process; if that fails, the next time tries again."""
+    def _save_present_results(self) -> None:
+        """Write the present results for the root process; log the first failure, after which saves go on."""
         with self._writing_lock:
             if self._saw_op and not self._is_closed():
                 try:
-                    self._results.write(ended=False)
+                    self._results.write_for_root(ended=False)
                 except Exception as error:
-                    if not self._has_failed:
+                    if not self._has_save_failed:
                         logger.warning("the results so far were not saved: %s; the next save retries", error)
-                    self._has_failed = True
+                    self._has_save_failed = True
 
     def _write_before_exec(self, under_tools: bool) -> Callable[[], None]:
-        """Write the results before `exec` replaces this program; return a function that withdraws them.
+        """Write the results before `exec` replaces this program; return a function that removes their file.
 
-        under_tools: whether the next program runs under the tools, and gathers results.
+        under_tools: whether the next program runs under the tools, and reports these results.  Otherwise this
+        process ends here: it closes the scope and reports, which cannot be undone.
         """
         results_file = None
         if not under_tools:
             self._process.end()
         elif not self._is_closed() and self._saw_op:
             with self._writing_lock:
-                results_file = self._results.write(followed=True)
+                results_file = self._results.write_for_root(followed=True)
         return lambda: results_file.unlink(missing_ok=True) if results_file is not None else None
 
     def _begin_in_child(self) -> None:
-        """Begin a session in a forked child, with tools of its own."""
-        if self._saving is not None:
-            self._saving.ignore_signals()
-        self._begin()
-        self._follow_multiprocessing()
+        """Begin again in a forked child, with tools of its own; the parent's thread gets no signal of it."""
+        if self._saving_thread is not None:
+            self._saving_thread.ignore_signals()
+        self._begin_or_report()
+        self._close_in_children_of_multiprocessing()
 
-    def _follow_multiprocessing(self) -> None:
-        """Have the scope closed at the end of a process of multiprocessing, which skips `atexit`."""
+    def _close_in_children_of_multiprocessing(self) -> None:
+        """Have the scope closed at the end of processes that multiprocessing forks from this one."""
         # It clears finalizers as such a process begins, so ours is registered after that.
         util: Any = sys.modules.get("multiprocessing.util")
         if util is not None:
-            util.register_after_fork(self, Session._end_with_multiprocessing)
+            util.register_after_fork(self, Session._close_before_multiprocessing_exits)
 
-    def _end_with_multiprocessing(self) -> None:
-        """Close the scope as a process of multiprocessing ends, after its other finalizers."""
+    def _close_before_multiprocessing_exits(self) -> None:
+        """Have the scope closed after all finalizers of this process, which multiprocessing started."""
+        # The lowest priority runs last; such a process skips `atexit`.
         sys.modules["multiprocessing.util"].Finalize(None, self._process.end, exitpriority=-100)
         if self._scope is not None and threading.current_thread() is threading.main_thread():
-            self._listen()  # a pool terminates its workers as they wait for its locks
-            self._receive_signals()
+            self._start_saving_thread()  # a pool terminates its workers as they wait for its locks
+            self._watch_signals_of_process()
 
 
 class Messages(logging.Handler):
@@ -231,36 +236,36 @@ class Messages(logging.Handler):
         logger.propagate = False
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Collect a message that is new; print one that is live."""
+        """Collect a message that is new, up to `_MAX_MESSAGES`; print one that is live."""
         message = record.getMessage()
         if getattr(record, "live", False):
             Printer(self._quiet).say(f"{self._prefix}{message}")
-        elif message not in self.texts and len(self.texts) < _MESSAGES:
+        elif message not in self.texts and len(self.texts) < _MAX_MESSAGES:
             self.texts.append(message)
 
 
-def before_exec(write: Callable[[bool], Callable[[], None]]) -> None:
-    """Call `write` whenever `exec` is about to replace the program of this process.
+def call_before_exec(write_results: Callable[[bool], Callable[[], None]]) -> None:
+    """Replace `os.execv` and `os.execve` by functions that call `write_results` first.
 
-    write: takes True if the next program runs under the tools; returns a function that withdraws its results.
+    write_results: takes True if the next program runs under the tools; returns a function that removes them.
     """
 
-    def execute(original: Callable[..., Any], path: Any, argv: Any, *env: Any) -> Any:
+    def replace_program(original: Callable[..., Any], path: Any, argv: Any, *env: Any) -> Any:
         """Write the results, then replace the program; withdraw them if that fails."""
-        withdraw = write(_keeps_tools(path, *env)) if _can_be_run(path) else None
+        withdraw_results = write_results(_keeps_tools(path, *env)) if _can_be_run(path) else None
         try:
             return original(path, argv, *env)
         except BaseException:
-            if withdraw is not None:
-                withdraw()
+            if withdraw_results is not None:
+                withdraw_results()
             raise
 
-    for name in ("execv", "execve"):  # which the others of the family call
-        setattr(os, name, partial(execute, getattr(os, name)))
+    for name in ("execv", "execve"):  # the others, such as execlp, call these two
+        setattr(os, name, partial(replace_program, getattr(os, name)))
 
 
 def _can_be_run(path: Any) -> bool:
-    """Return True for an executable file, by its path or by the number of an open file."""
+    """Return True if `exec` can run a path; True for every number of an open file."""
     try:
         return Path(os.fsdecode(path)).is_file() and os.access(path, os.X_OK)
     except TypeError:  # an open file, by its number
@@ -268,7 +273,7 @@ def _can_be_run(path: Any) -> bool:
 
 
 def _keeps_tools(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
-    """Return True if Python runs a program, in an environment that names tools."""
+    """Return True if Python runs the program at a path, in an environment that names tools."""
     try:
         return any(os.fsdecode(name) == VARIABLE for name in env) and is_python(Path(os.fsdecode(path)))
     except (TypeError, OSError, AttributeError):
@@ -277,7 +282,8 @@ def _keeps_tools(path: Any, env: Mapping[Any, Any] = os.environ) -> bool:
 
 GRACE = 1.0
 """Seconds without an answer to a signal, after which the main thread is taken to wait in native code."""
-_SOON = 0.1
+# Seconds that a handler in Python has to end the process, before its signal is sent to the main thread again.
+_HANDLER_DELAY = 0.1
 _NO_FD = -1
 """Wakeup descriptor of a program without one, as in `signal.set_wakeup_fd`."""
 
@@ -292,61 +298,65 @@ class Saving(threading.Thread):
 
     def __init__(self, save: Callable[[], None], every: float | None) -> None:
         super().__init__(name="amanda-saving", daemon=True)
-        self._save = save
-        self._every = every
+        self._save_present_results = save
+        self._interval = every
         self._handler: Any = None
         self._ended = threading.Event()
-        self._reading, self._writing = os.pipe()
+        self._read_end, self._write_end = os.pipe()
         # A full pipe must not block the handler in C, which writes while the program stands still.
-        os.set_blocking(self._writing, False)
+        os.set_blocking(self._write_end, False)
 
     def watch_signals(self, handler: Any) -> None:
-        """Watch a handler's signals, unless the program has a wakeup descriptor; call on the main thread."""
+        """Have Python wake the thread at each signal, unless the program has a wakeup descriptor."""
+        # handler: the handler of the signals that end the process, which the thread may have to call once
+        # more.
         self._handler = handler
-        # A program may have a descriptor of its own, as asyncio has; it gets it back.
-        previous_fd = signal.set_wakeup_fd(self._writing, warn_on_full_buffer=False)
-        if previous_fd != _NO_FD:
-            signal.set_wakeup_fd(previous_fd)
+        # Python writes the number of each signal into one descriptor; a program's own, as of asyncio, stays.
+        program_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        if program_fd != _NO_FD:
+            signal.set_wakeup_fd(program_fd)
 
     def ignore_signals(self) -> None:
         """Stop watching signals in a forked child, which would notify the thread of its parent."""
-        previous_fd = signal.set_wakeup_fd(_NO_FD)
-        if previous_fd not in (_NO_FD, self._writing):
-            signal.set_wakeup_fd(previous_fd)
+        program_fd = signal.set_wakeup_fd(_NO_FD)
+        if program_fd not in (_NO_FD, self._write_end):
+            signal.set_wakeup_fd(program_fd)
 
     def run(self) -> None:
-        """Save at intervals, and for a main thread that answers no signal, until `end`."""
+        """Until `end`, save at intervals, and where the main thread does not answer a signal that ends it."""
         while not self._ended.is_set():
-            ready, _, _ = select.select([self._reading], [], [], self._every)
-            arrived = os.read(self._reading, 64) if ready else b""
-            ending = set(arrived) & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
-            # A byte may be of any signal, or of `end`; a handler in Python is given a moment to end all.
-            if ready and (not ending or self._ended.wait(_SOON)):
+            # Waits for signals, of which Python writes the numbers as bytes, and for `end`, which writes 0;
+            # nothing is readable when the interval has passed.
+            readable, _, _ = select.select([self._read_end], [], [], self._interval)
+            signal_bytes = os.read(self._read_end, 64) if readable else b""
+            ending_signals = set(signal_bytes) & {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+            # A handler in Python is given a moment to end all; other signals are none of ours.
+            if readable and (not ending_signals or self._ended.wait(_HANDLER_DELAY)):
                 continue
-            for number in ending:
-                main = threading.main_thread().ident
+            for number in ending_signals:
+                main_thread_id = threading.main_thread().ident
                 # A handler of the program's own is not called twice.
-                if main is not None and signal.getsignal(number) == self._handler:
-                    signal.pthread_kill(main, number)
-            # A main thread in native code runs no handler, so the results are saved for it.
-            if not self._ended.wait(GRACE if ready else 0):
+                if main_thread_id is not None and signal.getsignal(number) == self._handler:
+                    signal.pthread_kill(main_thread_id, number)
+            # A main thread in native code runs no handler: once it had its time, the results are saved here.
+            if not self._ended.wait(GRACE if readable else 0):
                 # Results are computed with the framework, and are not ops of the program.
                 with amanda.disabled():
-                    self._save()
+                    self._save_present_results()
 
     def end(self) -> None:
         self._ended.set()
         # Wakes the thread, which waits in select.
-        os.write(self._writing, b"\0")
+        os.write(self._write_end, b"\0")
 
 
 _HOMES = tuple(f"{Path(path)}/" for path in amanda.__path__)
-_TOOLS = tuple(f"{home}tools/" for home in _HOMES)
-_CALL_OF_OP = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
+_TOOLS_FOLDERS = tuple(f"{home}tools/" for home in _HOMES)
+_OP_CALL_SOURCE = re.compile(r"\b(invoke|original|call|run|__wrapped__)\(")
 
 
 def show_program_alone(before: Callable[[], None]) -> None:
-    """Remove Amanda's frames from the tracebacks of exceptions that nothing caught.
+    """Remove Amanda's frames from the tracebacks that Python prints, by hooks on top of the present ones.
 
     before: called before the traceback that ends the program, which is the last that it prints.
     """
@@ -379,56 +389,58 @@ def strip_traceback(error: BaseException | None) -> None:
     whose messages name the op and the tool, lose all of Amanda's frames.  Others of Amanda itself keep them.
     """
     # Causes and contexts may lead in a circle.
-    visited: set[int] = set()
+    visited_ids: set[int] = set()
     waiting = [error]
     while waiting:
-        link = waiting.pop()
-        if link is None or id(link) in visited:
+        exception = waiting.pop()
+        if exception is None or id(exception) in visited_ids:
             continue
-        visited.add(id(link))
-        notes = getattr(link, "__notes__", [])
-        of_tool = any(note.startswith("[amanda]") for note in notes)
-        if isinstance(link, KeyboardInterrupt) and notes:
+        visited_ids.add(id(exception))
+        # Amanda adds a note to what a tool raises, which names tool and op.
+        notes = getattr(exception, "__notes__", [])
+        is_of_tool = any(note.startswith("[amanda]") for note in notes)
+        if isinstance(exception, KeyboardInterrupt) and notes:
             notes[:] = [note for note in notes if not note.startswith("[amanda]")]
-        is_removed: Callable[[list[TracebackType]], bool] = _is_op_call
-        if isinstance(link, (KeyboardInterrupt, AmandaError)):
-            is_removed = bool
-        elif of_tool:
-            is_removed = _is_outside_tools
-        link.__traceback__ = _without_our_frames(link.__traceback__, is_removed)
+        may_remove: Callable[[list[TracebackType]], bool] = _is_op_call
+        if isinstance(exception, (KeyboardInterrupt, AmandaError)):
+            may_remove = bool  # True for every frame of Amanda
+        elif is_of_tool:
+            may_remove = _is_outside_tools
+        exception.__traceback__ = _without_our_frames(exception.__traceback__, may_remove)
         # Causes, contexts and members of exception groups are printed as well.
-        waiting += [link.__cause__, link.__context__, *getattr(link, "exceptions", ())]
+        members = getattr(exception, "exceptions", ())
+        waiting += [exception.__cause__, exception.__context__, *members]
 
 
 def _without_our_frames(
-    trace: TracebackType | None, is_removed: Callable[[list[TracebackType]], bool]
+    trace: TracebackType | None, may_remove: Callable[[list[TracebackType]], bool]
 ) -> TracebackType | None:
-    """Return a traceback without some of Amanda's frames.
+    """Relink a traceback past some of Amanda's frames; return its first frame, None without one.
 
-    is_removed: called with each frame of Amanda's and the frames after it, up to one that is not Amanda's.
+    may_remove: called with a frame of Amanda and those that follow it up to the next frame of somebody else.
     """
-    remaining: list[TracebackType] = []
+    remaining_frames: list[TracebackType] = []
     frames: list[TracebackType] = []
     while trace is not None:
         frames.append(trace)
         trace = trace.tb_next
-    for is_ours, run in groupby(frames, lambda frame: frame.tb_frame.f_code.co_filename.startswith(_HOMES)):
-        consecutive = list(run)
-        remaining += [
-            frame for i, frame in enumerate(consecutive) if not (is_ours and is_removed(consecutive[i:]))
-        ]
+    for is_ours, group in groupby(frames, lambda frame: frame.tb_frame.f_code.co_filename.startswith(_HOMES)):
+        neighbours = list(group)
+        for i, frame in enumerate(neighbours):
+            if not (is_ours and may_remove(neighbours[i:])):
+                remaining_frames.append(frame)
     # A traceback is a linked list, so frames are removed by linking past them.
-    for frame, next_frame in zip(remaining, [*remaining[1:], None], strict=False):
+    for frame, next_frame in zip(remaining_frames, [*remaining_frames[1:], None], strict=False):
         frame.tb_next = next_frame
-    return remaining[0] if remaining else None
+    return remaining_frames[0] if remaining_frames else None
 
 
-def _is_outside_tools(frames: list[TracebackType]) -> bool:
-    return not frames[0].tb_frame.f_code.co_filename.startswith(_TOOLS)
+def _is_outside_tools(frames: list[TracebackType]) -> bool:  # of the first frame
+    return not frames[0].tb_frame.f_code.co_filename.startswith(_TOOLS_FOLDERS)
 
 
 def _is_op_call(frames: list[TracebackType]) -> bool:
-    """Return True if the last frame calls the op itself."""
+    """Return True if the source line of the last frame calls the op itself."""
     # Native code has no frame, so the line that calls the op is the last of ours.
     code = frames[-1].tb_frame.f_code
-    return bool(_CALL_OF_OP.search(linecache.getline(code.co_filename, frames[-1].tb_lineno)))
+    return bool(_OP_CALL_SOURCE.search(linecache.getline(code.co_filename, frames[-1].tb_lineno)))

@@ -32,7 +32,7 @@ OptionValue = str | Sequence[Any] | int | float | bool | None
 """A value given for an option: text, or a value that a configuration file has already."""
 
 _LISTS = {list, tuple, set, frozenset, Sequence, Iterable, typing.Sequence, typing.Iterable}
-_TRUTH = {
+_BOOL_BY_TEXT = {
     **dict.fromkeys(("true", "yes", "on", "1"), True),
     **dict.fromkeys(("false", "no", "off", "0"), False),
 }
@@ -78,40 +78,44 @@ def options_of(kind: Callable[..., Any]) -> dict[str, CommandOption]:
 
 
 def read(value: OptionValue, annotation: Any) -> Any:
-    """Return a value of a type, from text or from a value of a configuration file. Raises Unreadable."""
-    converted, kind = _convert(value, annotation), kind_of(annotation)
+    """Convert text, or a value of a configuration file, to a type; raise Unreadable for another type."""
+    converted, kind = _convert_text(value, annotation), kind_of(annotation)
     try:
         return kind.accept(converted)
     except Mismatch as mismatch:
         raise _unreadable_error(annotation, str(mismatch)) from None
 
 
-def _convert(value: OptionValue, annotation: Any) -> Any:
-    """Return the value that text stands for, before it is checked; other values as they are."""
-    plain = _plain(annotation)
-    origin, members = get_origin(plain), get_args(plain)
+def _convert_text(value: OptionValue, annotation: Any) -> Any:
+    """Convert text, also in lists and mappings, to the annotation's type; return other values as they are.
+
+    The result is not checked yet.  Raises Unreadable for text of another type.
+    """
+    bare_type = _without_range(annotation)
+    origin, type_arguments = get_origin(bare_type), get_args(bare_type)
     if origin in (Union, types.UnionType):
         # Text is tried last: 1 and none may be values of another type.
-        for member in sorted(members, key=lambda kind: _plain(kind) is str):
+        for member in sorted(type_arguments, key=lambda kind: _without_range(kind) is str):
             with suppress(Unreadable):
                 return read(value, member)
         raise _unreadable_error(annotation) if _is_readable(annotation) else Unreadable(_NOT_TEXT)
     if origin is Literal:
-        return _read_literal(value, members, annotation)
-    if _is_list(plain):
-        return _read_list(value, origin or plain, members, annotation)
+        return _read_literal(value, type_arguments, annotation)
+    if _is_list(bare_type):
+        return _read_list(value, origin or bare_type, type_arguments, annotation)
     if isinstance(value, Mapping) and isinstance(origin, type) and issubclass(origin, Mapping):
-        return {key: read(item, members[-1]) for key, item in value.items()}
+        return {key: read(item, type_arguments[-1]) for key, item in value.items()}
+    # `ToolSpec.parse` gives a list of texts for each option, which is to have one here.
     if isinstance(value, (list, tuple)):
         if len(value) != 1:
             raise Unreadable(f"expected {kind_of(annotation).text}, not several values")
         value = value[0]
-    if plain not in _READERS:
+    if bare_type not in _READER_BY_TYPE:
         raise Unreadable(_NOT_TEXT)
     if not isinstance(value, str):
         return value
     try:
-        return _READERS[plain](value)
+        return _READER_BY_TYPE[bare_type](value)
     except (ValueError, KeyError):
         raise _unreadable_error(annotation) from None
 
@@ -123,32 +127,33 @@ def _unreadable_error(annotation: Any, why: str = "") -> Unreadable:
     return Unreadable(f"expected {expected}" + (f" ({why})" if why else ""))
 
 
-def _read_literal(value: OptionValue, members: Sequence[Any], annotation: Any) -> Any:
-    """Return the member of a Literal that a value is, or that its text is."""
+def _read_literal(value: OptionValue, choices: Sequence[Any], annotation: Any) -> Any:
+    """Return the choice of a Literal that a value equals, itself or as text; raise Unreadable for none."""
     if isinstance(value, list) and len(value) == 1:
         (value,) = value
-    for member in members:
+    for member in choices:
         if value == member or (isinstance(value, str) and value == str(member)):
             return member
-    near = get_close_matches(str(value), list(map(str, members)), n=1)
+    close_texts = get_close_matches(str(value), list(map(str, choices)), n=1)
     expected = f"expected {kind_of(annotation).text}"
-    raise Unreadable(expected + (f"; did you mean {near[0]}?" if near else ""))
+    raise Unreadable(expected + (f"; did you mean {close_texts[0]}?" if close_texts else ""))
 
 
-def _read_list(value: OptionValue, origin: Any, members: Sequence[Any], annotation: Any) -> Any:
-    """Return a collection of the values in "a+b" or in a list."""
-    inner = next((member for member in members if member is not Ellipsis), str)
-    texts: list[Any] = []
-    for text in [value] if isinstance(value, str) or not isinstance(value, Sequence) else value:
+def _read_list(value: OptionValue, kind: Any, element_types: Sequence[Any], annotation: Any) -> Any:
+    """Return a collection of the values in "a+b", or in a list of such texts; raise Unreadable for others."""
+    # tuple[int, ...] has Ellipsis among its arguments, list has none.
+    element_type = next((member for member in element_types if member is not Ellipsis), str)
+    parts: list[Any] = []
+    for part in [value] if isinstance(value, str) or not isinstance(value, Sequence) else value:
         # 1e+5 is one number.
-        pattern = r"(?<![eE])\+" if _plain(inner) is float else r"\+"
-        texts += re.split(pattern, text) if isinstance(text, str) else [text]
+        pattern = r"(?<![eE])\+" if _without_range(element_type) is float else r"\+"
+        parts += re.split(pattern, part) if isinstance(part, str) else [part]
     try:
         # "a+" ends in an empty text, which is not a value.
-        values = [read(text, inner) for text in texts if text != ""]
+        values = [read(part, element_type) for part in parts if part != ""]
     except Unreadable:
         raise Unreadable(f"expected {kind_of(annotation).text} (a+b)") from None
-    container = origin if origin in (list, tuple, set, frozenset) else list
+    container = kind if kind in (list, tuple, set, frozenset) else list  # Sequence cannot be called
     return container(values)
 
 
@@ -156,8 +161,8 @@ def _path(text: str) -> Path | str:
     return Path(text).expanduser() if text else ""  # Path("") would be the working directory
 
 
-_READERS: Mapping[Any, Callable[[str], Any]] = {
-    bool: lambda text: _TRUTH[text.lower()],
+_READER_BY_TYPE: Mapping[Any, Callable[[str], Any]] = {
+    bool: lambda text: _BOOL_BY_TEXT[text.lower()],
     int: lambda text: int(text, 0),  # "0x10" is read as Python reads it
     float: float, str: str, Path: _path, Any: str,
     type(None): lambda text: {"none": None}[text.lower()],
@@ -165,21 +170,21 @@ _READERS: Mapping[Any, Callable[[str], Any]] = {
 """Functions that convert text to a type; they raise ValueError or KeyError for other text."""
 
 
-def _plain(annotation: Any) -> Any:
-    """Return the type of an annotation that may state a range."""
+def _without_range(annotation: Any) -> Any:
+    """Return the type that an annotation states, without the range that `Annotated` may add."""
     return get_args(annotation)[0] if get_origin(annotation) is Annotated else annotation
 
 
 def _is_readable(annotation: Any) -> bool:
-    """Return True if text can be converted to the type of an annotation."""
-    plain = _plain(annotation)
-    origin, members = get_origin(plain), get_args(plain)
+    """Return True if text can be converted to the type of an annotation: no mapping, and no list of lists."""
+    bare_type = _without_range(annotation)
+    origin, type_arguments = get_origin(bare_type), get_args(bare_type)
     if origin in (Union, types.UnionType):
-        return any(_is_readable(member) for member in members if member is not type(None))
-    if _is_list(plain):
-        elements = [member for member in members if member is not Ellipsis]
-        return all(_is_readable(element) and not _is_list(_plain(element)) for element in elements)
-    return origin is Literal or plain in _READERS
+        return any(_is_readable(member) for member in type_arguments if member is not type(None))
+    if _is_list(bare_type):
+        elements = [member for member in type_arguments if member is not Ellipsis]
+        return all(_is_readable(element) and not _is_list(_without_range(element)) for element in elements)
+    return origin is Literal or bare_type in _READER_BY_TYPE
 
 
 def _is_list(plain: Any) -> bool:
@@ -190,7 +195,8 @@ def _annotation_of(option: options.Option) -> Any:
     """Return the annotation of an option, or the type of its default where no annotation can be read."""
     if option.annotation is not inspect.Parameter.empty:
         return option.annotation
-    return type(option.default) if type(option.default) in _READERS and option.default is not None else str
+    kind = type(option.default)
+    return kind if kind in _READER_BY_TYPE and option.default is not None else str
 
 
 SELECTORS: Mapping[str, CommandOption] = {
@@ -233,8 +239,7 @@ class ToolSpec:
     def parse(cls, text: str) -> ToolSpec:
         """Read `NAME` or `NAME:option=value,option,...`; a value with a comma is put in quotes.
 
-        An option without a value is "true"; the values of one that is repeated are a list.
-
+        Each option has a list of texts, several for one that is repeated; "true" for one without a value.
         Raises SpecError for a text without a name, and for a quotation mark without its twin.
         """
         name, _, options_text = text.partition(":")
@@ -274,31 +279,33 @@ class ToolSpec:
             PluginError: For a registered tool that cannot be used.
             SpecError: Names the tool, the option, the given and the expected value.
         """
-        kind = _class(self.name)
-        options = options_of(kind)
+        constructor = _find_tool_class(self.name)
+        options = options_of(constructor)
         values = {name: self._read(name, value, options) for name, value in self.options.items()}
         required = [option for option in options.values() if option.default is REQUIRED]
         missing = [str(option) for option in required if option.name not in values]
         if missing:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
-        # A tool that has an option of that name itself gets the value; `every` belongs to `log`.
-        names = options.keys() - ({"every"} if "log" in values else set())
-        selectors = {name: values.pop(name) for name in SELECTORS if name in values and name not in names}
+        # A selector of a name that the tool has as an option itself is the tool's; `every` belongs to `log`.
+        tool_options = options.keys() - ({"every"} if "log" in values else set())
+        names = [name for name in SELECTORS if name in values and name not in tool_options]
+        selectors = {name: values.pop(name) for name in names}
         log, every = selectors.pop("log", None), selectors.pop("every", 50)
-        if log is None and "every" in self.options and "every" not in names:
+        if log is None and "every" in self.options and "every" not in tool_options:
             raise SpecError(f"tool {self.name}, option every: it is for log, as in log=tensorboard,every=50")
         if log is not None and not {"start", "end", "frequency"}.isdisjoint(self.options):
             raise SpecError(f"tool {self.name}, option log: it has every, and no start, end or frequency")
         out, phase = selectors.pop("out", None), values.get("phase", selectors.get("phase"))
-        # All tools count the same steps, also those that take the options of `select` themselves.
+        # All tools count the same steps, also those that take start, end and frequency as options themselves.
         if "steps" in options and options["steps"].type == Steps | None:
             values["steps"] = steps
         try:
-            # What is registered may be a function that makes a tool.
-            adapted = getattr(kind, "command_options", dict)(values) if alone else values
+            # Hooks of the tool's class change its options: `command_options` where nobody calls its methods,
+            # `log_options` where its values are logged.  A function that makes a tool has neither.
+            arguments = getattr(constructor, "command_options", dict)(values) if alone else values
             if log is not None:
-                adapted = getattr(kind, "log_options", dict)(adapted)
-            tool = kind(**adapted)
+                arguments = getattr(constructor, "log_options", dict)(arguments)
+            tool = constructor(**arguments)
             if isinstance(tool, amanda.Tool):
                 select(tool, **selectors, steps=steps)
                 if log is not None:
@@ -306,22 +313,24 @@ class ToolSpec:
         except (AmandaError, ImportError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
         if not isinstance(tool, amanda.Tool):
-            kind = type(tool).__name__
-            raise SpecError(f"what is registered as the tool {self.name} makes a {kind}, no tool")
-        return Tooling(self.name, tool, out and _path_of_result(self.name, tool, out), phase)
+            type_name = type(tool).__name__
+            raise SpecError(f"what is registered as the tool {self.name} makes a {type_name}, no tool")
+        return Tooling(self.name, tool, out and _check_result_path(self.name, tool, out), phase)
 
     def _read(self, name: str, value: OptionValue, options: Mapping[str, CommandOption]) -> Any:
-        """Return the value of an option; raise SpecError, which names tool and option."""
+        """Return the value of an option or selector, read; raise SpecError for no such option or value."""
         option = options.get(name) or SELECTORS.get(name)
         value_text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
         if option is None:
             choices = [choice for choice in {**SELECTORS, **options}.values() if choice.readable]
-            words = {choice.name: words_of(choice.type) for choice in choices}
-            hint = did_you_mean(name, words)
+            words_by_name = {choice.name: words_of(choice.type) for choice in choices}
+            hint = did_you_mean(name, words_by_name)
             # A word of another option tells more than a name that is only similar.
-            if near := get_close_matches(value_text, chain(*words.values()), n=1, cutoff=0.8):
-                names = [choice for choice in words if near[0] in words[choice]]
-                hint = f"did you mean {get_close_matches(name, names, n=1, cutoff=0)[0]}={near[0]}?"
+            close_words = get_close_matches(value_text, chain(*words_by_name.values()), n=1, cutoff=0.8)
+            if close_words:
+                names = [choice for choice in words_by_name if close_words[0] in words_by_name[choice]]
+                close_name = get_close_matches(name, names, n=1, cutoff=0)[0]
+                hint = f"did you mean {close_name}={close_words[0]}?"
             raise SpecError(f"tool {self.name} has no option {name!r}; {hint}")
         try:
             return option.read(value)
@@ -335,10 +344,10 @@ def split_tools(word: str) -> list[str]:
     A comma begins a tool where the name of a registered tool, alone or with a colon, follows; elsewhere the
     comma stands between options.
     """
-    registered = {plugin.name for plugin in amanda.list_tools()}
+    registered_names = {plugin.name for plugin in amanda.list_tools()}
     specs: list[str] = []
     for part in word.split(","):
-        if specs and ":" in specs[-1] and part.partition(":")[0] not in registered:
+        if specs and ":" in specs[-1] and part.partition(":")[0] not in registered_names:
             specs[-1] += f",{part}"
         else:
             specs.append(part)
@@ -348,11 +357,11 @@ def split_tools(word: str) -> list[str]:
 def merge_specs(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[ToolSpec]:
     """Return the specs of both, in order; for a tool in both, options of the second replace the first's."""
     specs = [ToolSpec(spec.name, dict(spec.options)) for spec in first]
-    # The first of several with one name is the one to be overridden.
-    specs_by_name = {spec.name: spec for spec in reversed(specs)}
+    # The first of several with one name is the one to be overridden: reversed, it is entered last.
+    spec_by_name = {spec.name: spec for spec in reversed(specs)}
     for spec in second:
-        if spec.name in specs_by_name:
-            specs_by_name.pop(spec.name).options.update(spec.options)
+        if spec.name in spec_by_name:
+            spec_by_name.pop(spec.name).options.update(spec.options)
         else:
             specs.append(spec)
     return specs
@@ -369,42 +378,42 @@ def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
         SpecError: For a tool that is given twice; `ToolSpec.make` has further reasons and errors.
     """
     # One counter for all tools, or each would watch every op for its own.
-    steps, counts, specs = Steps(), Counter[str](), list(specs)
+    steps, count_by_name, specs = Steps(), Counter[str](), list(specs)
     toolings = []
     for number, spec in enumerate(specs):
         if spec in specs[:number]:
             raise SpecError(f"tool {spec} is given twice; give it once, or with other options")
         tooling = spec.make(steps, alone)
-        counts[spec.name] += 1
-        if counts[spec.name] > 1:
-            tooling.name = f"{spec.name}-{counts[spec.name]}"
+        count_by_name[spec.name] += 1
+        if count_by_name[spec.name] > 1:
+            tooling.name = f"{spec.name}-{count_by_name[spec.name]}"
         toolings.append(tooling)
     return toolings
 
 
 @functools.cache  # a forked process need not look them up again
-def _class(name: str) -> Any:
-    """Return the registered tool or the class at an import path; raise SpecError where import fails."""
-    where, dot, kind = name.rpartition(".")
+def _find_tool_class(name: str) -> Any:
+    """Return the registered tool of a name, or the class at an import path; raise SpecError without one."""
+    module_name, dot, class_name = name.rpartition(".")
     if not dot:
         return tool_class(name)
     try:
-        return getattr(import_module(where), kind)
+        return getattr(import_module(module_name), class_name)
     except (ImportError, AttributeError) as error:
         raise SpecError(f"tool {name} cannot be imported: {error}") from error
 
 
-def _path_of_result(name: str, tool: amanda.Tool, out: Path) -> Path:
+def _check_result_path(name: str, tool: amanda.Tool, out: Path) -> Path:
     """Return the absolute path of the option `out`; raise SpecError if no result can be written there."""
     result: Any = getattr(tool, "result", None)
-    # One with a `save` of its own may have other forms.
-    has_forms = isinstance(result, Result) and type(result).save is Result.save
+    # One with a `save` of its own may write other forms.
+    has_known_suffixes = isinstance(result, Result) and type(result).save is Result.save
     try:
         if not hasattr(type(tool), "result"):
             raise FileError("the tool has no result")
         path = out.absolute()
         check_file_to_write(path)
-        if has_forms and out.suffix not in result._suffixes:
+        if has_known_suffixes and out.suffix not in result._suffixes:
             raise FileError(f"{out} ends in none of {', '.join(result._suffixes)}")
         return path
     except FileError as error:

@@ -28,22 +28,23 @@ class Cause:
 
 def find_cause(
     runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], partners: Partners,
-    read: Sequence[tuple[Pair, float]],
+    differing_reads: Sequence[tuple[Pair, float]],
 ) -> Cause | None:  # fmt: skip
-    """Return the op that causes the different inputs of an op; None if that op reads another tensor.
+    """Find the op that causes the different inputs of an op, by the first of these that leads to one.
 
-    read: tensors that the op reads and that differ, with relative errors.
+    An op without a counterpart that made the input, or else an op in place that wrote into it; None for
+    neither.  differing_reads: tensors that the op reads and that differ, with relative errors.
     """
-    for pair, error in read:
+    for pair, error in differing_reads:
         is_derived = any(run.is_derived(entry) for run, entry in zip(runs, pair, strict=True))
-        # of a cast in one run, the op that reads it is named: it has two element types
+        # Of a cast in one run, the op that reads it is named: it has two element types.
         if is_derived or (pair[0].shape, pair[0].dtype) != (pair[1].shape, pair[1].dtype):
             continue
         # A dump has no references between tensors: the op that made these numbers last made the tensor.
         producers = [flow.producer(entry) for flow, entry in zip(flows, pair, strict=True)]
-        reader = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
-        cause = _unmatched_cause(producers, partners, reader, error) or _overwriting_cause(
-            runs, flows, partners, pair, producers, reader, error
+        reading_ops = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
+        cause = _unmatched_cause(producers, partners, reading_ops, error) or _overwriting_cause(
+            runs, flows, partners, pair, producers, reading_ops, error
         )
         if cause is not None:
             return cause
@@ -51,65 +52,68 @@ def find_cause(
 
 
 def _unmatched_cause(
-    producers: Sequence[Entry | None], partners: Partners, reader: Sequence[Op], error: float
+    producers: Sequence[Entry | None], partners: Partners, reading_ops: Sequence[Op], error: float
 ) -> Cause | None:
-    """Return the ops that produced a tensor if one of them, or both, have no counterpart."""
+    """Return the ops of both runs that produced a tensor, if one or both have no counterpart; else None."""
+    # producers, reading_ops: in run a and in run b.
     producer_a, producer_b = producers
     are_unmatched = [
-        producer is not None and (producer.op, producer.execution) not in partners[side]
-        for side, producer in enumerate(producers)
+        producer is not None and (producer.op, producer.execution) not in partners[run_index]
+        for run_index, producer in enumerate(producers)
     ]
     if all(are_unmatched):
-        return Cause(producer_a, producer_b, error, "")
+        return Cause(producer_a, producer_b, error, reason="")
+    reader_a, reader_b = map(_op_place, reading_ops)
     if are_unmatched[0]:
-        return Cause(producer_a, None, error, f"an op of a alone, whose result {_op_place(reader[0])} reads")
+        return Cause(producer_a, None, error, f"an op of a alone, whose result {reader_a} reads")
     if are_unmatched[1]:
-        return Cause(None, producer_b, error, f"an op of b alone, whose result {_op_place(reader[1])} reads")
+        return Cause(None, producer_b, error, f"an op of b alone, whose result {reader_b} reads")
     return None
 
 
 def find_backward_cause(
     runs: tuple[Run, Run], partners: Partners, executions: Sequence[Execution], error: float
 ) -> Cause | None:
-    """Return backward ops without a counterpart that ran just before an op of the backward pass.
+    """Return backward ops without a counterpart that ran just before a backward op; None if they have one.
 
     A dump does not have the gradients that backward ops read.  executions: of the op in both runs.
     """
-    previous_outputs = []
-    for run, execution in zip(runs, executions, strict=True):
-        order = run.results(execution[0])[execution[1]][0].order
-        earlier = [
-            entry for index in run.indices("backward") for entry in run.by_op[index] if entry.order < order
-        ]
-        previous_outputs.append(max(earlier, key=lambda entry: entry.order, default=None))
-    reader = [run.ops[index] for run, (index, _) in zip(runs, executions, strict=True)]
-    return _unmatched_cause(previous_outputs, partners, reader, error)
+    outputs_just_before = []
+    for run, (op_index, execution) in zip(runs, executions, strict=True):
+        start = run.outputs_by_execution(op_index)[execution][0].order
+        entries = (entry for index in run.op_indices("backward") for entry in run.entries_by_op[index])
+        outputs_before = [entry for entry in entries if entry.order < start]
+        outputs_just_before.append(max(outputs_before, key=lambda entry: entry.order, default=None))
+    reading_ops = [run.ops[index] for run, (index, _) in zip(runs, executions, strict=True)]
+    return _unmatched_cause(outputs_just_before, partners, reading_ops, error)
 
 
 def _overwriting_cause(
     runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], partners: Partners, pair: Pair,
-    producers: Sequence[Entry | None], reader: Sequence[Op], error: float,
+    producers: Sequence[Entry | None], reading_ops: Sequence[Op], error: float,
 ) -> Cause | None:  # fmt: skip
     """Return the op in place that wrote into a tensor, in one run, before another op read the tensor."""
+    # pair: the tensor, as the two `reading_ops` read it.  producers: what its makers gave, if known.
     # Run b first: a is the reference, and a write that b alone has is the more likely fault.
-    for side in (1, 0):
-        producer = producers[1 - side]
-        if producer is None:
+    for run_index in (1, 0):
+        other_producer = producers[1 - run_index]
+        if other_producer is None:
             continue
-        counterparts = set(partners[1 - side].get((producer.op, producer.execution), ()))
-        writer = producers[side]
-        if not counterparts or (writer is not None and (writer.op, writer.execution) in counterparts):
+        # Where the maker's counterpart made the tensor in this run too, nothing overwrote it.
+        makers = set(partners[1 - run_index].get((other_producer.op, other_producer.execution), ()))
+        producer = producers[run_index]
+        if not makers or (producer is not None and (producer.op, producer.execution) in makers):
             continue
-        orders = [
-            entry.order for op, execution in counterparts for entry in runs[side].by_op[op]
+        orders_of_making = [
+            entry.order for op, execution in makers for entry in runs[run_index].entries_by_op[op]
             if entry.execution == execution
         ]  # fmt: skip
-        overwriting = flows[side].last_overwrite(pair[side], max(orders))
-        if overwriting is not None:
-            entries: list[Entry | None] = [None, None]
-            entries[side] = overwriting
-            reason = f"in place in {'ab'[side]}, it overwrites what {_op_place(reader[side])} reads later"
-            return Cause(entries[0], entries[1], error, reason)
+        overwrite = flows[run_index].last_overwrite(pair[run_index], after=max(orders_of_making))
+        if overwrite is not None:
+            reader = _op_place(reading_ops[run_index])
+            reason = f"in place in {'ab'[run_index]}, it overwrites what {reader} reads later"
+            entry_a, entry_b = (overwrite, None) if run_index == 0 else (None, overwrite)
+            return Cause(entry_a, entry_b, error, reason)
     return None
 
 

@@ -74,19 +74,19 @@ def diff(
             _check_module(runs.b, other_name)
         # The control is compared first: it runs a again, before b's value is replaced.
         expected = runs.measure_expected(control)
-        compare = partial(_compare_runs, runs.a, mapping=mapping, rtol=rtol, by=by, expected=expected)
-        result, pairs = compare(runs.b)
+        compare_with_a = partial(_compare_runs, runs.a, mapping=mapping, rtol=rtol, by=by, expected=expected)
+        result, compared_pairs = compare_with_a(runs.b)
         result.told += tuple(runs.remarks)
         if runs.failure is not None:
-            result.fail([entry.op for _, entry in pairs], *runs.failure)
+            result.fail([entry.op for _, entry in compared_pairs], *runs.failure)
         elif bisect and result.first is not None:
             rerun = None
-            if not result.modules:
-                rerun = runs.rerun_with_value(pairs[result.comparisons.index(result.first)])
+            if not result.modules:  # a value can be put in the place of an op's output alone
+                rerun = runs.rerun_with_value(compared_pairs[result.comparisons.index(result.first)])
             if rerun is None:
                 result.told += ("What remains of the difference is not known: no op can give a's value in b",)
             else:
-                result.remaining, _ = compare(rerun)
+                result.remaining, _ = compare_with_a(rerun)
                 result.told += tuple(rerun.remarks)
         if bundle is not None:
             write_bundle(Path(bundle), runs.recorded, result)
@@ -97,12 +97,12 @@ def _compare_runs(
     run: Run, other_run: Run, mapping: Mapping[str, str] | None, rtol: float | None, by: By | None,
     expected: Expected | None,
 ) -> tuple[DiffResult, list[Pair]]:  # fmt: skip
-    """Compare two runs as `diff` does; return also the tensors of each comparison."""
+    """Compare two runs by ops or modules, as `diff` chooses; return also the tensors of each comparison."""
     notes, comparing = _notes_on_compiled(run, other_run), RunComparison(run, other_run, rtol, expected)
     # Ops of two frameworks have no names in common, modules mostly have.
-    if by == "op" or (by is None and run.is_like(other_run)):
+    if by == "op" or (by is None and run.has_same_kind_of_ops(other_run)):
         compared_ops, unmatched_ops = comparing.compare_ops(mapping or {})
-        rows = comparing.explain(comparing.in_execution_order(compared_ops))
+        rows = comparing.explain(comparing.sort_by_execution(compared_ops))
         notes += _notes_on_pieces(comparing)
         result = DiffResult(run.name, other_run.name, [row for _, row in rows], *unmatched_ops, told=notes)
         return result, [pair for pair, _ in rows]
@@ -114,10 +114,11 @@ def _compare_runs(
     names = mapping
     if names is None:
         names = pair_same_modules(run, other_run)
-        for label, side, paired in (("a", run, set(names)), ("b", other_run, set(names.values()))):
-            if unpaired := [path for path in module_paths(side) if path not in paired]:
+        names_by_run = ("a", run, set(names)), ("b", other_run, set(names.values()))
+        for label, recorded, paired_paths in names_by_run:
+            if unpaired := [path for path in module_paths(recorded) if path not in paired_paths]:
                 notes.append(f"Modules of {label} that were not compared: {_listed(unpaired)}")
-    rows = comparing.in_execution_order(comparing.compare_modules(names))
+    rows = comparing.sort_by_execution(comparing.compare_modules(names))
     notes += [*_notes_on_modules(comparing), *_notes_on_pieces(comparing)]
     comparisons = [comparison for _, comparison in rows]
     result = DiffResult(run.name, other_run.name, comparisons, modules=list(names), told=notes)
@@ -129,12 +130,12 @@ def _mode(run: Run) -> str:
 
 
 def _notes_on_compiled(run: Run, other_run: Run) -> list[str]:
-    """Return sentences on compiled callables that ran as eager code."""
+    """Return sentences on compiled callables that ran as eager code; none if all ran compiled."""
     notes = [
         f"Eager code of {name}: {', '.join(side.op_by_op)} ran op by op"
         for name, side in (("a", run), ("b", other_run)) if side.op_by_op
     ]  # fmt: skip
-    # One compiled side at least is compared: then the sentence would be wrong.
+    # Where one run is of compiled code, that much was compared.
     if notes and not run.in_graph and not other_run.in_graph:
         notes.insert(0, "Eager code was compared with eager code, and nothing that a compiler made")
     if notes:
@@ -164,15 +165,15 @@ def _notes_on_modules(comparing: RunComparison) -> list[str]:
 
 def _notes_on_pieces(comparing: RunComparison) -> list[str]:
     """Return sentences on how many ops were joined from pieces, left out, or differ without consequence."""
-    matching = comparing.matcher
-    counts = {
-        "ops ran once in one run and in pieces in the other: the pieces were joined": matching.pieces,
-        "ops in pieces do not make up what the other run gave, and were left": matching.unlike,
-        "executions of ops that one run has more than the other were not compared": matching.unmatched,
+    matcher = comparing.matcher
+    count_by_sentence = {
+        "ops ran once in one run and in pieces in the other: the pieces were joined": matcher.joined_count,
+        "ops in pieces do not make up what the other run gave, and were left": matcher.unlike_count,
+        "executions of ops that one run has more than the other were not compared": matcher.unmatched_count,
         "ops differ though the runs come to the same results: they are parts of two ways to compute these":
-            comparing.dismissed,
+            comparing.dismissed_count,
     }  # fmt: skip
-    return [f"{count} {text}" for text, count in counts.items() if count]
+    return [f"{count} {text}" for text, count in count_by_sentence.items() if count]
 
 
 def _check_module(run: Run, name: str) -> None:
@@ -180,10 +181,8 @@ def _check_module(run: Run, name: str) -> None:
     is_inside = module_test(run, name)
     paths = {dotted(op.module) for op in run.ops if op.module}
     if not any(map(is_inside, paths)):
-        close_names = get_close_matches(name, paths, n=1)
-        hint = (
-            f"did you mean {close_names[0]!r}?" if close_names else f"it has {', '.join(sorted(paths)[:8])}"
-        )
+        near = get_close_matches(name, paths, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(sorted(paths)[:8])}"
         raise AmandaError(f"module {name!r} of the mapping executed nothing in {run.name}; {hint}")
 
 
@@ -195,45 +194,37 @@ def _check_module(run: Run, name: str) -> None:
 @click.option("--python-b", metavar="PYTHON", help="The interpreter that runs the program of --b.")
 @click.option("--open", "bundle", metavar="FILE", help="A bundle that --save FILE.zip wrote, with A and B.")
 @click.option(
-    "--control",
-    metavar="RUN",
+    "--control", metavar="RUN",
     help="Run that measures expected errors: again (A once more), float64 (A in float64), auto (float64, "
     "else again), a dump, or none.  The default with --a is auto.",
-)
+)  # fmt: skip
 @click.option(
-    "--bisect/--no-bisect",
-    default=None,
+    "--bisect/--no-bisect", default=None,
     help="Rerun B with A's output at the first op that diverges.  The default with --b.",
-)
+)  # fmt: skip
 @click.option(
-    "--rtol",
-    type=OptionType(NonNegativeFloat),
+    "--rtol", type=OptionType(NonNegativeFloat),
     help="Relative error up to which tensors agree; by default from --control or the dtype.",
-)
+)  # fmt: skip
 @click.option(
-    "--map",
-    "mapped",
-    multiple=True,
-    metavar="M=N",
+    "--map", "mappings", multiple=True, metavar="M=N",
     help="Compare module M of A with N of B; or a JSON file of {M: N, ...}; may be repeated.",
-)
+)  # fmt: skip
 @click.option(
-    "--by",
-    type=click.Choice(["op", "module"]),
+    "--by", type=click.Choice(["op", "module"]),
     help="Compare ops or modules; by default modules across frameworks and ops within one.",
-)
+)  # fmt: skip
 @click.option(
-    "--compiled",
-    type=click.Choice(["eager", "instrument"]),
+    "--compiled", type=click.Choice(["eager", "instrument"]),
     help="Run compiled callables of PyTorch as compiled code with tools inside (instrument, the default), "
     "or op by op (eager).",
-)
+)  # fmt: skip
 @save_option(".html", ".json", ".csv", ".txt", ".zip")
 @limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing; only return the exit status.")
 def _command(
     a: str | None, b: str | None, line_a: str | None, line_b: str | None, python_b: str | None,
-    bundle: str | None, control: str | None, bisect: bool | None, rtol: float | None, mapped: Sequence[str],
+    bundle: str | None, control: str | None, bisect: bool | None, rtol: float | None, mappings: Sequence[str],
     by: By | None, compiled: Compiled | None, files: Sequence[Path], quiet: bool,
 ) -> int:  # fmt: skip
     """Find the first op at which two runs diverge.
@@ -251,20 +242,18 @@ def _command(
     """
     if python_b is not None and line_b is None:
         raise SpecError("--python-b is the interpreter of the program of --b, which is not given")
-    with open_bundle(bundle) as bundled:
-        sides = [
-            _side(*sources, "ab"[i], compiled, bundled)
-            for i, sources in enumerate([(a, line_a, None), (b, line_b, python_b)])
-        ]
-        zipped = [path for path in files if path.suffix == ".zip"]
-        if len(zipped) > 1:
+    with open_bundle(bundle) as run_by_label:
+        source_a = _find_source(a, line_a, None, "a", compiled, run_by_label)
+        source_b = _find_source(b, line_b, python_b, "b", compiled, run_by_label)
+        bundle_paths = [path for path in files if path.suffix == ".zip"]
+        if len(bundle_paths) > 1:
             raise SpecError("one bundle is written at a time; give one --save FILE.zip")
-        default_control: Any = "auto" if isinstance(sides[0], Command) else bundled.get("control")
+        default_control: Any = "auto" if isinstance(source_a, Command) else run_by_label.get("control")
         result = diff(
-            *sides, mapping=_mapping(mapped), rtol=rtol, by=by, compiled=compiled,
+            source_a, source_b, mapping=_read_mapping(mappings), rtol=rtol, by=by, compiled=compiled,
             control=None if control == "none" else control or default_control,
-            bisect=isinstance(sides[1], Command) if bisect is None else bisect,
-            bundle=zipped[0] if zipped else None,
+            bisect=isinstance(source_b, Command) if bisect is None else bisect,
+            bundle=bundle_paths[0] if bundle_paths else None,
         )  # fmt: skip
     # The bundle is written by `diff`, while the folder of the dumps exists.
     for path in files:
@@ -283,40 +272,46 @@ def command(arguments: Sequence[str]) -> int:
     return exit_status(_command, "amanda diff", arguments, failure=2)
 
 
-def _side(
-    source: str | None, line: str | None, python: str | None, side: str, compiled: Compiled | None,
-    bundled: Mapping[str, Run],
+def _find_source(
+    source: str | None, command_line: str | None, interpreter: str | None, label: str,
+    compiled: Compiled | None, run_by_label: Mapping[str, Run],
 ) -> Source:  # fmt: skip
-    """Return a path, a function, a program or a run of a bundle; raise SpecError for none or several."""
-    if line is not None:
+    """Return run a or b as the command line gives it; raise SpecError for none or several.
+
+    A program for `--a COMMAND`, a run of the bundle without an argument, else a path or FILE:FUNCTION.
+    """
+    if command_line is not None:
         if source is not None:
-            raise SpecError(f"{side} is given twice: as {source}, and as --{side} {line!r}")
-        return Command(line, compiled or "instrument", MAX_BYTES, python or sys.executable)
+            raise SpecError(f"{label} is given twice: as {source}, and as --{label} {command_line!r}")
+        return Command(command_line, compiled or "instrument", MAX_BYTES, interpreter or sys.executable)
     if source is None:
-        if side not in bundled:
-            raise SpecError(f"{side} is missing; give two runs, or --a and --b")
-        return bundled[side]
+        if label not in run_by_label:
+            raise SpecError(f"{label} is missing; give two runs, or --a and --b")
+        return run_by_label[label]
     path = Path(source)
     if path.suffix == ".py" and path.is_file():
-        raise SpecError(f"{source} is a program; give {source}:FUNCTION, or --{side} {source}")
+        raise SpecError(f"{source} is a program; give {source}:FUNCTION, or --{label} {source}")
     return path if path.exists() or ":" not in source else function_of(source)
 
 
-def _mapping(options: Sequence[str]) -> dict[str, str] | None:
-    """Return names of modules of B by those of A, also from JSON files; raise SpecError for other text."""
-    names: dict[str, str] = {}
-    for option in options:
-        name, equals, other_name = option.partition("=")
+def _read_mapping(texts: Sequence[str]) -> dict[str, str] | None:
+    """Return names of modules of B by those of A, of M=N or of JSON files; None without any.
+
+    Raises SpecError for other text.
+    """
+    b_module_by_a_module: dict[str, str] = {}
+    for text in texts:
+        name, equals, other_name = text.partition("=")
         if equals:
-            names[name] = other_name
-        elif not Path(option).is_file():
-            raise SpecError(f"--map {option} is neither M=N nor a JSON file")
+            b_module_by_a_module[name] = other_name
+        elif not Path(text).is_file():
+            raise SpecError(f"--map {text} is neither M=N nor a JSON file")
         else:
-            names.update(read_json(option, "file of module names", _names))
-    return names or None
+            b_module_by_a_module.update(read_json(text, "file of module names", _check_names))
+    return b_module_by_a_module or None
 
 
-def _names(content: Any) -> dict[str, str]:
+def _check_names(content: Any) -> dict[str, str]:
     """Return names of modules by names, as a file has them; raise ValueError for another content."""
     if not isinstance(content, dict) or not all(isinstance(value, str) for value in content.values()):
         raise ValueError("it holds no object of module names by module names")

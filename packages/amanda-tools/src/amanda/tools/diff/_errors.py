@@ -57,10 +57,10 @@ def tolerance(dtype_a: str, dtype_b: str, rtol: float | None = None) -> float:
 def distance(
     pair: Pair, arrays: Sequence[NDArray[Any] | None], layouts: Sequence[str | None], floor: float = 0.0
 ) -> Distance:
-    """Return how far a tensor of one run is from one of another.
+    """Return how far a tensor of one run is from one of another; by summaries where numbers are not known.
 
     arrays: their numbers, None where they are not known.  layouts: axes of both by StandardMapping, or None.
-    floor: a root mean square below which norms count as that.
+    floor: a root mean square below which norms count as that.  Infinite for shapes that do not fit.
     """
     numbers, other_numbers = arrays
     if numbers is None or other_numbers is None:
@@ -74,7 +74,7 @@ def distance(
 
 
 def array_distance(a: NDArray[Any], b: NDArray[Any], floor: float = 0.0) -> Distance:
-    """Return the distance of two arrays of the same shape, computed in float64 or complex128."""
+    """Return the distance of two arrays of the same shape, computed in float64; floor: as of `distance`."""
     a, b = (array.astype(np.complex128 if array.dtype.kind == "c" else np.float64) for array in (a, b))
     # NaN and Inf agree where both have them at the same places; the distance is of the other numbers.
     finite = np.isfinite(a) & np.isfinite(b)
@@ -104,29 +104,29 @@ def _norm(array: NDArray[Any]) -> float:
 
 
 def summary_distance(entry: Entry, other_entry: Entry, floor: float = 0.0) -> Distance:
-    """Return the largest relative difference that statistics and samples show."""
+    """Return a lower bound of the distance of two tensors: the largest that statistics and samples show."""
     a, b = entry.summary.statistics, other_entry.summary.statistics
-    counts = (a.elements, a.nan, a.inf, a.negative_inf)
-    if counts != (b.elements, b.nan, b.inf, b.negative_inf):
+    kind_counts = (a.elements, a.nan, a.inf, a.negative_inf)
+    if kind_counts != (b.elements, b.nan, b.inf, b.negative_inf):
         return Distance(math.inf, math.inf, exact=False)
     if not a.count:
         return Distance(0.0, 0.0, exact=False)
-    root = math.sqrt(a.count)
-    norm = max(a.l2, b.l2, floor * root)
+    root_of_count = math.sqrt(a.count)
+    norm = max(a.l2, b.l2, floor * root_of_count)
     # For n numbers each of these gaps is at most the norm of the difference: by the triangle inequality for
     # L2, by Cauchy and Schwarz for the mean and for L1, and as subtracting the mean shortens a vector for
     # std.
-    gaps = [abs(a.l2 - b.l2), root * abs(a.mean - b.mean), root * abs(a.std - b.std),
-            abs(a.l1 - b.l1) / root]  # fmt: skip
-    largest = max(abs(a.least - b.least), abs(a.most - b.most))
-    relative = max(gaps) / norm if norm else 0.0
+    norm_gaps = [abs(a.l2 - b.l2), root_of_count * abs(a.mean - b.mean), root_of_count * abs(a.std - b.std),
+                 abs(a.l1 - b.l1) / root_of_count]  # fmt: skip
+    largest_gap = max(abs(a.least - b.least), abs(a.most - b.most))
+    relative = max(norm_gaps) / norm if norm else 0.0
     sample, other_sample = entry.summary.sample, other_entry.summary.sample
     if entry.shape == other_entry.shape and sample and len(sample) == len(other_sample):
-        sampled = array_distance(np.array(sample), np.array(other_sample), floor)
-        errors = max(relative, sampled.relative), max(largest, sampled.largest)
-        return Distance(*errors, sampled.cosine, exact=False)
+        sample_distance = array_distance(np.array(sample), np.array(other_sample), floor)
+        largest_errors = max(relative, sample_distance.relative), max(largest_gap, sample_distance.largest)
+        return Distance(*largest_errors, sample_distance.cosine, exact=False)
     # The extremes are a bound too: a norm is at most the root of n times the largest magnitude.
-    return Distance(max(relative, largest / (a.largest or 1.0) / root), largest, exact=False)
+    return Distance(max(relative, largest_gap / (a.largest or 1.0) / root_of_count), largest_gap, exact=False)
 
 
 def noise_floor(entries: Iterable[Entry]) -> float:
@@ -137,18 +137,18 @@ def noise_floor(entries: Iterable[Entry]) -> float:
 
 def pair_entries(entries: Sequence[Entry], other_entries: Sequence[Entry]) -> Iterator[tuple[Entry, Entry]]:
     """Pair entries of the same role and position, in order."""
-    waiting = list(other_entries)
+    unpaired = list(other_entries)
     for entry in entries:
-        partner = next((e for e in waiting if (e.role, e.position) == (entry.role, entry.position)), None)
+        partner = next((e for e in unpaired if (e.role, e.position) == (entry.role, entry.position)), None)
         if partner is not None:
-            waiting.remove(partner)
+            unpaired.remove(partner)
             yield entry, partner
 
 
 def arrangements(
     array: NDArray[Any], layout: str | None, shape: tuple[int, ...], target_layout: str | None
 ) -> Iterator[NDArray[Any]]:
-    """Yield an array as one of another shape and layout; where layouts are not known, in each likely way."""
+    """Yield an array as one of another shape and layout; where layouts are unknown, in each likely way."""
     if layout and target_layout and len(layout) == array.ndim and len(target_layout) == len(shape):
         transposed = _transpose_to(array, layout, shape, target_layout)
         if transposed is not None and transposed.size == math.prod(shape):
@@ -164,8 +164,8 @@ def arrangements(
         yield from (moved for moved in moved_arrays if moved.shape == shape)
     if not has_shape and array.size == math.prod(shape):
         # Leading axes that are split otherwise, or other extents of 1.
-        array_extents, extents = ([n for n in axes if n != 1] for axes in (array.shape, shape))
-        if array_extents == extents or array.shape[-1:] == shape[-1:]:
+        extents, target_extents = ([n for n in axes if n != 1] for axes in (array.shape, shape))
+        if extents == target_extents or array.shape[-1:] == shape[-1:]:
             yield array.reshape(shape)
 
 
@@ -202,36 +202,36 @@ def join_pieces(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) 
         return whole, _closest_part(run, whole, other_run, parts)
     if any(len(part.shape) != len(whole.shape) for part in parts):
         return None
-    axes = {
-        i for part in parts for i, extents in enumerate(zip(part.shape, whole.shape, strict=True))
-        if extents[0] != extents[1]
+    unequal_axes = {
+        axis for part in parts for axis in range(len(whole.shape)) if part.shape[axis] != whole.shape[axis]
     }  # fmt: skip
-    if len(axes) != 1:
+    if len(unequal_axes) != 1:
         return None
-    axis = axes.pop()
+    axis = unequal_axes.pop()
     length, extent = whole.shape[axis], sum(part.shape[axis] for part in parts)
     has_numbers = all(entry.file is not None for entry in (whole, *parts))
     if extent > length or (extent < length and not has_numbers):
         return None
-    # Samples are at fixed positions of each part, which are other positions of the whole: they are left out.
+    # Samples of parts are of other positions than those of the whole: the summary has none.
     statistics = reduce(Statistics.merged, (part.summary.statistics for part in parts))
     summary = replace(parts[0].summary, statistics=statistics, sample=())
     shape = (*whole.shape[:axis], extent, *whole.shape[axis + 1 :])
+    # The joined tensor is in no file: its numbers are concatenated when they are read.
     read_parts = partial(_concatenate_parts, other_run, parts, axis) if has_numbers else None
-    assembled = other_run.add_derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
+    joined = other_run.add_derived(parts[0]._replace(shape=shape, summary=summary), read_parts)
     if extent == length:
-        return whole, assembled
+        return whole, joined
     # The part that a run computes may be the beginning or the end of the whole: the nearer end counts.
-    candidates = [
+    ends = [
         run.add_derived(whole._replace(shape=shape), partial(_take_range, run, whole, axis, start, extent))
         for start in (length - extent, 0)
     ]
     numbers = _concatenate_parts(other_run, parts, axis)
-    return min(candidates, key=lambda entry: array_distance(_array(run, entry), numbers).relative), assembled
+    return min(ends, key=lambda entry: array_distance(_array(run, entry), numbers).relative), joined
 
 
 def piece_ranges(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range] | None:
-    """Return the parts, in order, of which each whole tensor consists; None where they do not add up.
+    """Return for each whole tensor the range of the parts that make it up, in order; None if they do not.
 
     A single whole tensor has all the parts.  Parts of the shape of the whole, such as gradients of
     micro-batches, are as many for each.
@@ -240,23 +240,24 @@ def piece_ranges(wholes: Sequence[Entry], parts: Sequence[Entry]) -> list[range]
         return [range(len(parts))]
     if wholes[0].shape == parts[0].shape:
         # Gradients of micro-batches have the shape of the whole, so extents cannot say where a whole ends.
-        count, remainder = divmod(len(parts), len(wholes))
-        return None if remainder or count < 2 else [range(i, i + count) for i in range(0, len(parts), count)]
-    spans, start = [], 0
+        share, remainder = divmod(len(parts), len(wholes))
+        return None if remainder or share < 2 else [range(i, i + share) for i in range(0, len(parts), share)]
+    part_ranges, start = [], 0
     for whole in wholes:
-        end, missing = start, math.prod(whole.shape)
-        while end < len(parts) and missing > 0:
-            missing -= math.prod(parts[end].shape)
+        end, missing_elements = start, math.prod(whole.shape)
+        while end < len(parts) and missing_elements > 0:
+            missing_elements -= math.prod(parts[end].shape)
             end += 1
-        if missing or end == start:
+        if missing_elements or end == start:  # a part belongs to two wholes, or there are no more
             return None
-        spans.append(range(start, end))
+        part_ranges.append(range(start, end))
         start = end
-    return spans if start == len(parts) else None
+    return part_ranges if start == len(parts) else None
 
 
 def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]) -> Entry:
     """Return the first or last part, or the sum or mean of all, whichever is closest to the whole."""
+    # Without the numbers of all, and for equal ones, the first that has the shape of the whole.
     candidates = [part for part in (parts[0], parts[-1]) if part.shape == whole.shape]
     if any(entry.file is None for entry in (whole, *parts)):
         return candidates[0]
@@ -265,10 +266,9 @@ def _closest_part(run: Run, whole: Entry, other_run: Run, parts: Sequence[Entry]
         return candidates[0]
     # Losses of micro-batches are averaged, gradients are added up: either may make the whole.
     if all(part.shape == whole.shape for part in parts) and numbers.dtype.kind in "fc":
-        candidates += [
-            other_run.add_derived(parts[0]._replace(), partial(_scaled_sum, other_run, parts, divisor))
-            for divisor in (1, len(parts))
-        ]
+        for divisor in (1, len(parts)):  # the sum, the mean
+            read_numbers = partial(_scaled_sum, other_run, parts, divisor)
+            candidates.append(other_run.add_derived(parts[0]._replace(), read_numbers))
     return min(candidates, key=lambda part: array_distance(numbers, _array(other_run, part)).relative)
 
 
@@ -375,13 +375,13 @@ class Comparison:
         return "\n".join(lines)
 
     def _advice(self) -> str:
-        """Return the tolerance that would pass two element types; "" where nothing diverges by theirs."""
+        """Return a text that names the tolerance of the less precise type; "" unless that would help."""
         # A control or a tolerance of the user's own is no tolerance by type.
         if not self.diverges or self.expected is not None or self.by_type != tolerance(*self.dtypes):
             return ""
-        loosest = max(self.dtypes, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
-        rtol = f"{TOLERANCES.get(loosest, 0.0):g}"
-        return f"; pass rtol={rtol} (--rtol {rtol}) for the tolerance of {loosest}"
+        less_precise_dtype = max(self.dtypes, key=lambda dtype: TOLERANCES.get(dtype, 0.0))
+        rtol = f"{TOLERANCES.get(less_precise_dtype, 0.0):g}"
+        return f"; pass rtol={rtol} (--rtol {rtol}) for the tolerance of {less_precise_dtype}"
 
 
 MARGIN = 10.0
@@ -417,19 +417,20 @@ class Expected:
 
 
 def explained_error(error: float, dtype: str, read_error: float) -> float:
-    """Return how much of an error the element type and the error of inputs explain; at least rounding.
+    """Return how much of an error from the control rounding and the error of inputs explain.
 
-    Integers have no rounding.  An index that two near values decide may be any other.
+    At least the rounding of the element type, which integers do not have.
     """
     if dtype in TOLERANCES:
-        explained = max(_COARSE, TOLERANCES[dtype], MARGIN * read_error) / MARGIN
+        # Tensors agree up to MARGIN times what is expected, so tolerances are divided by it.
+        explicable = max(_COARSE, TOLERANCES[dtype], MARGIN * read_error) / MARGIN
     else:
-        explained = math.inf if read_error else 0.0
+        explicable = math.inf if read_error else 0.0  # an index that two near values decide may be any
     # By luck the distance from a wider control may be 0, but rounding is always expected.
-    return max(min(error, explained), _rounding(dtype))
+    return max(min(error, explicable), _rounding_error(dtype))
 
 
-def _rounding(dtype: str) -> float:
+def _rounding_error(dtype: str) -> float:
     """Return the root mean square of the relative error of rounding to an element type; 0 for integers."""
     if not dtype.startswith(("float", "bfloat")):
         return 0.0
@@ -437,5 +438,5 @@ def _rounding(dtype: str) -> float:
 
     # Rounding errs by up to half a unit in the last place, evenly: the root mean square is 1/sqrt(12) of the
     # unit, a little below a quarter of it for a mantissa between 1 and 2.
-    bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
-    return float(2.0**-bits / 4)
+    mantissa_bits: int = finfo(Tensors.numpy_type(dtype)).nmant  # type: ignore[no-untyped-call]
+    return float(2.0**-mantissa_bits / 4)

@@ -22,8 +22,8 @@ from amanda.errors import AmandaError
 from amanda.options import Name, NonNegativeInt, checked
 from amanda.tools.diff._comparison import expected_errors
 from amanda.tools.diff._errors import MARGIN, Expected, Pair, array_distance
-from amanda.tools.diff._run import Compiled, Run, Source, open_run, run_of
-from amanda.tools.diff._tools import Extra, Float64Tool, ReplacedTool, find_failing_op
+from amanda.tools.diff._run import Compiled, Run, Source, open_run, run_of_dump
+from amanda.tools.diff._tools import Float64Tool, ReplacedTool, ToolAndOptions, find_failing_op
 from amanda.tools.dump import Dump, DumpTool
 from amanda.tools.kit import leaves, tensors_of
 from amanda.tools.libraries import numpy as np
@@ -45,31 +45,32 @@ class FunctionProgram:
     max_bytes: int
     returned: list[NDArray[Any]] = field(default_factory=list)
 
-    def record(self, folder: Path, *extra: Extra) -> Run:
-        """Run under a `DumpTool` that keeps all tensors but inputs.
+    def record(self, folder: Path, *tools_before: ToolAndOptions) -> Run:
+        """Call the function under a `DumpTool` that keeps all tensors but inputs; return the run.
 
         Of compiled code, what the function returns is kept too: the compiler has the last word on it.
+        tools_before: class and options of each.
         Raises AmandaError for a function without ops to compare, and for tensors that cannot be kept.
         """
-        tool = DumpTool(folder, **_dump_options(self.max_bytes))
-        extra_tools: list[Any] = [kind(**options) for kind, options in extra]
+        dump_tool = DumpTool(folder, **_dump_options(self.max_bytes))
+        made_tools: list[Any] = [tool_class(**options) for tool_class, options in tools_before]
         try:
             # The recording tool comes last: it records what the tools before it changed.
-            with amanda.apply(*extra_tools, tool, compiled=self.compiled):
+            with amanda.apply(*made_tools, dump_tool, compiled=self.compiled):
                 returned = self.call(*self.inputs)
         except BaseException:
-            tool.clear()  # else it would be written when the folder is gone
+            dump_tool.clear()  # else it would be written when the folder is gone
             raise
         if self.compiled == "instrument":
-            tool.add_returned(returned)
-        result = tool.result
+            dump_tool.add_returned(returned)
+        result = dump_tool.result
         name = routine_name(self.call)
         if not result.entries:
             raise AmandaError(f"{name} executed no op that could be compared")
         if result.failure:
             raise AmandaError(f"what {name} computed cannot be kept: {result.failure}")
-        remarks = [remark for extra_tool in extra_tools for remark in extra_tool.remarks]
-        run = replace(run_of(_complete_dump(result.folder, name)), name=name, remarks=remarks)
+        remarks = [remark for tool_before in made_tools for remark in tool_before.remarks]
+        run = replace(run_of_dump(_complete_dump(result.folder, name)), name=name, remarks=remarks)
         self.returned = _arrays(returned) if run.in_graph else []
         return run
 
@@ -91,7 +92,7 @@ class Command:
     max_bytes: NonNegativeInt = MAX_BYTES
     python: Name = sys.executable
 
-    def record(self, folder: Path, *extra: Extra) -> Run:
+    def record(self, folder: Path, *extra: ToolAndOptions) -> Run:
         """Run the program under a `DumpTool`; its output goes to standard error.
 
         Args:
@@ -103,10 +104,10 @@ class Command:
         """
         tools = [(f"{kind.__module__}.{kind.__qualname__}", options) for kind, options in extra]
         tools.append(("dump", {"folder": folder, **_dump_options(self.max_bytes)}))
-        tool_arguments = [
-            part for name, options in tools
-            for part in ("-t", f"{name}:{','.join(f'{key}={_text(x)}' for key, x in options.items())}")
-        ]  # fmt: skip
+        tool_arguments: list[str] = []
+        for name, options in tools:
+            texts = [f"{key}={_option_text(value)}" for key, value in options.items()]
+            tool_arguments += ["-t", f"{name}:{','.join(texts)}"]
         command = [self.python, "-m", "amanda", "run", "-q", "--compiled", self.compiled, *tool_arguments]
         try:
             # Standard output is for the report alone.
@@ -115,17 +116,17 @@ class Command:
             raise AmandaError(f"{self.python} cannot be run: {error.strerror}") from None
         if process.returncode:
             self._check_interpreter()
-            raise AmandaError(f"{self.line!r} ended with {_status(process.returncode)}")
+            raise AmandaError(f"{self.line!r} ended with {_status_text(process.returncode)}")
         # Under a launcher each rank writes a folder of its own.
         dump_folder = folder if (folder / "index.json").exists() else folder / "rank0"
         if not (dump_folder / "index.json").exists():
             raise AmandaError(f"{self.line!r} executed no op that could be compared")
-        run = run_of(_complete_dump(dump_folder, repr(self.line)))
+        run = run_of_dump(_complete_dump(dump_folder, repr(self.line)))
         remarks = [] if dump_folder == folder else ["Of several ranks, rank 0 alone was compared"]
         return replace(run, name=self.line, remarks=remarks)
 
     def _check_interpreter(self) -> None:
-        """Raise AmandaError if Amanda cannot be imported where the program ran."""
+        """Raise AmandaError if another interpreter than this one lacks Amanda, or runs no code at all."""
         if self.python == sys.executable:
             return
         code = "import amanda.__main__, amanda.tools.dump"
@@ -138,7 +139,7 @@ class Command:
             )
         if process.returncode:
             raise AmandaError(
-                f"{self.python} runs no Python code: it ended with {_status(process.returncode)}"
+                f"{self.python} runs no Python code: it ended with {_status_text(process.returncode)}"
                 f"{reason and f' ({reason})'}; give the interpreter of an environment that has Amanda"
             )
 
@@ -147,7 +148,7 @@ Program = FunctionProgram | Command
 
 
 def _complete_dump(folder: Path, program: str) -> Dump:
-    """Return the dump of a program; raise AmandaError where something could not be written."""
+    """Read the dump of a program; raise AmandaError where something could not be written."""
     dump = Dump(folder)
     if dump.incomplete:
         raise AmandaError(
@@ -156,7 +157,7 @@ def _complete_dump(folder: Path, program: str) -> Dump:
     return dump
 
 
-def _status(code: int) -> str:
+def _status_text(code: int) -> str:
     """Return the status of a process in words, or the signal that ended the process."""
     try:
         return f"status {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
@@ -172,7 +173,7 @@ def _dump_options(max_bytes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _text(value: Any) -> str:
+def _option_text(value: Any) -> str:
     """Return the value of an option for a command line, in quotes if it has a comma."""
     text = "none" if value is None else os.fspath(value) if isinstance(value, Path) else str(value)
     return f"'{text}'" if "," in text else text
@@ -180,21 +181,21 @@ def _text(value: Any) -> str:
 
 def _arrays(value: Any) -> list[NDArray[Any]]:
     tensors = [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
-    dense = [(tensors_of(tensor), tensors_of(tensor).dense(tensor)) for tensor in tensors]
-    return [library.exact(tensor) for library, tensor in dense if tensor is not None]
+    dense_tensors = [(tensors_of(tensor), tensors_of(tensor).dense(tensor)) for tensor in tensors]
+    return [library.exact(tensor) for library, tensor in dense_tensors if tensor is not None]
 
 
 Control = Literal["again", "float64", "auto"]
-_REPEATED = frozenset({"pytorch", "onnxruntime"})
+_RESTORABLE = frozenset({"pytorch", "onnxruntime"})
 """Frameworks whose functions start from the same state each time."""
 
 
 class RecordedRuns:
-    """The runs a and b, which are recorded in a folder where they are programs.
+    """The runs a and b, the control of a, and reruns of b: recorded in a folder where they are programs.
 
     compiled: as in `amanda.apply`; with None a function that calls compiled callables runs once more, as
-    compiled code.  remarks: sentences on how the runs ran.  recorded: runs by "a", "b" and, if there is one,
-    "control".
+    compiled code.  remarks: sentences on how the runs ran.
+    recorded: runs by "a", "b" and, if there is one, "control".
     failure: the op of b that fails where it is compiled, and the failure in words.
     Raises AmandaError for inputs without a function to call.
     """
@@ -203,7 +204,7 @@ class RecordedRuns:
         self, folder: Path, a: Source, b: Source, inputs: Sequence[Any], compiled: Compiled | None,
         max_bytes: int,
     ) -> None:  # fmt: skip
-        self._folder, self._finds_compiled = folder, compiled is None
+        self._folder, self._may_record_compiled = folder, compiled is None
 
         def program(source: Source) -> Program | None:
             if isinstance(source, Command):
@@ -214,19 +215,20 @@ class RecordedRuns:
         self._programs = [program(a), program(b)]
         if inputs and not any(isinstance(program, FunctionProgram) for program in self._programs):
             raise AmandaError(f"{len(inputs)} inputs were given, and neither a nor b is a function to call")
-        self._start: ProcessState | None = None
+        self._state_before_runs: ProcessState | None = None
         self.remarks: list[str] = []
         self.failure: tuple[int, str] | None = None
         self.a, self.b = (
-            open_run(source, label) if code is None else self._record_first(label, code)
+            open_run(source, label) if code is None else self._record_eager_or_compiled(label, code)
             for label, source, code in zip("ab", (a, b), self._programs, strict=True)
         )
         self.remarks += [*self.a.remarks, *self.b.remarks]
         self.recorded = {"a": self.a, "b": self.b}
 
-    def _record_first(self, label: str, program: Program) -> Run:
+    def _record_eager_or_compiled(self, label: str, program: Program) -> Run:
         """Record a or b; as compiled code where nothing else was asked for and the function has such code."""
-        if not self._finds_compiled or isinstance(program, Command):
+        # Where compiled code of a does not run under tools, the eager run stays, with a remark.
+        if not self._may_record_compiled or isinstance(program, Command):
             return self._record_checked(label, label, program)
         eager_run = self._record(label, program)
         if not eager_run.op_by_op:
@@ -245,61 +247,67 @@ class RecordedRuns:
 
     def _record_checked(self, label: str, folder: str, program: Program) -> Run:
         """Record a or b; where compiled code of b fails, with eager ops from the one that fails on."""
+        # `failure` names that op.  Of compiled code, a remark says if it returns other values without a tool.
         try:
             run = self._record(folder, program)
         except Exception as error:
             # Run a is the reference: if it fails nothing can be compared.
             if label == "a" or program.compiled == "eager":
                 raise
-            # A folder holds one dump, and every try writes one.
+            # Runs b with ever other ops compiled; a folder holds one dump, and every try writes one.
             tries = count()
-            run, op = find_failing_op(lambda tool: self._record(f"b{next(tries)}", program, tool), error)
+            run, op_index = find_failing_op(
+                lambda tool: self._record(f"b{next(tries)}", program, tool), error
+            )
             failure = _error_text(getattr(error, "inner_exception", error))
-            self.failure = op, f"{failure} where it is compiled, none where it is eager code"
+            self.failure = op_index, f"{failure} where it is compiled, none where it is eager code"
             self.remarks.append("Ops of b from the one that fails on ran as eager code")
             return run
         # A compiler may choose other kernels for code with routines in it: what it returns without them is
         # checked.
-        if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _REPEATED:
-            self._begin(program)
+        if isinstance(program, FunctionProgram) and run.in_graph and run.framework in _RESTORABLE:
+            self._save_or_restore_state(program)
             try:
-                without_tool = _arrays(program.call(*program.inputs))
-                self.remarks += _tool_effects(label, program.returned, without_tool)
+                returned_without_tool = _arrays(program.call(*program.inputs))
+                self.remarks += _tool_effects(label, program.returned, returned_without_tool)
             except Exception as error:
                 self.remarks.append(
                     f"{label} raised {type(error).__name__} without a tool, and nothing with one"
                 )
         return run
 
-    def _record(self, label: str, program: Program, *extra: Extra) -> Run:
-        self._begin(program)
-        return program.record(self._folder / label, *extra)
+    def _record(self, folder_name: str, program: Program, *tools_before: ToolAndOptions) -> Run:
+        self._save_or_restore_state(program)
+        return program.record(self._folder / folder_name, *tools_before)
 
-    def _begin(self, program: Program) -> None:
-        """Save the state of the process before the first run of a function; restore it before later ones."""
+    def _save_or_restore_state(self, program: Program) -> None:
+        """Save the process's state before the first run of a function; restore it before later ones."""
         if isinstance(program, FunctionProgram):
-            if self._start is None:
-                self._start = ProcessState()
+            if self._state_before_runs is None:
+                self._state_before_runs = ProcessState()
             else:
-                self._start.restore()
+                self._state_before_runs.restore()
 
     def measure_expected(self, control: Control | Source | None) -> Expected | None:
-        """Return each op's relative error in the control; None without one; raise AmandaError if it fails."""
+        """Record or open the control; return the errors of a that it explains.  Raises AmandaError."""
+        # None without a control; an error for an unknown name, and for a control that cannot be recorded.
         if control is None:
             return None
+        # A name: again, float64 or auto; else the path of a run, or one itself.
         is_named = isinstance(control, str) and control in get_args(Control)
-        near = get_close_matches(control, get_args(Control), n=1) if isinstance(control, str) else []
-        if near and not is_named and not Path(str(control)).exists():
-            raise AmandaError(f"control is {str(control)!r}; did you mean {near[0]!r}?")
-        run = self._control(cast("Control", control)) if is_named else open_run(control, "control")
-        label = run.name if not is_named else f"a {self._way}"
-        self.remarks.append(f"Errors up to {MARGIN:g} times those of a against {label} are expected")
+        close_names = get_close_matches(control, get_args(Control), n=1) if isinstance(control, str) else []
+        if close_names and not is_named and not Path(str(control)).exists():
+            raise AmandaError(f"control is {str(control)!r}; did you mean {close_names[0]!r}?")
+        run = self._record_control(cast("Control", control)) if is_named else open_run(control, "control")
+        control_text = run.name if not is_named else f"a {self._control_kind}"
+        self.remarks.append(f"Errors up to {MARGIN:g} times those of a against {control_text} are expected")
         self.remarks += run.remarks
         self.recorded["control"] = run
         return expected_errors(self.a, run)
 
-    def _control(self, control: Control) -> Run:
+    def _record_control(self, control: Control) -> Run:
         """Record the control, a in float64 or once more; raise AmandaError where that cannot be."""
+        # "auto" is float64, or once more where that fails; `_control_kind` says which in words.
         program = self._programs[0]
         if program is None:
             raise AmandaError(
@@ -307,19 +315,19 @@ class RecordedRuns:
             )
         if control != "again":
             try:
-                return self._in_float64(program)
+                return self._record_in_float64(program)
             except AmandaError as error:
                 if control == "float64":
                     raise
                 self.remarks.append(str(error))
-        self._way = "once more"
+        self._control_kind = "once more"
         return self._record("again", program)
 
-    def _in_float64(self, program: Program) -> Run:
-        """Run a in float64; raise AmandaError where that cannot be."""
+    def _record_in_float64(self, program: Program) -> Run:
+        """Record a in float64, op by op, then restore the state; raise AmandaError where that cannot be."""
         if self.a.framework != "pytorch":
             raise AmandaError(f"Float64 is for PyTorch, and a is {self.a.framework}")
-        self._way = "in float64"
+        self._control_kind = "in float64"
         try:
             return self._record("control", replace(program, compiled="eager"), (Float64Tool, {}))
         except Exception as error:
@@ -327,11 +335,12 @@ class RecordedRuns:
             raise AmandaError(f"a cannot be run in float64 ({cause}), only again") from error
         finally:
             # Gradients in float64 would stay at the program's parameters.
-            self._begin(program)
+            self._save_or_restore_state(program)
 
     def rerun_with_value(self, pair: Pair) -> Run | None:
-        """Run b with what an op of a gave in place of what the op of b gives; None where that cannot be.
+        """Run b with what an op of a gave in place of what the op of b gives; return the run.
 
+        pair: the outputs of both.  None for tensors that are not in the dumps as they are.
         Raises AmandaError where b is not a program.
         """
         program = self._programs[1]
@@ -342,7 +351,8 @@ class RecordedRuns:
             return None
         if self.a.dump is None or self.b.dump is None or self.b.ops[entry_b.op].type == "returned":
             return None
-        if entry_a.op >= len(self.a.dump.ops) or entry_b.op >= len(self.b.dump.ops):  # one tensor of a list
+        # `split_list_ops` puts ops for single tensors of a list behind those that the dump has.
+        if entry_a.op >= len(self.a.dump.ops) or entry_b.op >= len(self.b.dump.ops):
             return None
         options = {
             "source": self.a.dump.folder, "op": entry_a.op,
@@ -357,18 +367,18 @@ def _error_text(error: Any) -> str:
 
 
 def _tool_effects(label: str, with_tool: Sequence[Any], without_tool: Sequence[Any]) -> list[str]:
-    """Return a sentence if a function returns other numbers under tools than without; else none."""
+    """Return a sentence if a function returns other tensors under tools than without, in a list; else []."""
     if len(with_tool) != len(without_tool) or any(
         a.shape != b.shape for a, b in zip(with_tool, without_tool, strict=True)
     ):
         return [f"{label} returned other tensors without a tool than with one"]
     errors = (array_distance(*pair).relative for pair in zip(with_tool, without_tool, strict=True))
-    worst = max(errors, default=0.0)
-    if not worst:
+    largest = max(errors, default=0.0)
+    if not largest:
         return []
     return [
         f"The compiled code of {label} returned other numbers without a tool, by a relative error of "
-        f"{worst:.2g}: it was compiled otherwise there, and this comparison is of the code with tools in it"
+        f"{largest:.2g}: it was compiled otherwise there, and this comparison is of the code with tools in it"
     ]
 
 
@@ -380,17 +390,17 @@ class ProcessState:
     """
 
     def __init__(self) -> None:
-        self._random, self._numpy = random.getstate(), np.random.get_state()
+        self._python_random_state, self._numpy_random_state = random.getstate(), np.random.get_state()
         self._torch: Any = sys.modules.get("torch")
         if self._torch is not None:
             with amanda.disabled(), self._torch.no_grad():
                 self._save_torch(self._torch)
 
     def _save_torch(self, torch: Any) -> None:
-        """Copy random states, tensors of modules, gradients and states of optimizers."""
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-        tensors, self._optimizers = {}, []
+        """Copy random states, and of all live modules and optimizers tensors, gradients and states."""
+        self._cpu_random_state = torch.get_rng_state()
+        self._cuda_random_states = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+        tensor_by_id, self._optimizers_with_states = {}, []
         # A function may reach models by closures and globals: the garbage collector sees every live one.
         for item in gc.get_objects():
             # Not isinstance, which asks an object for `__class__`: a lazy proxy would load its object.
@@ -400,28 +410,28 @@ class ProcessState:
                 for tensor in (*item.parameters(recurse=False), *item.buffers(recurse=False)):
                     if isinstance(tensor, torch.Tensor) and not torch.nn.parameter.is_lazy(tensor):
                         # By id: modules may share a tensor, and tensors have no equality that is a bool.
-                        tensors[id(tensor)] = tensor
+                        tensor_by_id[id(tensor)] = tensor
             elif issubclass(kind, torch.optim.Optimizer) and hasattr(item, "state"):
-                self._optimizers.append(
+                self._optimizers_with_states.append(
                     (item, {key: _state_copy(value) for key, value in item.state.items()})
                 )
-        gradients = (tensor.grad if tensor.is_leaf else None for tensor in tensors.values())
-        self._tensors = [
+        gradients = (tensor.grad if tensor.is_leaf else None for tensor in tensor_by_id.values())
+        self._tensors_with_copies = [
             (tensor, tensor.detach().clone(), None if gradient is None else gradient.detach().clone())
-            for tensor, gradient in zip(tensors.values(), gradients, strict=True)
+            for tensor, gradient in zip(tensor_by_id.values(), gradients, strict=True)
         ]
 
     def restore(self) -> None:
-        """Bring the process back to the state."""
-        random.setstate(self._random)
-        np.random.set_state(self._numpy)
+        """Bring random states, tensors, gradients and states of optimizers back to what they were."""
+        random.setstate(self._python_random_state)
+        np.random.set_state(self._numpy_random_state)
         if self._torch is None:
             return
         with amanda.disabled(), self._torch.no_grad():
-            self._torch.set_rng_state(self._cpu)
-            if self._cuda:
-                self._torch.cuda.set_rng_state_all(self._cuda)
-            for tensor, value, gradient in self._tensors:
+            self._torch.set_rng_state(self._cpu_random_state)
+            if self._cuda_random_states:
+                self._torch.cuda.set_rng_state_all(self._cuda_random_states)
+            for tensor, value, gradient in self._tensors_with_copies:
                 # In place where that is possible: views and optimizers keep the memory.  `.data` raises no
                 # version.
                 if tensor.shape == value.shape and tensor.dtype == value.dtype:
@@ -430,7 +440,7 @@ class ProcessState:
                     tensor.data = value.clone()
                 if tensor.is_leaf:
                     tensor.grad = None if gradient is None else gradient.clone()
-            for optimizer, state in self._optimizers:
+            for optimizer, state in self._optimizers_with_states:
                 # The same dict stays: it is a defaultdict to which others may hold references.
                 optimizer.state.clear()
                 optimizer.state.update({key: _state_copy(value) for key, value in state.items()})

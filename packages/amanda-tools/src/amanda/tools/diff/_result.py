@@ -31,11 +31,11 @@ def _error_text(comparison: Comparison) -> str:
 
 
 def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
-    """Return what remains of the difference if the op, or the op that reads it, gives a's value in b."""
+    """Return what remains of the difference, in words, if the op, or its reader, gives a's value in b."""
     replaced = f"with a's value in {'the place of what reads it' if first.only else 'its place'}"
     if remaining.first is None:
-        worst = max((comparison.relative for comparison in remaining.comparisons), default=0.0)
-        remainder = "not one bit of it" if not worst else f"no more than {worst:.2g}"
+        largest_error = max((comparison.relative for comparison in remaining.comparisons), default=0.0)
+        remainder = "not one bit of it" if not largest_error else f"no more than {largest_error:.2g}"
         return f"{replaced}, {remainder} remains"
     following = remaining.first
     if following.place == first.place and following.dtypes[0] != following.dtypes[1]:
@@ -43,24 +43,22 @@ def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
     return f"{replaced}, the runs next differ at {following.place}: {following.relative:.2g}"
 
 
-def reading_text(read: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
-    """Return a text on the inputs of an op of run a: those that differ, or else the first ones.
-
-    read: tensors of run a, their relative errors, and whether they agree.
-    """
+def reading_text(read_tensors: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
+    """Return a text on the inputs of an op of run a: those that differ, or else the first ones."""
+    # read_tensors: of run a, with their relative errors, and whether they agree.
     parameters = dict(op.parameters)
-    tensors = list(read)
-    differing = [(entry, relative, agrees) for entry, relative, agrees in tensors if not agrees]
+    all_tensors = list(read_tensors)
+    differing_tensors = [(entry, relative, agrees) for entry, relative, agrees in all_tensors if not agrees]
     texts = []
-    for entry, relative, agrees in (differing or tensors)[:_READ]:
+    for entry, relative, agrees in (differing_tensors or all_tensors)[:_READ]:
         path = parameters.get(entry.position) if entry.role == "input" else None
         name = f"{entry.role} {entry.position}" if path is None else f"parameter {path}"
         statistics = entry.summary.statistics
-        span = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
+        range_text = f" from {statistics.least:.3g} to {statistics.most:.3g}" if statistics.count else ""
         nonfinite = statistics.elements - statistics.count
         texts.append(
             f"{name}{'' if agrees else f' by {relative:.2g}'}: {entry.dtype}"
-            f"{shape_text(entry.shape, entry.batches)}{span}"
+            f"{shape_text(entry.shape, entry.batches)}{range_text}"
             f"{f' with {nonfinite:,} NaN or Inf' if nonfinite else ''}"
         )
     return ", ".join(texts)
@@ -110,11 +108,10 @@ class DiffResult(Result):
         """
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
+        failed: dict[str, Any] = {"relative": math.inf, "largest": math.inf, "failure": failure}
         self.comparisons = tuple(
-            replace(comparison, relative=math.inf, largest=math.inf, failure=failure)
-            if op_in_b == op
-            else comparison
-            for comparison, op_in_b in zip(self.comparisons, ops, strict=True)
+            replace(comparison, **failed) if b_op == op else comparison
+            for comparison, b_op in zip(self.comparisons, ops, strict=True)
         )
 
     @property
@@ -162,12 +159,12 @@ class DiffResult(Result):
         """
         if self.first is None or self.first.failure:
             return []
-        steps = [self.first]
+        shown = [self.first]
         for comparison in self.comparisons[self.comparisons.index(self.first) + 1 :]:
-            if comparison.relative >= _STEP * steps[-1].relative and len(steps) < _SHOWN:
-                steps.append(comparison)
+            if comparison.relative >= _STEP * shown[-1].relative and len(shown) < _SHOWN:
+                shown.append(comparison)
         last = self.comparisons[-1]
-        return steps if last is steps[-1] else [*steps, last]
+        return shown if last is shown[-1] else [*shown, last]
 
     def _growth_lines(self) -> list[str]:
         """Return a line for each op of `growth`."""
@@ -237,7 +234,7 @@ class DiffResult(Result):
         return Table(self.name, self.version, self.columns, self.rows(), "")
 
     def notes(self) -> Sequence[str]:
-        """Return sentences on the divergences, and counts of the comparisons."""
+        """Return sentences on divergences, on differences that tolerances hide, and counts of verdicts."""
         positions = self._positions().items()
         notes = [
             f"First divergence, {phase}: {self.comparisons[i]}" for phase, i in positions if i is not None
@@ -283,7 +280,7 @@ class DiffResult(Result):
         }  # fmt: skip
 
     def _positions(self) -> dict[str, int | None]:
-        """Return the row of the first divergence of each phase."""
+        """Return the row of the first divergence of each phase, None for a phase without one."""
         firsts = {phase: self._first(phase) for phase in get_args(Phase)}
         return {
             phase: None if first is None else self.comparisons.index(first) for phase, first in firsts.items()
@@ -296,7 +293,7 @@ class DiffResult(Result):
 
 
 def _in_b(comparison: Comparison) -> str:
-    """Return b's type and module where they are other; of an op that one run lacks, type and that run."""
+    """Return b's type and module where they differ from a's; for an op of one run alone, that run."""
     if comparison.only:
         return f"{comparison.type} (b alone)" if comparison.only == "b" else "(a alone)"
     type = comparison.other_type if comparison.other_type != comparison.type else ""
@@ -310,14 +307,12 @@ _COLOURS = {"forward": "#2563eb", "backward": "#d97706", "optimizer": "#059669",
 
 
 def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> str:
-    """Draw relative errors on a logarithmic scale, one point for each comparison, as an SVG element.
-
-    ringed: positions of points with a ring.  A dash marks the tolerance of each.
-    """
+    """Draw relative errors on a logarithmic scale, one point for each comparison, as an SVG element."""
+    # ringed: positions of points with a ring.  A dash marks the tolerance of each.
     if not comparisons:
         return ""
-    step = (_WIDTH - _LEFT - 10) / max(len(comparisons) - 1, 1)
-    points = [_point(comparison, _LEFT + i * step, i in ringed) for i, comparison in enumerate(comparisons)]
+    x_step = (_WIDTH - _LEFT - 10) / max(len(comparisons) - 1, 1)
+    points = [_point(comparison, _LEFT + i * x_step, i in ringed) for i, comparison in enumerate(comparisons)]
     lines = [
         f'<line x1="{_LEFT}" x2="{_WIDTH}" y1="{_y(10.0**n):.1f}" y2="{_y(10.0**n):.1f}" stroke="#8884"/>'
         f'<text x="{_LEFT - 6}" y="{_y(10.0**n) + 4:.1f}" text-anchor="end">1e{n}</text>'
@@ -333,13 +328,13 @@ def error_plot(comparisons: Sequence[Any], ringed: Collection[int | None]) -> st
 
 
 def _point(comparison: Any, x: float, is_ringed: bool) -> str:
-    """Return the point of a comparison, its tolerance, and the ring of a first divergence."""
+    """Draw the point of a comparison at x with a dash at its tolerance, and a ring if asked, in SVG."""
     y, colour = _y(comparison.relative), _COLOURS[comparison.phase]
     place = f"{comparison.type} {comparison.module} {comparison.source}"
     label = escape(f"{place}: {comparison.relative:.3g}, {comparison.verdict}")
     ring = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="8" fill="none" stroke="#dc2626" stroke-width="2"/>'
-    limit = _y(comparison.tolerance)
-    dash = f'<path d="M{x - 2:.1f} {limit:.1f}h4" stroke="#8888"/>'
+    y_of_tolerance = _y(comparison.tolerance)
+    dash = f'<path d="M{x - 2:.1f} {y_of_tolerance:.1f}h4" stroke="#8888"/>'
     point = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"><title>{label}</title></circle>'
     return dash + (ring if is_ringed else "") + point
 

@@ -59,9 +59,9 @@ class Run:
 
     def __post_init__(self) -> None:
         """Group the entries by their op."""
-        self.by_op: dict[int, list[Entry]] = {}
+        self.entries_by_op: dict[int, list[Entry]] = {}
         for entry in self.entries:
-            self.by_op.setdefault(entry.op, []).append(entry)
+            self.entries_by_op.setdefault(entry.op, []).append(entry)
         # By id, with the entry itself, so that no other entry gets the id while the run lives.
         self._derived: dict[int, tuple[Entry, Callable[[], NDArray[Any]] | None]] = {}
 
@@ -74,33 +74,34 @@ class Run:
         return id(entry) in self._derived
 
     def array(self, entry: Entry) -> NDArray[Any] | None:
-        """Return the numbers of a tensor; None where they are not known."""
+        """Read or compute the numbers of a tensor; None where they are not known."""
         if self.is_derived(entry):
-            array = self._derived[id(entry)][1]
-            return None if array is None else array()
+            _, read_numbers = self._derived[id(entry)]
+            return None if read_numbers is None else read_numbers()
         return None if self.dump is None else self.dump.array(entry)
 
-    def indices(self, phase: str) -> list[int]:
-        """Return the ops of a phase that gave something, in the order in which they ended."""
+    def op_indices(self, phase: str) -> list[int]:
+        """Return the indices of ops of a phase that gave something, in the order in which they ended."""
         # Ops are sorted by their ends, as modules are: the result of an op that calls others is after theirs.
-        end_of_op: dict[int, int] = {}  # an op ends after those that it calls
+        end_by_op: dict[int, int] = {}  # by index, the order of the op's first output
         for index, op in enumerate(self.ops):
-            orders = (entry.order for entry in self.by_op.get(index, ()) if entry.role in OUTPUT_ROLES)
-            if op.phase == phase and (end := next(orders, None)) is not None:
-                end_of_op[index] = end
-        return sorted(end_of_op, key=end_of_op.__getitem__) if self.is_in_program_order else list(end_of_op)
+            entries = self.entries_by_op.get(index, ()) if op.phase == phase else ()
+            first_output = next((entry for entry in entries if entry.role in OUTPUT_ROLES), None)
+            if first_output is not None:
+                end_by_op[index] = first_output.order
+        return sorted(end_by_op, key=end_by_op.__getitem__) if self.is_in_program_order else list(end_by_op)
 
-    def results(self, index: int) -> dict[int, list[Entry]]:
-        """Return what an op gave, by execution."""
-        executions: dict[int, list[Entry]] = {}
-        for entry in self.by_op.get(index, ()):
+    def outputs_by_execution(self, index: int) -> dict[int, list[Entry]]:
+        """Return the outputs or gradients that an op gave, by the number of the execution."""
+        outputs: dict[int, list[Entry]] = {}
+        for entry in self.entries_by_op.get(index, ()):
             if entry.role in OUTPUT_ROLES:
-                executions.setdefault(entry.execution, []).append(entry)
-        return executions
+                outputs.setdefault(entry.execution, []).append(entry)
+        return outputs
 
-    def read(self, index: int, execution: int) -> list[Entry]:
+    def tensors_read(self, index: int, execution: int) -> list[Entry]:
         """Return the inputs and weights that an op read at an execution."""
-        entries = self.by_op.get(index, ())
+        entries = self.entries_by_op.get(index, ())
         return [entry for entry in entries if entry.execution == execution and entry.role in INPUT_ROLES]
 
     def layout(self, entry: Entry) -> str | None:
@@ -115,8 +116,8 @@ class Run:
         tags = [op.namespace.split("/")[0] for op in self.ops]
         return max(set(tags), key=tags.count) if tags else ""
 
-    def is_like(self, other_run: Run) -> bool:
-        """Return True if both have the same kind of ops, as far as that is known."""
+    def has_same_kind_of_ops(self, other_run: Run) -> bool:
+        """Return True if both have ops of one framework, and in one mode, as far as that is known."""
         if not self.framework or not other_run.framework:
             return True
         alike = self.in_graph == other_run.in_graph or self.framework in _SAME_IN_GRAPHS
@@ -142,7 +143,7 @@ def open_run(source: Source, option: str) -> Run:
     if isinstance(source, Run):
         return source
     if isinstance(source, Dump):
-        return run_of(source)
+        return run_of_dump(source)
     if isinstance(source, StatsResult):
         return _statistics_run(source, "statistics")
     if not isinstance(source, (str, Path)):
@@ -155,19 +156,19 @@ def open_run(source: Source, option: str) -> Run:
             f"{option}: {path} does not exist; give the folder of a dump or a file of statistics"
         )
     if path.is_dir() or path.name == "index.json":
-        return run_of(Dump(path if path.is_dir() else path.parent))
+        return run_of_dump(Dump(path if path.is_dir() else path.parent))
     return _statistics_run(StatsResult.load(path), str(path))
 
 
-def run_of(dump: Dump) -> Run:
+def run_of_dump(dump: Dump) -> Run:
     """Return the run that a dump has, without lines of this module among the lines of the user."""
     op_by_op = [f"{name} ({line})" if line else name for name, line in dump.op_by_op]
     ops = [replace(op, source="") if op.source.startswith(_HERE) else op for op in dump.ops]
-    return Run(str(dump.folder), *expand_lists(ops, dump.entries), dump, op_by_op)
+    return Run(str(dump.folder), *split_list_ops(ops, dump.entries), dump, op_by_op)
 
 
 def _statistics_run(result: StatsResult, name: str) -> Run:
-    """Return what was measured, as if each op had executed once."""
+    """Return statistics as a run without arrays, in which each op executed once."""
     ops: list[Op] = []
     entries: list[Entry] = []
     for tensor in result.measured:
@@ -175,9 +176,10 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
         # "output 0" has a position, "weight" has none.
         role, _, number = tensor.tensor.rpartition(" ")
         role, position = (role, int(number)) if number.isdigit() else (tensor.tensor, 0)
-        repeated = any(e.op == len(ops) - 1 and (e.role, e.position) == (role, position) for e in entries)
+        place = len(ops) - 1, role, position
+        is_repeated = any((entry.op, entry.role, entry.position) == place for entry in entries)
         # Statistics have no ids of ops: a tensor that comes again belongs to the next op of the same names.
-        if not ops or ops[-1] != op or repeated:
+        if not ops or ops[-1] != op or is_repeated:
             ops.append(op)
         entries.append(Entry(
             op=len(ops) - 1, order=len(entries), execution=0, role=role, position=position,
@@ -188,7 +190,7 @@ def _statistics_run(result: StatsResult, name: str) -> Run:
 
 def visits(run: Run, inside: Callable[[str], bool]) -> Iterator[list[int]]:
     """Yield the forward ops within a module, those that follow one another together."""
-    for is_inside, indices in groupby(run.indices("forward"), lambda i: inside(run.ops[i].module)):
+    for is_inside, indices in groupby(run.op_indices("forward"), lambda i: inside(run.ops[i].module)):
         if is_inside:
             yield list(indices)
 
@@ -197,37 +199,38 @@ _FOREACH, _FUSED = "_foreach_", "_fused_"
 """PyTorch's private prefixes: of an op on each tensor of a list, and of a whole optimizer in one op."""
 
 
-def expand_lists(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op], list[Entry]]:
-    """Replace each op over lists by ops for single tensors, which come after all others.
+def split_list_ops(ops: Sequence[Op], entries: Sequence[Entry]) -> tuple[list[Op], list[Entry]]:
+    """Replace each op over lists by ops for single tensors, behind all others; return all ops and entries.
 
     An op on each tensor of a list becomes that op, once for each tensor.  A fused optimizer becomes an op for
     each tensor that it writes.
     """
     # One run may call an optimizer's op per parameter and the other once for a list: as single ops both
     # compare.
-    over_lists = {i for i, op in enumerate(ops) if op.type.startswith((_FOREACH, _FUSED))}
+    list_ops = {i for i, op in enumerate(ops) if op.type.startswith((_FOREACH, _FUSED))}
     # New ops come last: the positions of all others stay those of the dump.
-    all_ops, all_entries = list(ops), [entry for entry in entries if entry.op not in over_lists]
-    for index in sorted(over_lists):
-        lists: dict[tuple[int, str, int], list[Entry]] = defaultdict(list)
+    all_ops, all_entries = list(ops), [entry for entry in entries if entry.op not in list_ops]
+    for index in sorted(list_ops):
+        # By execution, role and position of the list among the op's arguments or outputs.
+        tensors_by_place: dict[tuple[int, str, int], list[Entry]] = defaultdict(list)
         for entry in entries:
             if entry.op == index:
-                lists[entry.execution, entry.role, entry.position].append(entry)
-        singles: dict[tuple[int, int], int] = {}
-        for (execution, role, position), tensors in lists.items():
+                tensors_by_place[entry.execution, entry.role, entry.position].append(entry)
+        # By position of an output list and place in it: index of the op for that tensor at all executions.
+        single_ops: dict[tuple[int, int], int] = {}
+        for (execution, role, position), outputs in tensors_by_place.items():
             if role != "output":
                 continue
-            for number, tensor in enumerate(tensors):
-                single = singles.setdefault((position, number), len(all_ops))
-                if single == len(all_ops):
+            for number, output in enumerate(outputs):
+                single_op = single_ops.setdefault((position, number), len(all_ops))
+                if single_op == len(all_ops):
                     all_ops.append(replace(ops[index], type=ops[index].type.removeprefix(_FOREACH)))
-                all_entries.append(tensor._replace(op=single, position=0))
-                all_entries += [
+                all_entries.append(output._replace(op=single_op, position=0))
+                for (read_execution, read_role, _), read in tensors_by_place.items():
+                    is_input = read_execution == execution and read_role in INPUT_ROLES
                     # A list of one tensor, such as the count of steps, is read with every tensor.
-                    read[number if len(read) == len(tensors) else 0]._replace(op=single)
-                    for (read_execution, kind, _), read in lists.items()
-                    if read_execution == execution and kind in INPUT_ROLES and len(read) in (1, len(tensors))
-                ]
+                    if is_input and len(read) in (1, len(outputs)):
+                        all_entries.append(read[number % len(read)]._replace(op=single_op))
     all_entries.sort(key=lambda entry: entry.order)
     return all_ops, all_entries
 
@@ -246,12 +249,12 @@ def write_bundle(path: Path, runs: Mapping[str, Run], result: DiffResult) -> Non
         if run.dump is None:
             raise AmandaError(f"a bundle holds dumps, and {label} is a file of statistics: {run.name}")
         dumps[label] = run.dump
-    names = {label: run.name for label, run in runs.items()}
-    with replacing(path) as part, ZipFile(part, "w") as file:
-        file.writestr(_RESULT_FILE, to_json({**result.to_dict(), "runs": names}))
+    name_by_label = {label: run.name for label, run in runs.items()}
+    with replacing(path) as temporary_path, ZipFile(temporary_path, "w") as bundle:
+        bundle.writestr(_RESULT_FILE, to_json({**result.to_dict(), "runs": name_by_label}))
         for label, dump in dumps.items():
             for name in ("index.json", *dump.files):
-                file.write(dump.folder / name, f"{label}/{name}")
+                bundle.write(dump.folder / name, f"{label}/{name}")
 
 
 @contextmanager
@@ -266,10 +269,10 @@ def open_bundle(path: Path | str | None) -> Iterator[dict[str, Run]]:
     # A dump reads its tensors when they are asked for, so the files stay until the context closes.
     with tempfile.TemporaryDirectory() as folder:
         with parsing(path, "bundle of amanda diff"):
-            names = _extract_dumps(Path(path), folder)
+            name_by_label = _extract_dumps(Path(path), folder)
             runs = {
-                label: replace(run_of(Dump(Path(folder) / label)), name=f"{name} of {path}")
-                for label, name in names.items() if label in ("a", "b", "control")
+                label: replace(run_of_dump(Dump(Path(folder) / label)), name=f"{name} of {path}")
+                for label, name in name_by_label.items() if label in ("a", "b", "control")
             }  # fmt: skip
         yield runs
 
@@ -279,16 +282,16 @@ def _extract_dumps(path: Path, folder: str) -> dict[str, str]:
     with ZipFile(path) as file:
         # A small archive may unpack to any size.
         check_size(path, sum(member.file_size for member in file.infolist()))
-        names = json.loads(file.read(_RESULT_FILE))["runs"]
-        if not isinstance(names, dict):
-            raise ValueError(f"its runs are {type(names).__name__}, no object")
-        for name in file.namelist():
+        name_by_label = json.loads(file.read(_RESULT_FILE))["runs"]
+        if not isinstance(name_by_label, dict):
+            raise ValueError(f"its runs are {type(name_by_label).__name__}, no object")
+        for member_name in file.namelist():
             # Only names that `write_bundle` gives: others could lead out of the folder.
-            if _MEMBER.fullmatch(name):
-                file.extract(name, folder)
-            elif name != _RESULT_FILE:
-                raise ValueError(f"it has {name!r} in it, which is no part of a bundle")
-    return names
+            if _MEMBER.fullmatch(member_name):
+                file.extract(member_name, folder)
+            elif member_name != _RESULT_FILE:
+                raise ValueError(f"it has {member_name!r} in it, which is no part of a bundle")
+    return name_by_label
 
 
 _NEAR = 1e-5
@@ -298,7 +301,7 @@ Execution = tuple[int, int]
 
 
 class DataFlow:
-    """Producers and readers of the tensors of a run.
+    """Which op produced a tensor that was read, and whether an output was read, by equal numbers in a run.
 
     A dump has no references between tensors.  Tensors are the same if shape, type, extremes, zeros and
     samples are equal; sums are not compared, as strided memory is summed in another order.
@@ -306,41 +309,41 @@ class DataFlow:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        self._outputs: dict[Hashable, list[Entry]] = {}
-        self._reads: dict[Hashable, int] = {}
+        self._outputs_by_content: dict[Hashable, list[Entry]] = {}
+        self._last_read_by_content: dict[Hashable, int] = {}
         for entry in sorted(run.entries, key=lambda entry: entry.order):
             if entry.role in OUTPUT_ROLES:
-                self._outputs.setdefault(content_key(entry), []).append(entry)
+                self._outputs_by_content.setdefault(content_key(entry), []).append(entry)
             elif entry.role in INPUT_ROLES and not reads_shape(run.ops[entry.op]):
-                self._reads[content_key(entry)] = entry.order
+                self._last_read_by_content[content_key(entry)] = entry.order
 
     def producer(self, read: Entry) -> Entry | None:
-        """Return the last tensor with these numbers that an op gave before; None for one from elsewhere."""
-        outputs = self._outputs.get(content_key(read), [])
+        """Return the last output, before it was read, with the numbers of a tensor; None if no op gave it."""
+        equal_outputs = self._outputs_by_content.get(content_key(read), [])
         # Equal numbers may be made several times: the tensor that was read is the last one before.
-        before = bisect_left(outputs, read.order, key=lambda entry: entry.order)
-        return outputs[before - 1] if before else None
+        earlier_count = bisect_left(equal_outputs, read.order, key=lambda entry: entry.order)
+        return equal_outputs[earlier_count - 1] if earlier_count else None
 
     def is_read(self, output: Entry) -> bool:
         """Return True if a later op read an output."""
-        return self._reads.get(content_key(output), -1) > output.order
+        return self._last_read_by_content.get(content_key(output), -1) > output.order
 
     def last_overwrite(self, read: Entry, after: int) -> Entry | None:
         """Return the output of the last op that overwrote a tensor, maybe through a view, before it was read.
 
-        after: order of the op that produced the tensor.
+        after: order of the op that produced the tensor.  None where no op in place did so.
         """
-        exact = self.producer(read)
+        producer = self.producer(read)
         # A write of the whole tensor leaves numbers that are found as they are; through a view they are
         # rearranged.
-        if exact is not None:
-            return exact if self._run.ops[exact.op].in_place and exact.order > after else None
-        writes = [
-            entry for entries in self._outputs.values() for entry in entries
-            if after < entry.order < read.order
+        if producer is not None:
+            return producer if self._run.ops[producer.op].in_place and producer.order > after else None
+        outputs = (entry for entries in self._outputs_by_content.values() for entry in entries)
+        overwrites = [
+            entry for entry in outputs if after < entry.order < read.order
             and self._run.ops[entry.op].in_place and _is_rearranged(entry, read)
         ]  # fmt: skip
-        return max(writes, key=lambda entry: entry.order, default=None)
+        return max(overwrites, key=lambda entry: entry.order, default=None)
 
 
 def reads_shape(op: Op) -> bool:
@@ -349,7 +352,7 @@ def reads_shape(op: Op) -> bool:
 
 
 def content_key(entry: Entry) -> Hashable:
-    """Return a key that is equal for tensors of one shape with the same numbers."""
+    """Return a key that is equal for tensors of one shape and type with the same statistics and samples."""
     summary = entry.summary
     exact = summary.statistics
     # NaN is unequal to itself, and a key with it to every other.
@@ -358,10 +361,10 @@ def content_key(entry: Entry) -> Hashable:
 
 
 def _is_rearranged(entry: Entry, other_entry: Entry) -> bool:
-    """Return True for two tensors with the same numbers, in any shape."""
-    first, second = entry.summary.statistics, other_entry.summary.statistics
-    exact = ("count", "nan", "inf", "negative_inf", "zeros", "least", "most")
-    if any(getattr(first, name) != getattr(second, name) for name in exact):
+    """Return True if two tensors of any shapes have statistics as the same numbers in another order have."""
+    statistics, other_statistics = entry.summary.statistics, other_entry.summary.statistics
+    names_of_exact = ("count", "nan", "inf", "negative_inf", "zeros", "least", "most")
+    if any(getattr(statistics, name) != getattr(other_statistics, name) for name in names_of_exact):
         return False
     # Of permuted numbers only sums differ, by the order in which they are added up.
-    return abs(first.l2 - second.l2) <= _NEAR * max(first.l2, second.l2)
+    return abs(statistics.l2 - other_statistics.l2) <= _NEAR * max(statistics.l2, other_statistics.l2)

@@ -18,19 +18,16 @@ from amanda.tools.mapping import StandardMapping
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-Extra = tuple[type[amanda.Tool], Mapping[str, Any]]
+ToolAndOptions = tuple[type[amanda.Tool], Mapping[str, Any]]
 """A tool besides the one that records, and its options."""
-_NO_TASK = -1
+_NO_BACKWARD_TASK = -1
 """Number of autograd's task on a thread without a backward pass."""
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.diff",
-    "torch",
-    "torch:_C._current_graph_task_id",
-    "torch:ops.aten._to_copy.default._schema",
-    "torch.utils._python_dispatch:TorchDispatchMode",
+    "amanda.tools.diff", "torch", "torch:_C._current_graph_task_id",
+    "torch:ops.aten._to_copy.default._schema", "torch.utils._python_dispatch:TorchDispatchMode",
     "torch.utils._pytree:tree_map_only",
-)
+)  # fmt: skip
 
 
 class Float64Tool(amanda.Tool):
@@ -63,8 +60,9 @@ class Float64Tool(amanda.Tool):
             self._mode = None
 
 
-def _enter_modes(narrow: set[str]) -> Any:
-    """Enter modes that run ops in float64, and return the stack that leaves them."""
+def _enter_modes(names_of_float32_ops: set[str]) -> Any:
+    """Enter modes of PyTorch that run ops in float64, and return the stack that leaves them."""
+    # names_of_float32_ops: names of kernels that have no float64 are added to it.
     _REQUIRED.check()
     import torch
     from torch.overrides import TorchFunctionMode
@@ -72,7 +70,7 @@ def _enter_modes(narrow: set[str]) -> Any:
     from torch.utils._pytree import tree_map_only
 
     narrow_dtypes = {torch.float32, torch.float16, torch.bfloat16}
-    statistics = ("running_mean", "running_var")
+    written_statistics = ("running_mean", "running_var")
 
     def cast_floats(dtype: torch.dtype, value: Any) -> Any:
         return tree_map_only(torch.Tensor, lambda x: x.to(dtype) if x.is_floating_point() else x, value)
@@ -95,20 +93,20 @@ def _enter_modes(narrow: set[str]) -> Any:
             # A generator draws other numbers for float64 than for float32.
             if _is_random(func, args, kwargs):
                 return func(*cast_floats(torch.float32, args), **cast_floats(torch.float32, kwargs))
-            wide = {
+            wide_kwargs = {
                 name: torch.float64 if isinstance(value, torch.dtype) and value in narrow_dtypes else value
                 for name, value in cast_floats(torch.float64, kwargs).items()
             }
-            wider = cast_floats(torch.float64, args)
+            wide_args = cast_floats(torch.float64, args)
             try:
-                outputs = func(*wider, **wide)
+                outputs = func(*wide_args, **wide_kwargs)
             # There is no kernel for float64.
             except (RuntimeError, NotImplementedError):
-                narrow.add(str(func))
+                names_of_float32_ops.add(str(func))
                 return func(*cast_floats(torch.float32, args), **cast_floats(torch.float32, kwargs))
-            for argument, original, copy in zip(func._schema.arguments, args, wider, strict=False):
-                if argument.name in statistics and original is not None:
-                    original.copy_(copy)  # a normalisation writes into them, and its schema does not say so
+            for argument, original, wide in zip(func._schema.arguments, args, wide_args, strict=False):
+                if argument.name in written_statistics and original is not None:
+                    original.copy_(wide)  # a normalisation writes into them, and its schema does not say so
             return outputs
 
         def _run_mutable(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -121,12 +119,12 @@ def _enter_modes(narrow: set[str]) -> Any:
             dtype = next((x.dtype for x in written_tensors if x.is_floating_point()), None)
             if dtype is None:
                 return func(*args, **kwargs)
-            cast = {
+            cast_by_name = {
                 name: x if name in written_names else cast_floats(dtype, x)
                 for name, x in values_by_name.items()
             }
-            positional = [cast.pop(name) for name in list(arguments)[: len(args)]]
-            return func(*positional, **cast)
+            positional = [cast_by_name.pop(name) for name in list(arguments)[: len(args)]]
+            return func(*positional, **cast_by_name)
 
     def _is_random(func: Any, args: Any, kwargs: Any) -> bool:
         """Return True for ops that draw random numbers, and not for attention without dropout."""
@@ -138,7 +136,7 @@ def _enter_modes(narrow: set[str]) -> Any:
     def _copies_or_views(func: Any) -> bool:
         """Return True for views, for copies, and where autograd converts a gradient to the type of a leaf."""
         if func is torch.ops.aten._to_copy.default:
-            return torch._C._current_graph_task_id() != _NO_TASK
+            return torch._C._current_graph_task_id() != _NO_BACKWARD_TASK
         # A view has to stay one: a copy in float64 would not see writes into its base.
         aliases = (value.alias_info for value in func._schema.returns)
         is_view = any(alias is not None and not alias.is_write for alias in aliases)
@@ -176,15 +174,15 @@ class OpaqueTool(amanda.Tool):
 
     def __init__(self, first: int) -> None:
         super().__init__()
-        self._first = first
-        self._op_ids: set[int] = set()
+        self._compiled_count = first
+        self._analysed_op_ids: set[int] = set()
         self.add_inst_for_op(self._take_out)
 
     def _take_out(self, context: amanda.OpContext) -> None:
         """Replace an op by a call of its eager version, if it comes after the first ones."""
-        if context.get_op_id() not in self._op_ids:
-            self._op_ids.add(context.get_op_id())
-            if len(self._op_ids) > self._first:
+        if context.get_op_id() not in self._analysed_op_ids:
+            self._analysed_op_ids.add(context.get_op_id())
+            if len(self._analysed_op_ids) > self._compiled_count:
                 context.replace_op(self._call_eager, op=context.get_op())
 
     def _call_eager(self, *inputs: Any, op: Callable[..., Any]) -> Any:
@@ -192,36 +190,38 @@ class OpaqueTool(amanda.Tool):
         return op(*inputs)
 
 
-def find_failing_op(record: Callable[[Extra], Run], error: Exception) -> tuple[Run, int]:
-    """Return a run whose ops are eager from the first one on that fails where it is compiled, and its index.
+def find_failing_op(record: Callable[[ToolAndOptions], Run], error: Exception) -> tuple[Run, int]:
+    """Find the op that makes a program fail where it is compiled; return a run without failure, its index.
 
-    record: runs the program under a tool.  The op is the last of the fewest first ops that fail as they are
-    compiled alone.  Raises the error, which the program raised, where it is raised with no op compiled too.
+    In that run the op and all later ones are eager.  record: runs the program under a tool.  Raises `error`,
+    which the program raised, where that has another reason: no op compiled fails too, or all of them do not.
     """
-    runs: dict[int, Run] = {}
+    run_by_compiled_count: dict[int, Run] = {}
 
-    def fails(compiled_ops: int) -> bool:
+    def does_fail(compiled_count: int) -> bool:
         """Return True if the program fails with so many ops compiled, and with an error of the same type."""
         try:
-            runs[compiled_ops] = record((OpaqueTool, {"first": compiled_ops}))
+            run_by_compiled_count[compiled_count] = record((OpaqueTool, {"first": compiled_count}))
         except Exception as caught:
             if type(caught) is not type(error):
                 raise error from caught
             return True
         return False
 
-    if fails(0):
+    if does_fail(0):
         raise error
     # The tool counts analyses of forward ops, in the order in which a dump has these.
-    op_count = len(_forward_ops(runs[0]))
-    # Each try runs the whole program, so the number of tries is the logarithm of the ops.
-    working_count = bisect_left(range(1, op_count + 1), True, key=fails)
+    op_count = len(_forward_op_indices(run_by_compiled_count[0]))
+    # Each try runs the whole program: bisection takes the logarithm of the number of ops.
+    working_count = bisect_left(range(1, op_count + 1), True, key=does_fail)
     if working_count == op_count:
         raise error
-    return runs[working_count], _forward_ops(runs[working_count])[working_count]
+    return run_by_compiled_count[working_count], _forward_op_indices(run_by_compiled_count[working_count])[
+        working_count
+    ]
 
 
-def _forward_ops(run: Run) -> list[int]:
+def _forward_op_indices(run: Run) -> list[int]:
     return [index for index, op in enumerate(run.ops) if op.phase != "backward"]
 
 
@@ -230,9 +230,9 @@ Place = tuple[str, str, str, str, int]
 
 
 def place_of(ops: Sequence[Op], index: int) -> Place:
-    """Return the place of an op of a dump; a run of the same program has the same places."""
-    lines = [(op.phase, op.type, op.module, op.source) for op in ops[: index + 1]]
-    return (*lines[index], lines.count(lines[index]) - 1)
+    """Return the place of an op of a dump, by which a run of the same program finds the op again."""
+    places_without_number = [(op.phase, op.type, op.module, op.source) for op in ops[: index + 1]]
+    return (*places_without_number[index], places_without_number.count(places_without_number[index]) - 1)
 
 
 class ReplacedTool(amanda.Tool):
@@ -248,14 +248,14 @@ class ReplacedTool(amanda.Tool):
         super().__init__()
         self.reasons: set[str] = set()
         self._dump = Dump(source)
-        self._values: dict[int, list[Entry]] = {}
+        self._entries_by_execution: dict[int, list[Entry]] = {}
         for entry in self._dump:
             if entry.op == op and entry.role in OUTPUT_ROLES:
-                self._values.setdefault(entry.execution, []).append(entry)
-        self._place = place_of(Dump(target).ops, target_op)
-        self._places: dict[tuple[int, int | None], Place] = {}
-        self._counts: Counter[tuple[str, str, str, str]] = Counter()
-        self._executed = 0
+                self._entries_by_execution.setdefault(entry.execution, []).append(entry)
+        self._target_place = place_of(Dump(target).ops, target_op)
+        self._place_by_op: dict[tuple[int, int | None], Place] = {}
+        self._count_by_place: Counter[tuple[str, str, str, str]] = Counter()
+        self._execution_count = 0
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._replace_forward)
         self.add_inst_for_op(self._replace_backward, backward=True)
@@ -274,35 +274,36 @@ class ReplacedTool(amanda.Tool):
             context.insert_after_backward_op(self._replace_outputs, dtype=context["dtype"])
 
     def _is_target(self, context: amanda.OpContext, phase: str, kind: str) -> bool:
-        """Return True for the op whose place is that of the replaced op."""
-        key = context.get_op_id(), context.get_backward_op_id()
+        """Return True for the op whose place is that of the replaced op; count ops of equal places."""
+        op_key = context.get_op_id(), context.get_backward_op_id()
         # A program meets its ops in the same order again, so equal ops are told apart by their number.
-        if key not in self._places:
+        if op_key not in self._place_by_op:
             line_place = phase, kind, context.get_scope(), context.get_source()
-            self._places[key] = (*line_place, self._counts[line_place])
-            self._counts[line_place] += 1
-        return self._places[key] == self._place
+            self._place_by_op[op_key] = (*line_place, self._count_by_place[line_place])
+            self._count_by_place[line_place] += 1
+        return self._place_by_op[op_key] == self._target_place
 
     def _replace_outputs(self, *values: Any, dtype: Any) -> list[Any] | None:
-        """Return the saved values of this execution; None, with the reason noted, where they do not fit."""
-        entries = self._values.get(self._executed, [])
-        self._executed += 1
+        """Return the other run's values of this execution; None, with a reason, where they do not fit."""
+        entries = self._entries_by_execution.get(self._execution_count, [])
+        self._execution_count += 1
         outputs = list(op_tensors(values, dtype))
         pairs = [(output, self._dump.array(entry)) for output, entry in zip(outputs, entries, strict=False)]
+        # A flat index beyond the position: a list among the outputs, or before.
         if len(outputs) != len(entries) or any(output.position != output.flat_index for output in outputs):
             self.reasons.add("it gives other tensors than in a, or lists")
         elif any(array is None or array.shape != tuple(output.tensor.shape) for output, array in pairs):
             self.reasons.add("it gives tensors of other shapes than in a")
         else:
-            changed = list(values)
+            replaced = list(values)
             for output, array in pairs:
-                changed[output.position] = _cast(array, output.tensor)
-            return changed
+                replaced[output.position] = _cast(array, output.tensor)
+            return replaced
         return None
 
 
 def _cast(array: NDArray[Any] | None, like: Any) -> Any:
-    """Return numbers as a tensor like another; NumPy's own types hold those of every other exactly."""
+    """Return numbers as a tensor like another; those of a type that NumPy lacks go through float32."""
     assert array is not None
-    plain = array if array.dtype.isbuiltin == 1 else array.astype("float32")
-    return tensors_of(like).cast(plain.copy(), like)
+    numpy_array = array if array.dtype.isbuiltin == 1 else array.astype("float32")
+    return tensors_of(like).cast(numpy_array.copy(), like)

@@ -42,19 +42,19 @@ _SAFETENSORS_TYPES = frozenset(
 
 
 def write_arrays(path: Path, arrays: Arrays, form: Format) -> None:
-    """Write arrays into one file atomically.  Raises FileError."""
-    # np.savez has no types of ml_dtypes either, which isbuiltin tells.
+    """Write arrays into one file atomically, those of other element types as bytes.  Raises FileError."""
+    # Of NumPy's own types isbuiltin is 1; those of ml_dtypes np.savez does not have.
     is_safe = form == "safetensors"
-    storable = {
+    storable_arrays = {
         key: array if (array.dtype.name in _SAFETENSORS_TYPES if is_safe else array.dtype.isbuiltin == 1)
         else np.frombuffer(array.tobytes(), np.uint8)
         for key, array in arrays.items()
     }  # fmt: skip
     if is_safe:
-        write_file(path, safetensors.numpy.save(storable))
+        write_file(path, safetensors.numpy.save(storable_arrays))
         return
     with replacing(path) as part, part.open("wb") as file:
-        np.savez(file, allow_pickle=False, **storable)
+        np.savez(file, allow_pickle=False, **storable_arrays)
 
 
 def read_arrays(path: Path) -> Arrays:
@@ -174,12 +174,12 @@ class RawEntry(NamedTuple):
     numbers: Sequence[float]
     sample: NDArray[Any]
 
-    def measured(self) -> Entry:
-        """Return the entry with its summary."""
+    def to_entry(self) -> Entry:
+        """Return the entry with a summary of its numbers and sample; of complex ones, of magnitudes."""
         sample = self.sample
         with np.errstate(invalid="ignore"):  # a signalling NaN
-            real = np.abs(sample) if np.iscomplexobj(sample) else sample
-            summary = Summary(Statistics.of_vector(self.numbers), tuple(real.astype(np.float64).tolist()))
+            values = np.abs(sample) if np.iscomplexobj(sample) else sample
+            summary = Summary(Statistics.of_vector(self.numbers), tuple(values.astype(np.float64).tolist()))
         return self.entry._replace(summary=summary)
 
 
@@ -190,7 +190,7 @@ def op_to_dict(op: Op) -> dict[str, Any]:
 
 
 def op_from_dict(value: Mapping[str, Any]) -> Op:
-    """Return the op that `op_to_dict` described."""
+    """Return the op that `op_to_dict` described; raise an error for another content."""
     fields = {name: value[name] for name in Op.__dataclass_fields__ if name in value}
     fields.update({name: fields[name] and int(fields[name], 16) for name in ("id", "of")})
     fields["parameters"] = tuple((int(i), str(path)) for i, path in fields.get("parameters", ()))

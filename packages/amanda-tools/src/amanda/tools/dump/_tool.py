@@ -135,10 +135,10 @@ class DumpTool(TensorTool[_IndexedOp]):
             "input": inputs, "output": outputs, "weight": weights, "gradient": gradients
         }  # fmt: skip
         super().__init__([role for role, keep in keeps.items() if keep != "no"], every, executions)
-        self._keeps: dict[str, Keep] = {str(role): keep for role, keep in keeps.items()}
+        self._keep_by_role: dict[str, Keep] = {str(role): keep for role, keep in keeps.items()}
         self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes
         self._writer = Writer(_rank_folder(Path(folder)), format, overwrite)
-        self._order = self._bytes = 0
+        self._next_order = self._stored_bytes = 0
         self._dtype: Any = None
         # Of the writer, not of the tool: a method of the tool would keep the tool alive.
         weakref.finalize(self, self._writer.flush)
@@ -162,27 +162,26 @@ class DumpTool(TensorTool[_IndexedOp]):
         """Delete all entries, also in the folder, and start again."""
         super().clear()
         self._writer.clear()
-        self._order = self._bytes = 0
+        self._next_order = self._stored_bytes = 0
 
     def add_returned(self, value: Any) -> None:
         """Add the tensors in a value that a program returned, as outputs of an op of type "returned".
 
         value: a tensor, or lists, tuples, dicts and dataclasses of tensors; anything else is left out.
         """
-        if self._dtype is not None:
-            record = self._indexed_op(
-                Op(phase="forward", type="returned", module="", source="", namespace="", id=0)
-            )
+        if self._dtype is not None:  # an op has been analysed: else nothing tells how tensors are read
+            op = Op(phase="forward", type="returned", module="", source="", namespace="", id=0)
+            record = self._indexed_op(op)
             tensors = leaves([value], structures=True)
             self._observe_execution(*tensors, record=record, role="output", dtype=self._dtype)
 
     def op_record(self, context: amanda.OpContext, phase: str, kind: str) -> _IndexedOp:
-        """Add an op to the index."""
-        forward, backward = context.get_op_id(), context.get_backward_op_id()
-        op, forward_id = (forward, None) if context.is_forward() else (backward or 0, forward)
+        """Add an op, or a backward op with the id of its forward op, to the index; return its record."""
+        forward_id, backward_id = context.get_op_id(), context.get_backward_op_id()
+        op_id, of = (forward_id, None) if context.is_forward() else (backward_id or 0, forward_id)
         return self._indexed_op(Op(
             phase, type=kind, module=context.get_scope(), source=context.get_source(),
-            namespace=str(context.namespace), id=op, of=forward_id, layout=context["layout"],
+            namespace=str(context.namespace), id=op_id, of=of, layout=context["layout"],
             weight_layout=context["weight_layout"], in_place=context["in_place"] and context.is_forward(),
             parameters=tuple(parameter_paths(context).items()) if context.is_forward() else (),
         ))  # fmt: skip
@@ -204,52 +203,53 @@ class DumpTool(TensorTool[_IndexedOp]):
         self.observe_all([(record, tensors, execution)])
 
     def observe_all(self, observed: Iterable[tuple[_IndexedOp, Iterator[OpTensor], int]]) -> None:
-        """Add the tensors of executions of many ops."""
+        """Measure the tensors of executions of many ops, all at once, and add their entries."""
+        # What is measured; its numbers if they are stored; the entry.
         pending: list[tuple[Any, NDArray[Any] | None, Entry]] = []
         for record, tensors, execution in observed:
             for op_tensor in tensors:
-                keep = self._keeps[op_tensor.role.split()[-1]]
+                keep = self._keep_by_role[op_tensor.role.split()[-1]]
                 if keep != "no":
-                    source, shape, stored, left_out = self._select_data(op_tensor, keep)
+                    to_measure, shape, stored, left_out = self._select_data(op_tensor, keep)
                     entry = Entry(
-                        record.index, self._order, execution, op_tensor.role, op_tensor.position, shape,
+                        record.index, self._next_order, execution, op_tensor.role, op_tensor.position, shape,
                         op_tensor.dtype, UNMEASURED, left_out=left_out, batches=op_tensor.batches,
                     )  # fmt: skip
-                    pending.append((source, stored, entry))
-            self._order += 1
+                    pending.append((to_measure, stored, entry))
+            self._next_order += 1
         # All at once: an accumulator measures the tensors of many ops together.
-        summaries = summarize([source for source, *_ in pending])
-        for (_, stored, entry), (numbers, sample) in zip(pending, summaries, strict=True):
-            self._writer.add(RawEntry(entry, numbers, sample), stored)
+        summaries = summarize([to_measure for to_measure, *_ in pending])
+        for (_, stored, entry), (statistics, sample) in zip(pending, summaries, strict=True):
+            self._writer.add(RawEntry(entry, statistics, sample), stored)
 
     def _select_data(
         self, op_tensor: OpTensor, keep: Keep
     ) -> tuple[Any, tuple[int, ...], NDArray[Any] | None, str | None]:
-        """Return the tensor to summarize, its shape, its numbers if they are stored, and why they are not."""
+        """Return what to measure, the shape, the numbers if they are stored, and a limit that forbids it."""
         tensors = tensors_of(op_tensor.tensor)
-        source = tensors.shared(op_tensor.tensor)
-        if source is not None and keep == "summary":  # a hot path
-            return source, source.shape, None, None
-        shape = tensors.extents(op_tensor.tensor) if source is None else source.shape
+        to_measure = tensors.shared(op_tensor.tensor)
+        if to_measure is not None and keep == "summary":  # a hot path
+            return to_measure, to_measure.shape, None, None
+        shape = tensors.extents(op_tensor.tensor) if to_measure is None else to_measure.shape
         # A type without a known size counts as the widest.
         size = prod(shape) * (itemsize(op_tensor.dtype) or 8)
         left_out = None
         if keep == "full" and size > self._max_tensor_bytes:
             left_out = "max_tensor_bytes"
-        elif keep == "full" and self._bytes + size > self._max_bytes:
+        elif keep == "full" and self._stored_bytes + size > self._max_bytes:
             left_out = "max_bytes"
         is_stored = keep == "full" and left_out is None
         # What is stored is copied to the host anyway, and then summarised there.
-        on_host = is_stored or (source is None and size <= _HOST_BYTES)
-        stored = exact_array(op_tensor.tensor) if on_host else None
-        if is_stored and stored is None:
+        is_fetched = is_stored or (to_measure is None and size <= _HOST_BYTES)
+        array = exact_array(op_tensor.tensor) if is_fetched else None
+        if is_stored and array is None:
             left_out = "its layout"
-        if source is None:
-            source = op_tensor.tensor if stored is None else stored
+        if to_measure is None:
+            to_measure = op_tensor.tensor if array is None else array
         if not is_stored:
-            stored = None
-        self._bytes += 0 if stored is None else stored.nbytes
-        return source, shape, stored, left_out
+            array = None
+        self._stored_bytes += 0 if array is None else array.nbytes
+        return to_measure, shape, array, left_out
 
 
 def _rank_folder(folder: Path) -> Path:

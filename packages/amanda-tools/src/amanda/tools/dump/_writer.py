@@ -1,4 +1,4 @@
-"""A folder that is filled while a program runs, and can be read at any time."""
+"""Writer of a dump: a folder that is filled while a program runs, and can be read at any time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SAMPLE_SIZE = 32
 
 
 def summarize(tensors: Sequence[Any]) -> list[tuple[Sequence[float], NDArray[Any]]]:
-    """Return the fields of `Statistics` of each tensor, and a sample in its element type."""
+    """Measure tensors; return for each the fields of `Statistics`, and a sample in its element type."""
     accumulators = [Accumulator(None) for _ in tensors]
     Accumulator.add_all(zip(accumulators, tensors, strict=True))
     vectors = (accumulator.vector() for accumulator in accumulators)
@@ -62,7 +62,7 @@ def exact_array(tensor: Any) -> NDArray[Any] | None:
 
 
 def _sample(tensor: Any) -> NDArray[Any]:
-    """Return numbers at even distances in the order of indexing."""
+    """Return at most `SAMPLE_SIZE` numbers of a tensor, at even distances; none of one that has no array."""
     tensors = tensors_of(tensor)
     array = tensor if isinstance(tensor, np.ndarray) else tensors.shared(tensor)
     if array is None:
@@ -83,13 +83,14 @@ logger = logging.getLogger("amanda")
 
 SHARD = 64 << 20
 """Bytes of tensors that wait to be written into one file."""
-_SECONDS, _PATIENCE = 2.0, 20.0
+# Least seconds between two writings, and how many times as long as a writing took.
+_INTERVAL, _INTERVAL_RATIO = 2.0, 20.0
 # Of all writers, since one that has a lock of its own could not be copied before its first scope.
 _LOCK = Lock()
 
 
 class Writer:
-    """Writer of a dump: every few seconds it writes the tensors, then the index that names them.
+    """Writer of a dump: keeps entries and tensors, and every few seconds writes these, then the index.
 
     The index is written anew each time, and so seldom that this takes a small share of the time.  Nothing
     is made in the folder before the first writing; where another process has written by then, this one has
@@ -105,16 +106,16 @@ class Writer:
     def __init__(self, folder: Path, form: Format, overwrite: bool) -> None:
         folder = folder.absolute()  # the program may go elsewhere before all is written
         self.folder, self._form = folder, form
-        self._process = os.getpid()
+        self._pid = os.getpid()
         self.ops: list[Op] = []
         self.reports: list[Report] = []
         self.failure, self._has_warned = "", False
         self._check_folder(overwrite)
-        self._replaced, self._owns_folder = _file_stamp(folder / INDEX), False
+        self._stamp_of_older_dump, self._has_own_dump = _file_stamp(folder / INDEX), False
         self.clear()
 
     def _check_folder(self, overwrite: bool) -> None:
-        """Raise AmandaError for a folder with other files, or one that is not writable."""
+        """Raise AmandaError for a folder that has other files or a dump to keep, or that is not writable."""
         check_folder_to_write(self.folder)
         if not self.folder.exists():
             return
@@ -134,11 +135,12 @@ class Writer:
     def clear(self) -> None:
         """Delete all entries; the next write removes those in the folder."""
         self._raw_entries: list[RawEntry] = []
-        self._texts: list[str] = []  # of the entries that have been written
-        self._waiting: dict[str, NDArray[Any]] = {}
-        self._bytes = self._shards = self.written = 0
-        self._next_write = monotonic() + _SECONDS
-        self._changed = self._begun = False
+        # JSON of the entries that have been written; tensors by key for the next file, with their bytes.
+        self._texts: list[str] = []
+        self._pending_tensors: dict[str, NDArray[Any]] = {}
+        self._pending_bytes = self._shard_count = self.written = 0
+        self._next_write = monotonic() + _INTERVAL
+        self._has_unwritten_entries = self._has_claimed_folder = False
         self.failure = ""
 
     def add_op(self, op: Op) -> int:
@@ -148,40 +150,40 @@ class Writer:
 
     @property
     def entries(self) -> list[Entry]:
-        """Return all entries, in order; without their tensors while these are not written."""
+        """Measure and return all entries, in order; those whose tensors are not written yet name no file."""
         with _LOCK:
             # An entry names its file before that is written, so the name alone proves nothing.
-            shard = self._shard_name() if self._waiting else ""
-            return [_without_tensor_in(shard, entry).measured() for entry in self._raw_entries]
+            shard = self._shard_name() if self._pending_tensors else ""
+            return [_without_tensor_in(shard, entry).to_entry() for entry in self._raw_entries]
 
     def add(self, raw: RawEntry, array: NDArray[Any] | None = None) -> None:
-        """Add an entry, with its tensor if that is stored."""
+        """Add an entry, with its tensor if that is stored; write where a file is full, or it is time to."""
         with _LOCK:
             if array is not None:
                 raw = raw._replace(entry=self._add_tensor(raw.entry, array))
             self._raw_entries.append(raw)
-            self._changed = True
-            is_due = self._bytes >= SHARD or monotonic() >= self._next_write
+            self._has_unwritten_entries = True
+            is_due = self._pending_bytes >= SHARD or monotonic() >= self._next_write
         if is_due:
             self.flush()
 
     def _add_tensor(self, entry: Entry, array: NDArray[Any]) -> Entry:
-        """Keep a tensor for the next file; return the entry with the names of file and tensor."""
+        """Keep a tensor for the next file; return its entry with the name of that file, and the key in it."""
         op = self.ops[entry.op]
         name = f"{len(self._raw_entries):06d}.{op.module}.{op.type}.{entry.role}.{entry.position}"
         # Keys become names of members of an archive, where a slash would be a folder.
         key = re.sub(r"[^A-Za-z0-9_.-]", "_", name)
-        self._waiting[key] = array
-        self._bytes += array.nbytes
+        self._pending_tensors[key] = array
+        self._pending_bytes += array.nbytes
         return entry._replace(dtype=array.dtype.name, file=self._shard_name(), key=key)
 
     def _shard_name(self) -> str:
-        return f"tensors-{self._shards:05d}.{self._form}"
+        return f"tensors-{self._shard_count:05d}.{self._form}"
 
     def flush(self) -> None:
-        """Write what is pending, unless this is a forked process."""
+        """Write what is pending, unless this is a forked process; a failure is noted, not raised."""
         # A forked child has a copy of what is pending, which its parent writes.
-        if self._changed and os.getpid() == self._process:
+        if self._has_unwritten_entries and os.getpid() == self._pid:
             with _LOCK:
                 try:
                     self._write_waiting()
@@ -189,33 +191,33 @@ class Writer:
                     self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
-        """Note that writing failed; drop the pending tensors if they fill a file."""
+        """Note why writing failed, warn once, mark the folder; drop pending tensors that fill a file."""
         self.failure = str(error)
-        if self._begun:
+        if self._has_claimed_folder:
             with suppress(OSError):
                 (self.folder / INCOMPLETE).touch()  # an empty file needs no space
         if not self._has_warned:
             self._has_warned = True
             logger.warning("dump: %s; the program continues, and the next write retries", error)
         # Keeping more would fill the memory while the disk stays full.
-        if self._bytes >= SHARD:
+        if self._pending_bytes >= SHARD:
             shard = self._shard_name()
             self._raw_entries = [_without_tensor_in(shard, entry) for entry in self._raw_entries]
-            self._waiting, self._bytes = {}, 0
-        self._next_write = monotonic() + _SECONDS
+            self._pending_tensors, self._pending_bytes = {}, 0
+        self._next_write = monotonic() + _INTERVAL
 
     def _write_waiting(self) -> None:
-        """Write the tensors that wait, then the index, and set the time of the next writing."""
+        """Claim the folder, write the tensors that wait, then the index; set the time of the next writing."""
         start = monotonic()
         self._claim_folder()
         # Tensors first: the index must never name a file that is not there.
-        if self._waiting:
-            write_arrays(self.folder / self._shard_name(), self._waiting, self._form)
-            self.written += self._bytes
-            self._waiting, self._bytes = {}, 0
-            self._shards += 1
+        if self._pending_tensors:
+            write_arrays(self.folder / self._shard_name(), self._pending_tensors, self._form)
+            self.written += self._pending_bytes
+            self._pending_tensors, self._pending_bytes = {}, 0
+            self._shard_count += 1
         # Only new entries become text, or each write would take longer than the one before.
-        self._texts += [to_json(raw.measured().to_dict()) for raw in self._raw_entries[len(self._texts) :]]
+        self._texts += [to_json(raw.to_entry().to_dict()) for raw in self._raw_entries[len(self._texts) :]]
         index = to_json({
             "schema": f"amanda.{NAME}", "version": VERSION,
             "ops": [op_to_dict(op) for op in self.ops],
@@ -225,32 +227,33 @@ class Writer:
         write_file(self.folder / INDEX, text)
         if self.failure:
             (self.folder / INCOMPLETE).unlink(missing_ok=True)
-        self._changed, self.failure = False, ""
-        took = monotonic() - start
+        self._has_unwritten_entries, self.failure = False, ""
+        duration = monotonic() - start
         # Writing takes at most a twentieth of the time, however long the index has become.
-        self._next_write = monotonic() + max(_SECONDS, _PATIENCE * took)
+        self._next_write = monotonic() + max(_INTERVAL, _INTERVAL_RATIO * duration)
 
     def _op_by_op(self) -> list[list[str]]:
         callables = {(entry.what, entry.where) for report in self.reports for entry in report.op_by_op}
         return [list(pair) for pair in sorted(callables)]
 
     def _claim_folder(self) -> None:
-        """Before the first write, remove an older dump, and claim the folder or a new subfolder."""
-        if self._begun:
+        """At the first write, remove an older dump, and claim the folder, or a new subfolder of another's."""
+        if self._has_claimed_folder:
             return
         index = self.folder / INDEX
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            if self._owns_folder:
+            if self._has_own_dump:
                 self._remove_older_dump()
-            elif self._replaced is not None and _file_stamp(index) == self._replaced:
+            # Of processes that may overwrite the dump, the one that finds it unchanged under the lock does.
+            elif self._stamp_of_older_dump is not None and _file_stamp(index) == self._stamp_of_older_dump:
                 with locked(index):
-                    if _file_stamp(index) == self._replaced:
+                    if _file_stamp(index) == self._stamp_of_older_dump:
                         self._remove_older_dump()
-            if not self._owns_folder and not _claim_index(index):  # another process has come first
-                self.folder = self.folder / f"process{self._process}-{token_hex(4)}"
+            if not self._has_own_dump and not _claim_index(index):  # another process has come first
+                self.folder = self.folder / f"process{self._pid}-{token_hex(4)}"
                 self.folder.mkdir()
-        self._owns_folder = self._begun = True
+        self._has_own_dump = self._has_claimed_folder = True
 
     def _remove_older_dump(self) -> None:
         """Remove an older dump: its index, and what else has a name that a dump gives to files."""
@@ -276,7 +279,7 @@ def _is_leftover(name: str, part: bool = False) -> bool:
 
 
 def _file_stamp(path: Path) -> tuple[int, int] | None:
-    """Return size and times of a file, by which another file in its place is noticed."""
+    """Return inode and time of a file, by which another file in its place is noticed; None without one."""
     try:
         status = path.stat()
     except FileNotFoundError:

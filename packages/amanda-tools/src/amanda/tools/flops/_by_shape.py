@@ -10,7 +10,7 @@ from typing import Any
 import amanda
 from amanda.tools.flops._cost import Extents, OpCost, are_known, shape_of
 from amanda.tools.flops._table import CONTRACTIONS
-from amanda.tools.flops._tangents import TANGENT, has_tangents, tangent_place
+from amanda.tools.flops._tangents import TANGENT, has_tangents, tangent_op_cost
 from amanda.tools.kit import leaves
 
 MAX_SHAPES = 1024
@@ -46,14 +46,14 @@ class ShapeCounts(amanda.ShapeTally):
     """Count executions of an op, or of a backward op, by their shapes; compute costs when they are read.
 
     context: of its analysis.  sides: the values of the analysis: inputs and outputs, or gradients.
-    measure: returns the place of a `ShapedContext`, as far as shapes decide.
-    costs: places of all ops, by everything that decides them.
+    measure: returns the cost of one execution at a `ShapedContext`, as far as shapes decide.
+    costs: what `measure` returned for all ops, by everything that decides it.
     settle: adds the counts to the result, where there are many shapes.  forward: of the op of a backward op.
     key: anything else that decides the costs.
     """
 
     __slots__ = (
-        "_batched", "_builders", "_context", "_costs", "_counts_all_sides", "_dtype", "_measure",
+        "_builders", "_context", "_costs", "_counts_all_sides", "_counts_by_samples", "_dtype", "_measure",
         "_recomputed", "_settle", "key",
     )  # fmt: skip
 
@@ -68,18 +68,18 @@ class ShapeCounts(amanda.ShapeTally):
         self._costs = costs
         self._settle = settle
         self._recomputed: _RecomputationCounts | None = None
-        self._batched: dict[int, amanda.ShapeTally] = {}  # by the number of samples of a vmap
+        self._counts_by_samples: dict[int, amanda.ShapeTally] = {}  # by the number of samples of a vmap
         # The cost of products is that of the forward op, which may have had samples that the gradients lack.
-        product = str(context.get("backward_type", "")).removesuffix("_backward") in CONTRACTIONS
-        self._counts_all_sides = forward is None or product
+        is_product = str(context.get("backward_type", "")).removesuffix("_backward") in CONTRACTIONS
+        self._counts_all_sides = forward is None or is_product
         # A backward op may have no gradient at its analysis; its tensors then have the element type of the
         # forward op.
         dtypes = [getattr(value, "dtype", None) for value in leaves(sides)]
         forward_dtype = None if forward is None else forward._dtype
         self._dtype: Any = next((dtype for dtype in dtypes if dtype is not None), forward_dtype)
         # A gradient that this pass does not make another pass may.
-        absent = None if forward is None else self._dtype
-        builders = [[_stand_in_builder(value, absent) for value in side] for side in sides]
+        type_for_none = None if forward is None else self._dtype
+        builders = [[_make_stand_in_builder(value, type_for_none) for value in side] for side in sides]
         # A cost of gradients is decided by the shapes of the forward op as well, so a backward op counts all
         # four sides.
         self._builders: list[list[Callable[[Any], Any]]]
@@ -103,9 +103,9 @@ class ShapeCounts(amanda.ShapeTally):
         if samples == 1:
             super().__call__(shapes=shapes)
         else:
-            self._batched.setdefault(samples, amanda.ShapeTally())(shapes=shapes)
+            self._counts_by_samples.setdefault(samples, amanda.ShapeTally())(shapes=shapes)
         # A program with ever new shapes, such as lengths of texts, must not grow without end.
-        if len(self) + sum(map(len, self._batched.values())) > MAX_SHAPES:
+        if len(self) + sum(map(len, self._counts_by_samples.values())) > MAX_SHAPES:
             self._settle(self)
 
     @property
@@ -116,50 +116,50 @@ class ShapeCounts(amanda.ShapeTally):
 
     def clear(self) -> None:
         super().clear()
-        self._batched.clear()
+        self._counts_by_samples.clear()
         if self._recomputed is not None:
             self._recomputed.clear()
 
-    def places(self) -> Iterator[OpCost]:
-        """Yield where the executions are counted, those of equal shapes together."""
-        yield from self._places(self)
-        for samples, counted in self._batched.items():
-            yield from (place.for_samples(samples) for place in self._places(counted))
-        for counted in (self, *self._batched.values()):
-            yield from self._tangent_places(counted)
+    def op_costs(self) -> Iterator[OpCost]:
+        """Yield a cost with its number of calls for each set of shapes; samples and tangents apart."""
+        yield from self._op_costs(self)
+        for samples, counted in self._counts_by_samples.items():
+            yield from (op_cost.for_samples(samples) for op_cost in self._op_costs(counted))
+        for counted in (self, *self._counts_by_samples.values()):
+            yield from self._tangent_op_costs(counted)
         if self._recomputed is not None:
-            yield from (replace(place, phase=RECOMPUTATION) for place in self._places(self._recomputed))
+            yield from (replace(op_cost, phase=RECOMPUTATION) for op_cost in self._op_costs(self._recomputed))
 
-    def _places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
+    def _op_costs(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
         for shapes, calls in counted.items():
-            yield self._place_of_op(self.cost(shapes), calls)
+            yield self._count_op_cost(self.cost(shapes), calls)
 
-    def _tangent_places(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
-        """Yield a place for the tangents of each set of shapes that was counted and has tangents."""
+    def _tangent_op_costs(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
+        """Yield the cost of the tangents, with calls, of each counted set of shapes that has tangents."""
         for shapes, calls in counted.items():
             if has_tangents(shapes):
-                place = tangent_place(self._shaped(shapes), self.cost(shapes), shapes)
-                yield self._place_of_op(place, calls)
+                op_cost = tangent_op_cost(self._shaped_context(shapes), self.cost(shapes), shapes)
+                yield self._count_op_cost(op_cost, calls)
 
-    def _place_of_op(self, cost: OpCost, calls: int) -> OpCost:
+    def _count_op_cost(self, cost: OpCost, calls: int) -> OpCost:
         # Ops with equal keys share their costs, so these may be those of another op.
         module, source = self._context.get_scope(), self._context.get_source()
         parameters = self._context["parameters"] if cost.parameters else ()
         return replace(cost, module=module, source=source, parameters=parameters, calls=calls)
 
-    def _shaped(self, shapes: tuple[Any, ...]) -> ShapedContext:
+    def _shaped_context(self, shapes: tuple[Any, ...]) -> ShapedContext:
         sides = zip(self._builders, shapes, strict=True)
         return ShapedContext(self._context, [_stand_ins(builders, side) for builders, side in sides])
 
     def cost(self, shapes: tuple[Any, ...]) -> OpCost:
-        """Return the cost of an execution with these shapes, of whichever op of this kind."""
+        """Return the cost of an execution with these shapes, computed once for all ops of this key."""
         key = (self.key, shapes)
         cost = self._costs.get(key)
         if cost is None:
             # Costs can be computed again at any time, so all are dropped rather than the oldest.
             if len(self._costs) >= MAX_COSTS:
                 self._costs.clear()
-            cost = self._costs[key] = self._measure(self._shaped(shapes), shapes)
+            cost = self._costs[key] = self._measure(self._shaped_context(shapes), shapes)
         return cost
 
 
@@ -179,13 +179,13 @@ class _RecomputationCounts(amanda.ShapeTally):
 
 
 class AnyShapeCount(amanda.Tally):
-    """Count executions of an op whose cost is that of `place` for all shapes."""
+    """Count executions of an op whose cost is the same for all shapes."""
 
-    __slots__ = ("_place", "_recomputed", "key")
+    __slots__ = ("_op_cost", "_recomputed", "key")
 
-    def __init__(self, place: OpCost, key: Hashable) -> None:
+    def __init__(self, op_cost: OpCost, key: Hashable) -> None:
         super().__init__()
-        self._place = place
+        self._op_cost = op_cost
         self._recomputed = amanda.Tally()
         self.key = key
 
@@ -197,39 +197,40 @@ class AnyShapeCount(amanda.Tally):
         super().clear()
         self._recomputed.clear()
 
-    def places(self) -> Iterator[OpCost]:
-        yield replace(self._place, calls=self.calls)
+    def op_costs(self) -> Iterator[OpCost]:
+        yield replace(self._op_cost, calls=self.calls)
         if self._recomputed.calls:
-            yield replace(self._place, phase=RECOMPUTATION, calls=self._recomputed.calls)
+            yield replace(self._op_cost, phase=RECOMPUTATION, calls=self._recomputed.calls)
 
 
 class FirstShapeCount:
     """Executions of a backward op whose cost is known for the shapes of its first execution alone.
 
-    first, other: the places of executions with those shapes, and with others.
-    share: returns the place that equal ops share.
+    first, other: costs, with calls, of executions at those shapes, and at others, where it is unknown.
+    share: returns the object that counts the calls of equal ops together.
     """
 
-    __slots__ = ("_first", "_other", "_shapes", "_share")
+    __slots__ = ("_first_cost", "_other_cost", "_shapes", "_share_op_cost")
 
     def __init__(self, first: OpCost, other: OpCost, share: Callable[[OpCost], OpCost]) -> None:
-        self._first = first
-        self._other = other
-        self._share = share
+        self._first_cost = first
+        self._other_cost = other
+        self._share_op_cost = share
         self._shapes: tuple[Any, ...] | None = None
 
     @amanda.observer
     def count(self, *, shapes: tuple[Any, ...]) -> None:
-        """Count an execution with these shapes."""
+        """Count an execution with these shapes, and its tangents if any; the first call sets the shapes."""
         if self._shapes is None:
             self._shapes = shapes
             samples = amanda.ShapeTally.samples(shapes)
             if samples != 1:
-                self._first = self._share(replace(self._first.for_samples(samples), calls=0))
-        place = self._first if shapes == self._shapes else self._other
-        place.calls += 1
+                cost = self._first_cost.for_samples(samples)
+                self._first_cost = self._share_op_cost(replace(cost, calls=0))
+        op_cost = self._first_cost if shapes == self._shapes else self._other_cost
+        op_cost.calls += 1
         if has_tangents(shapes):
-            self._share(replace(self._other, phase=TANGENT, calls=0)).calls += 1
+            self._share_op_cost(replace(self._other_cost, phase=TANGENT, calls=0)).calls += 1
 
 
 def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) -> list[Any]:
@@ -238,16 +239,17 @@ def _stand_ins(builders: Sequence[Callable[[Any], Any]], shapes: Sequence[Any]) 
     return [builders[min(i, len(builders) - 1)](shape) for i, shape in enumerate(shapes)] if builders else []
 
 
-def _stand_in_builder(value: Any, absent: Any) -> Callable[[Any], Any]:
-    """Return a function from a shape to a stand-in.  absent: element type for None; None without one."""
+def _make_stand_in_builder(value: Any, type_for_none: Any) -> Callable[[Any], Any]:
+    """Return a function from a shape to a stand-in for a value; what is no tensor stands for itself."""
+    # type_for_none: element type of the stand-in where the value is None; None if it stays None.
     if isinstance(value, (list, tuple)):
         element_types = [element.dtype for element in value if _is_tensor(element)]
         if not element_types:
             return lambda shape: value
         return lambda shape: [Extents(*pair) for pair in zip(shape, element_types, strict=True)]
-    if not _is_tensor(value) and (value is not None or absent is None):
+    if not _is_tensor(value) and (value is not None or type_for_none is None):
         return lambda shape: value
-    element_type = absent if value is None else value.dtype
+    element_type = type_for_none if value is None else value.dtype
     return lambda shape: None if shape is None else Extents(shape, element_type)
 
 
@@ -257,8 +259,8 @@ def _is_tensor(value: Any) -> bool:
     return kind.__name__ in ("Tensor", "Parameter") and kind.__module__.partition(".")[0] == "torch"
 
 
-def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bool:
-    """Return True if shapes and element types say all about values.
+def are_shapes_enough(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bool:
+    """Return True if shapes and element types say all that a cost needs to know of values.
 
     So they do if all tensors are of PyTorch's own classes, of known shape, and none is in a list of lists.
     """
@@ -271,14 +273,12 @@ def are_plain(sides: Sequence[Sequence[Any]], shape: Callable[[Any], Any]) -> bo
 
 
 # Types whose result lies in new memory at all shapes; of those not listed, `reshape` for one, strides decide.
-_ALWAYS_COPIES = frozenset(
-    """
+_ALWAYS_COPIES = frozenset("""
     cat stack hstack vstack index_select gather embedding index_add index_copy index_fill index_put scatter
     scatter_add scatter_reduce clone masked_fill masked_select take repeat repeat_interleave zeros_like
     ones_like full_like one_hot triu tril roll flip sort argsort nonzero fill zero copy
     to type type_as float half double bfloat16 _to_copy
-    """.split()
-)
+    """.split())  # fmt: skip
 _VIEWS = frozenset(
     "broadcast_to chunk expand expand_as narrow permute select split split_with_sizes t transpose "
     "unbind".split()
@@ -287,16 +287,17 @@ _VIEW_INDICES = (int, slice, type(...), type(None))
 
 
 def is_always_or_never_view(kind: str, context: amanda.OpContext, is_view: bool) -> bool:
-    """Return True if an op of this type gives a view for all shapes, or for none, as in this execution.
+    """Return True if an op of this type gives a view at all shapes, or at none, as this execution did.
 
-    kind: a type that moves data.  is_view: whether this execution gave a view.
+    kind: a type that moves data.  is_view: whether this execution gave a view.  False where that may change.
     """
     if kind in ("index", "getitem"):
-        index = leaves(context.get_inputs()[1:])
-        # Indexing with tensors gathers, which always copies; with numbers and slices it is a view.
-        if any(map(_is_tensor, index)):
+        index_parts = leaves(context.get_inputs()[1:])
+        # Indexing with tensors gathers, which always copies; with numbers and slices it is a view.  If this
+        # execution did otherwise, the rule does not hold for the op.
+        if any(map(_is_tensor, index_parts)):
             return not is_view
-        return is_view and all(type(part) in _VIEW_INDICES for part in index)
+        return is_view and all(type(part) in _VIEW_INDICES for part in index_parts)
     if kind in _VIEWS:
         return is_view or not context.get_outputs()
     if not any(map(_is_tensor, leaves(context.get_inputs()))):
@@ -313,27 +314,29 @@ class ParameterKeys:
     """
 
     def __init__(self) -> None:
-        self._keys: dict[Hashable, tuple[Hashable, int]] = {}
-        self._numbers: dict[Hashable, set[int]] = {}  # in use, by the other parts of the keys
-        self._first_read: dict[int, list[Hashable]] = {}  # parameters by the op that read them first
+        self._key_by_parameter: dict[Hashable, tuple[Hashable, int]] = {}
+        self._used_numbers: dict[Hashable, set[int]] = {}  # in use, by the other parts of the keys
+        self._parameters_by_first_reader: dict[int, list[Hashable]] = {}  # by the id of the op
 
-    def keyed(self, context: amanda.OpContext) -> tuple[tuple[Hashable, int], ...]:
+    def keys_and_elements(self, context: amanda.OpContext) -> tuple[tuple[Hashable, int], ...]:
         """Return the keys and the elements of the parameters that an op reads."""
         return tuple((self._key(context, read), elements) for read, elements in context["parameters_read"])
 
     def _key(self, context: amanda.OpContext, parameter: Hashable) -> Hashable:
-        key = self._keys.get(parameter)
+        """Return the key of a parameter, a new one if no live op has read it before."""
+        key = self._key_by_parameter.get(parameter)
         if key is None:
-            place = (context["type"], context.get_scope(), context.get_source())
-            used = self._numbers.setdefault(place, set())
-            number = next(number for number in count(len(used)) if number not in used)
-            used.add(number)
-            key = self._keys[parameter] = place, number
-            self._first_read.setdefault(context.get_op_id(), []).append(parameter)
+            reading_place = (context["type"], context.get_scope(), context.get_source())
+            used_numbers = self._used_numbers.setdefault(reading_place, set())
+            # Ops of one place may be many: numbers tell their parameters apart, and may be used again.
+            number = next(number for number in count(len(used_numbers)) if number not in used_numbers)
+            used_numbers.add(number)
+            key = self._key_by_parameter[parameter] = reading_place, number
+            self._parameters_by_first_reader.setdefault(context.get_op_id(), []).append(parameter)
         return key
 
     def forget(self, op_id: int) -> None:
         """Forget the parameters that an op read first, which the program dropped."""
-        for parameter in self._first_read.pop(op_id, ()):
-            place, number = self._keys.pop(parameter)
-            self._numbers[place].discard(number)
+        for parameter in self._parameters_by_first_reader.pop(op_id, ()):
+            reading_place, number = self._key_by_parameter.pop(parameter)
+            self._used_numbers[reading_place].discard(number)

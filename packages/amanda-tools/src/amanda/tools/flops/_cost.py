@@ -90,6 +90,7 @@ class Shapes:
             *more: Attributes, the index of the weight among the inputs, and its axes.
         """
         input_shapes = [shape_of(value, shape) for value in inputs]
+        # Inputs without a known shape, such as numbers, which formulas read themselves.
         values = [
             value for value, extents in zip(inputs, input_shapes, strict=True) if extents in (None, UNKNOWN)
         ]
@@ -98,13 +99,13 @@ class Shapes:
     @property
     def out(self) -> Shape:
         """Shape of the first output."""
-        output_shapes = tensors(self.outputs)
+        output_shapes = tensor_shapes(self.outputs)
         return output_shapes[0] if output_shapes else ()
 
     @property
     def elements(self) -> int:
         """Elements of the largest input or output: those that an elementwise op or a reduction visits."""
-        all_shapes = tensors([*self.inputs, *self.outputs])
+        all_shapes = tensor_shapes([*self.inputs, *self.outputs])
         # A reduction over a list, such as a sum of tensors, visits the elements of all of them.
         lists = [shapes for shapes in self.inputs if isinstance(shapes, list)]
         sizes = [*map(prod, all_shapes), *(sum(map(prod, shapes)) for shapes in lists)]
@@ -125,8 +126,8 @@ class Shapes:
         is_nested = any(isinstance(shape, Components) for shape in (*self.inputs, *self.outputs))
         if is_nested or not self.are_known:
             return 0
-        factors = sorted(prod(shape) for shape in tensors(self.inputs) if len(shape) > 1)[-2:]
-        results = [prod(shape) for shape in tensors(self.outputs)]
+        factors = sorted(prod(shape) for shape in tensor_shapes(self.inputs) if len(shape) > 1)[-2:]
+        results = [prod(shape) for shape in tensor_shapes(self.outputs)]
         return isqrt(prod(factors) * max(results)) if len(factors) == 2 and results else 0
 
 
@@ -139,7 +140,7 @@ def table(*entries: tuple[Formula, str]) -> dict[str, Formula]:
     return {name: formula for formula, names in entries for name in names.split()}
 
 
-def tensors(shapes: Iterable[Any]) -> list[Shape]:
+def tensor_shapes(shapes: Iterable[Any]) -> list[Shape]:
     """Return the shapes of tensors, those in lists too."""
     lists = (group if isinstance(group, list) else [group] for group in shapes)
     return [shape for group in lists for shape in group if shape is not None]
@@ -147,19 +148,21 @@ def tensors(shapes: Iterable[Any]) -> list[Shape]:
 
 def are_known(shapes: Iterable[Any]) -> bool:
     """Return True if every extent is known."""
-    return all(None not in shape for shape in tensors(shapes))
+    return all(None not in shape for shape in tensor_shapes(shapes))
 
 
 def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], int]]:
-    """Return the shapes of a component of nested tensors, and how many have these; each set of shapes once.
+    """Return the shapes of components of nested tensors, each set of shapes once, and how many have it.
 
-    sides: shapes of inputs, of outputs and so on.  A tensor of their rank has a matrix for each component.
+    sides: shapes of inputs, of outputs and so on; without a nested tensor they are one component themselves.
+    A dense tensor of their rank has a matrix for each component.
     """
-    all_shapes: list[Any] = [shape for side in sides for shape in tensors(side)]
-    nested = [shape for shape in all_shapes if isinstance(shape, Components)]
-    if not nested:
+    all_shapes: list[Any] = [shape for side in sides for shape in tensor_shapes(side)]
+    nested_shapes = [shape for shape in all_shapes if isinstance(shape, Components)]
+    if not nested_shapes:
         return [([list(side) for side in sides], 1)]
-    count, rank = len(nested[0]), 1 + max((len(shape[0]) for shape in nested if shape), default=0)
+    component_count = len(nested_shapes[0])
+    rank = 1 + max((len(shape[0]) for shape in nested_shapes if shape), default=0)
 
     def component_shape(shape: Any, i: int) -> Any:
         """Return the shape of component i; that of a tensor which all components share as it is."""
@@ -168,16 +171,16 @@ def components(sides: Sequence[Sequence[Any]]) -> list[tuple[list[list[Any]], in
         if isinstance(shape, Components):
             return shape[i]
         # A dense tensor beside nested ones has a row for each component, unless all components share it.
-        is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == count
+        is_batch = isinstance(shape, tuple) and len(shape) == rank and shape[0] == component_count
         return shape[1:] if is_batch else shape
 
-    sides_of_components = [
-        [[component_shape(shape, i) for shape in side] for side in sides] for i in range(count)
+    sides_by_component = [
+        [[component_shape(shape, i) for shape in side] for side in sides] for i in range(component_count)
     ]
     # Components of equal length cost the same, and batches have many of them: each form is computed once.
-    counts = Counter(map(str, sides_of_components))
-    distinct = {str(component): component for component in sides_of_components}
-    return [(component, counts[text]) for text, component in distinct.items()]
+    counts = Counter(map(str, sides_by_component))
+    component_by_text = {str(component): component for component in sides_by_component}
+    return [(component, counts[text]) for text, component in component_by_text.items()]
 
 
 def size(shape: Any) -> int:
@@ -189,7 +192,7 @@ def size(shape: Any) -> int:
 
 def elements(shapes: Iterable[Any]) -> int:
     """Return the elements of tensors, those in lists too, whose shapes are known."""
-    return sum(map(size, tensors(shapes)))
+    return sum(map(size, tensor_shapes(shapes)))
 
 
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
@@ -232,7 +235,7 @@ KEYS = ("phase", "type", "module", "source")
 
 @dataclass
 class OpCost:
-    """One op, forward or backward, with shapes that stayed the same.
+    """The cost of one execution of an op, forward or backward, at certain shapes, and its number of calls.
 
     calls: how often it was executed; 0 where that cannot be seen.  macs, flops: of one execution; None where
     no formula knows, or shapes are not known even as it runs.
@@ -276,16 +279,15 @@ class FlopsResult(PlacesResult[OpCost]):
     _leading = 1
     _counted: ClassVar[Sequence[Column]] = (
         Column("calls", show="{:,}".format, total=True, priority=1),
-        Column("MACs", show=amount, total=True),
-        Column("FLOPs", show=amount, total=True, priority=2),
+        Column("MACs", show=amount, total=True), Column("FLOPs", show=amount, total=True, priority=2),
         Column("parameters", show=amount, number=True, folded="sum"),
         Column("bytes", show=partial(amount, unit="B"), total=True, unit="B"),
         Column("FLOPs/byte", show="{:.2f}".format, number=True, folded="mean"),
-    )
+    )  # fmt: skip
 
     def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS, depth: int | None = None) -> None:
         # Places of ops that never ran are dropped, except for those whose executions cannot be seen.
-        self.ops = [place for place in places if place.calls or place.flops is None]
+        self.ops = [op_cost for op_cost in places if op_cost.calls or op_cost.flops is None]
         self._is_warned = False
         self._depth = depth
         self._set_keys(by, "FLOPs")
@@ -295,14 +297,15 @@ class FlopsResult(PlacesResult[OpCost]):
         """Return the result that `to_dict` described; raise ValueError for other schemas, newer versions."""
         version = check_schema(content, cls.name, cls.version)
 
-        def parameters(place: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
+        def parameters(fields: Mapping[str, Any]) -> tuple[tuple[str, int], ...]:
             """Return what an op reads; in version 1 ops of one line are taken for readers of the same."""
             if version == 1:
-                return ((f"{place['module']} {place['source']} {place['type']}", int(place["parameters"])),)
-            return tuple((str(number), int(elements)) for number, elements in place["parameters"])
+                place = f"{fields['module']} {fields['source']} {fields['type']}"
+                return ((place, int(fields["parameters"])),)
+            return tuple((str(number), int(elements)) for number, elements in fields["parameters"])
 
-        places = [{**place, "parameters": parameters(place)} for place in content["places"]]
-        return super().from_dict({**content, "places": places})
+        op_costs = [{**fields, "parameters": parameters(fields)} for fields in content["places"]]
+        return super().from_dict({**content, "places": op_costs})
 
     def tree(self, depth: int | None = None) -> Result:
         """Return a row for each module, with the sums of all modules within, and the share of the FLOPs.
@@ -319,7 +322,8 @@ class FlopsResult(PlacesResult[OpCost]):
         return self._tree(depth, _TREE, numbers)
 
     def _printed(self, view: Any) -> Result:
-        """Return the tree of modules for rows by module, and where the view asks for a tree."""
+        """Return the tree of modules, if rows are by module or the view asks for it; else the flat table."""
+        # A sorted view is a flat table too, with a remark.
         is_tree = self._by == ("module",) or (view.tree and self._by == KEYS)
         if is_tree and view.sort:
             flat = copy(self)
@@ -344,7 +348,7 @@ class FlopsResult(PlacesResult[OpCost]):
         """
         if what not in ("macs", "flops", "bytes", "calls"):
             raise AmandaError(f"there are totals of macs, flops, bytes and calls, not of {what!r}")
-        phases = sorted({*get_args(Phase), *(place.phase for place in self.ops)})
+        phases = sorted({*get_args(Phase), *(op_cost.phase for op_cost in self.ops)})
         if phase is not None and phase not in phases:
             raise AmandaError(f"there is no phase {phase!r}; {did_you_mean(phase, phases)}")
         # Once for each result: totals are read in loops.
@@ -356,30 +360,30 @@ class FlopsResult(PlacesResult[OpCost]):
 
     def _sum(self, quantity: str, phase: str | None = None) -> int:
         """Return the sum of a quantity over all calls, of one phase or of all."""
-        places = [place for place in self.ops if phase in (None, place.phase)]
+        op_costs = [op_cost for op_cost in self.ops if phase in (None, op_cost.phase)]
         if quantity == "calls":
-            return sum(place.calls for place in places)
-        return sum((getattr(place, quantity) or 0) * place.calls for place in places)
+            return sum(op_cost.calls for op_cost in op_costs)
+        return sum((getattr(op_cost, quantity) or 0) * op_cost.calls for op_cost in op_costs)
 
     @property
     def unsupported(self) -> Mapping[str, int]:
         """Types of ops whose cost is not known, with their calls: no formula knows them, or their shapes."""
-        return self._sums_without_cost(lambda place: place.calls)
+        return self._sums_without_cost(lambda op_cost: op_cost.calls)
 
     @property
     def unseen(self) -> Mapping[str, int]:
         """Types of ops whose executions cannot be seen, as in ONNX' control flow, with their number."""
-        return Counter(place.type for place in self.ops if not place.calls)
+        return Counter(op_cost.type for op_cost in self.ops if not op_cost.calls)
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return rows by their keys, those with most FLOPs first."""
-        rows = [(*key, *_totals(places)) for key, places in self._grouped(self.ops).items()]
+        rows = [(*key, *_totals(op_costs)) for key, op_costs in self._grouped(self.ops).items()]
         flops = len(self._by) + 2
         return sorted(rows, key=lambda row: -(row[flops] or 0))
 
     def _facts(self) -> Mapping[str, Any]:
-        """Totals, what was not counted, and each op."""
-        phases = dict.fromkeys(place.phase for place in self.ops)
+        """Return totals by phase, types of ops without a formula, and what the base class gives: each op."""
+        phases = dict.fromkeys(op_cost.phase for op_cost in self.ops)
         totals = {
             phase: {quantity: self._sum(quantity, phase) for quantity in ("macs", "flops", "bytes")}
             for phase in phases
@@ -390,7 +394,7 @@ class FlopsResult(PlacesResult[OpCost]):
         """Return the totals, the convention, and the share of what no formula knows."""
         if not self.ops:
             return [NOTHING]
-        phases = dict.fromkeys(place.phase for place in self.ops)
+        phases = dict.fromkeys(op_cost.phase for op_cost in self.ops)
         parts = ", ".join(f"{phase} {amount(self._sum('flops', phase))}" for phase in phases)
         flops = f"{amount(self._sum('flops'))} FLOPs{f' ({parts})' if len(phases) > 1 else ''}"
         return [
@@ -400,7 +404,7 @@ class FlopsResult(PlacesResult[OpCost]):
         ]
 
     def _gaps(self) -> Sequence[str]:
-        """Return sentences on what is not counted, if anything is not."""
+        """Return sentences on what is not counted: ops without a formula, unseen ops, perhaps products."""
         sentences = []
         if unsupported := self.unsupported:
             share = 100 * sum(unsupported.values()) / self._sum("calls")
@@ -422,24 +426,23 @@ class FlopsResult(PlacesResult[OpCost]):
     @property
     def missing(self) -> Mapping[str, int]:
         """Types of ops that no formula knows and that may be products, with their MACs if they are."""
-        return self._sums_without_cost(lambda place: place.calls * place.estimate)
+        return self._sums_without_cost(lambda op_cost: op_cost.calls * op_cost.estimate)
 
     def _sums_without_cost(self, count_of: Callable[[OpCost], int]) -> Mapping[str, int]:
         """Return sums of `count_of` by the types of ops of unknown cost; types with 0 are left out."""
         numbers = Counter[str]()
-        for place in self.ops:
-            if place.flops is None and (count := count_of(place)):
-                numbers[place.type] += count
+        for op_cost in self.ops:
+            if op_cost.flops is None and (count := count_of(op_cost)):
+                numbers[op_cost.type] += count
         return numbers
 
 
 _TREE = (
     Column("calls", show="{:,}".format, number=True),
     Column("parameters", show=amount, number=True, priority=2),
-    Column("MACs", show=amount, number=True),
-    Column("FLOPs", show=amount, number=True, priority=3),
+    Column("MACs", show=amount, number=True), Column("FLOPs", show=amount, number=True, priority=3),
     Column("share", show="{:.1%}".format, number=True, unit="share", priority=4),
-)
+)  # fmt: skip
 _ANY_DEPTH = 1000
 
 
@@ -448,13 +451,14 @@ def _listing(types: Mapping[str, int]) -> str:
     return ", ".join(f"{name} ({number})" for name, number in sorted(types.items()))
 
 
-def _totals(places: Sequence[OpCost]) -> tuple[Any, ...]:
+def _totals(ops: Sequence[OpCost]) -> tuple[Any, ...]:
     """Return calls, MACs and FLOPs (None if no cost is known), parameters, bytes and FLOPs per byte."""
-    costed = [place for place in places if place.flops is not None]
-    macs = sum((place.macs or 0) * place.calls for place in costed) if costed else None
-    flops = sum((place.flops or 0) * place.calls for place in costed) if costed else None
-    bytes_moved = sum(place.bytes * place.calls for place in places)
-    # Several ops may read one parameter, and one op has a place for each set of shapes.
-    parameters = dict(chain.from_iterable(place.parameters for place in places))
+    with_cost = [op for op in ops if op.flops is not None]
+    macs = sum((op.macs or 0) * op.calls for op in with_cost) if with_cost else None
+    flops = sum((op.flops or 0) * op.calls for op in with_cost) if with_cost else None
+    bytes_moved = sum(op.bytes * op.calls for op in ops)
+    # Several ops may read one parameter, and one op has a cost for each set of shapes.
+    parameters = dict(chain.from_iterable(op.parameters for op in ops))
     intensity = flops / bytes_moved if flops is not None and bytes_moved else None
-    return sum(place.calls for place in places), macs, flops, sum(parameters.values()), bytes_moved, intensity
+    calls = sum(op.calls for op in ops)
+    return calls, macs, flops, sum(parameters.values()), bytes_moved, intensity

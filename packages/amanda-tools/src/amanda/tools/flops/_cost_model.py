@@ -14,7 +14,7 @@ from amanda import interceptor
 from amanda.tools.flops._by_shape import ShapedContext
 from amanda.tools.flops._cost import Components, Cost, Extents, Formula, Shapes, are_known, components, size
 from amanda.tools.flops._formulas import attention_backward, no_cost
-from amanda.tools.flops._inside import COMPILED, InnerCosts, costs_inside
+from amanda.tools.flops._inside import COMPILED, InnerCosts, count_costs_inside
 from amanda.tools.flops._table import (
     CONTRACTIONS,
     COPIES,
@@ -22,21 +22,22 @@ from amanda.tools.flops._table import (
     FORMULAS,
     MOVES,
     bytes_of,
+    count_bytes,
     factors_of_node,
     gradients_of_factors,
-    traffic,
 )
 from amanda.tools.kit import leaves, torch_tensors
 from amanda.tools.mapping import local, share, torch_shape
 
 
 def write_pytorch_facts(context: amanda.OpContext) -> None:
-    """Write `parameters_read`, `backward_macs` and the like in PyTorch's terms.
+    """Write into the context of an op of PyTorch what costs depend on, and the functions that compute it.
 
-    is_function: an autograd.Function, or an operator of a library; either may call ops in Python.
+    Parameters that it reads, gradients that it takes, complex numbers, views, and whether it is a function:
+    an autograd.Function, or an operator of a library; either may call ops in Python.
     """
-    # A later analysis may see a tool's value, such as a masked weight, in a parameter's place: the first
-    # counts.
+    # A later analysis finds these facts, and may see the value of a tool, as a masked weight, in the place of
+    # a parameter: the first counts.
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return
     from torch._C import DisableTorchFunction
@@ -50,7 +51,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     context["backward_macs"] = _backward_macs
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
     context["extents"] = extents
-    context["run_inside"] = costs_inside
+    context["run_inside"] = count_costs_inside
     context["is_function"] = isinstance(context.get_op(), type) or "::" in context.get_forward_op_type()
     # Attributes of a tensor subclass may run code of the program.
     with DisableTorchFunction():
@@ -93,11 +94,9 @@ def is_view(inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
 
     with torch._C.DisableTorchFunction():
         input_storages = {_storage(local(tensor)) for tensor in torch_tensors(inputs)}
-        output_storages = [_storage(local(tensor)) for tensor in torch_tensors(outputs)]
+        storages = [_storage(local(tensor)) for tensor in torch_tensors(outputs)]
     # Outputs without memory of their own, such as sparse ones, count as copies.
-    return (
-        bool(output_storages) and None not in output_storages and input_storages.issuperset(output_storages)
-    )
+    return bool(storages) and None not in storages and input_storages.issuperset(storages)
 
 
 def _storage(tensor: Any) -> int | None:
@@ -118,16 +117,17 @@ _PRODUCTS_OF_COMPLEX_CONVOLUTION = 3
 
 def _backward_macs(context: amanda.OpContext) -> int:
     """Return the multiply-accumulates of a node: of the products that make each gradient that it gives."""
-    grads, incoming = context.get_grad_inputs() or [], context.get_grad_outputs() or []
+    outgoing, incoming = context.get_grad_inputs() or [], context.get_grad_outputs() or []
     incoming_grad = next((grad for grad in incoming if grad is not None), None)
     if incoming_grad is None:
-        return 0  # where no gradient enters none leaves
+        return 0  # where no gradient enters, none leaves
     is_complex = "complex" in str(incoming_grad.dtype)  # of a tensor, or of extents
+    # Positions of the gradients of the two factors of a matrix product, among those that the node gives.
     factors = factors_of_node(context.get_backward_op().__name__)
     if factors is None:
-        layer = _macs_of_recurrent_layer(context)
-        return _macs_of_factors(context, is_complex) if layer is None else layer
-    first_grad, second_grad = (grads[i] if i < len(grads) else None for i in factors)
+        layer_macs = _macs_of_recurrent_layer(context)
+        return _macs_of_factors(context, is_complex) if layer_macs is None else layer_macs
+    first_grad, second_grad = (outgoing[i] if i < len(outgoing) else None for i in factors)
     result_size, macs = prod(incoming_grad.shape), 0
     if first_grad is not None:
         macs += round(result_size * (first_grad.shape[-1] if first_grad.dim() else 1) * share([first_grad]))
@@ -144,17 +144,18 @@ def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
     The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
     the gradient of the output, and once more for that of the other.
     """
-    grads, cost = context.get_grad_inputs() or [], context.get("cost")
+    outgoing, cost = context.get_grad_inputs() or [], context.get("cost")
     macs = cost.macs if cost else 0
     if context["is_complex"] and not is_complex:
         # The forward cost counts all real products of a complex convolution, a real gradient needs one of
         # them.
         macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
-        incoming = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
-        is_present = [grad is not None for grad in grads[:3]]
-        return int(incoming * is_present[0] + sum(is_present[1:])) * macs
-    return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), grads)
+        # Gradients of data and kernel enter; those of the output, the data and the kernel leave.
+        incoming_count = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
+        is_present = [grad is not None for grad in outgoing[:3]]
+        return int(incoming_count * is_present[0] + sum(is_present[1:])) * macs
+    return macs * gradients_of_factors(context["backward_type"].removesuffix("_backward"), outgoing)
 
 
 def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
@@ -165,13 +166,15 @@ def _macs_of_recurrent_layer(context: amanda.OpContext) -> int | None:
     """
     if not context.get_backward_op().__name__.startswith("MkldnnRnnLayer"):
         return None
-    grads, extents = context.get_grad_inputs() or [], context.get_inputs()[0].shape
-    steps, batch = extents[1::-1] if context["batch_first"] else extents[:2]
+    # Gradients that the node gives.
+    outgoing, input_shape = context.get_grad_inputs() or [], context.get_inputs()[0].shape
+    batch, steps = input_shape[:2] if context["batch_first"] else input_shape[1::-1]
     hidden = next(grad for grad in context.get_grad_outputs() or [] if grad is not None).shape[-1]
-    macs_per_row = sum(grad.numel() for grad in (grads[1], grads[2]) if grad is not None)  # of weights
-    if grads[0] is not None:
-        macs_per_row += grads[0].shape[-1] * _GATES * hidden
-    state_macs = _GATES * hidden**2 * batch * (steps if grads[5] is not None else steps - 1)
+    data, data_weights, state_weights, _, _, state = outgoing[:6]
+    macs_per_row = sum(grad.numel() for grad in (data_weights, state_weights) if grad is not None)
+    if data is not None:
+        macs_per_row += data.shape[-1] * _GATES * hidden
+    state_macs = _GATES * hidden**2 * batch * (steps if state is not None else steps - 1)
     return int(steps * batch * macs_per_row + state_macs)
 
 
@@ -186,7 +189,7 @@ OF_NESTED = ("_transformer_encoder_layer_fwd",)
 
 
 def formula_of(names: tuple[str, str]) -> Formula | None:
-    """Return the built-in formula of an op by its names, the framework's and the vocabulary's; else None."""
+    """Return the built-in formula of an op by its names, the framework's and the word; None without one."""
     if names[0].startswith(LIBRARIES):
         return no_cost
     if names[0].endswith("Dataset") or "DatasetV" in names[0]:
@@ -222,12 +225,12 @@ def has_shapes(names: tuple[str, str], shapes: Shapes) -> bool:
 def bytes_moved(
     context: ShapedContext | amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]
 ) -> int:
-    """Return the bytes that one execution moves."""
+    """Return the bytes that one execution reads and writes; 0 for an op that gives a view."""
     inputs, in_place = context.get_inputs(), context["in_place"]
     if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
         return 0
     input_bytes, output_bytes = ([bytes_of(context, [value]) for value in side] for side in (inputs, outputs))
-    return traffic(names, input_bytes, output_bytes, in_place)
+    return count_bytes(names, input_bytes, output_bytes, in_place)
 
 
 _VIEW_OF_GRADIENT = re.compile(
@@ -244,13 +247,13 @@ def gradient_bytes(context: ShapedContext | amanda.OpContext, grads: Sequence[An
 
 
 def write_default_facts(context: amanda.OpContext) -> None:
-    """Write `parameters_read`, `backward_macs` and the like, as any framework tells them."""
+    """Write into the context of an op what `write_pytorch_facts` does, as far as any framework tells it."""
     # Backward ops share the context of their forward op: what is there already was written at that op.
     if "parameters_read" not in context:
-        weight = context["weight_index"]
+        weight_index = context["weight_index"]
         context["parameters_read"] = []
-        if weight is not None:
-            elements = size(context["shape"](context.get_inputs()[weight]))
+        if weight_index is not None:
+            elements = size(context["shape"](context.get_inputs()[weight_index]))
             context["parameters_read"] = [(("weight", context.get_op_id()), elements)]
         context["backward_macs"] = _macs_of_each_gradient
         context["extents"] = context["shape"]
@@ -283,12 +286,11 @@ class OpCostModel:
         self._complex_macs = complex_macs
 
     def complex_products(self, context: ShapedContext | amanda.OpContext) -> int:
-        """Return the number of real multiply-accumulates in one multiply-accumulate of the op."""
+        """Return the number of real multiply-accumulates in one of the op: 1, or more for complex numbers."""
         # Integers take no part: an index beside complex numbers does not make a product half real.
-        names = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
-        are_complex = [
-            name.startswith("complex") for name in names if name.startswith(("complex", "float", "bfloat"))
-        ]
+        dtypes = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
+        floats = [name for name in dtypes if name.startswith(("complex", "float", "bfloat"))]
+        are_complex = [name.startswith("complex") for name in floats]
         if not any(are_complex):
             return 1
         # Complex by real takes two real products, whatever the method.
@@ -297,30 +299,31 @@ class OpCostModel:
     def cost_of_op(
         self, names: tuple[str, str], shapes: Shapes, source: str, products: int = 1
     ) -> Cost | None:
-        """Return the cost by a formula; None without one.  products: as `complex_products` gives them."""
+        """Return the cost of an op by a formula; None without one, without shapes, and where it fails."""
+        # products: as `complex_products` gives them.
         # The program's own formulas come first, and their errors reach the program.
-        custom = next((self.custom[name] for name in names if name in self.custom), None)
-        formula = custom or formula_of(names)
+        custom_formula = next((self.custom[name] for name in names if name in self.custom), None)
+        formula = custom_formula or formula_of(names)
         if formula is no_cost:
             return Cost()
         if formula is None or not has_shapes(names, shapes):
             return None
         try:
-            costs = [
+            component_costs = [
                 (formula(replace(shapes, inputs=inputs, outputs=outputs)), count)
                 for (inputs, outputs), count in components([shapes.inputs, shapes.outputs])
             ]
         except Exception as error:  # an unusual call is not worth the user's program
-            if custom is not None:
+            if custom_formula is not None:
                 raise
             logger.warning("no FLOPs for %s at %s: %r", names[0], source, error)
             return None
-        total = _total(costs)
+        total = _total(component_costs)
         # A formula of the program counts complex products as the program likes.
-        return total if custom or products == 1 else total.with_complex(products)
+        return total if custom_formula or products == 1 else total.with_complex(products)
 
     def inner_costs_of(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
-        """Return the costs of the operators that an op calls, counted once for its backward ops too.
+        """Return the costs of the operators that an op calls, kept in the context for its backward ops.
 
         None where the framework cannot run an op without data, and where that fails.
         """
@@ -331,48 +334,50 @@ class OpCostModel:
         return inner_costs
 
     def cost_of_backward_op(
-        self, context: ShapedContext | amanda.OpContext, kind: str, grads: Sequence[Any]
+        self, context: ShapedContext | amanda.OpContext, backward_type: str, gradients: Sequence[Any]
     ) -> Cost | None:
-        """Return the cost of a backward op of type `kind` that gives these gradients; None if unknown."""
-        word, shape = kind.removesuffix("_backward"), context["shape"]
-        if kind in self.custom:
-            return self.custom[kind](shapes_of(context, context.get_grad_outputs() or [], grads))
+        """Return the cost of a backward op that gives these gradients; None if it is not known."""
+        word, shape = backward_type.removesuffix("_backward"), context["shape"]
+        if backward_type in self.custom:
+            return self.custom[backward_type](shapes_of(context, context.get_grad_outputs() or [], gradients))
         if word == "scaled_dot_product_attention":
-            return _attention_backward_cost(context, share(grads))
+            return _attention_backward_cost(context, share(gradients))
         # Also double backward: its type has the suffix twice, and its products are those of the same op.
         if word.removesuffix("_backward") in CONTRACTIONS:
             return Cost.of_macs(context["backward_macs"](context))
         if word in NO_WORK:
             return Cost()
-        # A composite op, such as a loss, has a node for each inner operator: each is priced by its own run.
+        # A composite op, such as a loss, has a node for each inner operator, which were run without data.
         if word not in ELEMENTWISE and context.get_backward_order() == 1:
             inner_costs = self.inner_costs_of(context)
-            node = context.get_backward_op().__name__
-            cost = inner_costs.pop_cost_of(node) if inner_costs else None
+            node_name = context.get_backward_op().__name__
+            cost = inner_costs.pop_cost_of(node_name) if inner_costs else None
             if cost is not None:
                 return cost
-            if inner_costs and node == COMPILED and inner_costs.backward_macs:
+            if inner_costs and node_name == COMPILED and inner_costs.backward_macs:
                 return None  # how many of its products there are, torch does not tell
-            is_known = context["cost"] is not None and not (context["run_inside"] and word in FORMULAS)
-            if word == context["type"] and not is_known:
+            # The op itself, and no inner operator: of a formula for the whole op no gradient's cost follows.
+            has_own_formula = context["run_inside"] and word in FORMULAS
+            if word == context["type"] and (context["cost"] is None or has_own_formula):
                 return None
         # The gradient of what is elementwise takes about one operation for each element.
-        return Cost(0, sum(size(shape(local(grad))) for grad in grads))
+        return Cost(0, sum(size(shape(local(grad))) for grad in gradients))
 
     def cost_of_gradients(
-        self, context: amanda.OpContext, names: tuple[str, str], op: Shapes, incoming: Sequence[Any],
+        self, context: amanda.OpContext, names: tuple[str, str], op_shapes: Shapes, incoming: Sequence[Any],
         outgoing: Sequence[Any],
     ) -> Cost | None:  # fmt: skip
         """Return the cost of a backward op by shapes that are known as it runs; None where they are not.
 
-        op: the shapes of its op.  incoming, outgoing: those of its gradients.
+        names, op_shapes: of its op.  incoming, outgoing: shapes of gradients.
         """
-        if not are_known([*op.inputs, *op.outputs, *incoming, *outgoing]):
+        if not are_known([*op_shapes.inputs, *op_shapes.outputs, *incoming, *outgoing]):
             return None
         costs = []
         dtype = context["element_type"]
-        for (inputs, outputs, *grads), count in components([op.inputs, op.outputs, incoming, outgoing]):
-            forward = replace(op, inputs=inputs, outputs=outputs)
+        sides = [op_shapes.inputs, op_shapes.outputs, incoming, outgoing]
+        for (inputs, outputs, *grads), count in components(sides):
+            forward = replace(op_shapes, inputs=inputs, outputs=outputs)
             shaped = ShapedContext(
                 context, [[_stand_in(shape, dtype) for shape in side] for side in (inputs, outputs, *grads)]
             )
@@ -398,7 +403,7 @@ def _stand_in(shape: Any, dtype: Any) -> Any:
 
 
 def _attention_backward_cost(context: ShapedContext | amanda.OpContext, part: float) -> Cost | None:
-    """Return the cost of a fused kernel, whose gradients are those of queries, keys and values.
+    """Return the cost of a fused backward kernel, which gives gradients of queries, keys and values.
 
     0 where no gradient enters; None where a shape is not known.  part: the share of this process.
     """
@@ -408,8 +413,8 @@ def _attention_backward_cost(context: ShapedContext | amanda.OpContext, part: fl
     is_attention_op = context["type"] == "scaled_dot_product_attention"
     # A gradient has the shape of its input: it stands for an input that the context does not have.
     inputs = context.get_inputs()[:3] if is_attention_op else [None] * 3
-    grads = [*(context.get_grad_inputs() or []), None, None, None]
-    operands = [grad if value is None else value for value, grad in zip(inputs, grads, strict=False)]
+    outgoing = [*(context.get_grad_inputs() or []), None, None, None]
+    operands = [grad if value is None else value for value, grad in zip(inputs, outgoing, strict=False)]
     # The kernel's cost depends on queries, keys and values; without one of their shapes it cannot be told.
     if any(value is None for value in operands):
         return None

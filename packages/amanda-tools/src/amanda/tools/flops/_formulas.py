@@ -1,4 +1,4 @@
-"""Formulas by the shapes of an op, whatever a framework calls it.
+"""Formulas for the MACs and FLOPs of an op by its shapes, whatever a framework calls it.
 
 Convention: a multiply-accumulate is two floating-point operations.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from math import log2, prod
 from typing import Any
 
-from amanda.tools.flops._cost import Cost, Formula, Shapes, tensors
+from amanda.tools.flops._cost import Cost, Formula, Shapes, tensor_shapes
 
 SOFTMAX, BATCH_NORM, LAYER_NORM = 5, 4, 7
 """Operations for each element."""
@@ -36,7 +36,7 @@ def operations(flops: Callable[[Shapes], float]) -> Formula:
 
 
 def matrix_product(op: Shapes, first: int = 0) -> Cost:
-    """Count (..., n, k) by (..., k, m), either of them transposed or a vector."""
+    """Count the product of two inputs, (..., n, k) by (..., k, m), either transposed or a vector."""
     factor, other_factor = op.inputs[first : first + 2]
     depth = factor[-1]
     if len(factor) > 1 and len(other_factor) > 1:
@@ -46,7 +46,7 @@ def matrix_product(op: Shapes, first: int = 0) -> Cost:
 
 
 def product_at(left: int, right: int) -> Formula:
-    """Count (..., n, k) by (..., k, m) at these positions; a sparse factor counts as a dense one."""
+    """Return a formula for (..., n, k) by (..., k, m) at these positions; a sparse factor counts as dense."""
 
     def macs(op: Shapes) -> Any:
         right_shape = op.inputs[right]
@@ -76,11 +76,13 @@ def contraction(op: Shapes) -> Cost:
 
 def ragged_contraction(op: Shapes) -> Cost:
     """Count a contraction by groups: a row with the matrix of its group, or each part of the depth once."""
-    numbers = op.attributes["ragged_dot_dimension_numbers"]
-    (summed, _), _ = numbers.dot_dimension_numbers
-    in_depth = set(summed) & set(numbers.lhs_ragged_dimensions)
-    result = op.out[1:] if in_depth else op.out  # else the groups are the first axis
-    return Cost.of_macs(prod(result) * prod(op.inputs[0][axis] for axis in summed))
+    # JAX's axes: those of each factor that are summed over, and those of the first one that groups divide.
+    dimensions = op.attributes["ragged_dot_dimension_numbers"]
+    (summed_axes, _), _ = dimensions.dot_dimension_numbers
+    are_groups_summed = set(summed_axes) & set(dimensions.lhs_ragged_dimensions)
+    # Then there is a result for each group, along the first axis.
+    result_shape = op.out[1:] if are_groups_summed else op.out
+    return Cost.of_macs(prod(result_shape) * prod(op.inputs[0][axis] for axis in summed_axes))
 
 
 def grouped_product(op: Shapes) -> Cost:
@@ -154,7 +156,7 @@ def einsum(op: Shapes) -> Cost:
     # TensorFlow has the equation among the attributes, as bytes; PyTorch among the values.
     equation = equation or op.attributes.get("equation", "")
     equation = equation.decode() if isinstance(equation, bytes) else str(equation)
-    names, result, extents = _letters(equation, tensors(op.inputs))
+    names, result, extents = _letters(equation, tensor_shapes(op.inputs))
     path = next((value for value in op.values if isinstance(value, (list, tuple))), ())
     macs = 0
     for first, second in _pairs(path, len(names)):
@@ -168,7 +170,7 @@ def einsum(op: Shapes) -> Cost:
 
 
 def _letters(equation: str, operands: list[tuple[int, ...]]) -> tuple[list[str], str, dict[str, int]]:
-    """Return letters of each operand and of the result, and extents; an ellipsis is digits from the right."""
+    """Return the letters of each operand and of the result, and extents by letter; an ellipsis is digits."""
     terms, arrow, result = equation.replace(" ", "").partition("->")
     names: list[str] = []
     extents: dict[str, int] = {}
@@ -189,7 +191,7 @@ def _letters(equation: str, operands: list[tuple[int, ...]]) -> tuple[list[str],
 
 
 def _pairs(path: Sequence[int], count: int) -> list[tuple[int, int]]:
-    """Return the positions of each two operands that are multiplied, by the path, else from left.
+    """Return the positions of operands that are multiplied, two at a time, by the path, else from left.
 
     Both are taken away, and their product is put behind the others.
     """
@@ -280,7 +282,7 @@ def grouped_attention(op: Shapes) -> Cost:
 
 
 def cached_attention(past: int) -> Formula:
-    """Count queries by all keys, those of a cache too, as ONNX and ONNX Runtime write attention.
+    """Return a formula of queries by all keys, cached ones too, as ONNX and ONNX Runtime write attention.
 
     past: position of the cached keys.  Queries are (batch, heads, l, e), or (batch, l, heads * e) with the
     number of heads in an attribute; packed ones (batch, l, heads, 3, e).  Several heads may share a key.
@@ -346,7 +348,7 @@ def elements_of_list(op: Shapes) -> int:
 
 
 def of_matrix(count: Callable[[int, int, int], float]) -> Formula:
-    """Count operations for each matrix (..., m, n) of the first input; the third number is min(m, n).
+    """Return a formula of `count(m, n, min(m, n))` operations for each matrix (..., m, n) of the first input.
 
     Source of what matrices take: Golub and Van Loan, "Matrix Computations"; what iterates takes its average.
     """
@@ -364,7 +366,7 @@ def of_square(factor: float) -> Formula:
 
 
 def of_system(each: float, matrix: int = 0, once: float = 0) -> Formula:
-    """Count for each matrix (..., n, n) `once` n^3 operations, and `each` n^2 for each right-hand side."""
+    """Return a formula: `once` n^3 operations per matrix (..., n, n), `each` n^2 per right-hand side."""
 
     def flops(op: Shapes) -> Any:
         n = op.inputs[matrix][-1]
@@ -388,7 +390,7 @@ def svd(m: int, n: int, k: int) -> float:
 
 
 def fourier(steps: float, last: int = 0) -> Formula:
-    """Count operations for each element and each halving of the transformed axes.
+    """Return a formula of `steps` operations for each element and each halving of the transformed axes.
 
     last: number of last axes that are transformed; 0 for those that the attribute `dim` names, or all.
     """
@@ -403,10 +405,11 @@ def fourier(steps: float, last: int = 0) -> Formula:
     return operations(flops)
 
 
-def sampled(dimensions: int) -> Formula:
-    """Count the neighbours, as the mode of interpolation has them, of each point of a grid."""
+def grid_sampling(dimensions: int) -> Formula:
+    """Return a formula for sampling a grid: two operations for each neighbour that a point is made of."""
 
     def flops(op: Shapes) -> Any:
+        # PyTorch's numbers: 0 linear, of two neighbours an axis, 1 nearest, 2 cubic.
         mode = op.attributes.get("interpolation_mode", 0)
         taps = 1 if mode == 1 else (4 if mode == 2 else 2) ** dimensions
         return 2 * taps * max(map(prod, (op.inputs[0], op.out)))

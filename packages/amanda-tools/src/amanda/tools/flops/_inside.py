@@ -19,21 +19,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.flops",
-    "torch",
-    "torch:UntypedStorage._cdata",
-    "torch:Tensor._nested_tensor_size",
-    "torch:_C.DisableTorchFunction",
-    "torch:_C.DisableTorchFunctionSubclass",
-    "torch:_C._dispatch_has_kernel",
-    "torch:ops.aten.add.Tensor._schema",
-    "torch._subclasses.fake_tensor:FakeTensor",
-    "torch._subclasses.fake_tensor:FakeTensorMode",
+    "amanda.tools.flops", "torch", "torch:UntypedStorage._cdata", "torch:Tensor._nested_tensor_size",
+    "torch:_C.DisableTorchFunction", "torch:_C.DisableTorchFunctionSubclass",
+    "torch:_C._dispatch_has_kernel", "torch:ops.aten.add.Tensor._schema",
+    "torch._subclasses.fake_tensor:FakeTensor", "torch._subclasses.fake_tensor:FakeTensorMode",
     "torch.utils._python_dispatch:TorchDispatchMode",
     "torch.utils._python_dispatch:_disable_current_modes",
-    "torch.utils._pytree:tree_leaves",
-    "torch.utils._pytree:tree_map_only",
-)
+    "torch.utils._pytree:tree_leaves", "torch.utils._pytree:tree_map_only",
+)  # fmt: skip
 
 _TAGS = frozenset({"Tag.pointwise", "Tag.reduction"})
 """Of operators that visit each element once."""
@@ -44,7 +37,7 @@ COMPILED = "CppFunction"
 
 @dataclass
 class InnerCosts:
-    """The cost of an op, and of each node of its backward pass by the node's name, in order of execution.
+    """Costs of the operators inside an op, and by name of each node of its backward pass, in order.
 
     unknown: names of the ops inside that no formula knows.  called: costs that no node has yet.
     """
@@ -60,7 +53,7 @@ class InnerCosts:
         return sum(cost.macs for costs in self.backward.values() for cost in costs)
 
     def pop_cost_of(self, node: str) -> Cost | None:
-        """Return the cost of the next node of a name, of the last one after that; None without one."""
+        """Take out and return the cost of the next node of a name; the last one stays; None without any."""
         costs = self.backward.get(node)
         if not costs:
             return None
@@ -74,15 +67,13 @@ class InnerCosts:
         return total
 
 
-def costs_inside(
+def count_costs_inside(
     context: amanda.OpContext, formulas: Mapping[str, Formula], complex_macs: int
 ) -> InnerCosts | None:
-    """Run an op and its backward pass without data and add up what they call; None where that fails.
-
-    complex_macs: real multiply-accumulates in a complex one.
-    """
+    """Run an op and its backward pass without data; return the costs of what they call, None on failure."""
+    # complex_macs: real multiply-accumulates in a complex one.
     try:
-        return _inner_costs(context, formulas, complex_macs) if may_run_again(context) else None
+        return _inner_costs(context, formulas, complex_macs) if can_run_without_data(context) else None
     except Exception:  # data decide, or there is no kernel without data: the op is reported by its name
         return None
 
@@ -98,18 +89,18 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
     inputs, differentiated = list(context.get_inputs()), iter(context["differentiated"])
     tensors = [value for value in tree_leaves(inputs) if isinstance(value, torch.Tensor)]
     # The program's own fake tensors work in their own mode alone.
-    modes = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
-    mode = modes[0] if modes else FakeTensorMode(allow_non_fake_inputs=True)
-    leaves: list[Tensor] = []
+    modes_of_program = [value.fake_mode for value in tensors if isinstance(value, FakeTensor)]
+    mode = modes_of_program[0] if modes_of_program else FakeTensorMode(allow_non_fake_inputs=True)
+    differentiated_leaves: list[Tensor] = []
 
-    def twin(tensor: Tensor) -> Tensor:
+    def copy_without_data(tensor: Tensor) -> Tensor:
         """Return a tensor like this one without data; one that is differentiated is added to `leaves`."""
         copy = _without_data(tensor, mode)
         # In the order of `context["differentiated"]`, which was read before `requires_grad` was hidden by
         # `detach`.
         if not next(differentiated):
             return copy
-        leaves.append(copy.requires_grad_())
+        differentiated_leaves.append(copy.requires_grad_())
         return copy.clone()  # an op in place may not write into a leaf
 
     costs = InnerCosts()
@@ -117,20 +108,21 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
         torch._C.DisableTorchFunction(),
         # A mode of the program would see ops that the program never called.
         _disable_current_modes(),
+        # In place of hooks of the program, which would see tensors that it never saved.
         torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),
         # Otherwise the JIT would take this run as a sample and specialise the program's function to its
         # shapes.
         torch.jit.optimized_execution(False),  # type: ignore[attr-defined]
         torch.enable_grad(),
     ):
-        twins = tree_map_only(torch.Tensor, twin, inputs)
+        inputs_without_data = tree_map_only(torch.Tensor, copy_without_data, inputs)
         # The counting mode is innermost, so it sees operators before the fake mode replaces their data.
         with mode, _counting_mode(costs, formulas, context["shape"], mode, complex_macs):
-            results = tree_leaves(context.get_computation()(twins))
+            results = tree_leaves(context.get_computation()(inputs_without_data))
             costs.forward = costs.pop_total()
             outputs = [value for value in results if isinstance(value, torch.Tensor) and value.requires_grad]
-            if outputs and leaves:
-                _count_backward(outputs, leaves, costs)
+            if outputs and differentiated_leaves:
+                _count_backward(outputs, differentiated_leaves, costs)
     return costs
 
 
@@ -149,7 +141,7 @@ def _without_data(tensor: Tensor, mode: Any) -> Tensor:
 
 
 def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: InnerCosts) -> None:
-    """Run the backward pass, and add the cost of each node under the node's name."""
+    """Run the backward pass of outputs, and add the cost of each node to `costs`, under the node's name."""
     import torch
 
     def begin(grads: Any) -> None:
@@ -159,11 +151,11 @@ def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: 
         costs.backward.setdefault(name, []).append(costs.pop_total())
 
     hooks: list[Any] = []
-    visited, nodes = set(), [output.grad_fn for output in outputs]
+    visited_nodes, nodes = set(), [output.grad_fn for output in outputs]
     while nodes:
         node = nodes.pop()
-        if node is not None and node not in visited:
-            visited.add(node)
+        if node is not None and node not in visited_nodes:
+            visited_nodes.add(node)
             # A node's operators run between its two hooks, so their costs are those of the node.
             hooks += [node.register_prehook(begin), node.register_hook(partial(end, node.name()))]
             nodes += [following for following, _ in node.next_functions]
@@ -175,20 +167,18 @@ def _count_backward(outputs: Sequence[Tensor], leaves: Sequence[Tensor], costs: 
 
 
 def _counting_mode(
-    costs: InnerCosts, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake: Any,
+    costs: InnerCosts, formulas: Mapping[str, Formula], shape: Callable[[Any], Any], fake_mode: Any,
     complex_macs: int,
 ) -> AbstractContextManager[Any]:  # fmt: skip
-    """Return a mode that adds what is dispatched to `costs`.
-
-    fake: the mode; tensors of the program that are met in it, as the weights of a module, lose their data.
-    """
+    """Return a mode that adds the cost of each operator that is dispatched to `costs`."""
+    # fake_mode: tensors of the program that are met in it, as the weights of a module, lose their data.
     import torch
     from torch._subclasses.fake_tensor import FakeTensor
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves, tree_map_only
 
     def without_data(tensor: Tensor) -> Tensor:
-        return tensor if isinstance(tensor, FakeTensor) else fake.from_tensor(tensor)
+        return tensor if isinstance(tensor, FakeTensor) else fake_mode.from_tensor(tensor)
 
     class Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         @classmethod
@@ -247,15 +237,12 @@ def _formula_of_kernel(name: str, formulas: Mapping[str, Formula]) -> Formula | 
     return next((formulas[word] for word in words if word in ELEMENTWISE), None)
 
 
-_NODES_OF_VALUES = frozenset(
-    f"prim::{name}"
-    for name in """
+_NODES_OF_VALUES = frozenset(f"prim::{name}" for name in """
     BroadcastSizes CallFunction CallMethod Constant DictConstruct GetAttr If ListConstruct ListUnpack Loop
     NumToTensor RaiseException TupleConstruct TupleIndex TupleSlice TupleUnpack Uninitialized Closure
     abs device dtype id isinstance layout max min ndim rangelist requires_grad shape unchecked_cast
     unchecked_unwrap_optional is_cuda is_meta is_nested is_sparse is_quantized
-    """.split()
-)
+    """.split())  # fmt: skip
 """Nodes of TorchScript that make values of values, and run blocks."""
 _READERS_OF_METADATA = frozenset(
     "aten::__is__ aten::__isnot__ aten::dim aten::is_contiguous aten::is_floating_point aten::len "
@@ -265,16 +252,16 @@ _READERS_OF_METADATA = frozenset(
 _CONTAINERS = ("prim::ListConstruct", "prim::DictConstruct")
 
 
-def may_run_again(context: amanda.OpContext) -> bool:
+def can_run_without_data(context: amanda.OpContext) -> bool:
     """Return True if an op is an operator of ATen, or a graph of TorchScript of such."""
     graph = getattr(getattr(context.get_op(), "_function", None), "inlined_graph", None)
     if graph is not None:
-        return all(map(_is_repeatable, _nodes(graph)))
+        return all(map(_can_node_run_without_data, _nodes(graph)))
     return _is_dispatched(f"aten::{context.get_forward_op_type()}")
 
 
 def _is_dispatched(name: str) -> bool:
-    """Return True for an operator that reaches tensors through the dispatcher, where modes act, alone."""
+    """Return True for an operator of ATen that the dispatcher runs, where modes act, in any overload."""
     import torch
 
     operator = getattr(torch.ops.aten, name.partition("::")[2], None)
@@ -291,7 +278,7 @@ def _nodes(block: Any) -> Iterator[Any]:
             yield from _nodes(inner)
 
 
-def _is_repeatable(node: Any) -> bool:
+def _can_node_run_without_data(node: Any) -> bool:
     """Return True for a node of TorchScript that can run without data, and without a trace in the program."""
     import torch
 

@@ -22,8 +22,7 @@ from amanda.tools.mapping import (
     torch_word,
 )
 
-COPIES = frozenset(
-    """
+COPIES = frozenset("""
     adjoint allclose alpha_dropout arange argsort argwhere as_strided as_strided_scatter atleast_1d
     atleast_2d atleast_3d bernoulli block_diag broadcast_tensors broadcast_to bucketize cartesian_prod cat
     cauchy channel_shuffle chunk _chunk_cat clone col2im column_stack combinations complex _conj conj
@@ -57,12 +56,10 @@ COPIES = frozenset(
     ReverseV2 Roll Scatter ScatterElements ScatterND ScatterNd SpaceToBatchND SpaceToDepth SplitToSequence
     SplitV StatelessRandomNormalV2 StatelessRandomUniformV2 StringNormalizer TensorListStack TensorScatter
     TensorScatterUpdate Trilu TruncatedNormal Unique Upsample ZerosLike
-    """.split()
-)
+    """.split())  # fmt: skip
 """Names of ops that compute nothing and write their result into other memory."""
 
-MOVES = COPIES | frozenset(
-    """
+MOVES = COPIES | frozenset("""
     alias detach empty empty_like identity item movedim new_empty pin_memory reshape squeeze unsqueeze
     variable view _nested_get_values _nested_view_from_buffer _nested_view_from_jagged
     AnonymousIteratorV3 Assert BroadcastArgs BroadcastGradientArgs Case ConcatOffset Const
@@ -75,8 +72,7 @@ MOVES = COPIES | frozenset(
     StatelessWhile StopGradient Switch TensorListFromTensor TensorListGetItem TensorListLength
     TensorListPopBack TensorListPushBack TensorListReserve TensorListSetItem VarHandleOp Variable VariableV2
     VarIsInitializedOp Where While
-    """.split()
-)
+    """.split())  # fmt: skip
 """Names of ops that compute nothing."""
 
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -95,7 +91,7 @@ def factors_of_node(name: str) -> Sequence[int] | None:
 
 
 def gradients_of_factors(word: str, gradients: Sequence[Any]) -> int:
-    """Return how many of the gradients that a backward op gives are products.
+    """Return how many of the gradients that a backward op gives are products, and not None.
 
     word: of the backward op.  gradients: those of an op's inputs in their order; a single gradient may be
     that of any input.
@@ -263,8 +259,8 @@ FORMULAS: dict[str, Formula] = {
         (of.interpolation(4), "ResizeBilinear"),
         *((of.interpolation(taps), name) for name, taps in _TAPS.items()),
         *((of.interpolation(taps, 0), f"{name}_backward") for name, taps in _TAPS.items()),
-        (of.sampled(2), "grid_sampler_2d grid_sampler_2d_backward"),
-        (of.sampled(3), "grid_sampler_3d grid_sampler_3d_backward"),
+        (of.grid_sampling(2), "grid_sampler_2d grid_sampler_2d_backward"),
+        (of.grid_sampling(3), "grid_sampler_3d grid_sampler_3d_backward"),
     ),
 }  # fmt: skip
 """Formula by name."""
@@ -273,7 +269,7 @@ _RESHAPED = frozenset({"transpose", "permute", "resize", "as_strided"})
 """Words of ops that in place change how a tensor is read, and nothing in memory."""
 
 
-def traffic(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int], in_place: bool) -> int:
+def count_bytes(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence[int], in_place: bool) -> int:
     """Return the bytes that an op reads and writes, given those of each input and output.
 
     names: the framework's name of the op and its word.

@@ -15,7 +15,7 @@ from amanda.tools.flops._by_shape import (
     ParameterKeys,
     ShapeCounts,
     ShapedContext,
-    are_plain,
+    are_shapes_enough,
     is_always_or_never_view,
 )
 from amanda.tools.flops._cost import (
@@ -42,8 +42,8 @@ from amanda.tools.flops._cost_model import (
     write_pytorch_facts,
 )
 from amanda.tools.flops._formulas import no_cost
-from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, traffic
-from amanda.tools.flops._tangents import has_tangents, tangent_place
+from amanda.tools.flops._table import BY_SHAPES_ALONE, CONTRACTIONS, COPIES, ELEMENTWISE, count_bytes
+from amanda.tools.flops._tangents import has_tangents, tangent_op_cost
 from amanda.tools.kit import leaves, remarks_on_packed_inputs
 from amanda.tools.mapping import MappingTool, StandardMapping, share
 from amanda.tools.results import Result
@@ -85,31 +85,28 @@ class FlopsTool(amanda.Tool):
 
     @checked
     def __init__(
-        self,
-        formulas: Mapping[Name, Formula] | None = None,
-        complex_macs: Literal[1, 3, 4] = 4,
+        self, formulas: Mapping[Name, Formula] | None = None, complex_macs: Literal[1, 3, 4] = 4,
         by: Sequence[Literal["phase", "type", "module", "source"]] | None = None,
-        depth: PositiveInt | None = None,
-        **selection: Unpack[SelectOptions],
-    ) -> None:
+        depth: PositiveInt | None = None, **selection: Unpack[SelectOptions],
+    ) -> None:  # fmt: skip
         super().__init__()
         self._by, self._depth = tuple(by or (KEYS if depth is None else ("module",))), depth
         self._model = OpCostModel(formulas or {}, complex_macs)
-        # Equal ops share a place, which bounds memory: a program may create and drop models without end,
-        # and without a cache an op is analysed at each execution.
-        self._places: dict[Hashable, OpCost] = {}
-        self._ops: dict[int, dict[Hashable, _Counts]] = {}  # by id of the op; its backward ops too
-        self._costs: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
-        self._uncounted: dict[Hashable, OpCost] = {}
-        self._parameters = ParameterKeys()
+        # Equal ops share an OpCost, which counts their calls and bounds memory: a program may create and drop
+        # models without end, and without a cache an op is analysed at each execution.
+        self._op_cost_by_key: dict[Hashable, OpCost] = {}
+        self._counts_by_op: dict[int, dict[Hashable, _Counts]] = {}  # by id of the op; its backward ops too
+        self._cost_by_shapes: dict[Hashable, OpCost] = {}  # by type and shapes, whichever op it is
+        self._uncounted_ops: dict[Hashable, OpCost] = {}
+        self._parameter_keys = ParameterKeys()
         self._modules: dict[str, int] = {}  # in the order in which they ran first
-        self._computing_ops = 0  # ops analysed so far that compute
+        self._costly_ops = 0  # ops analysed so far that compute
         self._composite_types: set[str] = set()  # types of ops whose own ops, called in Python, are counted
         self.depends_on(
             StandardMapping(), MappingTool([["*", write_default_facts], ["pytorch", write_pytorch_facts]])
         )
-        self.add_inst_for_op(self._note_unknown_inputs)
-        self.add_inst_for_op(self._note_unknown_gradients, backward=True)
+        self.add_inst_for_op(self._record_unknown_input_shapes)
+        self.add_inst_for_op(self._record_unknown_gradient_shapes, backward=True)
         self.add_inst_for_op(self._analyze_forward, require_outputs=True, guard="read")
         self.add_inst_for_op(self._analyze_backward, backward=True, require_outputs=True)
         select(self, **selection)
@@ -118,73 +115,74 @@ class FlopsTool(amanda.Tool):
     def result(self) -> FlopsResult:
         """The counts of all executions so far."""
         # Copies: a result does not change while the program goes on, maybe on another thread.
-        places = {key: replace(place) for key, place in list(self._places.items())}
-        for ops in list(self._ops.values()):
-            for op in list(ops.values()):
-                _add_counts(places, op)
-        executed = [place for place in places.values() if place.calls]
-        executed.sort(key=lambda place: self._modules.get(place.module, len(self._modules)))
+        op_costs = {key: replace(op_cost) for key, op_cost in list(self._op_cost_by_key.items())}
+        for counts_by_key in list(self._counts_by_op.values()):
+            for counts in list(counts_by_key.values()):
+                _add_counts(op_costs, counts)
+        executed = [op_cost for op_cost in op_costs.values() if op_cost.calls]
+        executed.sort(key=lambda op_cost: self._modules.get(op_cost.module, len(self._modules)))
         numbers: dict[Hashable, int] = {}  # in the order of modules, which is that of other ranks too
-        for place in executed:
-            place.parameters = tuple(
+        for op_cost in executed:
+            op_cost.parameters = tuple(
                 (str(numbers.setdefault(parameter, len(numbers))), elements)
-                for parameter, elements in place.parameters
+                for parameter, elements in op_cost.parameters
             )
-        return FlopsResult([*executed, *self._uncounted.values()], self._by, self._depth)
+        return FlopsResult([*executed, *self._uncounted_ops.values()], self._by, self._depth)
 
     def clear(self) -> None:
         """Reset the counts; analysed ops stay analysed."""
-        # Places stay, as routines of analysed ops hold them.
-        for place in self._places.values():
-            place.calls = 0
-        for ops in self._ops.values():
-            for op in ops.values():
-                op.clear()
+        # The costs stay, as routines of analysed ops hold them.
+        for op_cost in self._op_cost_by_key.values():
+            op_cost.calls = 0
+        for counts_by_key in self._counts_by_op.values():
+            for counts in counts_by_key.values():
+                counts.clear()
 
     def op_gone(self, op_id: int) -> None:
         """Keep the counts of an op that the program dropped."""
         # Ids of ops may be used again, and the counters of a dropped op would be added to another op's.
-        for op in self._ops.pop(op_id, {}).values():
-            self._settle_counts(op)
-        self._parameters.forget(op_id)
+        for counts in self._counts_by_op.pop(op_id, {}).values():
+            self._settle_counts(counts)
+        self._parameter_keys.forget(op_id)
 
-    def _settle_counts(self, op: _Counts) -> None:
-        """Move the counts of an op to the places of their costs."""
-        _add_counts(self._places, op)
-        op.clear()
+    def _settle_counts(self, counts: _Counts) -> None:
+        """Move the counts of an op by shapes to the calls of costs, and start to count anew."""
+        _add_counts(self._op_cost_by_key, counts)
+        counts.clear()
 
-    def _shared_counts(self, context: amanda.OpContext, op: _Counts) -> _Counts:
-        # Counts of an earlier analysis with this id and key go on.
-        return self._ops.setdefault(context.get_op_id(), {}).setdefault(op.key, op)
+    def _shared_counts(self, context: amanda.OpContext, counts: _Counts) -> _Counts:
+        # If the op was analysed before with this key, its counts go on.
+        return self._counts_by_op.setdefault(context.get_op_id(), {}).setdefault(counts.key, counts)
 
     def refused(self, action: amanda.Action, reason: str) -> None:
-        """Record an op whose executions cannot be counted, for the notes of the result."""
-        place, names = action.kwargs.get("place"), action.kwargs.get("names")
-        if place is None or (place.flops == 0 if names is None else formula_of(names) is no_cost):
+        """Record an op whose routine cannot run, and that has a cost, for the notes of the result."""
+        # What the routine that counts was given: with names, the cost is computed as it runs.
+        op_cost, names = action.kwargs.get("op_cost"), action.kwargs.get("names")
+        if op_cost is None or (op_cost.flops == 0 if names is None else formula_of(names) is no_cost):
             return
-        uncounted = replace(place, calls=0, macs=None, flops=None, bytes=0)
-        self._uncounted.setdefault((_place_key(uncounted), id(action.kwargs.get("shapes"))), uncounted)
+        uncounted = replace(op_cost, calls=0, macs=None, flops=None, bytes=0)
+        self._uncounted_ops.setdefault((_op_cost_key(uncounted), id(action.kwargs.get("shapes"))), uncounted)
 
-    def _note_unknown_inputs(self, context: amanda.OpContext) -> None:
-        """Record the shapes of inputs at each execution, if analysis does not know them."""
-        # Analyses nest as calls do: if the number has grown when the op ends, ops within it were counted.
-        context["computing"] = self._computing_ops
+    def _record_unknown_input_shapes(self, context: amanda.OpContext) -> None:
+        """Insert a routine that records the shapes of inputs, if analysis does not know them."""
+        # Analyses nest as calls do: if the count has grown when the op ends, ops within it were counted.
+        context["costly_ops"] = self._costly_ops
         if not are_known(shape_of(value, context["shape"]) for value in context.get_inputs()):
             context.insert_before_op(self._record_shapes, shape=context["extents"], key="inputs")
 
-    def _note_unknown_gradients(self, context: amanda.OpContext) -> None:
-        """Record the shapes of incoming gradients at each execution, if analysis does not know them."""
-        context["computing"] = self._computing_ops
+    def _record_unknown_gradient_shapes(self, context: amanda.OpContext) -> None:
+        """Insert a routine that records the shapes of incoming gradients, if analysis does not know them."""
+        context["costly_ops"] = self._costly_ops
         if context.get("cost") is _COST_AT_EXECUTION:
             key = f"incoming {context.get_backward_op_id()}"
             context.insert_before_backward_op(self._record_shapes, shape=context["extents"], key=key)
 
     def _analyze_forward(self, context: amanda.OpContext) -> None:
-        """Compute the cost of an op, and insert the routine that counts its executions."""
+        """Compute the cost of an op, unless its executions do, and insert the routine that counts these."""
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
-        names = (context.get_forward_op_type(), context["type"])
-        context["parameters"] = self._parameters.keyed(context)
+        names = (context.get_forward_op_type(), context["type"])  # the framework's, and the word
+        context["parameters"] = self._parameter_keys.keys_and_elements(context)
         context["complex_products"] = self._model.complex_products(context)
         is_eager, is_known = context.is_eager(), has_shapes(names, shapes)
         # The cheapest way: one counter of shapes, and no analysis when shapes change.
@@ -197,45 +195,45 @@ class FlopsTool(amanda.Tool):
         if not is_known:
             self._count_at_execution(context, names, shapes)
             return
-        place = self._new_place(context)
-        cost = self._model.cost_of_op(names, shapes, place.source, context["complex_products"])
+        op_cost = self._new_op_cost(context)
+        cost = self._model.cost_of_op(names, shapes, op_cost.source, context["complex_products"])
         if cost is None:
-            place.estimate = shapes.estimate
+            op_cost.estimate = shapes.estimate
             inner_costs = self._model.inner_costs_of(context)
             cost = inner_costs.forward if inner_costs and not inner_costs.unknown else None
         if self._calls_counted_ops(context, context.get_forward_op_type()):
-            place.estimate = 0
+            op_cost.estimate = 0
             # A function in Python whose inner ops are counted costs nothing itself: it would count twice.
-            is_apart = cost is None or context["is_function"] or any(remarks_on_packed_inputs(context))
-            cost = Cost() if is_apart else cost
-        self._computing_ops += bool(cost and cost.flops)
-        place.bytes = bytes_moved(context, names, outputs)
+            if cost is None or context["is_function"] or any(remarks_on_packed_inputs(context)):
+                cost = Cost()
+        self._costly_ops += bool(cost and cost.flops)
+        op_cost.bytes = bytes_moved(context, names, outputs)
         cost = None if cost is None else Cost(*cost).part(share(outputs))
-        place.macs, place.flops = cost or (None, None)
-        context["cost"], context["estimate"] = cost, place.estimate
-        self._insert_counters(context, place, [context.get_inputs(), outputs])
+        op_cost.macs, op_cost.flops = cost or (None, None)
+        context["cost"], context["estimate"] = cost, op_cost.estimate
+        self._insert_counters(context, op_cost, [context.get_inputs(), outputs])
 
-    def _insert_counters(self, context: amanda.OpContext, sample_place: OpCost, sides: list[Any]) -> None:
-        """Count executions and tangents at the analysed shapes; sample_place: the cost of one sample."""
-        place = sample_place.for_samples(context.get_samples())
-        if context.is_eager() and are_plain(sides, context["shape"]):
-            # Not counted by itself; backward ops build their stand-ins from its values.
+    def _insert_counters(self, context: amanda.OpContext, sample_cost: OpCost, sides: list[Any]) -> None:
+        """Insert routines that count executions, and their tangents; sample_cost: the cost of one sample."""
+        op_cost = sample_cost.for_samples(context.get_samples())
+        if context.is_eager() and are_shapes_enough(sides, context["shape"]):
+            # It counts nothing itself: backward ops build the stand-ins of this op's values by it.
             context["as_analysed"] = ShapeCounts(
-                context, sides, lambda *_: place, {}, self._settle_counts, key=_place_key(place)
+                context, sides, lambda *_: op_cost, {}, self._settle_counts, key=_op_cost_key(op_cost)
             )
-        context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(place))
+        context.insert_after_op(self._count_execution, outputs=[], op_cost=self._shared_op_cost(op_cost))
         if context.is_eager() and has_tangents(context.get_input_shapes()):
-            tangents = tangent_place(context, sample_place, [context.get_input_shapes()])
-            context.insert_after_op(self._count_execution, outputs=[], place=self._shared_place(tangents))
+            tangents = tangent_op_cost(context, sample_cost, [context.get_input_shapes()])
+            context.insert_after_op(self._count_execution, outputs=[], op_cost=self._shared_op_cost(tangents))
 
     def _count_at_execution(self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes) -> None:
-        """Compute the cost of an op at each execution, which alone has all shapes."""
+        """Insert a routine that computes the cost of an op at each execution, which alone has all shapes."""
         dtypes = (getattr(value, "dtype", None) for value in leaves(context.get_inputs()))
         context["element_type"] = next((dtype for dtype in dtypes if dtype is not None), None)
         context["cost"] = _COST_AT_EXECUTION
-        place = self._new_place(context)
+        op_cost = self._new_op_cost(context)
         context.insert_after_op(
-            self._count_execution_shapes, place=place, names=names, shapes=shapes, context=context
+            self._count_execution_shapes, op_cost=op_cost, names=names, shapes=shapes, context=context
         )
 
     def _calls_counted_ops(self, context: amanda.OpContext, name: str) -> bool:
@@ -243,26 +241,27 @@ class FlopsTool(amanda.Tool):
 
         They are analysed with the first execution of the function, and perhaps not with others.
         """
-        if self._computing_ops > context["computing"]:
+        if self._costly_ops > context["costly_ops"]:
             self._composite_types.add(name)
         return name in self._composite_types
 
-    def _new_place(self, context: Any) -> OpCost:
-        """Return a place for an op with its parameters, and no cost yet."""
-        place = OpCost(context["phase"], context["type"], context.get_scope(), context.get_source())
-        self._modules.setdefault(place.module, len(self._modules))
-        place.parameters = context["parameters"]
-        return place
+    def _new_op_cost(self, context: Any) -> OpCost:
+        """Return an OpCost for an op with its parameters, not computed yet; note the order of modules."""
+        op_cost = OpCost(context["phase"], context["type"], context.get_scope(), context.get_source())
+        self._modules.setdefault(op_cost.module, len(self._modules))
+        op_cost.parameters = context["parameters"]
+        return op_cost
 
     def _depends_on_shapes_alone(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> bool:
         """Return True if shapes and element types decide the costs of an op and its backward ops."""
+        # Then all executions give views, or none does, and the context says which from then on.
         inputs, custom = context.get_inputs(), any(name in self._model.custom for name in names)
         # A formula of the program may read values and attributes.
-        if custom or names[1] not in BY_SHAPES_ALONE or self._computing_ops > context["computing"]:
+        if custom or names[1] not in BY_SHAPES_ALONE or self._costly_ops > context["costly_ops"]:
             return False
-        if not are_plain([inputs, outputs], context["shape"]):
+        if not are_shapes_enough([inputs, outputs], context["shape"]):
             return False
         is_view = context["is_view"](inputs, outputs)
         if not (COPIES.isdisjoint(names) or is_always_or_never_view(names[1], context, is_view)):
@@ -272,99 +271,102 @@ class FlopsTool(amanda.Tool):
         return self._model.cost_of_op(names, shapes, context.get_source()) is not None
 
     def _count_by_shapes(self, context: amanda.OpContext, names: tuple[str, str]) -> None:
-        """Count the executions of an op by their shapes."""
+        """Insert a tally of the op's executions by shapes; the context has the cost at the first ones."""
         sides = [context.get_inputs(), context.get_outputs() or []]
-        op = ShapeCounts(context, sides, self._place_at_shapes, self._costs, self._settle_counts)
-        context["by_shape"] = op
-        place = self._place_at_shapes(context)
-        context["cost"], context["estimate"] = Cost(place.macs or 0, place.flops or 0), 0
-        self._computing_ops += bool(place.flops)
-        counted = AnyShapeCount(place, _place_key(place)) if is_free(context, names) else op
-        context.insert_after_op(self._shared_counts(context, counted), outputs=[])
+        measure, costs = self._op_cost_at_shapes, self._cost_by_shapes
+        by_shape = ShapeCounts(context, sides, measure, costs, self._settle_counts)
+        context["by_shape"] = by_shape
+        op_cost = self._op_cost_at_shapes(context)
+        context["cost"], context["estimate"] = Cost(op_cost.macs or 0, op_cost.flops or 0), 0
+        self._costly_ops += bool(op_cost.flops)
+        counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else by_shape
+        context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
-    def _place_at_shapes(
+    def _op_cost_at_shapes(
         self, context: ShapedContext | amanda.OpContext, shapes: tuple[Any, ...] = ()
     ) -> OpCost:
-        """Return the place that counts executions with the shapes of a context, which decide the cost."""
+        """Compute the cost of an op at the shapes of a context; return a new OpCost."""
         outputs = context.get_outputs() or []
         names = (context.get_forward_op_type(), context["type"])
-        op = shapes_of(context, context.get_inputs(), outputs)
-        place = self._new_place(context)
-        cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
-        place.macs, place.flops = cost or (None, None)
-        place.estimate = 0 if cost else op.estimate
-        place.bytes = bytes_moved(context, names, outputs)
-        return place
+        op_shapes = shapes_of(context, context.get_inputs(), outputs)
+        op_cost = self._new_op_cost(context)
+        cost = self._model.cost_of_op(names, op_shapes, op_cost.source, context["complex_products"])
+        op_cost.macs, op_cost.flops = cost or (None, None)
+        op_cost.estimate = 0 if cost else op_shapes.estimate
+        op_cost.bytes = bytes_moved(context, names, outputs)
+        return op_cost
 
-    def _shared_place(self, place: OpCost, shapes: str = "") -> OpCost:
-        """Return the place that all equal ops share at these shapes."""
-        return self._places.setdefault((_place_key(place), shapes), place)
+    def _shared_op_cost(self, op_cost: OpCost, shapes: str = "") -> OpCost:
+        """Return the OpCost that counts all equal ops at these shapes: the first that was given."""
+        return self._op_cost_by_key.setdefault((_op_cost_key(op_cost), shapes), op_cost)
 
     def _analyze_backward(self, context: amanda.OpContext) -> None:
-        """Compute the cost of a backward op, and insert the routine that counts its executions."""
+        """Compute the cost of a backward op, and insert the routine that counts, or costs, its executions."""
         # The forward op did not run: a framework drops ops of which the gradient alone is used.
         if "cost" not in context:
-            context["parameters"] = self._parameters.keyed(context)
+            context["parameters"] = self._parameter_keys.keys_and_elements(context)
             context["complex_products"] = self._model.complex_products(context)
-            skipped = self._place_at_shapes(context)
-            context["cost"] = None if skipped.flops is None else Cost(skipped.macs or 0, skipped.flops)
+            forward = self._op_cost_at_shapes(context)
+            context["cost"] = None if forward.flops is None else Cost(forward.macs or 0, forward.flops)
             context["estimate"] = 0
-        kind = context["backward_type"]
+        backward_type = context["backward_type"]
         if context["cost"] is _COST_AT_EXECUTION:
             key = f"incoming {context.get_backward_op_id()}"
             context.insert_after_backward_op(
-                self._count_gradient_shapes, place=_place_without_cost(context), context=context, key=key
+                self._count_gradient_shapes, op_cost=_unknown_gradient_cost(context), context=context, key=key
             )
             return
-        is_function = kind == f"{context['type']}_backward" and context["is_function"]
-        name = f"{context.get_forward_op_type()}_backward"
-        context["is_composite"] = is_function and self._calls_counted_ops(context, name)
-        forward = context.get("by_shape", context.get("as_analysed"))
-        if forward is not None:
-            self._count_gradients_by_shapes(context, kind, forward)
+        is_function = backward_type == f"{context['type']}_backward" and context["is_function"]
+        backward_name = f"{context.get_forward_op_type()}_backward"
+        context["is_composite"] = is_function and self._calls_counted_ops(context, backward_name)
+        forward_counts = context.get("by_shape", context.get("as_analysed"))
+        if forward_counts is not None:
+            self._count_gradients_by_shapes(context, backward_type, forward_counts)
             return
-        place = self._shared_place(self._gradient_place(context))
-        context.insert_after_backward_op(self._count_execution, grad_inputs=[], place=place)
+        op_cost = self._shared_op_cost(self._gradient_op_cost(context))
+        context.insert_after_backward_op(self._count_execution, grad_inputs=[], op_cost=op_cost)
 
-    def _gradient_place(
+    def _gradient_op_cost(
         self, context: ShapedContext | amanda.OpContext, shapes: tuple[Any, ...] = ()
     ) -> OpCost:
-        """Return the place that counts executions of a backward op with the shapes of a context."""
-        place = _place_without_cost(context)
+        """Compute the cost of a backward op at the shapes of a context; return a new OpCost."""
+        op_cost = _unknown_gradient_cost(context)
         # The cost of the forward op at these shapes, which gradients of products repeat.
         if shapes and "by_shape" in context:
             forward = context["by_shape"].cost(shapes[:2])
             context["cost"] = None if forward.flops is None else Cost(forward.macs, forward.flops)
         grads = [grad for grad in context.get_grad_inputs() or [] if grad is not None]
-        cost = self._model.cost_of_backward_op(context, place.type, grads)
+        cost = self._model.cost_of_backward_op(context, op_cost.type, grads)
         if context["is_composite"]:
             cost = Cost()
-        place.macs, place.flops = cost or (None, None)
+        op_cost.macs, op_cost.flops = cost or (None, None)
         if cost is None:
             inner_costs = context.get("inner_costs")
-            place.estimate = (inner_costs and inner_costs.backward_macs) or 2 * int(context["estimate"])
-        place.bytes = gradient_bytes(context, grads)
-        return place
+            op_cost.estimate = (inner_costs and inner_costs.backward_macs) or 2 * int(context["estimate"])
+        op_cost.bytes = gradient_bytes(context, grads)
+        return op_cost
 
     def _count_gradients_by_shapes(self, context: amanda.OpContext, kind: str, forward: ShapeCounts) -> None:
-        """Count a backward op by the shapes of its gradients, some of which a pass may not make.
+        """Insert a tally of a backward op's executions by the shapes of gradients, which may be absent.
 
-        forward: counts of the forward op.
+        kind: the backward type.  forward: counts of the forward op.
+        Where shapes do not decide the cost, it is known for those of the first execution alone.
         """
         sides = [context.get_grad_outputs() or [], context.get_grad_inputs() or []]
-        place = self._shared_place(self._gradient_place(context))
+        op_cost = self._shared_op_cost(self._gradient_op_cost(context))
         word = kind.removesuffix("_backward")
         by_elements = word in _TYPES_BY_ELEMENTS or word.removesuffix("_backward") in CONTRACTIONS
         # A formula of the program may read more than shapes.
         by_shapes = (by_elements or context.get_backward_order() > 1) and kind not in self._model.custom
-        if by_shapes and are_plain(sides, context["shape"]):
-            op = ShapeCounts(context, sides, self._gradient_place, self._costs, self._settle_counts, forward)
-            context.insert_after_backward_op(self._shared_counts(context, op), grad_inputs=[])
+        if by_shapes and are_shapes_enough(sides, context["shape"]):
+            measure, costs = self._gradient_op_cost, self._cost_by_shapes
+            counts = ShapeCounts(context, sides, measure, costs, self._settle_counts, forward)
+            context.insert_after_backward_op(self._shared_counts(context, counts), grad_inputs=[])
             return
         # The cost came from a run of inner operators at the first shapes, and holds for no others.
-        unknown = self._shared_place(_place_without_cost(context))
-        counter = FirstShapeCount(place, unknown, self._shared_place)
-        context.insert_after_backward_op(counter.count, grad_inputs=[])
+        unknown_cost = self._shared_op_cost(_unknown_gradient_cost(context))
+        first_shape_count = FirstShapeCount(op_cost, unknown_cost, self._shared_op_cost)
+        context.insert_after_backward_op(first_shape_count.count, grad_inputs=[])
 
     @staticmethod
     @amanda.observer
@@ -373,66 +375,68 @@ class FlopsTool(amanda.Tool):
 
     @amanda.observer
     def _count_execution_shapes(
-        self, *outputs: Any, place: OpCost, names: tuple[str, str], shapes: Shapes, context: amanda.OpContext,
-        run: dict[str, Any], recomputed: bool,
+        self, *outputs: Any, op_cost: OpCost, names: tuple[str, str], shapes: Shapes,
+        context: amanda.OpContext, run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
-        """Count an execution whose shapes are known only now."""
-        pairs = zip(run.pop("inputs", shapes.inputs), shapes.inputs, strict=True)
-        inputs = [analysed if executed is None else executed for executed, analysed in pairs]
+        """Count an execution whose shapes are known only now; compute the cost once for these shapes."""
+        # "inputs" is what `_record_shapes` has put into the run before the op, which may change its inputs.
+        shape_pairs = zip(run.pop("inputs", shapes.inputs), shapes.inputs, strict=True)
+        inputs = [analysed if executed is None else executed for executed, analysed in shape_pairs]
         output_shapes = [shape_of(value, context["extents"]) for value in outputs]
         key = str((inputs, output_shapes))
-        place = self._shared_place(replace(place), key)
+        op_cost = self._shared_op_cost(replace(op_cost), key)
         if recomputed:
-            place = self._shared_place(replace(place, phase=RECOMPUTATION, calls=0), key)
-        op = replace(shapes, inputs=inputs, outputs=output_shapes)
-        if not place.calls:
-            cost = self._model.cost_of_op(names, op, place.source, context["complex_products"])
-            place.macs, place.flops = cost or (None, None)
-            place.estimate = 0 if cost else op.estimate
+            op_cost = self._shared_op_cost(replace(op_cost, phase=RECOMPUTATION, calls=0), key)
+        op_shapes = replace(shapes, inputs=inputs, outputs=output_shapes)
+        if not op_cost.calls:
+            cost = self._model.cost_of_op(names, op_shapes, op_cost.source, context["complex_products"])
+            op_cost.macs, op_cost.flops = cost or (None, None)
+            op_cost.estimate = 0 if cost else op_shapes.estimate
             # Shapes at execution come without element types: float32 is assumed.
             input_bytes, output_bytes = (
                 [4 * elements([shape]) for shape in side] for side in (inputs, output_shapes)
             )
-            place.bytes = traffic(names, input_bytes, output_bytes, in_place=False)
-        place.calls += 1
+            op_cost.bytes = count_bytes(names, input_bytes, output_bytes, in_place=False)
+        op_cost.calls += 1
         # For backward ops of this execution, which need the shapes of their forward op.
-        run["op"] = names, op
+        run["op"] = names, op_shapes
 
     @amanda.observer
     def _count_gradient_shapes(
-        self, *grads: Any, place: OpCost, context: amanda.OpContext, key: str, run: dict[str, Any]
+        self, *grads: Any, op_cost: OpCost, context: amanda.OpContext, key: str, run: dict[str, Any]
     ) -> None:
-        """Count an execution of a backward op whose shapes are known only now."""
+        """Count an execution of a backward op whose shapes are known only now, as its forward op's were."""
+        # "op" is what `_count_execution_shapes` has put into the run, unless the forward op did not run.
         outgoing = [shape_of(grad, context["extents"]) for grad in grads]
-        names, op = run.get("op", ((), None))
+        names, op_shapes = run.get("op", ((), None))
         incoming = run.pop(key, ())
-        place = self._shared_place(replace(place), str((op, incoming, outgoing)))
-        if not place.calls:
-            cost = op and self._model.cost_of_gradients(context, names, op, incoming, outgoing)
-            place.macs, place.flops = cost or (None, None)
-            place.bytes = 4 * elements([*incoming, *outgoing])
-        place.calls += 1
+        op_cost = self._shared_op_cost(replace(op_cost), str((op_shapes, incoming, outgoing)))
+        if not op_cost.calls:
+            cost = op_shapes and self._model.cost_of_gradients(context, names, op_shapes, incoming, outgoing)
+            op_cost.macs, op_cost.flops = cost or (None, None)
+            op_cost.bytes = 4 * elements([*incoming, *outgoing])
+        op_cost.calls += 1
 
     @amanda.observer
-    def _count_execution(self, place: OpCost, *, recomputed: bool) -> None:
+    def _count_execution(self, op_cost: OpCost, *, recomputed: bool) -> None:
         if recomputed:
-            place = self._shared_place(replace(place, phase=RECOMPUTATION, calls=0))
-        place.calls += 1
+            op_cost = self._shared_op_cost(replace(op_cost, phase=RECOMPUTATION, calls=0))
+        op_cost.calls += 1
 
 
-def _place_without_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
+def _unknown_gradient_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
     names = context["backward_type"], context.get_scope(), context.get_source()
     return OpCost("backward", *names, macs=None, flops=None)
 
 
-def _add_counts(places: dict[Hashable, OpCost], op: _Counts) -> None:
-    for place in op.places():
-        places.setdefault((_place_key(place), ""), replace(place, calls=0)).calls += place.calls
+def _add_counts(op_costs: dict[Hashable, OpCost], counts: _Counts) -> None:
+    for op_cost in counts.op_costs():
+        op_costs.setdefault((_op_cost_key(op_cost), ""), replace(op_cost, calls=0)).calls += op_cost.calls
 
 
-def _place_key(place: OpCost) -> Hashable:
-    """Return all fields of a place but the calls: ops that agree in them share a place."""
-    return tuple(value for name, value in vars(place).items() if name != "calls")
+def _op_cost_key(op_cost: OpCost) -> Hashable:
+    """Return all fields but the calls: ops that agree in them are counted together."""
+    return tuple(value for name, value in vars(op_cost).items() if name != "calls")
 
 
 @checked

@@ -57,14 +57,14 @@ def torch_tensors(values: Iterable[Any], structures: bool = False) -> list[Any]:
 
 
 def parameter_inputs(context: amanda.OpContext) -> tuple[int, ...]:
-    """Return positions of inputs, but lists, that are parameters or views of one, or read from a variable."""
-    variables = {
+    """Return positions of the inputs that are parameters, views of one, or values of a variable; no lists."""
+    variable_or_parameter = {
         i: context.get_variable(i)
         for i, value in enumerate(context.get_inputs())
         if not isinstance(value, (list, tuple))
     }
-    owned = {i: x for i, x in variables.items() if x is not None}
-    return tuple(i for i, x in owned.items() if tensors_of(x).is_parameter(x))
+    parameters = {i: x for i, x in variable_or_parameter.items() if x is not None}
+    return tuple(i for i, x in parameters.items() if tensors_of(x).is_parameter(x))
 
 
 def parameter_paths(context: amanda.OpContext) -> dict[int, str]:
@@ -276,7 +276,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             record.executions_by_role.clear()
 
     def _insert_observers(self, context: amanda.OpContext) -> None:
-        """Insert observers of the inputs and outputs that the tool has asked for."""
+        """Insert observers of the inputs, or the weight alone, and of the outputs, by the tool's roles."""
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         options: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
         observer = self._observe_slice if _SLICE in context else self._observe_execution
@@ -292,7 +292,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             context.insert_after_op(observer, role="output", **options)
 
     def _insert_backward_observer(self, context: amanda.OpContext) -> None:
-        """Insert the observer of the gradients that leave a backward op."""
+        """Insert the observer of the gradients that leave a backward op, unless it accumulates one."""
         backward_type = context["backward_type"]
         # Its gradients are those of the op before it, which are observed there.
         if backward_type != "accumulate_grad":
@@ -303,7 +303,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             )  # fmt: skip
 
     def _follow_slices(self, context: amanda.OpContext) -> None:
-        """Have each execution note which weight of an array of weights it reads."""
+        """Where an op reads one weight of an array of several, have each execution note which one."""
         weight = context["weight_index"]
         holder = None if weight is None else context.get_variable(weight)
         if getattr(holder, "parts", tuple)():
@@ -323,9 +323,9 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None, batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Observe the tensors of an execution that is due.  first: position of the first value."""
+        """Count an execution, and observe its tensors if it is due.  first: position of the first value."""
         execution = self._count_execution(record, role)
-        if execution is not None:
+        if execution is not None:  # it is due
             leave = partial(self._note_unread, record)
             tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
             self.observe(record, _with_weight_roles(tensors, is_weights), execution)
@@ -336,10 +336,10 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         self, *values: Any, record: RecordT, role: str, dtype: Dtype, run: dict[str, Any], first: int = 0,
         is_weights: Callable[[int, Any], bool] | None = None, batches: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """Observe an execution, counted for the weight that it reads among those of one array."""
+        """As `_observe_execution`, counted for each weight apart of those that one array holds."""
         slice_name: str = run.get(_SLICE, "")
         execution = self._count_execution(record, f"{role} {slice_name}")
-        if execution is not None:
+        if execution is not None:  # it is due
             leave = partial(self._note_unread, record)
             tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
             of_slice = (tensor._replace(slice=slice_name) for tensor in tensors)
@@ -350,7 +350,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
 
     @amanda.gathered(_observe_execution)
     def _observe_executions(self, executions: Executions) -> None:
-        """Observe the executions of a batch that are due, all at once."""
+        """Count a batch of executions in a graph, and observe those that are due, all at once."""
         observers = executions.prepared(_graph_observers)
         # Counted before the values are asked for: a batch where none is due costs no tensors.
         numbers = [self._count_execution(observer.record, observer.role) for observer in observers]
@@ -362,7 +362,7 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
             ])  # fmt: skip
 
     def _count_execution(self, record: RecordT, role: str) -> int | None:
-        """Count an execution; return its number, None if it is not one of those to observe."""
+        """Count an execution; return its number if it is due by `every` and `executions`, else None."""
         executions = record.executions_by_role.get(role, 0)
         record.executions_by_role[role] = executions + 1
         observed, remainder = divmod(executions, self._every)
@@ -412,12 +412,10 @@ def _graph_observers(executions: Sequence[Observed]) -> list[_GraphObserver]:
 def _with_weight_roles(
     tensors: Iterator[OpTensor], is_weights: Callable[[int, Any], bool] | None
 ) -> Iterator[OpTensor]:
-    """Return tensors, those of weights under the role "weight" or "weight gradient" if they are told."""
+    """Return tensors; those for which `is_weights` is True get the role "weight" or "weight gradient"."""
     if is_weights is None:
         return tensors
     return (
         tensor._replace(role="weight" if tensor.role == "input" else f"weight {tensor.role}")
-        if is_weights(tensor.position, tensor.tensor)
-        else tensor
-        for tensor in tensors
-    )
+        if is_weights(tensor.position, tensor.tensor) else tensor for tensor in tensors
+    )  # fmt: skip

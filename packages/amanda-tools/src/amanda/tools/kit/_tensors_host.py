@@ -95,6 +95,8 @@ class JaxTensorLibrary(Tensors):
         return super().wide(self.library(x).asarray(x))
 
     def reference(self, value: Any) -> Any:
+        """Return a reference of JAX that holds an array, which programs read as they run."""
+        # Made outside of any program that is traced, which reads it as it runs.
         import jax
 
         with outside_of_programs():
@@ -116,8 +118,10 @@ class JaxTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
+        """Return what `forward` gives, with `backward` for its gradients; nothing goes to `collect`."""
         import jax
 
+        # jax.custom_vjp takes a function that also returns what the gradients need: the values.
         computed = jax.custom_vjp(forward)
         computed.defvjp(lambda *xs: (forward(*xs), xs), lambda xs, gradient: tuple(backward(gradient, *xs)))
         return computed(*tensors)
@@ -129,6 +133,8 @@ class JaxTensorLibrary(Tensors):
         return JaxParameter(state) if trained else state
 
     def update(self, former: Any, value: Any) -> Any:
+        """Write values into a parameter and return it; return the values if shape or type differ."""
+        # A parameter is written in place, as the optimizer holds it.
         if not isinstance(former, JaxParameter):
             return super().update(former, value)
         if (former.shape, former.dtype) == (value.shape, value.dtype):
@@ -137,6 +143,7 @@ class JaxTensorLibrary(Tensors):
         return value
 
     def assign(self, state: Any, value: Any) -> None:
+        """Put an array into a parameter, in its shape; write into any other state."""
         if isinstance(state, JaxParameter):
             state.assign(np.reshape(value, state.shape))
         else:
@@ -177,6 +184,7 @@ class MindSporeTensorLibrary(Tensors):
         return np.array(x.asnumpy()) if hasattr(x, "asnumpy") else x
 
     def cast(self, value: Any, like: Any) -> Any:
+        """Return a value in the element type of another: a tensor beside a tensor, else an array."""
         array = self.to_numpy(value)
         if not hasattr(like, "asnumpy"):
             return array.astype(like.dtype)
@@ -204,6 +212,7 @@ class MindSporeTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
+        """Return what `forward` gives, with `backward` for its gradients, as tensors of the inputs' types."""
 
         def gradients(gradient: Any, *tensors: Any) -> list[Any]:
             pairs = zip(backward(gradient, *tensors), tensors, strict=True)
@@ -222,6 +231,7 @@ class MindSporeTensorLibrary(Tensors):
         return mindspore.Parameter(mindspore.Tensor(array), name="state")
 
     def update(self, former: Any, value: Any) -> Any:
+        """Write values into a parameter and return it; return the values if shape or type differ."""
         if not hasattr(former, "asnumpy"):
             return super().update(former, value)
         if tuple(former.shape) != tuple(value.shape) or former.dtype != value.dtype:
@@ -230,6 +240,7 @@ class MindSporeTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
+        """Put an array into a parameter, in its shape and type; write into any other state."""
         if not hasattr(state, "asnumpy"):
             super().assign(state, self.to_numpy(value))
             return

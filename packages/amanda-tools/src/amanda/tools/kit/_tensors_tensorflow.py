@@ -1,4 +1,4 @@
-"""Tensors of TensorFlow: eager ones, and symbols of graphs."""
+"""Operations of the kit on tensors of TensorFlow: eager ones, and symbols of graphs."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ import amanda
 from amanda.tools.kit._tensors import Array, RequiredNames, Save, Tensors
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.kit",
-    "tensorflow",
-    "tensorflow.python.eager.record:record_operation",
-    "tensorflow.python.eager.record:stop_recording",
+    "amanda.tools.kit", "tensorflow",
+    "tensorflow.python.eager.record:record_operation", "tensorflow.python.eager.record:stop_recording",
     "tensorflow.python.framework.ops:EagerTensor._datatype_enum",
     "tensorflow.python.framework.ops:EagerTensor._handle_data",
     "tensorflow.python.framework.ops:EagerTensor._numpy",
     "tensorflow.python.framework.ops:EagerTensor._numpy_internal",
     "tensorflow.python.ops.resource_variable_ops:ResourceVariable",
-)
+)  # fmt: skip
 
 # Numbers of the element types that NumPy has too: floats, integers, bool and complex.
 _NUMPY = frozenset({1, 2, 3, 4, 5, 6, 8, 9, 10, 17, 18, 19, 22, 23})
@@ -177,6 +175,7 @@ class TensorFlowTensorLibrary(Tensors):
         self, forward: Callable[..., Any], backward: Callable[..., Any], tensors: Sequence[Any],
         collect: Callable[..., None] | None = None,
     ) -> Any:  # fmt: skip
+        """Return what `forward` gives, with `backward` for its gradients, which `collect` gets too."""
         from tensorflow.python.eager import record
 
         @tf.custom_gradient  # type: ignore[untyped-decorator]
@@ -214,6 +213,7 @@ class TensorFlowTensorLibrary(Tensors):
         return former
 
     def assign(self, state: Any, value: Any) -> None:
+        """Put an array into a variable, in its shape, without a copy of the array where that is possible."""
         array = np.asarray(value, np.float32).reshape(state.shape)
         if type(state) is self._variable and tf.executing_eagerly():  # a hot path
             # DLPack shares memory that is aligned, where a conversion would copy the array.

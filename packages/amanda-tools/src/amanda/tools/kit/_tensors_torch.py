@@ -1,4 +1,4 @@
-"""Tensors of PyTorch."""
+"""Operations of the kit on tensors of PyTorch, which stay on their device."""
 
 from __future__ import annotations
 
@@ -26,12 +26,9 @@ from amanda.tools.kit._tensors import RequiredNames, Samples, Save, Tensors
 from amanda.tools.mapping import distributed, is_partial, local, whole
 
 _REQUIRED = RequiredNames(
-    "amanda.tools.kit",
-    "torch",
-    "torch:UntypedStorage._cdata",
-    "torch:_C._functorch.is_functorch_wrapped_tensor",
-    "torch:_C._functorch.is_legacy_batchedtensor",
-)
+    "amanda.tools.kit", "torch", "torch:UntypedStorage._cdata",
+    "torch:_C._functorch.is_functorch_wrapped_tensor", "torch:_C._functorch.is_legacy_batchedtensor",
+)  # fmt: skip
 # Real element types that NumPy has too.
 _NAMES = "float16 float32 float64 int8 int16 int32 int64 uint8 uint16 uint32 uint64 bool".split()
 _NUMPY = {getattr(torch, name): np.dtype(name) for name in _NAMES}
@@ -78,6 +75,7 @@ class TorchTensorLibrary(Tensors):
         return np.asarray(x.cpu().clone().numpy())
 
     def exact(self, x: Tensor) -> NDArray[Any]:
+        """Return a copy of the elements in their own type, which may be one of ml_dtypes."""
         x = resolved(x).cpu().contiguous()
         dtype = Tensors.numpy_type(str(x.dtype).removeprefix("torch."))
         # PyTorch hands no bfloat16 or float8 to NumPy, so the bits travel as integers.

@@ -12,22 +12,23 @@ from amanda.errors import did_you_mean
 from amanda.tools.command import function_of
 from amanda.tools.kit import torch_tensors
 from amanda.tools.libraries import numpy as np
-from amanda.tools.models._subject import Input, ModelError, Request, Subject, library, reshaped
+from amanda.tools.models._subject import Input, ModelError, Request, Subject, import_library, set_input_shapes
 
-_MEMORY = Path("/proc/meminfo")
+_MEMINFO = Path("/proc/meminfo")
 
 
 def torch_model(request: Request) -> Subject:
-    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns.
+    """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns, maybe with its inputs.
 
+    Without these inputs are random, of the shapes that `--input-shape` gives, which takes precedence.
     Raises ModelError if the function returns another object, or if no shapes of inputs are known.
     """
-    torch = library("torch", request.word)
-    with amanda.disabled():  # as in `library_of_models`
-        factory = function_of(request.name)
+    torch = import_library("torch", request.word)
+    with amanda.disabled():  # as in `import_model_library`
+        make_module = function_of(request.name)
     with torch.device(request.device):
-        result = factory(**request.options)
-    module, *arguments = result if isinstance(result, (tuple, list)) else (result,)
+        returned = make_module(**request.options)
+    module, *arguments = returned if isinstance(returned, (tuple, list)) else (returned,)
     if not isinstance(module, torch.nn.Module):
         raise ModelError(
             f"{request.name} returns {type(module).__name__}; it is to return a module, or (module, inputs)"
@@ -36,47 +37,51 @@ def torch_model(request: Request) -> Subject:
         inputs = [
             Input(f"input {i}", tuple(getattr(value, "shape", ()))) for i, value in enumerate(arguments)
         ]
-        return torch_subject(request, module, inputs, lambda: module(*arguments))
+        return make_torch_subject(request, module, inputs, lambda: module(*arguments))
     if not request.shapes:
         raise ModelError(
             f"{request.word} does not say what its inputs are: give --input-shape "
             f"{_guess_input_shape(torch, module)}, or have {request.name} return (module, inputs)"
         )
-    return with_random_values(request, module, [Input("input", ())], by_name=False)
+    return subject_on_random_inputs(request, module, [Input("input", ())], by_name=False)
 
 
-def library_of_models(name: str, word: str) -> Any:
+def import_model_library(name: str, word: str) -> Any:
     """Import a library of models of PyTorch; raise ModelError where it, or PyTorch, is absent or broken."""
-    library("torch", word)  # first, since `amanda run` opens its scope there
+    import_library("torch", word)  # first, since `amanda run` opens its scope there
     with amanda.disabled():  # what a module computes when it is imported is no op of the model
-        return library(name, word)
+        return import_library(name, word)
 
 
-def with_random_values(
+def subject_on_random_inputs(
     request: Request, module: Any, inputs: Sequence[Input], by_name: bool = True, weights: str = ""
 ) -> Subject:
-    """Return a module with random values for its inputs.  by_name: how they are passed.
+    """Return a module that runs on random values of its inputs, in its element type, with a fixed seed.
 
-    weights: where those of the module come from.
+    by_name: pass inputs by name, not in order.  weights: where those of the module come from, in words.
     """
     import torch
 
-    inputs, random = reshaped(inputs, request.shapes), np.random.default_rng(0)
+    inputs, generator = set_input_shapes(inputs, request.shapes), np.random.default_rng(0)
     dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
     with amanda.disabled():
-        values = {entry.name: torch.from_numpy(entry.value(random)).to(request.device) for entry in inputs}
-        # Checkpoints are often of half precision, and take images and sound in the same.
-        values = {
-            name: value.to(dtype) if value.is_floating_point() else value for name, value in values.items()
+        value_by_name = {
+            model_input.name: torch.from_numpy(model_input.value(generator)).to(request.device)
+            for model_input in inputs
         }
-    call = (lambda: module(**values)) if by_name else (lambda: module(*values.values()))
-    return torch_subject(request, module, inputs, call, weights)
+        # Checkpoints are often of half precision, and take images and sound in the same.
+        value_by_name = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in value_by_name.items()
+        }
+    call_module = (lambda: module(**value_by_name)) if by_name else (lambda: module(*value_by_name.values()))
+    return make_torch_subject(request, module, inputs, call_module, weights)
 
 
-def torch_subject(
+def make_torch_subject(
     request: Request, module: Any, inputs: Sequence[Input], call: Callable[[], Any], weights: str = ""
 ) -> Subject:
-    """Return a module that runs forward, or forward and backward from ones at each output."""
+    """Return a module that `call` runs forward, and if asked for backward from ones at each output."""
     import torch
 
     module.train(request.backward)
@@ -92,23 +97,23 @@ def torch_subject(
             if request.backward:
                 torch.autograd.backward(differentiable, gradients)
 
-    count = sum(parameter.numel() for parameter in module.parameters())
-    return Subject(request.word, type(module).__name__, module, inputs, run, count, weights)
+    parameter_count = sum(parameter.numel() for parameter in module.parameters())
+    return Subject(request.word, type(module).__name__, module, inputs, run, parameter_count, weights)
 
 
 RANDOM = "random weights"
 
 
-def on_device(request: Request, build: Callable[[], Any]) -> Any:
-    """Build a module on a device; raise ModelError where its parameters do not fit into the free memory."""
+def build_on_device(request: Request, build: Callable[[], Any]) -> Any:
+    """Build a module on the device; raise ModelError before, where its parameters exceed the free memory."""
     import torch
 
-    check_memory(request, build)
+    check_parameters_fit(request, build)
     with torch.device(request.device):
         return build()
 
 
-def check_memory(request: Request, build: Callable[[], Any]) -> None:
+def check_parameters_fit(request: Request, build: Callable[[], Any]) -> None:
     """Raise ModelError where the parameters of a model do not fit into the free memory."""
     import torch
 
@@ -123,12 +128,12 @@ def check_memory(request: Request, build: Callable[[], Any]) -> None:
 
 
 def _free_memory() -> float:
-    """Return the bytes of free memory, infinite where they are not known."""
+    """Return the bytes of memory that Linux has available; infinite on other systems."""
     # Only Linux has the file; elsewhere the operating system decides.
-    if not _MEMORY.is_file():
+    if not _MEMINFO.is_file():
         return float("inf")
-    lines = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
-    return 1024 * int(lines["MemAvailable"].split()[0])
+    text_by_field = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    return 1024 * int(text_by_field["MemAvailable"].split()[0])
 
 
 def _guess_input_shape(torch: Any, module: Any) -> str:
@@ -144,31 +149,32 @@ def _guess_input_shape(torch: Any, module: Any) -> str:
 
 def timm_model(request: Request) -> Subject:
     """Return a model of timm with random weights; raise ModelError where that cannot be."""
-    timm = library_of_models("timm", request.word)
+    timm = import_model_library("timm", request.word)
     name = request.name
     if not timm.is_model(name):
         near = get_close_matches(name, timm.list_models(), n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has their names"
         raise ModelError(f"timm has no model {name!r}; {hint}")
     try:
-        model = on_device(request, lambda: timm.create_model(name, pretrained=False, **request.options))
+        model = build_on_device(request, lambda: timm.create_model(name, pretrained=False, **request.options))
     except (TypeError, ValueError) as error:
         raise ModelError(f"{request.word} cannot be made: {error}") from error
     # timm knows the size with which the model was trained.
     size = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
-    return with_random_values(request, model, [Input("images", (1, *size))], False, RANDOM)
+    images = Input("images", (1, *size))
+    return subject_on_random_inputs(request, model, [images], by_name=False, weights=RANDOM)
 
 
 def keras_model(request: Request) -> Subject:
     """Return a model with random weights, or one of a file with its own."""
-    keras = library("keras", request.word)
-    model = _load_keras(keras, request)
-    inputs = reshaped([_keras_input(entry) for entry in model.inputs], request.shapes)
-    random = np.random.default_rng(0)
-    values = [entry.value(random) for entry in inputs]
+    keras = import_library("keras", request.word)
+    model = _load_keras_model(keras, request)
+    inputs = set_input_shapes([_keras_input(entry) for entry in model.inputs], request.shapes)
+    generator = np.random.default_rng(0)
+    values = [entry.value(generator) for entry in inputs]
     batch = values[0] if len(values) == 1 else values
     call = (
-        _keras_training(keras, model, batch, request.word)
+        _make_keras_training(keras, model, batch, request.word)
         if request.backward
         else lambda: model(batch, training=False)
     )
@@ -178,14 +184,14 @@ def keras_model(request: Request) -> Subject:
     return Subject(request.word, kind, model, inputs, call, model.count_params(), weights)
 
 
-def _load_keras(keras: Any, request: Request) -> Any:
+def _load_keras_model(keras: Any, request: Request) -> Any:
     """Return the model of a file, or of keras.applications with random weights; else raise ModelError."""
     name, is_file = request.name, Path(request.name).suffix == ".keras"
-    kinds = {key for key, value in vars(keras.applications).items() if callable(value)}
+    model_names = {key for key, value in vars(keras.applications).items() if callable(value)}
     if is_file and not Path(name).is_file():
         raise ModelError(f"there is no file {name}")
-    if not is_file and name not in kinds:
-        raise ModelError(f"keras.applications has no model {name!r}; {did_you_mean(name, kinds)}")
+    if not is_file and name not in model_names:
+        raise ModelError(f"keras.applications has no model {name!r}; {did_you_mean(name, model_names)}")
     try:
         if is_file:
             return keras.saving.load_model(name, compile=False)
@@ -195,14 +201,14 @@ def _load_keras(keras: Any, request: Request) -> Any:
 
 
 def _keras_input(tensor: Any) -> Input:
-    """Return an input; the batch, and other sizes that the model leaves open, are 1, of images 224."""
-    open_size = 224 if len(tensor.shape) == 4 else 1
-    shape = tuple(size or (open_size if axis else 1) for axis, size in enumerate(tensor.shape))
+    """Return an input of Keras with sizes for open axes: 1 for the batch, 224 for images, else 1."""
+    size_of_open_axis = 224 if len(tensor.shape) == 4 else 1
+    shape = tuple(size or (size_of_open_axis if axis else 1) for axis, size in enumerate(tensor.shape))
     dtype = tensor.dtype if isinstance(tensor.dtype, str) else tensor.dtype.name
-    return Input(tensor.name, shape, 0 if "float" in dtype else 2, dtype)
+    return Input(tensor.name, shape, below=0 if "float" in dtype else 2, dtype=dtype)
 
 
-def _keras_training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
+def _make_keras_training(keras: Any, model: Any, batch: Any, word: str) -> Callable[[], object]:
     """Return a function that computes outputs and gradients; raise ModelError unless by TensorFlow."""
     if keras.backend.backend() != "tensorflow":
         raise ModelError(
@@ -230,22 +236,22 @@ def onnx_model(request: Request) -> Subject:
         raise ModelError(f"{word}: an ONNX model has no options, was given {', '.join(request.options)}")
     if not Path(name).is_file():
         raise ModelError(f"there is no file {name}")
-    runtime = library("onnxruntime", word)
+    runtime = import_library("onnxruntime", word)
     try:
         session = runtime.InferenceSession(name, providers=["CPUExecutionProvider"])
     # ONNX Runtime has errors of its own for each kind of damage.
     except Exception as error:
         raise ModelError(f"ONNX Runtime cannot load {name}: {str(error).splitlines()[0]}") from error
-    random = np.random.default_rng(0)
-    inputs = reshaped([_onnx_input(entry) for entry in session.get_inputs()], request.shapes)
-    values = {entry.name: entry.value(random) for entry in inputs}
+    generator = np.random.default_rng(0)
+    inputs = set_input_shapes([_onnx_input(entry) for entry in session.get_inputs()], request.shapes)
+    value_by_name = {entry.name: entry.value(generator) for entry in inputs}
     kind = session.get_modelmeta().graph_name or "graph"
-    return Subject(word, kind, model=session, inputs=inputs, call=lambda: session.run(None, values))
+    return Subject(word, kind, model=session, inputs=inputs, call=lambda: session.run(None, value_by_name))
 
 
 def _onnx_input(node: Any) -> Input:
     """Return an input of a graph; sizes that the graph leaves open are 1."""
     shape = tuple(size if isinstance(size, int) and size > 0 else 1 for size in node.shape)
-    kind = node.type.removeprefix("tensor(").removesuffix(")")
-    below = 0 if kind in ("float", "double", "float16") else 2
-    return Input(node.name, shape, below, _ONNX_TYPES.get(kind, kind))
+    element_type = node.type.removeprefix("tensor(").removesuffix(")")
+    below = 0 if element_type in ("float", "double", "float16") else 2
+    return Input(node.name, shape, below, dtype=_ONNX_TYPES.get(element_type, element_type))

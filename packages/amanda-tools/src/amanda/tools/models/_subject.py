@@ -1,4 +1,4 @@
-"""A model by its word: its inputs, and the model ready to run."""
+"""A model by its word on the command line, as hf:llama: its inputs, and the model ready to run on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ModelError(AmandaError, ValueError):
 class Input:
     """One input of a model.
 
-    below: of whole numbers, the least that is too large; 0 for numbers of [0, 1).  dtype: as numpy calls it.
+    below: bound of random whole numbers, which is not reached; 0 for numbers of [0, 1).  dtype: as in numpy.
     """
 
     name: str
@@ -43,24 +43,24 @@ class Input:
         return np.asarray(random.random(self.shape)).astype(self.dtype)
 
 
-def reshaped(inputs: Sequence[Input], shapes: Iterable[str]) -> list[Input]:
+def set_input_shapes(inputs: Sequence[Input], shapes: Iterable[str]) -> list[Input]:
     """Return the inputs with the shapes of the command line: "2,3,224,224", or "NAME=2,64".
 
     A shape without a name is for the first input.  Raises ModelError for other text and unknown names.
     """
-    inputs_by_name = {entry.name: entry for entry in inputs}
+    input_by_name = {entry.name: entry for entry in inputs}
     for text in shapes:
         match = _SHAPE.fullmatch(text)
         if match is None:
             raise ModelError(f"--input-shape {text} is no shape; give sizes, as in 2,3,224,224 or NAME=2,64")
         name = match["name"] or inputs[0].name
-        if name not in inputs_by_name:
+        if name not in input_by_name:
             raise ModelError(
-                f"--input-shape {text}: the model has no input {name!r}; {did_you_mean(name, inputs_by_name)}"
+                f"--input-shape {text}: the model has no input {name!r}; {did_you_mean(name, input_by_name)}"
             )
         sizes = re.split("[,x]", match["sizes"]) if match["sizes"] else []
-        inputs_by_name[name] = replace(inputs_by_name[name], shape=tuple(map(int, sizes)))
-    return list(inputs_by_name.values())
+        input_by_name[name] = replace(input_by_name[name], shape=tuple(map(int, sizes)))
+    return list(input_by_name.values())
 
 
 KINDS = {
@@ -108,12 +108,12 @@ class Subject:
         return f"{self.word}: {', '.join([self.kind, *counted, *weights, *map(str, self.inputs)])}"
 
     def run(self) -> None:
-        """Run the model once.  Raises ModelError if it does not run on its inputs."""
+        """Call the model once on its inputs.  Raises ModelError if it fails; errors of a tool as they are."""
         try:
             self.call()
         except Exception as error:
-            # A tool's error keeps its notes; the model is not to blame.
-            if isinstance(error, AmandaError) or getattr(error, "__notes__", None):  # of a tool
+            # Amanda adds notes to what a tool raises: then the model is not to blame.
+            if isinstance(error, AmandaError) or getattr(error, "__notes__", None):
                 raise
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             shapes = ", ".join(map(str, self.inputs))
@@ -157,35 +157,35 @@ def made(word: Name, shapes: Sequence[Name] = (), backward: bool = False, device
 
 
 def _split_options(text: str) -> tuple[str, dict[str, Any]]:
-    """Return a model's name and options of "llama:hidden_size=64"; raise ModelError for other text."""
+    """Return name and options of "llama:hidden_size=64", values read as YAML; raise ModelError for others."""
     import yaml
 
     from amanda.tools.command import ToolSpec
 
-    name, _, last = text.rpartition(":")
-    if not name or "=" not in last:
+    name, _, options_text = text.rpartition(":")
+    if not name or "=" not in options_text:
         return text, {}
-    values = ToolSpec.parse(f"model:{last}").options
+    texts_by_option = ToolSpec.parse(f"model:{options_text}").options
     try:
-        return name, {key: yaml.safe_load(value[-1]) for key, value in values.items()}  # type: ignore[index]
+        return name, {key: yaml.safe_load(value[-1]) for key, value in texts_by_option.items()}  # type: ignore[index]
     except yaml.YAMLError as error:
-        raise ModelError(f"the options {last!r} cannot be read: {error}") from None
+        raise ModelError(f"the options {options_text!r} cannot be read: {error}") from None
 
 
-def library(name: str, word: str) -> Any:
+def import_library(name: str, word: str) -> Any:
     """Import a library that a model needs; raise ModelError where it is absent or broken."""
     try:
         with amanda.disabled():  # a library may compute something as it is imported
             return import_module(name)
     except Exception as error:  # a binary that does not fit raises other errors than ImportError
-        # Another name would be of a package that the library itself needs.
+        # Of another name, the package that is absent is one that the library itself needs.
         if isinstance(error, ModuleNotFoundError) and error.name == name:
             raise ModelError(f"{word} needs {name}, which is not installed: pip install {name}") from None
         raise ModelError(f"{word} needs {name}, whose import fails: {import_failure(error)}") from error
 
 
 def import_failure(error: BaseException) -> str:
-    """Return the first line of the error that began a failed import, and what to do about some."""
+    """Return the first line of the error at the root of a failed import, and a fix for torchvision's."""
     while error.__cause__ is not None:
         error = error.__cause__
     reason = str(error).splitlines()[0] if str(error) else type(error).__name__

@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
     from amanda.tools.command._session import Session
 
-_CONTEXTS = "contextvars"
-# What makes contexts, tasks, frameworks for tests, and models, which are made with tools disabled.
-_OTHERS = (_CONTEXTS, "asyncio", "amanda.testing", "amanda.tools.models._loaders")
+_CONTEXTVARS = "contextvars"
+# Modules before whose import the scope opens, besides frameworks: contexts, tasks, frameworks for tests, and
+# models, which are made with tools disabled.
+_OPENING_MODULES = (_CONTEXTVARS, "asyncio", "amanda.testing", "amanda.tools.models._loaders")
 
 
 class Process:
@@ -39,12 +40,14 @@ class Process:
     def __init__(self, settings: dict[str, Any]) -> None:
         self.session: Session | None = None
         self._settings = settings
-        self._names = {*settings["frameworks"], *_OTHERS}
-        self._is_waiting = True
+        self._opening_imports = {*settings["frameworks"], *_OPENING_MODULES}
+        self._is_scope_pending = True
+        # is_ending: while `end` runs, in which a signal is kept in `_pending_signal`.
         self._has_listeners = self._is_ending = self._has_failed = False
         self._pending_signal: int | None = None
         self._signal_masks: list[set[int]] = []  # the signals that were blocked before each fork under way
-        self._openers: list[tuple[Any, str, Any, Any]] = []
+        # Module or class, name, replacement and original, until the scope opens.
+        self._replaced_functions: list[tuple[Any, str, Any, Any]] = []
 
     @property
     def _is_root(self) -> bool:
@@ -52,26 +55,27 @@ class Process:
 
     def begin(self) -> None:
         """Open the scope at once in a rank, for which others wait; in other processes when it is needed."""
+        # Needed before a framework is imported, a thread starts, and in the root before `exec`.
         if self._is_root:
             self._watch_exit()
-        if (self._is_root and self._settings["is_rank"]) or not self._names.isdisjoint(sys.modules):
-            self.open()
+        if (self._is_root and self._settings["is_rank"]) or not self._opening_imports.isdisjoint(sys.modules):
+            self.open_scope()
             return
         if self._is_root:
             os.environ.setdefault("AMANDA_PROCESS", "main")  # so that other processes know that they are not
-            self.listen()
+            self.watch_end()
             for name in ("execv", "execve"):
                 self._open_before(os, name)
         self._open_before(threading.Thread, "start")
         for name in ("start_new_thread", "start_new"):
             self._open_before(_thread, name)
-        sys.meta_path.insert(0, self)
+        sys.meta_path.insert(0, self)  # `find_spec` is asked first for every import
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
-        """Open the scope before the import of a framework; find what the other finders find."""
-        if fullname not in self._names or (fullname == _CONTEXTS and "amanda" in sys.modules):
+        """Open the scope before the import of a framework; return the framework's spec, None for others."""
+        if fullname not in self._opening_imports or (fullname == _CONTEXTVARS and "amanda" in sys.modules):
             return None  # while the program imports Amanda, no scope can be opened
-        self.open()
+        self.open_scope()
         if fullname in sys.modules:  # the module of a tool has imported it
             return _spec_of_loaded(fullname)
         for finder in list(sys.meta_path):  # opening may have changed the list
@@ -82,49 +86,49 @@ class Process:
         return None
 
     def _open_before(self, holder: Any, name: str) -> None:
-        """Open the scope before the first call of a function, which is in its place again afterwards."""
+        """Replace a function by one that opens the scope first; the open scope puts the function back."""
         original = getattr(holder, name, None)
         if original is None:
             return
 
         @wraps(original)
-        def opening(*args: Any, **kwargs: Any) -> Any:
+        def open_then_call(*args: Any, **kwargs: Any) -> Any:
             """Open the scope, then call what is in the function's place."""
-            if not self._is_waiting:
+            if not self._is_scope_pending:  # somebody kept a reference to this function
                 return original(*args, **kwargs)
-            self.open()
+            self.open_scope()
             return getattr(holder, name)(*args, **kwargs)
 
-        setattr(holder, name, opening)
-        self._openers.append((holder, name, opening, original))
+        setattr(holder, name, open_then_call)
+        self._replaced_functions.append((holder, name, open_then_call, original))
 
     def _watch_exit(self) -> None:
-        """Note a status of `sys.exit` that is an error, as of wrong arguments."""
-        original = sys.exit
+        """Replace `sys.exit` by a function that notes if the status is an error, as of wrong arguments."""
+        sys_exit = sys.exit
 
-        @wraps(original)
-        def exiting(*status: Any) -> Any:
+        @wraps(sys_exit)
+        def note_and_exit(*status: Any) -> Any:
             """Note the status, then raise SystemExit."""
             self._has_failed = bool(status and status[0])
-            return original(*status)
+            return sys_exit(*status)
 
-        sys.exit = exiting
+        sys.exit = note_and_exit
 
-    def _stop_waiting(self) -> None:
-        """Put back what was replaced to notice the first framework, thread or task."""
-        self._is_waiting = False
-        for holder, name, opening, original in self._openers:
+    def _restore_functions(self) -> None:
+        """Put back the functions and the import hook that wait for the first framework, thread or task."""
+        self._is_scope_pending = False
+        for holder, name, replacement, original in self._replaced_functions:
             # Something else may have replaced the function since, and keeps its own.
-            if getattr(holder, name) is opening:
+            if getattr(holder, name) is replacement:
                 setattr(holder, name, original)
         if self in sys.meta_path:
             sys.meta_path.remove(self)
 
-    def open(self) -> None:
-        """Open the scope, once."""
-        if not self._is_waiting:
+    def open_scope(self) -> None:
+        """Open the session, once, and put functions back; print a line if this Python lacks amanda-tools."""
+        if not self._is_scope_pending:
             return
-        self._stop_waiting()
+        self._restore_functions()
         try:
             from amanda.tools.command._session import Session
         except ImportError as error:
@@ -134,28 +138,28 @@ class Process:
             return
         self.session = Session(self)
         self.session.open()
-        self.listen()
+        self.watch_end()
 
-    def listen(self) -> None:
-        """Act at signals that end the process, which forks hold back, and at its end."""
-        # Called again in a forked child, which begins without the handlers.
+    def watch_end(self) -> None:
+        """Have `end` called as the interpreter ends, and for signals without a handler, except in a fork."""
+        # Called again in a forked child, which inherits listeners and has no signal handlers.
         if not self._has_listeners:
             self._has_listeners = True
             atexit.register(self._end_of_interpreter)
             if hasattr(os, "register_at_fork"):
                 os.register_at_fork(
-                    before=self._hold_signals,
-                    after_in_parent=self._let_signals_through,
+                    before=self._hold_signals, after_in_parent=self._let_signals_through,
                     after_in_child=self._begin_in_child,
-                )
+                )  # fmt: skip
         self._replace_handlers(signal.SIG_DFL, self.end_by_signal)
 
-    def _replace_handlers(self, before: Any, handler: Any) -> None:
-        """Set the handler of the signals that end the process and have another one, on the main thread."""
+    def _replace_handlers(self, present_handler: Any, new_handler: Any) -> None:
+        """On the main thread, set a new handler for SIGTERM and SIGHUP where they have the present one."""
         if threading.current_thread() is threading.main_thread():
+            # Windows has no SIGHUP: SIGTERM is then looked at twice.
             for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-                if signal.getsignal(number) == before:
-                    signal.signal(number, handler)
+                if signal.getsignal(number) == present_handler:
+                    signal.signal(number, new_handler)
 
     def _hold_signals(self) -> None:
         """Block SIGTERM and SIGHUP during a fork: Python loses a signal that a child receives as it begins.
@@ -173,18 +177,19 @@ class Process:
     def _let_signals_through(self) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signal_masks.pop())
 
-    def fail(self) -> None:
-        """See to the results before the traceback that ends the process, so that the error comes last."""
+    def end_before_traceback(self) -> None:
+        """Call `end` before the traceback that ends the process is printed, so that the error comes last."""
         self._has_failed = True
         self.end()
 
     def end(self) -> None:
-        """Close the scope and see to the results, before the process ends; a signal waits meanwhile."""
+        """Close the scope, and write or print the results; then obey a signal that came in the meantime."""
+        # A root without a scope prints the results of other processes, or that there was no op.
         self._is_ending = True
         if self.session is not None:
             self.session.finish(self._has_failed)
-        elif self._is_root and self._is_waiting:
-            self._stop_waiting()
+        elif self._is_root and self._is_scope_pending:
+            self._restore_functions()
             self._report_other_processes()
         self._is_ending = False
         if self._pending_signal is not None:
@@ -193,6 +198,7 @@ class Process:
     def _report_other_processes(self) -> None:
         """Print the results of other processes, or that none has executed an op."""
         try:
+            # Only an empty folder can be removed.
             os.rmdir(self._settings["folder"])  # noqa: PTH106
         except OSError:  # other processes have written results
             from amanda.tools.command._gathering import report_other_processes
@@ -205,7 +211,7 @@ class Process:
                 _print_lines(*self._settings["no_op_texts"])
 
     def _end_of_interpreter(self) -> None:
-        """See to the results as the interpreter ends, and let an interrupt end it as one."""
+        """Call `end` as the interpreter ends; after a KeyboardInterrupt the process still dies of SIGINT."""
         self.end()
         if getattr(sys, "last_type", None) is KeyboardInterrupt:
             # Python dies of SIGINT after one that nothing caught, if it ran no text since: tell it again.
@@ -213,8 +219,8 @@ class Process:
                 exec("raise KeyboardInterrupt")
 
     def end_by_signal(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal that ends the process: its results are seen to before."""
-        if self._is_ending:  # as of a worker that is terminated while it exits
+        """Call `end`, then end the process by a signal; while `end` runs already, leave the signal to it."""
+        if self._is_ending:  # a worker that is terminated while it exits
             self._pending_signal = number
             return
         self.end()
@@ -236,7 +242,7 @@ class _LoadedModule:
 
 
 def _spec_of_loaded(name: str) -> Any:
-    """Return a spec with which the import under way takes the module of that name in `sys.modules`."""
+    """Give the module of a name in `sys.modules` a spec with which an import takes it as it is; return it."""
     from importlib.machinery import ModuleSpec
 
     module: Any = sys.modules[name]
