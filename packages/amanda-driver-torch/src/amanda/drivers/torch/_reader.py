@@ -48,15 +48,15 @@ _VALUE_FUNCTIONS = (
 def make_reader(
     straight_through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[interceptor.Reader | None, str]:
-    """Return a reader of this build of torch, or None, and what the reader lacks, or ""; warn of a lack.
+    """Return a reader of tensors for native code, and the part that it lacks, or ""; log a warning of a lack.
 
-    Without a reader Python does the same work at a multiple of the time. Without a layout native code calls
-    functions of torch instead of reading memory.
+    None stands for a build of torch that cannot be read: Python does the same work at a multiple of the time.
+    Without a layout of tensors native code calls functions of torch instead of reading memory.
     straight_through: returns a value whose gradient goes to an original.
     """
     try:
         libraries = Libraries()
-        tensor_layout, lacking = find_layout(libraries)
+        tensor_layout, missing_part = find_layout(libraries)
         # In these modes native code hands calls to Python, which knows how to leave and enter them.
         mode_is_enabled = libraries.address(_FUNCTION_MODE)
         key_is_included = libraries.address(_KEY_INCLUDED)
@@ -82,9 +82,9 @@ def make_reader(
         )
         # Symbols may exist and mean something else in another build: a trial on samples decides.
         if _reads_correctly(reader):
-            if lacking:
-                logger.warning(_READS_SLOWLY, torch.__version__, lacking)
-            return reader, lacking
+            if missing_part:
+                logger.warning(_READS_SLOWLY, torch.__version__, missing_part)
+            return reader, missing_part
         reason = "its tensors are not as this driver knows them"
     except (AttributeError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         reason = f"it lacks {error}"
@@ -113,18 +113,26 @@ def _handle_offset() -> int:
 
 
 def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
-    """Return the index of transforms among the modes, the offset of what a wrapper wraps, and wrappers."""
-    # The wrappers are read within the transforms, which unwrap their results.
-    offset, *samples = call_with_wrappers(
-        lambda *wrappers: (_content_offset(wrappers), *wrappers), torch.empty(2)
-    )
+    """Return how native code finds the tensor in a wrapper of torch.func.
+
+    Index of transforms among the reader's modes, offset of the wrapped tensor's pointer, sample wrappers.
+    """
+
+    def offset_and_wrappers(*wrappers: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
+        return _content_offset(wrappers), wrappers
+
+    # Within the transforms, which would unwrap wrappers that they return.
+    offset, samples = call_with_wrappers(offset_and_wrappers, torch.empty(2))
     mode_index = 1 + _MODE_KEYS.index(_TRANSFORM)  # the function mode comes before these
-    return mode_index, offset, tuple(samples)
+    return mode_index, offset, samples
 
 
 def _content_offset(samples: tuple[torch.Tensor, ...]) -> int:
     """Return the offset, in wrappers of transforms, of the pointer to the tensor that they wrap."""
-    contents = [list(layers(sample))[1]._cdata for sample in samples]  # of the layer in the outermost
+    contents = []  # addresses of the wrapped tensors
+    for sample in samples:
+        _, wrapped, *_ = layers(sample)
+        contents.append(wrapped._cdata)
     for offset in range(0, _WRAPPER_SIZE, ctypes.sizeof(ctypes.c_void_p)):
         pointers = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
         if pointers == contents:
@@ -162,22 +170,26 @@ def _reads_correctly(reader: interceptor.Reader) -> bool:
 
 
 def _reads_keys(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:
-    """Return True if keys tell dtype, rank, device and need of a gradient, and nothing else."""
+    """Return True if the keys of arguments tell dtype, rank, device and need of a gradient, and nothing else.
+
+    Key 0 stands for arguments that the reader cannot read.
+    """
     key = reader.key((plain, 1))
     has_equal_keys = key != 0 and key == reader.key((torch.ones(4, 5), 2))
-    different = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
-    has_distinct_keys = all(reader.key((tensor, 1)) not in (0, key) for tensor in different)
+    other_tensors = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
+    has_distinct_keys = all(reader.key((tensor, 1)) not in (0, key) for tensor in other_tensors)
     with torch.no_grad():
         ignores_gradients = reader.key((trained, 1)) == reader.key((plain, 1)) != key
     return has_equal_keys and has_distinct_keys and ignores_gradients
 
 
 def _reads_sizes(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
-    """Return True if keys that are to tell sizes tell them."""
+    """Return True if keys with sizes are equal for tensors of the same sizes, and differ for others."""
     with_sizes = True
     key = reader.key((plain, 1), {}, with_sizes)
-    is_equal = key == reader.key((torch.ones(2, 3), 2), {}, with_sizes) != 0
-    return is_equal and key != reader.key((torch.ones(3, 2), 1), {}, with_sizes)
+    key_for_equal_sizes = reader.key((torch.ones(2, 3), 2), {}, with_sizes)
+    key_for_other_sizes = reader.key((torch.ones(3, 2), 1), {}, with_sizes)
+    return key == key_for_equal_sizes != 0 and key != key_for_other_sizes
 
 
 def _reads_versions(reader: interceptor.Reader) -> bool:
@@ -198,14 +210,14 @@ def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
 
 def _finds_substitutes(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:
     """Return True if a tensor of the same form can stand for another, and no other value can."""
-    equal = torch.ones(2, 3)
-    misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
-    fits = reader.can_substitute(plain, equal) and reader.can_substitute(trained, equal)
+    same_form = torch.ones(2, 3)
+    misfits = [same_form.double(), same_form.t(), trained, same_form.to_sparse(), torch.zeros(1), None]
+    fits = reader.can_substitute(plain, same_form) and reader.can_substitute(trained, same_form)
     return fits and not any(reader.can_substitute(plain, misfit) for misfit in misfits)
 
 
 def _reads_layers(reader: interceptor.Reader, *tensors: torch.Tensor) -> bool:
-    """Return True if keys under transforms tell which layers of a tensor need a gradient."""
+    """Return True if keys under transforms tell apart plain, batched, tracked and detached tensors."""
 
     def layer_keys(batched: torch.Tensor, tracked: torch.Tensor) -> list[int]:
         samples = *tensors, batched, tracked, tracked.detach()
@@ -247,25 +259,25 @@ Layout = tuple[int, int, int, int, int, int, int, int]
 
 
 def find_layout(libraries: Libraries) -> tuple[Layout | None, str]:
-    """Return the layout of plain tensors for `interceptor.Reader`, and the part that was not found, or "".
+    """Return the layout of tensors for `interceptor.Reader`, and the part that was not found, or "".
 
     The layout is None if a part was not found: native code then calls functions of torch, at twice the cost.
     """
     # The first scope may open under inference_mode or no_grad, where samples would lack versions and nodes.
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            switches = libraries.address(_GET_SWITCHES)
-            offsets = (
+            get_switches = libraries.address(_GET_SWITCHES)
+            layout = (
                 *_version_offsets(),
                 _dtype_offset(),
                 _rank_offset(),
                 _autograd_offset(),
-                switches,
-                *_grad_mode_bit(switches),
+                get_switches,
+                *_grad_mode_bit(get_switches),
             )
         except LookupError as error:
             return None, str(error)
-    return offsets, ""
+    return layout, ""
 
 
 def _words_at(
@@ -364,14 +376,14 @@ def _autograd_offset() -> int:
     return _first_offset(fits)
 
 
-def _grad_mode_bit(switches: int) -> tuple[int, int]:
+def _grad_mode_bit(get_switches: int) -> tuple[int, int]:
     """Return the byte of a thread's switches, and the bit in it, that is set while gradients are on.
 
-    Raises LookupError unless the two modes differ in exactly one bit.  switches: address of the function
-    that returns the switches.
+    Raises LookupError unless the two modes differ in exactly one bit.  get_switches: address of the function
+    that returns the address of the switches.
     """
     # The switches are thread-local: native code calls this function once per thread, then reads the byte.
-    address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(switches)() or 0
+    address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(get_switches)() or 0
     with torch.no_grad():
         off = ctypes.string_at(address, 4 * _WORD)
     with torch.enable_grad():
