@@ -62,8 +62,12 @@ class GraphDriver(Driver):
             if is_control_flow(caller.f_locals.get("fn")):
                 return original(callback)  # bodies run op by op: torch compiles them for eager mode
             compiler = _compiler_module(activation.state)
-            by_stance = functools.partial(_callback_by_stance, original, activation.state, module, caller)
-            return by_stance(callback) if compiler is None else compiler.choose_callback(callback, by_stance)
+            choose_by_stance = functools.partial(
+                _callback_by_stance, original, activation.state, module, caller
+            )
+            if compiler is None:
+                return choose_by_stance(callback)
+            return compiler.choose_callback(callback, choose_by_stance)
 
         self.patches.set(module, "_callback_from_stance", callback_from_stance)
 
@@ -81,27 +85,27 @@ class GraphDriver(Driver):
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
-    """Return the module that compiles instrumented graphs; None if no scope asks, or torch lacks parts.
+    """Return the module that compiles instrumented graphs; None if it cannot be imported, or need not be yet.
 
-    Reports what is lacking to a scope that asks.
+    It is imported for the first scope that asks.  What this torch lacks for it is reported to such scopes.
     """
     if not interceptor.NATIVE:
         if instruments_compiled_code(state):
             state.report("graphs of torch.compile without the native interceptor", NEEDS_NATIVE)
         return None
     # Imported late: the module needs dynamo, and names of it that older versions of torch lack.
-    name = f"{__package__}._compiler"
-    if sys.modules.get(name) is None and not instruments_compiled_code(state):
+    module_name = f"{__package__}._compiler"
+    if sys.modules.get(module_name) is None and not instruments_compiled_code(state):
         return None
-    lacking = missing_for_graphs()
-    if not lacking:
+    missing_names = missing_for_graphs()
+    if not missing_names:
         try:
-            return importlib.import_module(name)
+            return importlib.import_module(module_name)
         except (ImportError, AttributeError) as error:
-            lacking = (str(error),)
+            missing_names = (str(error),)
     if instruments_compiled_code(state):
         subject = f"graphs of torch.compile with torch {torch.__version__}"
-        state.report(subject, f"{GRAPHS_UNSUPPORTED} ({', '.join(lacking)})")
+        state.report(subject, f"{GRAPHS_UNSUPPORTED} ({', '.join(missing_names)})")
     return None
 
 
@@ -132,9 +136,10 @@ class _PlainCallback:
 def _callback_by_stance(
     original: Callable[[Any], Any], state: Any, dynamo: ModuleType, caller: FrameType, callback: Any
 ) -> Any:
-    """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it.
+    """Return dynamo's callback for frames by its stance, the scope's or the user's; None to run op by op.
 
-    Reports how compiled code runs.  caller: dynamo's frame, which names the compiled callable.
+    Reports how compiled code runs.  original: dynamo's function, which looks at the stance alone.
+    caller: dynamo's frame, which names the compiled callable.
     """
     frame_callback = original(callback)
     if frame_callback is None:
