@@ -176,28 +176,28 @@ def unwrapped_backend(backend: Any) -> Any:
 class _ConvertedFrame(threading.local):
     """Facts of the frame that dynamo converts on this thread.
 
-    prefix: path of the module whose code it runs.  instance: ordinal of the module, 0 for a function.
+    prefix: path of the module whose code it runs.  model_ordinal: ordinal of the module, 0 for a function.
     path_of: finds paths of parameters in the modules around it.
     """
 
     code: CodeType | None = None
     prefix = ""
-    instance = 0
+    model_ordinal = 0
     path_of = ParameterPaths(())
 
     @contextmanager
     def describing(self, frame: Any) -> Iterator[None]:
         """Hold the facts of a frame within the context, and then again those of the frame around it."""
-        outer_frame = self.code, self.prefix, self.instance, self.path_of
+        outer_frame = self.code, self.prefix, self.model_ordinal, self.path_of
         # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
         receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
         subjects = interceptor.subjects()
         self.code, self.prefix, self.path_of = frame.f_code, module_path(subjects), ParameterPaths(subjects)
-        self.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
+        self.model_ordinal = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
             yield
         finally:
-            self.code, self.prefix, self.instance, self.path_of = outer_frame
+            self.code, self.prefix, self.model_ordinal, self.path_of = outer_frame
 
 
 _frame = _ConvertedFrame()
@@ -253,7 +253,7 @@ class InstrumentingConverter:
         return result
 
     def _report_op_by_op(self, frame: Any) -> None:
-        """Report that a compiled frame runs op by op."""
+        """Report that a compiled frame runs op by op, with the error for which it does."""
         failure = self._op_by_op[frame.f_code]
         self.backend.state.report(
             f"the compiled graph of {_function_name(frame.f_code)}",
@@ -387,7 +387,7 @@ class InstrumentingBackend:
         examples = [node.meta.get("example_value") for node in placeholders]
         symbols = GraphSymbols(module, inputs, examples, is_weight_by_input)
         rewriting = FxRewriting(
-            module, symbols, program, namespace(), _frame.prefix, _frame.instance,
+            module, symbols, program, namespace(), _frame.prefix, _frame.model_ordinal,
             history=self.generation.histories[_frame.code], path_of=_frame.path_of,
             late_observers=late_observers,
         )  # fmt: skip
@@ -431,7 +431,7 @@ def _replaced_nodes_entry(backend: Any, graph: GraphModule) -> tuple[str, str, s
 
 def _drop_from_inductor_cache(targets: Sequence[Any]) -> None:
     """Drop targets of nodes from a cache of inductor's that would hold them, and their tools, for ever."""
-    patterns = sys.modules.get("torch._inductor.fx_passes.misc_patterns")
+    patterns = sys.modules.get("torch._inductor.fx_passes.misc_patterns")  # absent if inductor has not run
     cache = getattr(getattr(patterns, "numpy_compat_normalization", None), "cache", {})
     for target in targets:
         if isinstance(target, InstrumentedCall):

@@ -28,7 +28,7 @@ NEEDS_NATIVE = "compiled callables run op by op in scopes; `python -m amanda` sa
 
 
 class GraphDriver(Driver):
-    """PyTorch, graph mode."""
+    """The driver of PyTorch's graph mode."""
 
     api = 1
     framework = "torch"
@@ -112,7 +112,7 @@ def _compiler_module(state: Any) -> ModuleType | None:
 def _runs_uninstrumented(stance: Any) -> bool:
     """Return True if no scope is in force here, or its tools are disabled: compiled code runs as it is.
 
-    False without the native interceptor, as dynamo would see stand-ins for torch's functions.
+    False under a stance of the user's, and without the native interceptor: dynamo would see stand-ins.
     """
     if not interceptor.NATIVE:
         return False

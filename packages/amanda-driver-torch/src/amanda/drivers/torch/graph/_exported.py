@@ -110,10 +110,7 @@ class ExportedFile(Artefact):
 
 
 def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
-    """Return the dynamic sizes of a program's inputs, in the form that `torch.export.export` takes.
-
-    None if no input has any.
-    """
+    """Return the dynamic sizes of a program's inputs, as `torch.export.export` takes them; None without."""
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     # Parameters, buffers and constants come first among the placeholders.
     user_inputs = values[len(values) - len(program.graph_signature.user_inputs) :]
@@ -238,7 +235,8 @@ class _ConstantFolder:
     def _compute_value(self, node: Node) -> None:
         """Compute a node's value if all its inputs have values and one depends on a new constant."""
         inputs = node.all_input_nodes
-        if node.op != "call_function" or not inputs or not all(map(self.values.__contains__, inputs)):
+        have_values = all(input_node in self.values for input_node in inputs)
+        if node.op != "call_function" or not inputs or not have_values:
             return
         sources: set[Node] = set()
         for input_node in inputs:

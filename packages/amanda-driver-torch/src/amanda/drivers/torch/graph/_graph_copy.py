@@ -25,7 +25,7 @@ _checkpoint_numbers = count(1 << 40)  # apart from those that torch gives to che
 
 
 class GraphCopy:
-    """Copy of a graph, in which nodes are replaced.
+    """Copy of an FX graph, in which calls with routines replace nodes, and other bodies those of ops.
 
     calls_python: whether a routine is called as Python.  The copy then makes a token for each execution.
     """

@@ -22,16 +22,16 @@ from ._routines import NodeRoutines
 
 
 class BackwardSite(NamedTuple):
-    """A backward op with its facts and its actions."""
+    """A backward op with its facts, and the actions of tools at it."""
 
     facts: OpFacts
     actions: Actions
 
 
 class OpStep:
-    """A native op with its facts and its actions.
+    """A native op of a node with its facts, and the actions of tools at it.
 
-    backward: by the backward op's place among those of the op.
+    backward: backward ops with actions, by the backward op's place among those of the op.
     """
 
     def __init__(self, facts: OpFacts, actions: Actions) -> None:

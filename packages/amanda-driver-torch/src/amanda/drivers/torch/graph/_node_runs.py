@@ -36,7 +36,7 @@ class TemplateSlot:
 
 
 class NativeCall:
-    """One call of a native op within a node.
+    """One call of a native op, which the eager driver intercepts, within a node that ran without data.
 
     eager_call: as the eager driver binds it, with tensors without data.  args, kwargs: those of the call, or
     templates of them.  outputs: its results as tools see them, without the batches of a transform.
@@ -68,7 +68,7 @@ class NativeCall:
 
 
 class NodeReplay:
-    """The native ops of a node, as templates.
+    """The native ops of a node with templates of their arguments, to be run again on other inputs.
 
     bind: makes the eager driver's call of a native call.  calls: in order.  result: template of the value.
     """

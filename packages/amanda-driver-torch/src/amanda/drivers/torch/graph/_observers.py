@@ -201,14 +201,13 @@ class LateObservers:
         Observers of backward ops are called in the backward pass.
         """
         execution = GraphExecution(self._program)
-        # Autograd's nodes from this number on are the graph's.
-        first_number = sequence_number()
+        first_number = sequence_number()  # of autograd's nodes that the graph makes
         try:
             with interceptor.Suspension():
                 outputs = compiled(*args)
         except _StopRecomputationError:  # a checkpoint stops the recomputation early, but the graph has run
             self._call_observers(self._forward, execution)
-            raise
+            raise  # for the checkpoint
         self._call_observers(self._forward, execution)
         if self._backward:
             self._call_after_backward(outputs, args, first_number, execution)

@@ -66,7 +66,7 @@ _TOKEN = "amanda_execution"
 
 
 class GraphProgram:
-    """The routines of a graph, in a table of calls by slot, and facts of the graph.
+    """The routines of an instrumented graph, in a table of calls by slot, and facts of the graph.
 
     state: in force when the program was made.
     runs_outside_scopes: whether routines are called outside of scopes too.
@@ -119,7 +119,7 @@ class GraphProgram:
 
 
 class GraphExecution(Execution):
-    """One run of a graph, forward and backward.
+    """One run of an instrumented graph, forward and backward, in which it calls routines as Python.
 
     A tensor in the graph, the token, stands for the execution and holds it, so that the execution lives as
     long as the graph or its backward pass needs the token.

@@ -1,4 +1,4 @@
-"""Calls of routines as Python, each time a graph runs."""
+"""Calls of routines that a graph makes as Python in each run: the values they get, and what they return."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 class PlaceValues:
-    """The values at a place, split into tensors and numbers that a graph hands over, and constants.
+    """The values of a routine's place, split into tensors and numbers that a graph hands over, and constants.
 
     tensor_positions: of the values that are a tensor or a list of tensors.  list_lengths: of those lists,
     None for a tensor.  floats: a tensor for each symbol of a float.  numbers: the integers, which may be
@@ -93,7 +93,7 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 class PythonCall(Insertion):
-    """Call of one routine at a place.
+    """Call of one routine at a place, before or after an op or a backward op, in each run of a graph.
 
     constants: the values that are not tensors.  numbers: those of a run, of which the last are floats.
     """
@@ -180,7 +180,7 @@ class ReplacementCall(PythonCall):
         """
         (action,) = self.actions
         values = self.unflatten(flat)
-        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})
+        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})  # the dict that routines share
         result: Any = NotImplemented
         if execution.runs_action(action):
             result = run_replacement(
@@ -217,7 +217,7 @@ class GradientReplacementCall(PythonCall):
         incoming, kernel_gradients = flat[:incoming_count], flat[incoming_count:]
         if not execution.runs_action(action):
             return list(kernel_gradients)
-        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})
+        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})  # the dict that routines share
         result = run_replacement(execution.ops, action, self.unflatten(incoming), self.facts, run)
         if result is NotImplemented:
             return list(kernel_gradients)

@@ -52,10 +52,10 @@ NO_BACKWARD = "backward ops are not instrumented there"
 
 
 class FxRewriting:
-    """Rewriting of one graph.
+    """Rewriting of one FX graph: a copy, in which calls with the routines of tools replace nodes.
 
     symbols: the graph's inputs without data.  prefix: path of the module whose code the graph is of.
-    instance: ordinal of the model, which tells the graph's ops from those of other models of its class.
+    model_ordinal: tells the graph's ops from those of other models of its class.
     path_of: finds paths of parameters in the model; the default looks in the graph's module.
     analysis: asks tools for actions; the default asks the tools of the program's state.
     history: of values that routines have read.
@@ -66,7 +66,7 @@ class FxRewriting:
 
     def __init__(
         self, module: GraphModule, symbols: GraphSymbols, program: GraphProgram, namespace: Namespace,
-        prefix: str = "", instance: int = 0, analysis: GraphAnalysis | None = None,
+        prefix: str = "", model_ordinal: int = 0, analysis: GraphAnalysis | None = None,
         history: ValueHistory | None = None, path_of: ParameterPaths | None = None,
         late_observers: LateObservers | None = None, inlines_only: bool = False,
     ) -> None:  # fmt: skip
@@ -75,7 +75,7 @@ class FxRewriting:
         self.program = program
         self.namespace = namespace
         self._prefix = prefix
-        self._instance = instance
+        self._model_ordinal = model_ordinal
         self._path_of = path_of or ParameterPaths([module])
         self._late_observers = late_observers
         self._inlines_only = inlines_only
@@ -135,7 +135,7 @@ class FxRewriting:
     def _rewriting_of_body(self, body: GraphModule, symbols: GraphSymbols) -> FxRewriting:
         """Return the rewriting of a body of one of the graph's ops."""
         rewriting = FxRewriting(
-            body, symbols, self.program, self.namespace, self._prefix, self._instance, self._analysis,
+            body, symbols, self.program, self.namespace, self._prefix, self._model_ordinal, self._analysis,
             self._history, self._path_of, inlines_only=True,
         )  # fmt: skip
         rewriting._occurrence_counts = self._occurrence_counts  # ops of equal places may be in two bodies
@@ -221,7 +221,9 @@ class FxRewriting:
         )
         call_site = node.meta.get("stack_trace") or ""  # frames of the user's code, as text
         ordinals_and_parts = (item for read_parameter in read_parameters for item in read_parameter)
-        place = digest("graph", self._instance, scope, eager_call.op_type(), call_site, *ordinals_and_parts)
+        place = digest(
+            "graph", self._model_ordinal, scope, eager_call.op_type(), call_site, *ordinals_and_parts
+        )
         # Ops of equal places are told apart by their order, as repeats in eager mode are.
         self._occurrence_counts[place] += 1
         return OpFacts(

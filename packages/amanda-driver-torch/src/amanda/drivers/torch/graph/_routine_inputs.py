@@ -1,4 +1,4 @@
-"""Values that traceable routines take from outside their arguments.
+"""Tensors and other values that traceable routines use from outside their arguments.
 
 Tensors that they hold, such as masks, become inputs of the graph. Other values that they read, such as
 attributes of a tool, become constants of the graph, which guards watch.
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 
 class HeldTensors:
-    """The tensors that the routines of one node hold."""
+    """The tensors from outside their arguments that the routines of one node use: they hold them."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []

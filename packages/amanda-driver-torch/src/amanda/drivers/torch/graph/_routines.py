@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class NodeRoutines:
-    """Routines of one call of a node, and of the backward pass of that call.
+    """Runs the routines at one call of a node and in its backward pass, in the graph or as calls of Python.
 
     token: of the execution, if routines are called as Python.  substituting: makes a context in which values
     of the graph replace the tensors that the routines hold.
@@ -189,8 +189,8 @@ class NodeRoutines:
         )
         # Each call of Python is a kernel of its own to compilers: observers may share one.
         if self.program.can_gather(action, facts) and self.token is not None:
-            waiting = WaitingObservers.of_token(self.program, self.token)
-            waiting.add(self.token, slot, values, action.type.is_backward)
+            waiting_observers = WaitingObservers.of_token(self.program, self.token)
+            waiting_observers.add(self.token, slot, values, action.type.is_backward)
             return None
         likes = list(values.tensors) if result_positions else []
         if is_taped:
