@@ -47,7 +47,7 @@ _marked_graphs = Graphs(
 
 
 class NodeBracket:
-    """Context that notes autograd's sequence numbers as it is made, entered and left.
+    """Context around an op, which notes autograd's sequence numbers as it is made, entered and left.
 
     Nodes with numbers from `start` to before `end` were made within the context.
     """
@@ -157,7 +157,7 @@ def _pass_options(
     gradients: Sequence[Any] = (), retain_graph: bool = False, create_graph: bool = False,
     inputs: Sequence[Any] = (), *_: Any, accumulate_grad: bool = False, **__: Any,
 ) -> tuple[Sequence[Any], bool, bool, Sequence[Any], bool]:  # fmt: skip
-    """Return these options among the arguments that follow the outputs in a call of autograd's engine."""
+    """Return gradients, retain_graph, create_graph, inputs and accumulate_grad of a call of the engine."""
     return gradients, bool(retain_graph), bool(create_graph), inputs, bool(accumulate_grad)
 
 
@@ -216,7 +216,7 @@ def _enable_double_backward(state: State) -> None:
 
 
 class _BackwardPass:
-    """One backward pass: its nodes, mapped to ops and hooked.
+    """One backward pass of autograd: its marked nodes, each mapped to an op's execution, and its hooks there.
 
     Hooks at a node act in every pass through it. So a pass adds no hooks where another pass under way at the
     same time, around it or on another thread, has them; the pass that ends last removes them.
@@ -268,8 +268,8 @@ class _BackwardPass:
         may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
         stack, ids_hooked_elsewhere = self._state.stack, self._ids_hooked_elsewhere
         add_handle = self._node_handles.append
-        # Last index of leaves that are not parameters, by the id of the mark of the op that used them first.
-        last_leaf_index: dict[int, int] = {}
+        # Of leaves that are not parameters; the mark is of the op that used a leaf first.
+        last_index_by_mark_id: dict[int, int] = {}
         for node, mark, sequence_number in self._marked_nodes:
             node_type, trace = type(node), mark.trace
             is_leaf = node_type is AccumulateGrad
@@ -280,8 +280,8 @@ class _BackwardPass:
                 place = LEAF_PLACE + interceptor.ordinal(node.variable)
             else:
                 # A leaf that is not a parameter has no ordinal: its place is above all parameters, by index.
-                last_leaf_index[id(mark)] = last_leaf_index.get(id(mark), -1) + 1
-                place = 2 * LEAF_PLACE + last_leaf_index[id(mark)]
+                last_index_by_mark_id[id(mark)] = last_index_by_mark_id.get(id(mark), -1) + 1
+                place = 2 * LEAF_PLACE + last_index_by_mark_id[id(mark)]
             # Another pass has hooks there; a transform stores no gradient in a leaf.
             if (ids_hooked_elsewhere and id(node) in ids_hooked_elsewhere) or (
                 is_leaf and self._is_transform
@@ -316,7 +316,7 @@ class _BackwardPass:
         with WithoutTorchFunction():
             roots = [_root(output) for output in outputs]
             graph_form = 0 if None in roots else _marked_graphs.form(roots)
-            if graph_form == 0:  # leaves, or a graph with nodes that native code does not know
+            if graph_form == 0:  # an output is a leaf, or some nodes run code of the program or of routines
                 return False
             return self._counts.look_up((graph_form, *(output.output_nr for output in outputs)))
 

@@ -306,7 +306,7 @@ def is_call_for_next_transform(frame: FrameType) -> bool:
         return True
     if caller.f_code is _CALL_FROM_APPLY:
         return True  # the native `apply`, which makes this call, is the op
-    # `FUNCTION_CALL` itself hands the call on to the outermost transform.
+    # Two frames out, `FUNCTION_CALL` makes the call.
     return caller.f_back is not None and caller.f_back.f_code is _FUNCTION_CALL_CODE
 
 

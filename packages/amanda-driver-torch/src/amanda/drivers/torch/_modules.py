@@ -52,14 +52,14 @@ def plain_module_calls() -> Iterator[None]:
     """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it."""
     module = torch.nn.Module
     with _patch_lock:
-        before = vars(module)["__call__"]
-        if type(before) is Enclosure:  # a patch of the program's stays
-            module.__call__ = before.__wrapped__  # type: ignore[method-assign]
+        call_before = vars(module)["__call__"]
+        if type(call_before) is Enclosure:  # a patch of the program's stays
+            module.__call__ = call_before.__wrapped__  # type: ignore[method-assign]
         try:
             yield
         finally:
-            if vars(module)["__call__"] is not before:
-                module.__call__ = before  # type: ignore[method-assign]
+            if vars(module)["__call__"] is not call_before:
+                module.__call__ = call_before  # type: ignore[method-assign]
 
 
 _patch_lock = threading.RLock()

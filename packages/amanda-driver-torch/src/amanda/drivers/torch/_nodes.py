@@ -78,7 +78,7 @@ class PassCounts:
     """
 
     class PassRecord(NamedTuple):
-        """Record of an earlier pass.
+        """Record of an earlier pass, by whose hooks its counts are repeated.
 
         hooks: those of its nodes.  identities: traces and shapes, which the record keeps alive, since a form
         is a hash of their ids.
@@ -133,7 +133,8 @@ class PassCounts:
 
 
 class _FreeingState(threading.local):
-    # Per thread, since graphs are freed on whichever thread drops the last reference.
+    """Successors that wait to be freed on this thread: graphs end on whichever drops the last reference."""
+
     def __init__(self) -> None:
         self.waiting: list[Any] = []  # successors that the running loop is to free
         self.is_running = False

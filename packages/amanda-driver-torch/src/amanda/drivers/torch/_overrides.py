@@ -75,7 +75,7 @@ class ProgramModes:
 
 
 class NoOverrides(ProgramModes):
-    """A program that has switched all overrides off."""
+    """Modes of a program that has switched all overrides off."""
 
     def enter(self) -> AbstractContextManager[Any]:
         """Return a context in which no override is called."""

@@ -113,10 +113,7 @@ def _handle_offset() -> int:
 
 
 def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
-    """Return how native code finds the tensor in a wrapper of torch.func.
-
-    Index of transforms among the reader's modes, offset of the wrapped tensor's pointer, sample wrappers.
-    """
+    """Return the index of transforms among modes, the offset of a wrapper's tensor, and sample wrappers."""
 
     def offset_and_wrappers(*wrappers: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
         return _content_offset(wrappers), wrappers
@@ -288,7 +285,7 @@ def _words_at(
 
 
 def _first_offset(fits: Callable[[int], bool], step: int = _WORD, start: int = _WORD) -> int:
-    """Return the first offset that fits, within the searched bytes; raise LookupError if none does."""
+    """Return the first offset in a tensor's memory that fits; raise LookupError if none does."""
     for offset in range(start, _END, step):
         if fits(offset):
             return offset
@@ -306,22 +303,23 @@ def _version_offsets() -> tuple[int, int]:
     with torch.inference_mode():
         unversioned = torch.zeros(2)
     versions = [sample._version for sample in samples]
-    places = range(2 * _WORD, 3 * _WORD, 4)  # in a counter, behind its vtable pointer and reference counts
+    # Offsets in a counter that may be the version's: behind its vtable pointer and reference counts.
+    version_offsets = range(2 * _WORD, 3 * _WORD, 4)
 
     def offset_in_counter(offset: int) -> int | None:
         """Return the version's offset in what the word at `offset` points to; None for any other word."""
-        counters = _words_at(ctypes.c_uint64, samples, offset)
+        counters = _words_at(ctypes.c_uint64, samples, offset)  # addresses, if the word is the pointer
         # A tensor and what is detached from it share an object for this, and one for their memory: both are
-        # on the heap and longer than `places`. Four values: 0 and three different counters.
+        # on the heap and longer than the searched offsets. Four values: 0 and three different counters.
         if counters != _words_at(ctypes.c_uint64, detached, offset) or len({0, *counters}) != 4:
             return None
         if any(_words_at(ctypes.c_uint64, [unversioned], offset)):
             return None
-        words = {
-            place: [ctypes.c_uint32.from_address(counter + place).value for counter in counters]
-            for place in places
-        }
-        return next((place for place in places if words[place] == versions), None)
+        for version_offset in version_offsets:
+            words = [ctypes.c_uint32.from_address(counter + version_offset).value for counter in counters]
+            if words == versions:
+                return version_offset
+        return None
 
     offset = _first_offset(lambda offset: offset < 8 * _WORD and offset_in_counter(offset) is not None)
     version_offset = offset_in_counter(offset)
@@ -339,15 +337,16 @@ def _dtype_offset() -> int:
 
     def fits(offset: int) -> bool:
         """Return True if the word differs by dtype and device alone, and has no device index."""
-        cpu, meta = (_words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values())
-        ignores_strides = cpu == _words_at(ctypes.c_uint32, transposed, offset)
+        cpu_words, meta_words = (
+            _words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values()
+        )
+        ignores_strides = cpu_words == _words_at(ctypes.c_uint32, transposed, offset)
         # From the lowest bits on: 16 of the dtype, 8 of the device type, 8 of the device index.
-        dtype_numbers = [word & 0xFFFF for word in cpu]
-        devices = {word >> 16 & 0xFF for word in cpu}, {word >> 16 & 0xFF for word in meta}
-        has_distinct_words = len(set(dtype_numbers)) == len(dtypes) and devices[0] != devices[1]
-        has_no_index = all(word >> 24 == 0xFF for word in (*cpu, *meta))
-        is_dtype = dtype_numbers == [word & 0xFFFF for word in meta]
-        return ignores_strides and has_distinct_words and has_no_index and is_dtype
+        cpu_dtypes, meta_dtypes = ([word & 0xFFFF for word in words] for words in (cpu_words, meta_words))
+        cpu_types, meta_types = ({word >> 16 & 0xFF for word in words} for words in (cpu_words, meta_words))
+        tells_dtypes = cpu_dtypes == meta_dtypes and len(set(cpu_dtypes)) == len(dtypes)
+        has_no_index = all(word >> 24 == 0xFF for word in (*cpu_words, *meta_words))
+        return ignores_strides and tells_dtypes and cpu_types != meta_types and has_no_index
 
     return _first_offset(fits, step=4)
 

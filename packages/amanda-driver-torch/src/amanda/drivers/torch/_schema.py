@@ -176,7 +176,7 @@ _program_bindings: "WeakKeyDictionary[Any, _BindingCache]" = WeakKeyDictionary()
 
 
 def binding(called: Any, args: Args, kwargs: Kwargs | None = None) -> Binding:
-    """Return the binding of a call to its operator's inputs.
+    """Return the binding of a call, by which its arguments become inputs of its operator in schema order.
 
     called: the callable of a target (its args begin with self for a method, and leave the
     class out for a classmethod), an OpOverload or OpOverloadPacket, an autograd.Function or

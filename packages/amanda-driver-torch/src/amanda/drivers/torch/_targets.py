@@ -170,7 +170,7 @@ def missing_paths() -> list[str]:
 
 
 def _native_callables() -> Iterator[Any]:
-    """Yield the native callables of torch's namespaces, of tensors and of autograd functions."""
+    """Yield the native callables of torch's namespaces, tensors and autograd functions, and other values."""
     native = torch._C
     for namespace in (getattr(native, name, None) for name in NAMESPACES):
         for name in dir(namespace):

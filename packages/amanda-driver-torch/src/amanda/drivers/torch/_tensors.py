@@ -214,8 +214,7 @@ class TorchTensors:
         """Return the values of routines as leaves or results, as the outputs are that they replace.
 
         A new leaf, as `zeros(requires_grad=True)` returns it, is replaced by a leaf. Under no_grad an op's
-        result needs no gradient, unless the op returned an input itself.  The list itself is returned if no
-        value changes.
+        result needs no gradient, unless the op returned an input itself.
         """
         if values is outputs and torch.is_grad_enabled():
             return values

@@ -85,7 +85,7 @@ class TransformedTensors(TorchTensors):
         """Return a context that runs an op in place beside tensors that a routine may write later."""
         # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
         if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
-            return RunBeside()
+            return OpOnCopy()
         return super().saved_tensors_recorder(values)
 
     def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
@@ -165,7 +165,7 @@ class TransformedTensors(TorchTensors):
             return super().call_in_autodiff(func, values, kwargs)
 
 
-class RunBeside(SavedTensors):
+class OpOnCopy(SavedTensors):
     """Saved tensors of an op in place under transforms: it runs on a copy, which nodes of all levels save.
 
     A routine may then write the program's tensor, though what the nodes below save cannot be found: those of
