@@ -47,7 +47,7 @@ def report_op_by_op(state: State, frame: FrameType | None) -> None:
 
 
 def op_by_op_report_entry(function: Callable[..., Any] | None) -> tuple[str, str, str]:
-    """Return the report entry of a compiled callable: its name, the reason, "file:line" of its code."""
+    """Return a report's entry on a compiled callable, None if unknown: name, reason, "file:line" of code."""
     # dynamo and decorators wrap the user's function, whose name and line the report is to show.
     function = None if function is None else inspect.unwrap(function)
     owner = getattr(function, "__self__", None)

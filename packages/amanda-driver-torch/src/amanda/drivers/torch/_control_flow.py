@@ -75,12 +75,9 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
 
 
 def _while_loop(
-    cond_fn: Callable[..., Any],
-    body_fn: Callable[..., Any],
-    carried_inputs: Sequence[Any],
-    additional_inputs: Sequence[Any] = (),
-    **options: Any,
-) -> Any:
+    cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any] = (), **options: Any,
+) -> Any:  # fmt: skip
     """Run the body while the condition holds; return the carried values in the form that the body gives.
 
     They are clones of the inputs if the body never runs.  Carried inputs on which no result depends get zeros

@@ -235,7 +235,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return call_outside_modes(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order."""
+        """Return the call with its inputs in schema order; of a call through an object, that is the op."""
         target = self._targets_by_site.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)

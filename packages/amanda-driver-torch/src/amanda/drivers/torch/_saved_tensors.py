@@ -57,7 +57,10 @@ class SavingHooks(SavedTensors):
             self._saved_in_their_memory.pop().copy()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Pack a saved tensor for autograd, and note it if it shares memory with those to be written."""
+        """Return what autograd is to hold for a saved tensor.
+
+        One in memory that a routine may write is copied: before that write, or now for a hook of the user's.
+        """
         with Suspension():
             will_be_written = any(_share_memory(tensor, target) for target in self._tensors_to_write)
             if self._pack_of_program is not None:

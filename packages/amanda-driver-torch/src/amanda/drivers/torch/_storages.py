@@ -144,7 +144,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Return True if two tensors have the same shape, type, device and layout, and equal bits if any."""
+    """Return True if two tensors have one shape, type, device and layout, and equal bits that can be read."""
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:

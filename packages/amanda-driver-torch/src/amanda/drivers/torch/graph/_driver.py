@@ -41,9 +41,12 @@ class GraphDriver(Driver):
         self.patches.when_imported(_RUNTIME, self._hide_ops_of_compiled_code)
 
     def _patch_callback_choice(self) -> None:
-        """Patch dynamo to choose a callback that instruments graphs in scopes that ask for it."""
+        """Patch dynamo to choose a callback that instruments graphs in scopes that ask for it.
+
+        Does nothing to a dynamo without stances, of which the driver of eager mode tells such scopes.
+        """
         module = sys.modules["torch._dynamo.eval_frame"]
-        if not dynamo_has_stances():  # the driver of eager mode says so to scopes that ask for graphs
+        if not dynamo_has_stances():
             return
         # Dynamo asks this function at each call of a compiled callable which callback its frames get.
         original = module._callback_from_stance

@@ -283,12 +283,9 @@ class _ConstantFolder:
             placeholder_by_node = remaining
 
     def _can_take(
-        self,
-        placeholder: Node,
-        node: Node,
-        storable_nodes: Collection[Node],
+        self, placeholder: Node, node: Node, storable_nodes: Collection[Node],
         placeholder_by_node: Mapping[Node, Node],
-    ) -> bool:
+    ) -> bool:  # fmt: skip
         """Return True if the tensor of a placeholder that only folded nodes read can take a node's value.
 
         Nodes share a new constant if their values are equal; a weight only if the values of all nodes that

@@ -177,15 +177,12 @@ def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, N
 
 
 def _is_read_later(
-    node_runs: Mapping[Node, NodeRun],
-    position_by_node: Mapping[Node, int],
-    memory: int,
-    written: Any,
+    node_runs: Mapping[Node, NodeRun], position_by_node: Mapping[Node, int], memory: int, written: Any,
     write_position: int,
-) -> bool:
-    """Return True if the memory is read by another value after the write, or by the caller.
+) -> bool:  # fmt: skip
+    """Return True if the memory of a written tensor is read through another one after the write.
 
-    write_position: position, in `position_by_node`, of the node that writes.
+    Memory of an input counts as read, by the caller.  write_position: of the node that writes.
     """
     for node, node_run in node_runs.items():
         if node_run.value is written or memory not in _storage_ids(node_run.value):

@@ -123,7 +123,7 @@ class CallRecorder:
 def _record_in_transform(
     bind: Callable[..., Call], site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> NativeCall:
-    """Run a native call within transforms; tools get a tensor of the shape of a sample for each wrapper."""
+    """Run a native call within transforms, and record it with a tensor of a sample's shape per wrapper."""
     sample_by_id: dict[int, torch.Tensor] = {}
     batch_size_by_level: dict[int, int] = {}
 

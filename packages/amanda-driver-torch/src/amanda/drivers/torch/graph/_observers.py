@@ -231,7 +231,7 @@ class LateObservers:
 
     @staticmethod
     def _call_observers(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
-        """Call the observers whose tools' scopes are open; a hot path."""
+        """Call the observers whose tools' scopes are open; their errors get a note of the op; a hot path."""
         is_open_by_tool_id: dict[int, bool] = {}
         with interceptor.Suspension(), torch.no_grad():
             for action, facts in observers:

@@ -96,7 +96,10 @@ class FxRewriting:
         self._trials = RoutineTrials(self._routines, symbols, history)
 
     def rewrite(self) -> GraphModule | None:
-        """Return a copy of the graph with routines in it; None if tools insert nothing."""
+        """Return a copy of the graph with routines in it; None if tools insert nothing.
+
+        Notes for reports go to the program.  Raises SharedMemory for a graph that has to run op by op.
+        """
         try:
             with uninstrumented():
                 # Once, without data: which native ops each node calls, and which nodes of autograd they make.
