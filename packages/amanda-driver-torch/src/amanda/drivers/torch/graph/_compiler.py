@@ -372,7 +372,7 @@ class InstrumentingBackend:
         program: GraphProgram,
         late_observers: LateObservers | None,
     ) -> GraphModule | None:
-        """Return the frame's graph with routines in it, None if there are none; guard it by its parameters."""
+        """Return the frame's graph with routines in it, None if there are none; guard it by parameters."""
         module = inline_bodies(module) or module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
         parameter_nodes, is_weight_by_input = [], []
