@@ -217,7 +217,7 @@ def test_the_inputs_that_a_call_writes_are_known(
 ) -> None:
     bound = binding(called, args, kwargs)
     inputs = bound.inputs(args, kwargs)
-    assert [bound.names[i] for i in bound.written(inputs)] == written
+    assert [bound.names[i] for i in bound.written_positions(inputs)] == written
 
 
 def test_attributes_are_what_is_no_tensor_with_defaults() -> None:
@@ -262,7 +262,7 @@ def test_a_custom_op_is_bound_by_its_own_schema() -> None:
         bound = binding(called, (M, N), {"sign": True})
         assert bound.names == ("x", "state", "ratio", "sign")
         assert bound.inputs((M, N), {"sign": True}) == [M, N, 0.5, True]
-        assert bound.mutable == (1,)
+        assert bound.always_written == (1,)
 
 
 def test_what_is_unknown_binds_in_the_order_of_the_call() -> None:

@@ -79,7 +79,7 @@ def describes(signature: Signature, stub: ast.FunctionDef) -> bool:
     if stub.args.vararg is not None:
         stated.append(stub.args.vararg.arg)
     keywords = {each.arg for each in stub.args.kwonlyargs}
-    spread_alike = stub.args.vararg is None or signature.spreads
+    spread_alike = stub.args.vararg is None or signature.may_spread_size
     return positional == stated and keywords <= PYTHON_ONLY.union(names) and spread_alike
 
 

@@ -159,7 +159,7 @@ def hooked_nodes(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     remove = _autograd._BackwardPass.remove_hooks
 
     def removing(self: Any) -> None:
-        hooked.extend(self._handles)
+        hooked.extend(self._node_handles)
         remove(self)
 
     monkeypatch.setattr(_autograd._BackwardPass, "remove_hooks", removing)

@@ -38,7 +38,7 @@ BOOKKEEPERS = names(
 
 
 def native_callables() -> list[Any]:
-    kinds = _targets._KINDS
+    kinds = _targets._KIND_BY_TYPE_NAME
     return [each for each in _targets._native_callables() if type(each).__name__ in kinds]
 
 

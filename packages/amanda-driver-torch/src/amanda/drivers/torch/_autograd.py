@@ -14,13 +14,7 @@ from typing import Any, ClassVar
 import torch
 import torch.autograd.graph
 from amanda import interceptor
-from amanda.backend import (
-    BackwardStep,
-    EagerDriver,
-    Patches,
-    State,
-    Trace,
-)
+from amanda.backend import BackwardStep, EagerDriver, Patches, State, Trace
 from amanda.interceptor import Graphs, Mark, Suspension, uninterrupted
 from amanda.scope import in_force
 from torch.autograd.graph import GradientEdge
@@ -53,7 +47,7 @@ _marked_graphs = Graphs(
 
 
 class NodeBracket:
-    """Context that notes autograd's sequence numbers as it is made, entered and left.
+    """Context around an op, which notes autograd's sequence numbers as it is made, entered and left.
 
     Nodes with numbers from `start` to before `end` were made within the context.
     """
@@ -94,14 +88,14 @@ class Autograd(EagerDriver):
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
     def native_trace_marker(self, trace: Trace, writes_input: bool) -> Any:
-        """Return a marker of the nodes of executions; writes: whether views are written.
+        """Return a marker by which native code attaches the trace to the nodes that executions make.
 
-        The base of a written view has a new node, which is marked too.
+        writes_input: whether the op may write a view, whose base then has a new node that is marked too.
         """
         return _marked_graphs.marker(trace, writes_input)
 
     def patch_backward_passes(self, patches: Patches) -> None:
-        """Make every backward pass bring its nodes to the tools."""
+        """Replace torch's function that runs backward passes by one that hooks nodes for the tools."""
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
             patches.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
@@ -110,40 +104,41 @@ class Autograd(EagerDriver):
     def _run_with_hooks(self, original: Callable[..., Any]) -> Callable[..., Any]:
         """Wrap torch's run of a backward pass: hook the nodes before the pass, and remove the hooks after."""
 
-        # `remove_abandoned_hooks` looks for frames of this function by its name, and reads `backward` there.
+        # `remove_abandoned_hooks` finds frames of this function by its name, and reads `backward_pass` there.
         def run_backward(is_transform: bool, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none."""
+            """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none.
+
+            Reports leaves of compiled graphs, and enables double backward if the pass makes a graph.
+            """
             activation = interceptor.active()
-            # By place come after `outputs`: gradients, whether to keep the graph and to create one, inputs.
-            create_graph = bool(kwargs.get("create_graph", args[2] if len(args) > 2 else False))
-            keeps_graph = bool(kwargs.get("retain_graph", args[1] if len(args) > 1 else False))
-            inputs = kwargs.get("inputs", args[3] if len(args) > 3 else ())
-            is_whole = bool(kwargs.get("accumulate_grad")) and not inputs
-            create_graph = create_graph and not (is_transform and _leaves_no_graph(outputs, *args))
+            gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
+            if create_graph and is_transform and _leaves_no_graph(outputs, gradients):
+                create_graph = False
             if activation is not None:
-                report_leaves(activation.state, outputs, bool(kwargs.get("accumulate_grad")))
-            if activation is not None and create_graph:
-                _enable_double_backward(activation.state)
+                report_leaves(activation.state, outputs, accumulates)
+                if create_graph:
+                    _enable_double_backward(activation.state)
             # The fast way for programs that no tool has a backward routine for: no node carries a mark.
             if activation is None or not Mark.alive():
                 interceptor.reset_root()
                 return original(outputs, *args, **kwargs)
             remove_abandoned_hooks()
             driver = self.driver_of_pass()
-            backward = _BackwardPass(
-                driver, activation.state, create_graph, keeps_graph, is_transform, is_whole
-            )
+            backward_pass = _BackwardPass(
+                driver, activation.state, create_graph, keeps_graph, is_transform,
+                is_whole=accumulates and not inputs,
+            )  # fmt: skip
             try:
-                uninterrupted(lambda: backward.add_hooks(outputs))
+                uninterrupted(lambda: backward_pass.add_hooks(outputs))
                 result = original(outputs, *args, **kwargs)
-                backward.has_run_all = True
+                backward_pass.has_run_all = True
             except RuntimeError as error:
                 hide_unpack_frame(error)
                 raise
             finally:
-                uninterrupted(backward.remove_hooks)
+                uninterrupted(backward_pass.remove_hooks)
                 interceptor.reset_root()
-            backward.settle_plans(keeps_graph)
+            backward_pass.mark_backward_ops_analysed(may_run_again=keeps_graph)
             return result
 
         @functools.wraps(original)
@@ -158,13 +153,21 @@ class Autograd(EagerDriver):
         return run_in_scope
 
 
+def _pass_options(
+    gradients: Sequence[Any] = (), retain_graph: bool = False, create_graph: bool = False,
+    inputs: Sequence[Any] = (), *_: Any, accumulate_grad: bool = False, **__: Any,
+) -> tuple[Sequence[Any], bool, bool, Sequence[Any], bool]:  # fmt: skip
+    """Return gradients, retain_graph, create_graph, inputs and accumulate_grad of a call of the engine."""
+    return gradients, bool(retain_graph), bool(create_graph), inputs, bool(accumulate_grad)
+
+
 def _is_run_by_transform(caller: FrameType) -> bool:
     """Return True for a backward pass of torch.func's grad, vjp or jacrev.  caller: frame that starts it."""
     caller_of_grad = caller.f_back  # `caller` is `torch.autograd.grad`, which the transforms call
     return caller_of_grad is not None and caller_of_grad.f_globals.get("__name__") == _EAGER_TRANSFORMS
 
 
-def _leaves_no_graph(outputs: Sequence[Any], gradients: Sequence[Any] = (), *_: Any) -> bool:
+def _leaves_no_graph(outputs: Sequence[Any], gradients: Sequence[Any]) -> bool:
     """Return True if a pass of a transform makes no graph that another pass could follow.
 
     Transforms always ask for a graph; what they make at their own level ends with them, so only tensors at
@@ -176,10 +179,9 @@ def _leaves_no_graph(outputs: Sequence[Any], gradients: Sequence[Any] = (), *_: 
 
 _EAGER_TRANSFORMS = "torch._functorch.eager_transforms"
 _RUN_BACKWARD = "_engine_run_backward"
-_has_caller_object, _caller_object = (
-    torch_attribute("_C._is_key_in_tls"),
-    torch_attribute("_C._get_obj_in_tls"),
-)
+# Torch copies objects of a pass's caller to the engine's threads; "context" is its `contextvars.Context`.
+_has_copied_object = torch_attribute("_C._is_key_in_tls")
+_copied_object = torch_attribute("_C._get_obj_in_tls")
 
 
 def activation_of_pass_caller() -> interceptor.Activation | None:
@@ -189,20 +191,24 @@ def activation_of_pass_caller() -> interceptor.Activation | None:
     """
     if (
         interceptor.ACTIVATION.get(None) is not None
-        or _has_caller_object is None
-        or not _has_caller_object("context")
+        or _has_copied_object is None
+        or not _has_copied_object("context")
     ):
         return None
-    activation: interceptor.Activation | None = _caller_object("context").get(interceptor.ACTIVATION)
+    activation: interceptor.Activation | None = _copied_object("context").get(interceptor.ACTIVATION)
     return activation
 
 
 def _enable_double_backward(state: State) -> None:
-    """Enable double backward in the plans, and report that passes before this one had none."""
+    """Make plans expect backward ops of backward ops; report if backward ops were analysed without.
+
+    Does nothing if no tool has routines at backward ops.
+    """
     stack = state.stack
     if stack is None or not any(tools.wants_backward for tools in stack.chain):
         return
-    if stack.enable_double_backward():
+    has_invalidated_plans = stack.enable_double_backward()
+    if has_invalidated_plans:
         state.report(
             "the first differentiation of gradients",
             "it came after passes without one; backward ops of backward ops are seen from the next on",
@@ -210,7 +216,7 @@ def _enable_double_backward(state: State) -> None:
 
 
 class _BackwardPass:
-    """One backward pass: its nodes, mapped to ops and hooked.
+    """One backward pass of autograd: its marked nodes, each mapped to an op's execution, and its hooks there.
 
     Hooks at a node act in every pass through it. So a pass adds no hooks where another pass under way at the
     same time, around it or on another thread, has them; the pass that ends last removes them.
@@ -232,51 +238,56 @@ class _BackwardPass:
         self._state = state
         self._create_graph = create_graph
         self._is_last = not (create_graph or keeps_graph)
-        self._pending_counts: Counter[int] = (
-            Counter()
-        )  # backward ops that have not run yet, by the trace's id
-        self._handles: list[tuple[Any, Any]] = []
-        self._hooked_elsewhere: set[int] = set()  # ids of nodes at which another pass under way has hooks
+        # Backward ops that have not run yet, by the trace's id.
+        self._pending_counts: Counter[int] = Counter()
+        self._node_handles: list[tuple[Any, Any]] = []  # each node with a hook's handle
+        # Of nodes at which another pass under way has hooks, which act in this pass too.
+        self._ids_hooked_elsewhere: set[int] = set()
         self._traces_with_steps: list[Trace] = []
-        self._marked_nodes: list[tuple[Any, Mark, int]] = []
+        self._marked_nodes: list[tuple[Any, Mark, int]] = []  # with the sequence number of each
         self.thread = threading.get_ident()
         stack = state.stack
         # A pass of several stacks repeats no counts: what this stack knows, another one's plans may change.
         is_alone = stack is not None and len(stack.chain) == 1 and state.reuses_native_hooks
         may_repeat = is_alone and is_whole and self._is_last and not is_transform
         self.has_run_all = False
+        # None for a pass that neither repeats the counts of an earlier one nor is repeated.
         self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
         """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path.
 
+        Adds none if the pass may repeat the counts of an earlier one.
         Nodes that another pass under way has hooked are left to that pass; leaves in a transform get none.
         The pass is under way from here on, until `remove_hooks`.
         """
-        if self._repeats_counts(outputs):
+        if self._can_repeat_earlier_pass(outputs):
             return
         self._find_marked_nodes(outputs)
         # Looked up once, since the loop runs for every node of every pass.
         may_reuse_hooks = self._state.reuses_native_hooks and not (self._create_graph or self._is_transform)
-        stack, hooked_elsewhere = self._state.stack, self._hooked_elsewhere
-        add_handle = self._handles.append
-        leaf_counts: dict[int, int] = {}  # of leaves that are not parameters, by the op that used them first
-        for node, mark, number in self._marked_nodes:
+        stack, ids_hooked_elsewhere = self._state.stack, self._ids_hooked_elsewhere
+        add_handle = self._node_handles.append
+        # Of leaves that are not parameters; the mark is of the op that used a leaf first.
+        last_index_by_mark_id: dict[int, int] = {}
+        for node, mark, sequence_number in self._marked_nodes:
             node_type, trace = type(node), mark.trace
             is_leaf = node_type is AccumulateGrad
             # The backward op's place among those of its op, see LEAF_PLACE.
             if not is_leaf:
-                place = number - mark.start
+                place = sequence_number - mark.start
             elif isinstance(node.variable, torch.nn.Parameter):
                 place = LEAF_PLACE + interceptor.ordinal(node.variable)
             else:
-                # A leaf that is not a parameter has no ordinal: it is counted, above all parameters.
-                leaf_counts[id(mark)] = leaf_counts.get(id(mark), -1) + 1
-                place = 2 * LEAF_PLACE + leaf_counts[id(mark)]
+                # A leaf that is not a parameter has no ordinal: its place is above all parameters, by index.
+                last_index_by_mark_id[id(mark)] = last_index_by_mark_id.get(id(mark), -1) + 1
+                place = 2 * LEAF_PLACE + last_index_by_mark_id[id(mark)]
             # Another pass has hooks there; a transform stores no gradient in a leaf.
-            if (hooked_elsewhere and id(node) in hooked_elsewhere) or (is_leaf and self._is_transform):
+            if (ids_hooked_elsewhere and id(node) in ids_hooked_elsewhere) or (
+                is_leaf and self._is_transform
+            ):
                 continue
-            if mark.order:
+            if mark.order:  # of a backward op of backward ops
                 place += mark.order * _ORDER_STEP
             plan = trace.plan
             if may_reuse_hooks and plan.stack is stack:
@@ -297,31 +308,33 @@ class _BackwardPass:
                     continue
             self._analyse_and_hook(node, mark, place, is_leaf)
 
-    def _repeats_counts(self, outputs: Sequence[Any]) -> bool:
-        """Return True if the pass only counts, and an earlier one through a graph of its form tells what."""
+    def _can_repeat_earlier_pass(self, outputs: Sequence[Any]) -> bool:
+        """Return True if an earlier pass has the counts of this one, which `remove_hooks` then repeats."""
         # Another pass may have hooks at nodes of this one, and a hook of the program may take gradients away.
         if self._counts is None or self.under_way or NodeHooks.of_program:
             return False
         with WithoutTorchFunction():
             roots = [_root(output) for output in outputs]
-            form = 0 if None in roots else _marked_graphs.form(roots)
-            return bool(form) and self._counts.repeats((form, *(output.output_nr for output in outputs)))
+            graph_form = 0 if None in roots else _marked_graphs.form(roots)
+            if graph_form == 0:  # an output is a leaf, or some nodes run code of the program or of routines
+                return False
+            return self._counts.look_up((graph_form, *(output.output_nr for output in outputs)))
 
-    def _end_counts(self) -> None:
-        """Count what no hook has counted, if the pass has run all nodes; report if it has not."""
+    def _repeat_or_learn_counts(self) -> None:
+        """Count as the earlier pass did, or learn what the hooks have counted; a failed pass is reported."""
         if self._counts is None:
             return
         if self.has_run_all:
-            self._counts.end(self._handles, [mark for _, mark, _ in self._marked_nodes])
-        elif self._counts.fail():
+            self._counts.repeat_or_learn(self._node_handles, [mark for _, mark, _ in self._marked_nodes])
+        elif self._counts.drop_counts_to_repeat():
             self._state.report(
                 "a backward pass that failed", "tools that count executions have not counted its backward ops"
             )
 
     def _find_marked_nodes(self, outputs: Sequence[Any]) -> None:
-        """Find the marked nodes behind `outputs`, and those of them that other passes have hooked.
+        """Note the marked nodes behind `outputs`, and those of them that other passes have hooked.
 
-        From here on the pass is under way to passes on other threads.
+        Lists the pass among those under way, for passes on other threads.
         """
         with WithoutTorchFunction():
             marked_nodes = _marked_graphs.marked([_root(output) for output in outputs])
@@ -329,19 +342,19 @@ class _BackwardPass:
         with self._lock:
             self._marked_nodes = marked_nodes
             if self.under_way:
-                self._hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
+                self._ids_hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
                     id(node) for running in self.under_way for node, *_ in running._marked_nodes
                 )
             self.under_way.append(self)
 
     def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
-        """Bring a node's backward op to the tools, and hook the node if there is work at it.
+        """Run the tools' analyses of a node's backward op, and hook the node if routines or analyses are due.
 
         Under create_graph each node is hooked, to mark the nodes that it makes.
         """
         trace = mark.trace
         if self._counts is not None:
-            self._counts.forget_form()
+            self._counts.learn_nothing()  # a step object may do more than count
         self._traces_with_steps.append(trace)
         step = BackwardStep(
             self._driver, trace, type(node), place, self._state, replaceable=not is_leaf,
@@ -350,32 +363,30 @@ class _BackwardPass:
         if step.has_work or self._create_graph:
             self._pending_counts[id(trace)] += 1
             hooks = _StepHooks(step, mark, self._driver, self._note_backward_op_run)
-            self._handles.append((node, node.register_prehook(hooks.before)))
-            self._handles.append((node, node.register_hook(hooks.after)))
+            self._node_handles.append((node, node.register_prehook(hooks.before)))
+            self._node_handles.append((node, node.register_hook(hooks.after)))
 
     def remove_hooks(self) -> None:
         """Count, and remove the pass's hooks; those at nodes of another pass under way are left to that pass.
 
         An interrupt may come at any step: another call then does the rest.
         """
-        self._end_counts()
+        self._repeat_or_learn_counts()
         with self._lock:
             other_passes = [backward_pass for backward_pass in self.under_way if backward_pass is not self]
             if not other_passes:
                 # An interrupted call may have removed some: to remove a hook twice does nothing.
-                remove_hook_handles(self._handles)
-            while self._handles:
-                node, handle = self._handles[-1]
-                heirs = [
-                    backward_pass
-                    for backward_pass in other_passes
-                    if id(node) in backward_pass._hooked_elsewhere
+                remove_hook_handles(self._node_handles)
+            while self._node_handles:
+                node, handle = self._node_handles[-1]
+                sharing_passes = [
+                    running for running in other_passes if id(node) in running._ids_hooked_elsewhere
                 ]
-                if heirs:
-                    heirs[0]._handles.append((node, handle))
+                if sharing_passes:  # the pass that ends last removes the hook
+                    sharing_passes[0]._node_handles.append((node, handle))
                 else:
                     remove_hook_handles([(node, handle)])
-                self._handles.pop()  # last, so that an interrupt before it only repeats the step
+                self._node_handles.pop()  # last, so that an interrupt before it only repeats the step
             self.under_way[:] = other_passes
 
     def _note_backward_op_run(self, trace: Trace) -> None:
@@ -387,10 +398,10 @@ class _BackwardPass:
         if self._is_last and not self._pending_counts[id(trace)] and trace.facts is not None:
             trace.facts.drop_values()
 
-    def settle_plans(self, keeps_graph: bool) -> None:
-        """Settle the plans of ops whose backward ops have all been analysed; none under create_graph.
+    def mark_backward_ops_analysed(self, may_run_again: bool) -> None:
+        """Record in their plans that all backward ops of the pass's ops are analysed; not under create_graph.
 
-        keeps_graph: whether another pass may come through the graph.
+        may_run_again: whether another pass may come through the graph.
         """
         if self._create_graph:  # an op gets more backward ops later
             return
@@ -399,32 +410,30 @@ class _BackwardPass:
             # Once a stack differentiates twice, an op that no second-order pass has reached may get more too.
             may_get_more = trace.stack.double_backward and id(trace.plan) not in second_order_plans
             if not may_get_more:
-                self._driver.mark_backward_analysed(trace, keeps_graph)
+                self._driver.mark_backward_analysed(trace, may_run_again)
 
 
 def remove_abandoned_hooks() -> None:
     """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
     thread = threading.get_ident()
-    unfinished = [
-        backward_pass for backward_pass in _BackwardPass.under_way if backward_pass.thread == thread
-    ]
-    if not unfinished:
+    listed_passes = [listed for listed in _BackwardPass.under_way if listed.thread == thread]
+    if not listed_passes:
         return
-    # A pass is alive if a frame of `run_backward`, with the pass in the local `backward`, is on this thread's
-    # stack: an interrupt may have skipped its `finally`.
-    running_ids = set()
+    # An interrupt may have skipped the `finally` of `run_backward`.  A pass runs if a frame of that function,
+    # with the pass in the local `backward_pass`, is on this thread's stack.
+    ids_of_running_passes = set()
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "run_backward":
-            running_ids.add(id(frame.f_locals.get("backward")))
+            ids_of_running_passes.add(id(frame.f_locals.get("backward_pass")))
         frame = frame.f_back
-    for backward_pass in unfinished:
-        if id(backward_pass) not in running_ids:
+    for backward_pass in listed_passes:
+        if id(backward_pass) not in ids_of_running_passes:
             uninterrupted(backward_pass.remove_hooks)
 
 
 class _StepHooks(QuickHooks):
-    """The two hooks of one node."""
+    """Hooks before and after one node of autograd, which run the routines of tools at its backward op."""
 
     def __init__(
         self, step: BackwardStep, mark: Mark, driver: Autograd, on_done: Callable[[Trace], None]
@@ -434,13 +443,14 @@ class _StepHooks(QuickHooks):
         self._driver = driver
         self._mark = mark
         self._on_done = on_done
-        self._start = 0
+        # Sequence number of the first node that the computation of this one makes, under create_graph.
+        self._first_number = 0
 
     def before(self, grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the gradients for the node after the routines before it; None if none has changed."""
         with Suspension(), reading_context():
             grads = self._step.run_before(grad_outputs)
-        self._start = _sequence_number()
+        self._first_number = _sequence_number()
         return _tuple_if_changed(grad_outputs, grads)
 
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -458,10 +468,11 @@ class _StepHooks(QuickHooks):
     def _mark_second_order(self, grad_inputs: tuple[Any, ...]) -> None:
         """Mark the nodes that a node made under create_graph, if any, as backward ops of the same op."""
         end = _sequence_number()
-        if end == self._start or not torch.is_grad_enabled():
+        if end == self._first_number or not torch.is_grad_enabled():
             return
         trace = self._mark.trace.copy_for_double_backward(self._mark.shapes)
-        mark = Mark(trace, self._start, self._start, end, self._mark.order + 1)
+        start = self._first_number  # no routine before the op has made nodes that belong to it
+        mark = Mark(trace, start, start, end, self._mark.order + 1)
         with WithoutTorchFunction():
             marks_bases = False
             _marked_graphs.mark(all_layers(grad_inputs), mark, marks_bases)

@@ -1,4 +1,4 @@
-"""Calls of torch's ops: their inputs in schema order, how to repeat them, and calls within an op."""
+"""Calls of torch's ops, bound to their schemas, and tests for calls that torch makes within an op."""
 
 from __future__ import annotations
 
@@ -19,53 +19,51 @@ from ._storages import WrittenElements, copy_in_storage_like, copy_laid_out_like
 
 
 class TorchCall(Call):
-    """One call, bound to the op's schema.
+    """One call of an op at a site, with its arguments bound to the inputs of the op's schema.
 
-    head: the callee, where it is the first argument of the site (an OpOverload, a Function subclass).
+    callee_args: the callee, where it is an argument of the site that comes before those of the op (an
+    OpOverload, a Function subclass); empty where the site itself is the op.
     """
 
-    __slots__ = ("_arguments", "_binding", "_head", "_invoke_site", "_site")
+    __slots__ = ("_binding", "_callee_args", "_invoke_site", "_program_arguments", "_site")
 
     def __init__(
-        self,
-        site: Site,
-        op: Any,
-        head: tuple[Any, ...],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        binding: Binding,
-        in_place: bool,
+        self, site: Site, op: Any, callee_args: tuple[Any, ...], args: tuple[Any, ...],
+        kwargs: dict[str, Any], binding: Binding, in_place: bool,
         invoke_site: Callable[[Site, tuple[Any, ...], dict[str, Any]], Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Bind a call to its inputs; invoke_site: makes the call as the program would."""
         self._site = site
         self._invoke_site = invoke_site
-        self._head = head
-        self._arguments = args, kwargs
+        self._callee_args = callee_args
+        self._program_arguments = args, kwargs
         self._binding = binding
         self.op = op
         self.inputs = binding.inputs(args, kwargs)
         self.names: Sequence[str] = binding.names
         # Most ops write nothing: the test spares them a call.
-        self.written_positions = binding.written(self.inputs) if binding.mutable or binding.statistics else ()
-        self.target_positions = _target_positions(binding, self.inputs, in_place) if binding.mutable else ()
+        may_write = binding.always_written or binding.statistics
+        self.written_positions = binding.written_positions(self.inputs) if may_write else ()
+        self.target_positions = (
+            _target_positions(binding, self.inputs, in_place) if binding.always_written else ()
+        )
 
     def invoke(self, inputs: list[Any]) -> Any:
         """Run the op; with the arguments as the user gave them where nothing changed."""
         if inputs is self.inputs:  # the very objects of the program, so that identity tests of torch hold
-            args, kwargs = self._arguments
+            args, kwargs = self._program_arguments
         else:
             args, kwargs = self._binding.call_arguments(inputs)
-        return self._invoke_site(self._site, (*self._head, *args), kwargs)
+        return self._invoke_site(self._site, (*self._callee_args, *args), kwargs)
 
     def fit_to_memory(self, inputs: list[Any]) -> list[Any]:
-        """Return the inputs, the first laid out like the original one if routines have changed it.
+        """Return the inputs with a routine's value for the first one copied into memory like the original's.
 
         Only for an op that may make a view of its first input, or that reads all its memory: with another
-        layout `reshape` would make a view where the program's call copies, or the reverse.
-        A value that is not strided, or has another shape, stays as it is.
+        layout `reshape` would make a view where the program's call copies, or the reverse.  A value that is
+        not strided, or has another shape, stays as it is.
         """
-        original, value = self.inputs[0], inputs[0]
+        original, value = self.inputs[0], inputs[0]  # the program's, and a routine's if it has changed that
         if value is original or not _may_return_view(self._site.key):
             return inputs
         if self._site.key == "as_strided":
@@ -82,11 +80,11 @@ class TorchCall(Call):
 
     def as_function(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that runs the op on inputs like this call's."""
-        op, head, binding = self._site.op, self._head, self._binding
+        op, callee_args, binding = self._site.op, self._callee_args, self._binding
 
         def compute(inputs: Sequence[Any]) -> Any:
             args, kwargs = binding.call_arguments(inputs)
-            return op(*head, *args, **kwargs)
+            return op(*callee_args, *args, **kwargs)
 
         return compute
 
@@ -106,18 +104,18 @@ class TorchCall(Call):
     def unreturned_positions(self, outputs: Any) -> Sequence[int]:
         """Return the positions of written inputs that the op does not return: all if it returned None."""
         binding = self._binding
-        if not binding.mutable:
+        if not binding.always_written:
             return ()
-        written = binding.mutable if outputs is None else binding.unreturned
-        return [i for i in written if self.inputs[i] is not None]
+        positions = binding.always_written if outputs is None else binding.unreturned_positions
+        return [i for i in positions if self.inputs[i] is not None]
 
     def may_write_inputs(self) -> bool:
         """Return True if the schema says that the op writes, or if the op is an object, as a Function is."""
-        return bool(self.written_positions or self._head)
+        return bool(self.written_positions or self._callee_args)
 
     def may_write_undeclared(self) -> bool:
         """Return True for an autograd.Function and for TorchScript, whose code may write any tensor."""
-        return bool(self._head) and self._site.key in _SITES_OF_PROGRAM_CODE
+        return bool(self._callee_args) and self._site.key in _SITES_OF_PROGRAM_CODE
 
     def has_derivative(self) -> bool:
         """Return False for an op that reads only the form of a tensor."""
@@ -135,17 +133,26 @@ class TorchCall(Call):
         return [WrittenElements.at(inputs[0], inputs[1])]
 
     def in_form_of_result(self, result: Any) -> Any:
-        """Return a plain tuple as the op's named tuple, if torch has one of that length."""
+        """Return a replacement's tuple or list as the named tuple that the op returns; other results as is.
+
+        So is a tuple if torch has no named tuple of that length for the op.
+        """
+        # Torch has another class for results by `out=`: `max_out` beside `max`.
         name = f"{self._site.key}_out" if self.target_positions else self._site.key
-        named_tuple = getattr(torch.return_types, name, None)
-        if type(result) not in (tuple, list) or named_tuple is None:
+        named_tuple_class = getattr(torch.return_types, name, None)
+        if type(result) not in (tuple, list) or named_tuple_class is None:
             return result
-        return named_tuple(result) if named_tuple.n_sequence_fields == len(result) else result
+        has_equal_length = named_tuple_class.n_sequence_fields == len(result)
+        return named_tuple_class(result) if has_equal_length else result
 
     def argument_indices(self) -> tuple[int | tuple[int, int], ...] | None:
         """Return which argument each input is; None for a call through an object, such as a custom op's."""
         return (
-            None if self._head else self._binding.sources(len(self._arguments[0]), tuple(self._arguments[1]))
+            None
+            if self._callee_args
+            else self._binding.argument_indices(
+                len(self._program_arguments[0]), tuple(self._program_arguments[1])
+            )
         )
 
     def attributes(self) -> dict[str, Any]:
@@ -154,7 +161,7 @@ class TorchCall(Call):
 
     def op_type(self) -> str:
         """Return ATen's operator without overload, a custom op's "library::name", or a Function's name."""
-        if not self._head:
+        if not self._callee_args:
             return self._site.key
         name = getattr(self.op, "_qualified_op_name", None) or getattr(self.op, "__name__", str(self.op))
         return str(name).removeprefix("aten::")
@@ -172,29 +179,29 @@ _FORM_ONLY_OPS = frozenset(
 
 
 @cache
-def _may_return_view(key: str) -> bool:
+def _may_return_view(op_name: str) -> bool:
     """Return True for an op that may return a view of its first input, by its schemas in ATen."""
     # A result that aliases an input without writing it is a view, by any overload.
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{key}")
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{op_name}")
     aliases = [result.alias_info for schema in schemas for result in schema.returns]
     # Indexing has no schema of that name in ATen.
-    return key == "getitem" or any(alias and not alias.is_write for alias in aliases)
+    return op_name == "getitem" or any(alias and not alias.is_write for alias in aliases)
 
 
 class CollectiveCall(TorchCall):
     """One call of a process group's method; a list of lists of tensors becomes one flat list of tensors."""
 
-    __slots__ = ("_lengths",)
+    __slots__ = ("_lengths_by_position",)
 
     def __init__(self, *arguments: Any) -> None:
-        """Bind a call, and flatten its lists of lists; their lengths are held, to nest them again."""
+        """Bind a call, and flatten its lists of lists; the lengths of the inner lists nest them again."""
         super().__init__(*arguments)
-        self._lengths = {
+        self._lengths_by_position = {
             i: [len(tensors) for tensors in value]
             for i, value in enumerate(self.inputs)
             if isinstance(value, (list, tuple)) and value and all(isinstance(item, list) for item in value)
         }
-        for i in self._lengths:
+        for i in self._lengths_by_position:
             self.inputs[i] = [tensor for tensors in self.inputs[i] for tensor in tensors]
 
     def invoke(self, inputs: list[Any]) -> Any:
@@ -213,7 +220,9 @@ class CollectiveCall(TorchCall):
     def _with_nested_lists(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs with the flattened lists nested as in the call, and the others as they are."""
         return [
-            _split_by_lengths(value, self._lengths[i]) if i in self._lengths else value
+            _split_by_lengths(value, self._lengths_by_position[i])
+            if i in self._lengths_by_position
+            else value
             for i, value in enumerate(inputs)
         ]
 
@@ -229,12 +238,12 @@ def _target_positions(binding: Binding, inputs: Sequence[Any], in_place: bool) -
     if in_place:
         return (0,)
     # rrelu's `noise` is written, but is not a result: the op fills it for its backward op.
-    return tuple(i for i in binding.mutable if binding.names[i] != "noise" and inputs[i] is not None)
+    return tuple(i for i in binding.always_written if binding.names[i] != "noise" and inputs[i] is not None)
 
 
 FUNCTION_CALL = custom_function_call
 """The operator by which torch.func brings a program's autograd.Function to each transform."""
-_KERNELS = (
+_KERNEL_MODULES = (
     "torch._meta_registrations", "torch._refs", "torch._decomp", "torch._prims", "torch._prims_common",
     "torch.nested._internal",
 )  # fmt: skip
@@ -254,20 +263,20 @@ def is_called_by_kernel(frame: FrameType | None) -> bool:
     if running() is None and _graph_task() == _NO_TASK:
         return False
     while frame is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if name.startswith(_KERNELS):
+        module_name = str(frame.f_globals.get("__name__"))
+        if module_name.startswith(_KERNEL_MODULES):
             return True
-        if not name.startswith(("torch.", "contextlib", "amanda.")):
+        if not module_name.startswith(("torch.", "contextlib", "amanda.")):
             return False  # the program's code: it calls torch, not a kernel
         frame = frame.f_back
     return False
 
 
 def is_dispatched_in_backward(frame: FrameType | None) -> bool:
-    """Return True for an operator that a dispatch mode, or a subclass, calls on in the backward pass.
+    """Return True for an operator that `__torch_dispatch__` of a mode or a subclass calls in a backward pass.
 
-    In the forward pass the interceptor knows the op that the operator belongs to; a node of autograd is no
-    call that it could know.
+    Such an operator belongs to a node of autograd.  In the forward pass it belongs to an op, which the
+    interceptor has seen begin.
     """
     if _graph_task() == _NO_TASK:
         return False
@@ -292,10 +301,12 @@ def is_call_for_next_transform(frame: FrameType) -> bool:
         caller = caller.f_back  # of a detour, without the native interceptor
     if caller is None:
         return False
-    if caller.f_globals.get("__name__") == type(FUNCTION_CALL).__module__:
+    is_in_rule_of_transform = caller.f_globals.get("__name__") == type(FUNCTION_CALL).__module__
+    if is_in_rule_of_transform:
         return True
     if caller.f_code is _CALL_FROM_APPLY:
         return True  # the native `apply`, which makes this call, is the op
+    # Two frames out, `FUNCTION_CALL` makes the call.
     return caller.f_back is not None and caller.f_back.f_code is _FUNCTION_CALL_CODE
 
 

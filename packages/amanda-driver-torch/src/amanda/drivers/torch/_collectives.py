@@ -19,7 +19,7 @@ _SPLIT = (
     "Any? opts=None"
 )
 
-METHODS = {
+COLLECTIVE_METHODS = {
     "allreduce": ("all_reduce", _IN_PLACE),
     "allreduce_coalesced": ("all_reduce", _IN_PLACE),
     "broadcast": ("broadcast", _IN_PLACE),
@@ -44,7 +44,7 @@ METHODS = {
     "recv": ("recv", "Any group, Tensor(a!)[] tensors, int srcRank, int tag"),
     "recv_anysource": ("recv", "Any group, Tensor(a!)[] tensors, int tag"),
 }  # fmt: skip
-"""By the names of `ProcessGroup`: what `torch.distributed` calls it, and its signature."""
+"""By the name of a method of `ProcessGroup`: name of the op in `torch.distributed`, and its signature."""
 
 # Builds of torch without distributed support lack the class.
 PROCESS_GROUP = getattr(getattr(torch._C, "_distributed_c10d", None), "ProcessGroup", None)
@@ -56,13 +56,16 @@ REDUCER_ENTRY = (
 
 
 def collectives() -> Iterator[tuple[str, str, Any]]:
-    """Yield method, operator and native callable of each collective of process groups; none without c10d."""
+    """Yield the name of each collective method of process groups, its op's name, and its native callable.
+
+    Yields nothing in a build of torch without c10d, and skips methods that this torch lacks.
+    """
     members = vars(PROCESS_GROUP) if PROCESS_GROUP else {}
-    for method, (name, _) in METHODS.items():
+    for method_name, (op_name, _) in COLLECTIVE_METHODS.items():
         # pybind11 wraps a native method into an instancemethod: the callable proper is within.
-        function = getattr(members.get(method), "__func__", None)
+        function = getattr(members.get(method_name), "__func__", None)
         if type(function).__name__ == "builtin_function_or_method":
-            yield method, f"c10d::{name}", function
+            yield method_name, f"c10d::{op_name}", function
 
 
 def is_functional_collective(op: Any) -> bool:
@@ -81,7 +84,7 @@ def wait_for_results(values: Sequence[Any]) -> None:
 
 
 def patch_reducers_to_report(patches: Patches) -> None:
-    """Report, when DistributedDataParallel runs, that the collectives of its reducer are not instrumented.
+    """Patch DistributedDataParallel to report, when it runs, that its reducer's collectives go unseen.
 
     Does nothing in builds of torch without the class.
     """

@@ -1,4 +1,4 @@
-"""Compiled callables in scopes: whether their graphs are instrumented, and reports on runs and on leaves."""
+"""Callables of torch.compile in scopes: are their graphs instrumented, and what is reported of them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAN_OP_BY_OP = (
     'compiled="instrument" puts tools into the compiled code'
 )
 """Reason of a report on a compiled callable that ran its Python code."""
-_NOTES_KEY = "amanda_leaves"
+_LEAVES_KEY = "amanda_leaves"
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
@@ -47,7 +47,7 @@ def report_op_by_op(state: State, frame: FrameType | None) -> None:
 
 
 def op_by_op_report_entry(function: Callable[..., Any] | None) -> tuple[str, str, str]:
-    """Return the report entry of a compiled callable: its name, the reason, "file:line" of its code."""
+    """Return a report's entry on a compiled callable, None if unknown: name, reason, "file:line" of code."""
     # dynamo and decorators wrap the user's function, whose name and line the report is to show.
     function = None if function is None else inspect.unwrap(function)
     owner = getattr(function, "__self__", None)
@@ -72,14 +72,14 @@ class WatchedLeaf(NamedTuple):
 
 
 def note_watched_leaves(values: Iterable[Any], first_number: int, leaves: Sequence[WatchedLeaf]) -> None:
-    """Note the leaves of a compiled graph at the nodes of autograd that a run of the graph made.
+    """Store the leaves of a compiled graph at the nodes of its outputs, where `report_leaves` finds them.
 
-    first_number: sequence number from which on nodes are of this run, and not of the graph's inputs.
+    first_number: sequence number from which on nodes are of this run; nodes of the graph's inputs are older.
     """
     for value in values:
         node: Any = value.grad_fn if isinstance(value, torch.Tensor) else None
         if node is not None and node._sequence_nr() >= first_number:
-            node.metadata.setdefault(_NOTES_KEY, []).append(leaves)
+            node.metadata.setdefault(_LEAVES_KEY, []).append(leaves)
 
 
 def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> None:
@@ -89,16 +89,16 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
     """
     if not instruments_compiled_code(state):
         return
-    watched_leaves, gradient_counts = _find_watched_leaves(outputs, state)
-    for node, count in gradient_counts.items():
-        # By `id`, since the notes hold the tensors and so keep their addresses in use.
-        leaf = watched_leaves.get(id(node.variable))
+    leaf_by_id, edge_count_by_node = _find_watched_leaves(outputs, state)
+    for node, edge_count in edge_count_by_node.items():
+        # The stored leaves hold the tensors, so that no other tensor gets an `id` of theirs.
+        leaf = leaf_by_id.get(id(node.variable))
         if leaf is None:
             continue
         subject = f"AccumulateGrad of {leaf.name}"
         if not accumulates:
             state.report(subject, "a compiled graph calls its routines, though this pass stores no gradient")
-        elif count > 1:
+        elif edge_count > 1:
             reason = (
                 "a compiled graph calls its routines for each gradient that it hands over, not for their sum"
             )
@@ -108,12 +108,12 @@ def report_leaves(state: State, outputs: Sequence[Any], accumulates: bool) -> No
 
 
 def _find_watched_leaves(outputs: Sequence[Any], state: State) -> tuple[dict[int, WatchedLeaf], Counter[Any]]:
-    """Return the noted leaves behind outputs, by `id`, and the number of edges to each AccumulateGrad node.
+    """Return the leaves stored at nodes behind outputs, by `id`, and the edges to each AccumulateGrad node.
 
     A leaf is left out if no tool that watches it has an open scope.
     """
-    watched_leaves: dict[int, WatchedLeaf] = {}
-    gradient_counts: Counter[Any] = Counter()
+    leaf_by_id: dict[int, WatchedLeaf] = {}
+    edge_count_by_node: Counter[Any] = Counter()
     waiting: list[Any] = [
         output.node if isinstance(output, GradientEdge) else output.grad_fn for output in outputs
     ]
@@ -122,13 +122,14 @@ def _find_watched_leaves(outputs: Sequence[Any], state: State) -> tuple[dict[int
         node = waiting.pop()
         if node is None:
             continue
-        for noted_leaves in node.metadata.get(_NOTES_KEY, ()):
-            open_leaves = [leaf for leaf in noted_leaves if any(map(state.is_open, leaf.tools))]
-            watched_leaves.update({id(leaf.tensor): leaf for leaf in open_leaves})
+        for leaves_of_graph in node.metadata.get(_LEAVES_KEY, ()):
+            leaf_by_id.update(
+                {id(leaf.tensor): leaf for leaf in leaves_of_graph if any(map(state.is_open, leaf.tools))}
+            )
         for child, _ in node.next_functions:
             if type(child) is _AccumulateGrad:
-                gradient_counts[child] += 1
+                edge_count_by_node[child] += 1
             elif child not in visited:
                 visited.add(child)
                 waiting.append(child)
-    return watched_leaves, gradient_counts
+    return leaf_by_id, edge_count_by_node

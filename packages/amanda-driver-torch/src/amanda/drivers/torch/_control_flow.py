@@ -26,12 +26,15 @@ UNREAD = "weights that only the branch not taken reads have no gradient, rather 
 
 def run_control_flow_op_by_op(patches: Patches) -> None:
     """Make torch's control flow run its bodies op by op in scopes, from the import of each op on."""
-    for module, (class_name, run) in _OPS.items():
-        patches.when_imported(module, functools.partial(_replace_call, patches, module, class_name, run))
+    for module, (class_name, run_op) in _OPS.items():
+        patches.when_imported(module, functools.partial(_replace_call, patches, module, class_name, run_op))
 
 
-def _replace_call(patches: Patches, module: str, class_name: str, run: Callable[..., Any]) -> None:
-    """Replace the call of a higher-order op; do nothing if this torch lacks the class of the op."""
+def _replace_call(patches: Patches, module: str, class_name: str, run_op: Callable[..., Any]) -> None:
+    """Make calls of a higher-order op go to `run_op` where tools see the program's ops.
+
+    Does nothing if this torch lacks the class of the op.
+    """
     op_class = getattr(sys.modules[module], class_name, None)
     if op_class is None:
         return
@@ -39,7 +42,7 @@ def _replace_call(patches: Patches, module: str, class_name: str, run: Callable[
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs) if _runs_op_by_op() else original(self, *args, **kwargs)
+        return run_op(*args, **kwargs) if _runs_op_by_op() else original(self, *args, **kwargs)
 
     patches.set(op_class, "__call__", call)
 
@@ -47,7 +50,7 @@ def _replace_call(patches: Patches, module: str, class_name: str, run: Callable[
 def _runs_op_by_op() -> bool:
     """Return True if tools see the program's ops, and neither a mode nor a transform takes the call."""
     activation = interceptor.active()
-    if activation is None or type(activation.state) is not State:
+    if activation is None or type(activation.state) is not State:  # but a recorder of graph mode
         return False
     return not torch._C._len_torch_dispatch_stack() and not in_transform()
 
@@ -59,7 +62,10 @@ def is_control_flow(function: Any) -> bool:
 
 
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
-    """Run the branch that is taken; what only the other branch reads gets zeros as gradient, as in torch."""
+    """Run the branch that is taken, and return its outputs.
+
+    Tensors that only the other branch reads get zeros as gradient, as in torch.
+    """
     branch, skipped_branch = (true_fn, false_fn) if pred else (false_fn, true_fn)
     if not torch.is_grad_enabled():
         return branch(*operands)
@@ -69,23 +75,24 @@ def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], 
 
 
 def _while_loop(
-    cond_fn: Callable[..., Any],
-    body_fn: Callable[..., Any],
-    carried_inputs: Sequence[Any],
-    additional_inputs: Sequence[Any] = (),
-    **options: Any,
-) -> Any:
-    """Run the body while the condition holds; return the carried values in the form that the body gives."""
+    cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Sequence[Any],
+    additional_inputs: Sequence[Any] = (), **options: Any,
+) -> Any:  # fmt: skip
+    """Run the body while the condition holds; return the carried values in the form that the body gives.
+
+    They are clones of the inputs if the body never runs.  Carried inputs on which no result depends get zeros
+    as gradient.
+    """
     operands = _views_that_sum_gradients(tuple(carried_inputs))
     values = operands
-    results: Any = None
+    carried_results: Any = None
     while cond_fn(*values, *additional_inputs):
-        results = body_fn(*values, *additional_inputs)
-        values = tuple(tree_leaves(results))
-    if results is None:
+        carried_results = body_fn(*values, *additional_inputs)
+        values = tuple(tree_leaves(carried_results))
+    if carried_results is None:
         return tuple(value.clone() if isinstance(value, torch.Tensor) else value for value in values)
     _report_rounding("while_loop", values)
-    return _with_zero_gradients(results, operands)
+    return _with_zero_gradients(carried_results, operands)
 
 
 def _scan(
@@ -94,58 +101,67 @@ def _scan(
     xs: Sequence[Any],
     additional_inputs: Sequence[Any] = (),
 ) -> Any:
-    """Run the steps in order; return the last carry and the stacked outputs, as the function has them."""
+    """Call the function for each row of `xs`; return the last carry and the stacked outputs.
+
+    They have the form of the function's results.  Operands on which no result depends get zeros as gradient.
+    """
     operands = _views_that_sum_gradients((tuple(init), tuple(xs)))
-    carry, rows = operands
-    outputs: list[list[Any]] = []
-    form: Any = None
-    for row in zip(*(value.unbind(0) for value in rows), strict=True):
+    carry, stacked_rows = operands
+    outputs_by_step: list[list[Any]] = []
+    form: Any = None  # tree spec of what the function returns, the same for each step
+    for row in zip(*(value.unbind(0) for value in stacked_rows), strict=True):
         results, form = tree_flatten(combine_fn(*carry, *row, *additional_inputs))
         carry = tuple(results[: len(init)])
-        outputs.append(results[len(init) :])
+        outputs_by_step.append(results[len(init) :])
     _report_rounding("scan", carry)
-    stacked = tree_unflatten([*carry, *_stack_steps(outputs)], form)
-    return _with_zero_gradients(stacked, operands)
+    carry_and_outputs = tree_unflatten([*carry, *_stack_steps(outputs_by_step)], form)
+    return _with_zero_gradients(carry_and_outputs, operands)
 
 
 def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
-    """Run the function on each row; return the stacked results, as the function has them."""
+    """Call the function for each row of `xs`; return the stacked results in the form of the function's.
+
+    Operands on which no result depends get zeros as gradient.
+    """
     operands = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
-    rows, shared = operands
-    outputs: list[list[Any]] = []
-    form: Any = None
-    shared_by_row = [_repeat_for_rows(value, len(rows[0])) for value in shared]
-    for i, row in enumerate(zip(*(value.unbind(0) for value in rows), strict=True)):
-        results, form = tree_flatten(f(*row, *(values[i] for values in shared_by_row)))
-        outputs.append(results)
-    _report_rounding("map_impl", outputs[-1])
-    return _with_zero_gradients(tree_unflatten(_stack_steps(outputs), form), operands)
+    stacked_rows, shared_values = operands
+    results_by_row: list[list[Any]] = []
+    form: Any = None  # tree spec of what the function returns, the same for each row
+    row_count = len(stacked_rows[0])
+    repeated_values = [_repeat_for_rows(value, row_count) for value in shared_values]
+    for i, row in enumerate(zip(*(value.unbind(0) for value in stacked_rows), strict=True)):
+        results, form = tree_flatten(f(*row, *(values[i] for values in repeated_values)))
+        results_by_row.append(results)
+    _report_rounding("map_impl", results_by_row[-1])
+    return _with_zero_gradients(tree_unflatten(_stack_steps(results_by_row), form), operands)
 
 
-def _repeat_for_rows(value: Any, count: int) -> Sequence[Any]:
-    """Return an argument of `map`, which all rows share, for each row: itself; views of a computed tensor.
+def _repeat_for_rows(value: Any, row_count: int) -> Sequence[Any]:
+    """Return an argument that all rows of `map` share as many times as there are rows.
 
-    By views autograd sums the gradients of all rows at once, as torch does.
+    A computed tensor that needs a gradient is repeated by views of one expanded tensor, at which autograd
+    sums the gradients of all rows at once, as torch does.
     """
     if not _needs_gradient(value) or isinstance(value, torch.nn.Parameter) or not torch.is_grad_enabled():
-        return [value] * count
+        return [value] * row_count
     with interceptor.Suspension():
-        return value.expand(count, *value.shape).unbind(0)  # type: ignore[no-any-return]
+        return value.expand(row_count, *value.shape).unbind(0)  # type: ignore[no-any-return]
 
 
-def _stack_steps(steps: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return each result as one tensor of all steps; one that is not a tensor is that of the last step."""
+def _stack_steps(results_by_step: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return each result with those of all steps stacked; a result that is no tensor is the last step's."""
     return [
-        torch.stack(values) if isinstance(values[-1], torch.Tensor) else values[-1]
-        for values in zip(*steps, strict=True)
+        torch.stack(values_of_steps) if isinstance(values_of_steps[-1], torch.Tensor) else values_of_steps[-1]
+        for values_of_steps in zip(*results_by_step, strict=True)
     ]
 
 
 def _views_that_sum_gradients(operands: Any) -> Any:
-    """Return views of the operands, at which autograd sums the gradients of a body before any others.
+    """Return a body's operands with views in the place of tensors that need a gradient.
 
-    Torch sums them so, and the order decides the last bits.  Parameters stay what they are to tools: autograd
-    sums their gradients in one place.
+    At a view autograd sums the gradients of the body before any others, as torch does: the order decides the
+    last bits.  Parameters stay, so that tools know them; autograd sums their gradients in one place.
+    Without autograd the operands are returned as they are.
     """
 
     def view(value: Any) -> Any:
@@ -160,34 +176,41 @@ def _views_that_sum_gradients(operands: Any) -> Any:
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Identity on outputs; each of the inputs beside them gets a gradient of zeros."""
+    """Identity on the first inputs, outputs of an op; the unread inputs after them get zeros as gradient."""
 
     @staticmethod
-    def forward(ctx: Any, count: int, *tensors: torch.Tensor) -> Any:
-        """Return the first `count` tensors."""
-        ctx.unread = [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[count:]]
-        return tuple(tensor.view_as(tensor) for tensor in tensors[:count])
+    def forward(ctx: Any, output_count: int, *tensors: torch.Tensor) -> Any:
+        """Return views of the first `output_count` tensors; the others are unread."""
+        ctx.forms_of_unread = [
+            (tensor.shape, tensor.dtype, tensor.device) for tensor in tensors[output_count:]
+        ]
+        return tuple(tensor.view_as(tensor) for tensor in tensors[:output_count])
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Return the gradients of the outputs as they are, and zeros for the inputs beside them."""
-        needs_gradient = ctx.needs_input_grad[1 + len(gradients) :]
+        """Return no gradient for the count, those of the outputs as they are, and zeros for unread inputs.
+
+        An unread input that needs no gradient gets None.
+        """
+        unread_need_gradient = ctx.needs_input_grad[1 + len(gradients) :]
         with interceptor.Suspension():
             zeros = [
-                torch.zeros(shape, dtype=dtype, device=device) if needs else None
-                for (shape, dtype, device), needs in zip(ctx.unread, needs_gradient, strict=True)
+                torch.zeros(shape, dtype=dtype, device=device) if needs_gradient else None
+                for (shape, dtype, device), needs_gradient in zip(
+                    ctx.forms_of_unread, unread_need_gradient, strict=True
+                )
             ]
         return None, *gradients, *zeros
 
 
 def _with_zero_gradients(
-    outputs: Any, operands: Any, read_elsewhere: Iterable[torch.Tensor] | None = None
+    outputs: Any, operands: Any, candidates: Iterable[torch.Tensor] | None = None
 ) -> Any:
-    """Return outputs that all need a gradient, with zeros as the gradient of what they do not depend on.
+    """Return outputs that all need a gradient, and through which tensors that none depends on get zeros.
 
-    They stay as they are with autograd off, and where nothing is unread and all need a gradient already, or
-    no operand does.  read_elsewhere: tensors that get zeros if no output depends on them; None for all
-    operands.
+    candidates: tensors that get zeros if no output depends on them; None for the operands.
+    The outputs stay as they are with autograd off, if no operand needs a gradient and no candidate is unread,
+    or if all need a gradient already and no candidate is unread.
     """
     if not torch.is_grad_enabled():
         return outputs
@@ -197,13 +220,14 @@ def _with_zero_gradients(
     ]
     results = [leaves[i] for i in positions]
     trained_operands = [value for value in tree_leaves(operands) if _needs_gradient(value)]
-    unread = _tensors_without_path(trained_operands if read_elsewhere is None else read_elsewhere, results)
+    unread = _tensors_without_path(trained_operands if candidates is None else candidates, results)
     all_need_gradient = all(result.requires_grad for result in results)
     if not unread and (not trained_operands or all_need_gradient):
         return outputs
+    # If none is unread, a result that depends on no operand still gets a node, behind which are the operands.
+    tensors_with_zeros = unread or trained_operands
     with interceptor.Suspension():
-        # If nothing is unread, some result depends on no operand: beside the operands it gets a node too.
-        new_results: Any = _ZeroGradients.apply(len(results), *results, *(unread or trained_operands))  # type: ignore[no-untyped-call]
+        new_results: Any = _ZeroGradients.apply(len(results), *results, *tensors_with_zeros)  # type: ignore[no-untyped-call]
     for i, result in zip(positions, new_results, strict=True):
         leaves[i] = result
     return tree_unflatten(leaves, form)
@@ -229,7 +253,7 @@ def _node_or_leaf(tensor: torch.Tensor) -> Any:
 
 
 def _nodes_and_leaves_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
-    """Yield the nodes and the leaves in autograd's graph of tensors."""
+    """Yield the nodes of autograd that lead to some tensors, and the leaves at which these begin."""
     waiting = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
     yield from (tensor for tensor in tensors if tensor.grad_fn is None)
     visited: set[Any] = set()
@@ -244,47 +268,48 @@ def _nodes_and_leaves_behind(tensors: Sequence[torch.Tensor]) -> Iterator[Any]:
 
 
 class _ReadTensors(TorchFunctionMode):
-    """Collects the tensors that need a gradient among the arguments of torch's functions."""
+    """Mode that collects, by `id`, the arguments of torch's functions that need a gradient."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: dict[int, torch.Tensor] = {}
+        self.tensor_by_id: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.is_grad_enabled():
             for value in tree_leaves((args, kwargs)):
                 if _needs_gradient(value):
-                    self.tensors[id(value)] = value
+                    self.tensor_by_id[id(value)] = value
         return func(*args, **(kwargs or {}))
 
 
 def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Tensor]:
     """Return the operands and the captured tensors that need a gradient and that a branch reads.
 
-    The branch runs without data, as dynamo runs it without tools.
+    The branch runs on tensors without data, as dynamo runs it without tools.  If it fails there, the list is
+    empty, and a report says that weights of the branch get no zeros.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    operand_by_fake: dict[int, torch.Tensor] = {}
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    operand_by_fake_id: dict[int, torch.Tensor] = {}
 
     def without_data(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        fake: torch.Tensor = fakes.from_tensor(value.detach(), static_shapes=True)
-        operand_by_fake[id(fake)] = value
+        fake: torch.Tensor = fake_mode.from_tensor(value.detach(), static_shapes=True)
+        operand_by_fake_id[id(fake)] = value
         return fake.requires_grad_(value.requires_grad)
 
     try:
         with interceptor.Suspension():
             arguments = tree_map(without_data, operands)
-            with _ReadTensors() as read, fakes:
+            with _ReadTensors() as read_tensors, fake_mode:
                 branch(*arguments)
-    except Exception:  # of a branch that has no values without data
+    except Exception:  # of any kind: the branch may do what only values allow
         report_unseen("cond", UNREAD)
         return []
-    tensors = [operand_by_fake.get(id(tensor), tensor) for tensor in read.tensors.values()]
-    # What is still a tensor without data is a result of the branch.
+    tensors = [operand_by_fake_id.get(id(tensor), tensor) for tensor in read_tensors.tensor_by_id.values()]
+    # A tensor without data that is no operand is a result within the branch.
     return [tensor for tensor in tensors if not hasattr(tensor, "fake_mode")]
 
 

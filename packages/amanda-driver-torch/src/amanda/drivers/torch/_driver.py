@@ -61,7 +61,7 @@ from ._views import TorchViews
 
 
 class TorchDriver(TorchTensors, Autograd, EagerDriver):
-    """PyTorch, eager mode."""
+    """The driver of PyTorch's eager mode."""
 
     api = 2
     framework = "torch"
@@ -75,7 +75,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def __init__(self) -> None:
         super().__init__()
         self._patches = TorchPatches(self)
-        self._detours: dict[type, Detour] = {}
+        self._detour_by_class: dict[type, Detour] = {}
         self.views = TorchViews()
 
     def register_framework(self) -> None:
@@ -133,7 +133,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return {self._make_site(target): target for target in targets()}
 
     def _make_site(self, target: Target) -> Site:
-        """Return the site of a target: the callable with the op's type and how its calls are treated."""
+        """Return the site of a native callable, with flags for how the interceptor treats its calls."""
         if target.kind == "classmethod":
             return Site(
                 target.callable, target.callable, "Function.apply", digest("Function.apply"),
@@ -142,12 +142,12 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         op = PropertyRead(target.callable) if target.kind == "getset" else target.callable
         # Ops call `as_subclass` to give their results the class of a Tensor subclass: it is part of them.
         flags = IMPLEMENTATION if target.name == "as_subclass" else 0
-        flags |= ONE_PLACE if target.name in _TRANSFERS else 0
+        flags |= ONE_PLACE if target.name in _MOVING_OPS else 0
         return self.site(target.callable, op, target.canonical, flags)
 
     def _detour_call_methods(self) -> None:
         """Replace `__call__` of operators and scripted functions, which have no native callables."""
-        callables: list[tuple[Any, str, int]] = [
+        classes: list[tuple[Any, str, int]] = [
             (torch._ops.OpOverload, "OpOverload", IMPLEMENTATION),
             (torch._ops.OpOverloadPacket, "OpOverloadPacket", IMPLEMENTATION),
             (torch._C.ScriptFunction, "ScriptFunction", 0),
@@ -155,50 +155,45 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
             # Under transforms `Function.apply` calls this, not the native `apply`.
             (type(FUNCTION_CALL), "Function.apply", TRANSPARENT | IMPLEMENTATION),
         ]
-        for holder, key, flags in callables:
-            call = vars(holder)["__call__"]
+        for callable_class, key, flags in classes:
+            call = vars(callable_class)["__call__"]
             # The same detour in each scope, unless the program has patched `__call__` in between.
-            if holder not in self._detours or self._detours[holder].__wrapped__ is not call:
-                site = Site(call, call, key, digest(key), self.handle, flags)
-                self._detours[holder] = Detour(site)
-            self.patches.set(holder, "__call__", self._detours[holder])
+            detour = self._detour_by_class.get(callable_class)
+            if detour is None or detour.__wrapped__ is not call:
+                detour = Detour(Site(call, call, key, digest(key), self.handle, flags))
+                self._detour_by_class[callable_class] = detour
+            self.patches.set(callable_class, "__call__", detour)
 
     def handle(
-        self,
-        state: Any,
-        call_cache: CallCache | None,
-        op_id: int,
-        site: Site,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        key: int = 0,
-        resumption: Resumption | None = None,
-    ) -> Any:
-        """Bring a call to the core, outside of the overrides and modes of the program.
+        self, state: Any, call_cache: CallCache | None, op_id: int, site: Site, args: tuple[Any, ...],
+        kwargs: dict[str, Any], key: int = 0, resumption: Resumption | None = None,
+    ) -> Any:  # fmt: skip
+        """Bring an op of the program to the core, outside of the program's overrides and modes.
 
         So what the driver reads of tensors calls no `__torch_function__` of the user's.
-        A call that is not an op of the program is only made: one that torch makes within an op, and one that
-        `symbolic_trace` records.  state: a recorder of graph mode records the call instead.
+        Other calls are only made: those of torch within an op or a kernel, and those that `symbolic_trace`
+        records.  state: of the scopes in force, or a recorder of graph mode, which records the call instead.
+        key: of the call in native code, 0 for none.  resumption: of a call that native code has begun.
         """
-        if type(state) is not State:
-            # A recorder of graph mode, not a state: it collects the ops of a graph's nodes.
+        if type(state) is not State:  # a recorder, which collects the ops of a graph's nodes
             return state.record(self.bind, site, args, kwargs)
         if _is_made_by_torch(site, args, sys._getframe(1), is_resumed=resumption is not None):
             return site.invoke(args, kwargs)
-        if site.key in _SCRIPTED:
+        if site.key in _SCRIPT_SITES:
             state.report(f"inside of TorchScript {args[0].name}", "it runs as one op")
         if _has_proxies(args, kwargs):
             state.report("torch.fx.symbolic_trace", RECORDED_AS_IS)
             return site.invoke(args, kwargs)
         if in_transform() and is_within_kernel():
             return site.invoke(args, kwargs)
-        if site.key in _CALLEE_FIRST:
+        if site.key in _SITES_WITH_CALLEE:
             is_collective = is_functional_collective(args[0])
         else:
             is_collective = site.key.startswith("c10d::")
         if is_collective:
             key = 0  # native code knows no value that is still on its way, and no list of lists
         arguments = state, call_cache, op_id, site, args, kwargs, key, resumption
+        # First the kind of driver for this op, then the modes and overrides outside of which it works.
         if in_transform():
             driver_class: type[DriverOutsideModes] = DriverInTransform
         elif site.key == "alias" and site.target is _AS_SUBCLASS:
@@ -240,19 +235,20 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return call_outside_modes(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order."""
+        """Return the call with its inputs in schema order; of a call through an object, that is the op."""
         target = self._targets_by_site.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
             call_class = CollectiveCall if site.key.startswith("c10d::") else TorchCall
             return call_class(site, site.op, (), args, kwargs, bound, target.inplace, self.invoke)
-        # Under transforms an operator comes before the Function that it brings to each of them.
-        head_length = 2 if args[0] is FUNCTION_CALL else 1
-        head, callee, callee_args = args[:head_length], args[head_length - 1], args[head_length:]
+        # The op comes first among the arguments; under transforms after `FUNCTION_CALL`, which brings a
+        # Function to each of them.
+        callee_count = 2 if args[0] is FUNCTION_CALL else 1
+        callee, op_args = args[callee_count - 1], args[callee_count:]
         # The overloads of an operator are one op to tools.
-        op = ScriptedOp(callee) if site.key in _SCRIPTED else getattr(callee, "overloadpacket", callee)
+        op = ScriptedOp(callee) if site.key in _SCRIPT_SITES else getattr(callee, "overloadpacket", callee)
         return TorchCall(
-            site, op, head, callee_args, kwargs, binding(callee, callee_args, kwargs), in_place=False,
+            site, op, args[:callee_count], op_args, kwargs, binding(callee, op_args, kwargs), in_place=False,
             invoke_site=self.invoke,
         )  # fmt: skip
 
@@ -275,7 +271,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
     def identity_values(self, call: Call) -> list[Any]:
         """Return the parameters that enter the op's id; none for an op that moves parameters."""
-        if getattr(call.op, "__name__", "") in _TRANSFERS:
+        if getattr(call.op, "__name__", "") in _MOVING_OPS:
             return []
         parameters = []
         for value in call.inputs:
@@ -290,7 +286,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return parameters
 
     def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
-        """Return the facts of a call's op, with the calling module and the parameters that the op reads."""
+        """Return the facts of a call's op, with the calling module's path and functions that find parameters.
+
+        subjects: the modules that enclose the call, the outermost first.
+        """
         facts = super().describe(call, subjects)
         facts.scope = module_path(subjects)
         facts.variable_of, facts.part_of = VariableFinder(subjects), part_of
@@ -301,12 +300,12 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 _AS_SUBCLASS: Any = torch.Tensor.as_subclass
 _CALLABLE_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket, torch.autograd.function.FunctionMeta)
 RECORDED_AS_IS = "the ops are recorded as they are"
-_SCRIPTED = frozenset({"ScriptFunction", "ScriptMethod"})
-_TRANSFERS = frozenset({"to", "cpu", "cuda"})
+# Keys of sites, which are callables that are no ops themselves: the first argument of a call is.
+_SCRIPT_SITES = frozenset({"ScriptFunction", "ScriptMethod"})
+_MOVING_OPS = frozenset({"to", "cpu", "cuda"})
 """Ops by which libraries move parameters to a device anew for each call; each call is the same op."""
-_OVERLOADS = frozenset({"OpOverload", "OpOverloadPacket"})
-_CALLEE_FIRST = _OVERLOADS | {"Function.apply"}
-"""Sites whose first argument is the callee."""
+_OPERATOR_SITES = frozenset({"OpOverload", "OpOverloadPacket"})
+_SITES_WITH_CALLEE = _OPERATOR_SITES | {"Function.apply"}
 
 
 _tensor_class: Any = torch.Tensor  # its stubs show the values of properties, not the properties
@@ -331,13 +330,13 @@ def _is_made_by_torch(site: Site, args: tuple[Any, ...], caller: FrameType, is_r
 
     caller: frame of the call.  is_resumed: whether native code has begun the call, which then is an op.
     """
-    if site.key in _CALLEE_FIRST and _is_internal_to_torch(args[0]):
+    if site.key in _SITES_WITH_CALLEE and _is_internal_to_torch(args[0]):
         return True
     if site.key == "Function.apply" and is_call_for_next_transform(caller):
         return True
     if is_resumed:
         return False
-    return is_called_by_kernel(caller) or (site.key in _OVERLOADS and is_dispatched_in_backward(caller))
+    return is_called_by_kernel(caller) or (site.key in _OPERATOR_SITES and is_dispatched_in_backward(caller))
 
 
 def _has_proxies(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -404,7 +403,7 @@ class DriverInTransform(TransformedTensors, DriverOutsideModes):
 
 
 def _run_tanh() -> list[float]:
-    """Return tanh of two numbers and its gradient, whatever modes the program has switched on."""
+    """Return tanh of two numbers and its gradient, for the self-test; in none of the program's modes."""
     with _disable_current_modes(), without_function_modes(), torch.inference_mode(False), torch.enable_grad():
         x = torch.tensor([0.5, -0.25], dtype=torch.float64, device="cpu", requires_grad=True)
         y = torch.tanh(x)

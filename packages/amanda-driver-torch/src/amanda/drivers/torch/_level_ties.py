@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ._views import TorchViews
 
 _USES_OF_A_TIE = 2
-"""References to a storage that a tie itself holds: the tensor within the value, and the storage object."""
+"""References to the value's storage from a tie alone: of the tensor within the value, and of `_storage`."""
 _REFERENCES_OF_A_TIE = 2
-"""References to a value: the tie's attribute, and the argument of the function that counts."""
+"""References to the value from a tie alone: its attribute, and the argument of `sys.getrefcount`."""
 
 
 class LevelTie(Tie):
@@ -33,6 +33,7 @@ class LevelTie(Tie):
         self._on_death = on_death
         self._value, self._view = value, view
         self._storage = innermost(value).untyped_storage()
+        # The memory of the value and of the view, by which writes find the tie.
         self.ends: tuple[Hashable, Hashable] = views.memory(value), views.memory(view)
         self._versions = self._current_versions()
 
@@ -64,31 +65,30 @@ class LevelTie(Tie):
 
         None is returned, and nothing copied, if the write was elsewhere in the storage.
         """
-        # From the side that the write began at to the other.
-        value_was_written = start == self.ends[0]
+        value_memory, _ = self.ends
+        value_was_written = start == value_memory
         source, target = (self._value, self._view) if value_was_written else (self._view, self._value)
         with without_transforms(), torch.no_grad():
-            levels, data = with_batches_first(source)
-            marks = written.marks_in(data)
-            if marks is not None and not bool(marks.any()):
+            levels, source_data = with_batches_first(source)
+            written_mask = written.mask_in(source_data)  # None: all elements
+            if written_mask is not None and not bool(written_mask.any()):
                 return None  # the write was elsewhere in the storage
-        changed = source if marks is None else torch.where(wrap_in_batches(levels, marks), source, target)
+        changed = source
+        if written_mask is not None:
+            changed = torch.where(wrap_in_batches(levels, written_mask), source, target)
         target.copy_(changed)
         self._versions = self._current_versions()
         with without_transforms(), torch.no_grad():
-            return WrittenPart(with_batches_first(target)[1], marks)
+            _, target_data = with_batches_first(target)
+            return WrittenPart(target_data, written_mask)
 
     def side_written_unseen(self) -> torch.Tensor | None:
         """Return the side whose version has changed since the last copy; None if neither has."""
-        now, before = self._current_versions(), self._versions
-        return next(
-            (
-                side
-                for side, new, old in zip((self._value, self._view), now, before, strict=True)
-                if new != old
-            ),
-            None,
-        )
+        value_version, view_version = self._current_versions()
+        old_value_version, old_view_version = self._versions
+        if value_version != old_value_version:
+            return self._value
+        return self._view if view_version != old_view_version else None
 
     def turn_into_view(self) -> bool:
         """Return False if the program still uses the value, which stays apart from the view."""

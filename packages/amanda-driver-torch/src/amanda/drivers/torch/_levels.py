@@ -47,13 +47,13 @@ def all_layers(values: Iterable[Any]) -> list[torch.Tensor]:
 
 def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
     """Return the axis of each batch in the innermost tensor, by the level of its vmap."""
-    axes: list[tuple[int, int]] = [
+    level_axes: list[tuple[int, int]] = [
         (level_of(layer), _functorch.maybe_get_bdim(layer))
         for layer in layers(tensor)
         if _functorch.is_batchedtensor(layer)
     ]
     axis_by_level: dict[int, int] = {}
-    for level, axis in axes:
+    for level, axis in level_axes:
         # An inner layer has an axis more than the layers around it: their axes shift from this one on.
         axis_by_level = {
             outer_level: outer_axis + (outer_axis >= axis)
@@ -65,20 +65,20 @@ def batch_axes(tensor: torch.Tensor) -> dict[int, int]:
 
 def batch_sizes(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """Return the level and the number of samples of each batch of a tensor, the outermost first."""
-    axes = batch_axes(tensor)
+    axis_by_level = batch_axes(tensor)
     # Levels count from the outermost transform.
-    sizes = innermost(tensor).shape if axes else ()
-    return [(level, sizes[axes[level]]) for level in sorted(axes)]
+    sizes = innermost(tensor).shape if axis_by_level else ()
+    return [(level, sizes[axis_by_level[level]]) for level in sorted(axis_by_level)]
 
 
 def with_batches_first(tensor: torch.Tensor) -> tuple[tuple[int, ...], torch.Tensor]:
-    """Return the levels of a tensor's batches, and its data with an axis for each of them in front."""
-    axes = batch_axes(tensor)
-    levels = tuple(sorted(axes))
-    data, positions = innermost(tensor), [axes[level] for level in levels]
-    front = list(range(len(levels)))
+    """Return the levels of a tensor's batches, and the plain tensor within with their axes in front."""
+    axis_by_level = batch_axes(tensor)
+    levels = tuple(sorted(axis_by_level))
+    data, axes = innermost(tensor), [axis_by_level[level] for level in levels]
+    front_axes = list(range(len(levels)))
     # The tensor itself where that will do: tools recognise it when they read it again.
-    return levels, data if positions == front else data.movedim(positions, front)
+    return levels, data if axes == front_axes else data.movedim(axes, front_axes)
 
 
 def wrap_in_batches(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
@@ -90,7 +90,10 @@ def wrap_in_batches(levels: Sequence[int], data: torch.Tensor) -> torch.Tensor:
 
 
 def call_with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], tensor: torch.Tensor) -> Any:
-    """Call a function with a tensor as vmap wraps it, and with that as grad wraps it; return the result."""
+    """Return what a function makes of a tensor in a wrapper of vmap, and of that in a wrapper of grad.
+
+    The function is called within both transforms.
+    """
     results: list[Any] = []
 
     def call(batched: torch.Tensor) -> torch.Tensor:
@@ -124,9 +127,9 @@ def has_tangents() -> bool:
 
 
 def tangents(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[tuple[int, int], ...]]]:
-    """Return the tangents of a tensor: the levels that differentiate, and the sizes of the batches of each.
+    """Return, for each tangent of a tensor, the levels that differentiate, and the batches of the tangent.
 
-    A tangent of a tangent has the levels of both.
+    Batches are pairs of level and size.  A tangent of a tangent has the levels of both.
     """
     return [
         (levels, tuple(sorted(batches.items())))
@@ -136,37 +139,37 @@ def tangents(tensor: torch.Tensor) -> list[tuple[tuple[int, ...], tuple[tuple[in
 
 
 def _batches_of_value_and_tangents(tensor: torch.Tensor) -> dict[tuple[int, ...], dict[int, int]]:
-    """Return the batches of a tensor's value, under (), and of its tangents, under their levels."""
+    """Return the batch sizes by level of a tensor's value, under (), and of tangents, under their levels."""
     if not is_wrapped(tensor):
         return {(): {}}
     level, inner = level_of(tensor), _functorch.get_unwrapped(tensor)
-    components = _batches_of_value_and_tangents(inner)
+    batches_by_levels = _batches_of_value_and_tangents(inner)
     if _functorch.is_batchedtensor(tensor):
         size = inner.shape[_functorch.maybe_get_bdim(tensor)]
-        return {levels: {**batches, level: size} for levels, batches in components.items()}
+        return {levels: {**batches, level: size} for levels, batches in batches_by_levels.items()}
     # A wrapper of a transform that has ended, as of a hessian's inner vjp, has a negative level.
     if level < 0:
-        return components
+        return batches_by_levels
     with without_transforms_above(level):
         tangent = forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-untyped-call]
     if tangent is not None:
-        components |= {
+        batches_by_levels |= {
             (*levels, level): batches for levels, batches in _batches_of_value_and_tangents(tangent).items()
         }
-    return components
+    return batches_by_levels
 
 
 @contextmanager
 def without_transforms_above(level: int) -> Iterator[None]:
     """Leave the transforms within a level, which would take the wrappers of the level for plain tensors."""
-    stack: list[Any] = []
+    left_transforms: list[Any] = []
     try:
         while transforms_in_force()[-1:] and transforms_in_force()[-1].level() > level:
-            stack.append(_functorch.pop_dynamic_layer_stack())
+            left_transforms.append(_functorch.pop_dynamic_layer_stack())
         yield
     finally:
-        while stack:
-            _functorch.push_dynamic_layer_stack(stack.pop())
+        while left_transforms:
+            _functorch.push_dynamic_layer_stack(left_transforms.pop())
 
 
 def drop_ended_batches(shapes: Any) -> Any:
@@ -176,12 +179,12 @@ def drop_ended_batches(shapes: Any) -> Any:
     """
     if isinstance(shapes, BatchedShape):
         # A vmap that began since may have the level of one that ended: nothing tells them apart.
-        levels = {
+        open_levels = {
             transform.level()
             for transform in transforms_in_force()
             if transform.key() == _functorch.TransformType.Vmap
         }
-        batches = tuple([(level, size) for level, size in shapes.batches if level in levels])
+        batches = tuple([(level, size) for level, size in shapes.batches if level in open_levels])
         return BatchedShape(shapes, batches) if batches else tuple(shapes)
     if isinstance(shapes, tuple) and not all(isinstance(extent, int) for extent in shapes):
         return tuple([drop_ended_batches(shape) for shape in shapes])
@@ -191,11 +194,11 @@ def drop_ended_batches(shapes: Any) -> Any:
 @contextmanager
 def without_transforms() -> Iterator[None]:
     """Leave all transforms within the context, for work on innermost tensors."""
-    stack: list[Any] = []
+    left_transforms: list[Any] = []
     try:
         while _functorch.peek_interpreter_stack() is not None:
-            stack.append(_functorch.pop_dynamic_layer_stack())
+            left_transforms.append(_functorch.pop_dynamic_layer_stack())
         yield
     finally:
-        while stack:  # the outermost, which was left last, comes first
-            _functorch.push_dynamic_layer_stack(stack.pop())
+        while left_transforms:  # the outermost, which was left last, comes first
+            _functorch.push_dynamic_layer_stack(left_transforms.pop())

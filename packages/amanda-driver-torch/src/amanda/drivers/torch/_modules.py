@@ -1,4 +1,4 @@
-"""Module calls: regions of the program, and the path of a module in its model.
+"""Paths of modules and parameters in a model, slots of handed-in parameters, and calls of modules as regions.
 
 Wrapper modules that libraries put around a model are left out of the paths, so that results from under DDP,
 FSDP, peft or torch.compile have the paths of the bare model.
@@ -52,21 +52,24 @@ def plain_module_calls() -> Iterator[None]:
     """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it."""
     module = torch.nn.Module
     with _patch_lock:
-        before = vars(module)["__call__"]
-        if type(before) is Enclosure:  # a patch of the program's stays
-            module.__call__ = before.__wrapped__  # type: ignore[method-assign]
+        call_before = vars(module)["__call__"]
+        if type(call_before) is Enclosure:  # a patch of the program's stays
+            module.__call__ = call_before.__wrapped__  # type: ignore[method-assign]
         try:
             yield
         finally:
-            if vars(module)["__call__"] is not before:
-                module.__call__ = before  # type: ignore[method-assign]
+            if vars(module)["__call__"] is not call_before:
+                module.__call__ = call_before  # type: ignore[method-assign]
 
 
 _patch_lock = threading.RLock()
 
 
 def slot_of(module: Any, parameter: Any) -> tuple[str, Any] | None:
-    """Return name and shape of a parameter that a module holds; None for any other object."""
+    """Return the slot of a parameter in a module: name and shape; None if the module does not hold it.
+
+    None, too, for a lazy parameter, which has no shape yet.
+    """
     if isinstance(module, torch.nn.Module) and isinstance(parameter, torch.nn.Parameter):
         for name, module_parameter in module._parameters.items():
             if module_parameter is parameter and not torch.nn.parameter.is_lazy(parameter):
@@ -121,13 +124,13 @@ class VariableFinder:
     The op's module is held weakly.
     """
 
-    _slots: ClassVar[
+    _slots_by_module: ClassVar[
         "weakref.WeakKeyDictionary[torch.nn.Module, dict[tuple[str, Any], HandedInParameter]]"
     ] = weakref.WeakKeyDictionary()
 
     def __init__(self, subjects: Sequence[Any]) -> None:
         modules = [module for module in subjects if isinstance(module, torch.nn.Module)]
-        self._innermost = weakref.ref(modules[-1]) if modules else None
+        self._innermost_module = weakref.ref(modules[-1]) if modules else None
 
     def __call__(self, value: Any) -> Any:
         """Return the parameter, leaf or slot whose tensor a value is or views; None for another value."""
@@ -144,25 +147,27 @@ class VariableFinder:
             return base if is_leaf else None
 
     def _slot_of(self, value: torch.Tensor) -> HandedInParameter | None:
-        """Return the slot of the op's module, or of one of its children, that holds a value; None without."""
-        module = None if self._innermost is None else self._innermost()
+        """Return the slot that holds a value or its base, in the op's module or a child of it; else None."""
+        module = None if self._innermost_module is None else self._innermost_module()
+        if module is None:
+            return None
         # Of children too: MultiheadAttention reads the weights of its projection itself.
-        for owner in () if module is None else (module, *module.children()):
+        for owner in (module, *module.children()):
             for name, tensor in owner._parameters.items():
                 # A subclass says itself what operations on it do; wrappers of transforms are of this class.
                 if type(tensor) is not torch.Tensor:
                     continue
                 if value is tensor or _begins_within(innermost(value), innermost(tensor)):
-                    return self._slot_named(owner, name, tensor)
+                    return self._slot_at(owner, name, tensor)
         return None
 
-    def _slot_named(self, owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> HandedInParameter:
-        """Return the slot of a module by its name and the shape of its tensor; make it the first time."""
-        slots = self._slots.setdefault(owner, {})
+    def _slot_at(self, owner: torch.nn.Module, name: str, tensor: torch.Tensor) -> HandedInParameter:
+        """Return the one slot of a module for a name and a tensor's shape; make it the first time."""
+        slot_by_key = self._slots_by_module.setdefault(owner, {})
         key = name, tuple(tensor.shape)
-        if key not in slots:
-            slots[key] = HandedInParameter(owner, name, tensor)
-        return slots[key]
+        if key not in slot_by_key:
+            slot_by_key[key] = HandedInParameter(owner, name, tensor)
+        return slot_by_key[key]
 
 
 def _begins_within(view: torch.Tensor, tensor: torch.Tensor) -> bool:
@@ -173,7 +178,7 @@ def _begins_within(view: torch.Tensor, tensor: torch.Tensor) -> bool:
     tensor_base = tensor if tensor._base is None else tensor._base
     if view_base is not tensor_base or not tensor.numel():
         return False
-    # Parameters may be views of one vector that has all of them: the view must begin within this one.
+    # Parameters may be views of one vector of them all: the view must begin within this parameter.
     last_element = tensor.storage_offset() + sum(
         (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -194,7 +199,7 @@ class ParameterPaths:
     The modules are held weakly.
     """
 
-    _paths: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
+    _paths_by_module: ClassVar["weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]]"] = (
         weakref.WeakKeyDictionary()
     )
 
@@ -225,19 +230,20 @@ class ParameterPaths:
         owner = slot.module
         if owner is None:
             return None
-        enclosing = modules[: modules.index(owner)] if owner in modules else modules
-        return ".".join(filter(None, (module_path([*enclosing, owner]), slot.name)))
+        modules_around_owner = modules[: modules.index(owner)] if owner in modules else modules
+        path_of_owner = module_path([*modules_around_owner, owner])
+        return f"{path_of_owner}.{slot.name}" if path_of_owner else slot.name
 
     def _cached_path(self, module: torch.nn.Module, variable: Any) -> str | None:
         """Return the path of a parameter in a module; None if the module does not hold it."""
         # Paths are cached by `id`, which another object may have by now: each use looks whether the
         # parameter still lies there, and reads all paths again if not.
-        paths = self._paths.setdefault(module, {})
-        path = paths.get(id(variable))
+        path_by_id = self._paths_by_module.setdefault(module, {})
+        path = path_by_id.get(id(variable))
         if path is None or _parameter_at(module, path) is not variable:
-            paths.clear()
-            paths.update((id(parameter), path) for path, parameter in module.named_parameters())
-            path = paths.get(id(variable))
+            path_by_id.clear()
+            path_by_id.update((id(parameter), path) for path, parameter in module.named_parameters())
+            path = path_by_id.get(id(variable))
         return path
 
 
@@ -252,15 +258,15 @@ def _parameter_at(module: torch.nn.Module, path: str) -> Any:
 
 def _path_within(outer: torch.nn.Module, inner: torch.nn.Module) -> str:
     """Return the first path of a module in another; "(Type)" if the other module does not hold it."""
-    cached_paths = _submodule_paths.get(outer)
-    path = None if cached_paths is None else cached_paths.get(id(inner))
+    cached_path_by_id = _submodule_paths.get(outer)
+    path = None if cached_path_by_id is None else cached_path_by_id.get(id(inner))
     if path is None or not _holds_at(outer, path, inner):
         if not isinstance(outer, torch.nn.Module):  # of another framework
             return type_as_path(inner)
         # Reversed, so that of a module in several places the first path stays.
-        paths = {id(module): path for path, module in reversed([*outer.named_modules()])}
-        _submodule_paths[outer] = paths
-        path = paths.get(id(inner))
+        path_by_id = {id(module): path for path, module in reversed([*outer.named_modules()])}
+        _submodule_paths[outer] = path_by_id
+        path = path_by_id.get(id(inner))
     return type_as_path(inner) if path is None else path
 
 
@@ -269,7 +275,7 @@ _submodule_paths: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = w
 
 
 def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool:
-    """Return True if a module is at a path in another."""
+    """Return True if `inner` is the submodule of `outer` at a path; "" is the path of `outer` itself."""
     module: torch.nn.Module | None = outer
     for name in path.split(".") if path else ():
         module = None if module is None else module._modules.get(name)
@@ -277,10 +283,10 @@ def _holds_at(outer: torch.nn.Module, path: str, inner: torch.nn.Module) -> bool
 
 
 @cache
-def wrapped_attribute(kind: Any) -> str | None:
+def wrapped_attribute(module_class: Any) -> str | None:
     """Return the attribute that holds the wrapped module in modules of a class; None for other classes."""
     # By name, so that no library need be imported to recognise its wrappers.
-    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    names = (f"{base.__module__}.{base.__qualname__}" for base in module_class.__mro__)
     return next((WRAPPERS[name] for name in names if name in WRAPPERS), None)
 
 
@@ -291,11 +297,11 @@ def strip_wrappers(outer: torch.nn.Module, path: str) -> str:
     """
     parts, module = [], outer
     for part in path.split("."):
-        kind: Any = type(module)
-        if part and part != wrapped_attribute(kind):
+        module_class: Any = type(module)
+        if part and part != wrapped_attribute(module_class):
             parts.append(part)
-        inner = module._modules.get(part)
-        module = module if inner is None else inner
+        submodule = module._modules.get(part)
+        module = module if submodule is None else submodule  # the last part may name a parameter
     return ".".join(parts)
 
 
@@ -305,10 +311,11 @@ def strip_wrappers_by_stack(path: str, stack: Iterable[tuple[str, Any]]) -> str:
     stack: path and class, or the class' full name, of each of the modules that enclose the last.
     """
     parts = path.split(".") if path else []
-    wrapper_positions = set()
-    for outer_path, kind in stack:
-        attribute = WRAPPERS.get(kind) if isinstance(kind, str) else wrapped_attribute(kind)
+    positions_to_skip = set()
+    for outer_path, outer_class in stack:
+        is_name = isinstance(outer_class, str)
+        attribute = WRAPPERS.get(outer_class) if is_name else wrapped_attribute(outer_class)
         outer_parts = outer_path.split(".") if outer_path else []
         if attribute is not None and parts[: len(outer_parts) + 1] == [*outer_parts, attribute]:
-            wrapper_positions.add(len(outer_parts))
-    return ".".join(part for i, part in enumerate(parts) if i not in wrapper_positions)
+            positions_to_skip.add(len(outer_parts))
+    return ".".join(part for i, part in enumerate(parts) if i not in positions_to_skip)

@@ -1,4 +1,4 @@
-"""Hooks at autograd's nodes, passes that only count, and graphs too deep for torch to free by recursion."""
+"""Hooks at autograd's nodes, counts of backward passes, and graphs too deep for torch to free recursively."""
 
 import threading
 from collections import OrderedDict
@@ -11,7 +11,7 @@ from amanda.backend import Patches
 from amanda.interceptor import NATIVE, Hook, Mark
 
 FREED_AFTER_KEY = "amanda.relief"
-_handle_numbers = count(-1, -1)  # handles count upwards from 0
+_hook_numbers = count(-1, -1)  # downwards, as torch numbers its handles upwards from 0
 
 
 class NodeHooks:
@@ -33,8 +33,8 @@ def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:
     """Remove hooks from nodes; handles: pairs of a node and what registering the hook returned."""
     for _, handle in handles:
         if type(handle) is tuple:  # of a hook that `register_hooks_without_handles` made torch register
-            hooks, number = handle
-            hooks.pop(number, None)
+            hook_by_number, number = handle
+            hook_by_number.pop(number, None)
         else:
             handle.remove()
     handles.clear()
@@ -50,33 +50,38 @@ def register_hooks_without_handles(patches: Patches) -> None:
     if original is None or not NATIVE:
         return
 
-    def register_hook(hooks: Any, hook: Any) -> tuple[Any, Any]:
-        """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by."""
+    def register_hook(hook_by_number: Any, hook: Any) -> tuple[Any, Any]:
+        """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by.
+
+        hook_by_number: the node's dict of hooks; None if it has none yet.
+        """
         # The program's hooks, and those of libraries, get the handle that torch promises.
         if type(hook) is not Hook and not isinstance(getattr(hook, "__self__", None), QuickHooks):
             NodeHooks.of_program = True
-            registered: tuple[Any, Any] = original(hooks, hook)
+            registered: tuple[Any, Any] = original(hook_by_number, hook)
             return registered
-        if hooks is None:
-            hooks = OrderedDict()
-        number = next(_handle_numbers)
-        hooks[number] = hook
-        return hooks, (hooks, number)
+        if hook_by_number is None:
+            hook_by_number = OrderedDict()
+        number = next(_hook_numbers)
+        hook_by_number[number] = hook
+        return hook_by_number, (hook_by_number, number)
 
     patches.set(torch.autograd.Function, "_register_hook", staticmethod(register_hook))
 
 
 class PassCounts:
-    """The counts of one backward pass in which all routines only count.
+    """Counts of executions in one backward pass, learned for later passes or repeated from an earlier one.
 
-    A later pass through a graph of the same form counts the same, without hooks: torch's own nodes give each
-    other the gradients that the graph says, whatever the numbers are.
+    It serves passes in which all routines only count.  A later pass through a graph of the same form counts
+    the same, without hooks: torch's own nodes give each other the gradients that the graph says, whatever the
+    numbers are.
     """
 
     class PassRecord(NamedTuple):
-        """Record of an earlier pass.
+        """Record of an earlier pass, by whose hooks its counts are repeated.
 
-        hooks: those of its nodes.  identities: traces and shapes, by whose identity the form is known.
+        hooks: those of its nodes.  identities: traces and shapes, which the record keeps alive, since a form
+        is a hash of their ids.
         """
 
         hooks: Sequence[Hook]
@@ -85,51 +90,54 @@ class PassCounts:
     limit: ClassVar[int] = 16
     """Most forms that are remembered for one stack of tools."""
 
-    def __init__(self, records: dict[Any, PassRecord]) -> None:
-        """records: of the stack's passes, by form."""
-        self._records = records
-        self._form: Hashable = None
+    def __init__(self, record_by_form: dict[Any, PassRecord]) -> None:
+        """record_by_form: the stack's, of earlier passes; this object adds to them."""
+        self._record_by_form = record_by_form
+        self._form_to_learn: Hashable = None  # None if nothing is to be learned
         self._hooks_to_repeat: Sequence[Hook] | None = None
 
-    def repeats(self, form: Hashable) -> bool:
-        """Return True if an earlier pass through a graph of this form tells what this one counts."""
-        self._form = form
-        record = self._records.get(form)
+    def look_up(self, form: Hashable) -> bool:
+        """Return True if a pass of this form has a record, to repeat; else note the form, to learn it."""
+        self._form_to_learn = form
+        record = self._record_by_form.get(form)
         self._hooks_to_repeat = None if record is None else record.hooks
         return record is not None
 
-    def forget_form(self) -> None:
-        """Learn nothing of this pass, which does more than count."""
-        self._form = None
+    def learn_nothing(self) -> None:
+        """Make no record of this pass, which does more than count."""
+        self._form_to_learn = None
 
-    def end(self, handles: Sequence[tuple[Any, Any]], marks: Iterable[Mark]) -> None:
-        """Count, or learn what has been counted, after the pass has run all nodes.
+    def repeat_or_learn(self, node_handles: Sequence[tuple[Any, Any]], marks: Iterable[Mark]) -> None:
+        """Count as an earlier pass did, or make a record of this one, which has run all nodes.
 
-        handles: of the hooks, as `remove_hook_handles` takes them.  marks: of all nodes.
+        node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all its nodes.
         """
         hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
-        form, self._form = self._form, None
+        form, self._form_to_learn = self._form_to_learn, None
         if hooks is not None:
             for hook in hooks:
                 hook.count_again()
         elif form is not None and not NodeHooks.of_program:
-            hooks = [hooks_of_node[number] for _, (hooks_of_node, number) in handles]
+            hooks = [hook_by_number[number] for _, (hook_by_number, number) in node_handles]
             if all(hook.repeats for hook in hooks):
-                while len(self._records) >= self.limit:
-                    self._records.pop(next(iter(self._records), None), None)
-                self._records[form] = self.PassRecord(hooks, [(mark.trace, mark.shapes) for mark in marks])
+                while len(self._record_by_form) >= self.limit:
+                    oldest_form = next(iter(self._record_by_form), None)
+                    self._record_by_form.pop(oldest_form, None)
+                identities = [(mark.trace, mark.shapes) for mark in marks]
+                self._record_by_form[form] = self.PassRecord(hooks, identities)
 
-    def fail(self) -> bool:
-        """End without counts; return True if the pass should have counted."""
+    def drop_counts_to_repeat(self) -> bool:
+        """Drop the counts that a failed pass was to repeat; return True if there were any."""
         hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
         return bool(hooks)
 
 
 class _FreeingState(threading.local):
-    # Per thread, since graphs are freed on whichever thread drops the last reference.
+    """Successors that wait to be freed on this thread: graphs end on whichever drops the last reference."""
+
     def __init__(self) -> None:
-        self.waiting: list[Any] = []
-        self.under_way = False
+        self.waiting: list[Any] = []  # successors that the running loop is to free
+        self.is_running = False
 
 
 class FreedAfterNode:
@@ -150,14 +158,14 @@ class FreedAfterNode:
         freeing = self._freeing
         freeing.waiting.append(self._successors)
         del self._successors
-        if freeing.under_way:  # the loop of an outer call frees the successors after this one returns
+        if freeing.is_running:  # the loop of an outer call frees the successors after this one returns
             return
-        freeing.under_way = True
+        freeing.is_running = True
         try:
             while freeing.waiting:
                 freeing.waiting.pop()
         finally:
-            freeing.under_way = False
+            freeing.is_running = False
 
 
 def free_without_recursion(node: Any) -> None:

@@ -1,4 +1,4 @@
-"""Overloads of a callable: the signature that fits a call best, and the input that each argument fills."""
+"""Overloads of a callable: the signature that fits a call's arguments best, and the input that each fills."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,19 +16,19 @@ class ArgumentLayout:
     """The input that each argument of one form of call fills. Indices are positions among the inputs.
 
     positional: the input of each positional argument, without arguments that are spread sizes.
-    spread: the input that takes all remaining positional arguments.
-    keywords: the input of each keyword argument, in the order of the call.
-    mutable: inputs that the op writes.  unreturned: written inputs that the op does not return.
-    filled: defaults of arguments that stand before a given one.
+    size_input: the input that takes all remaining positional arguments, which are a spread size; or None.
+    keywords: each keyword of the call with its input, in the order of the call.
+    written_positions: inputs that the op writes.  unreturned_positions: those that it does not return.
+    filled: defaults of arguments that the call leaves out and that stand before a given one, by input.
     optional_tensors: inputs whose schema type is a tensor or None.
     """
 
     names: tuple[str, ...]
     positional: tuple[int, ...]
-    spread: int | None
+    size_input: int | None
     keywords: tuple[tuple[str, int], ...]
-    mutable: tuple[int, ...]
-    unreturned: tuple[int, ...]
+    written_positions: tuple[int, ...]
+    unreturned_positions: tuple[int, ...]
     optional_tensors: frozenset[int]
     filled: Mapping[int, Any] = field(hash=False)
     defaults: Mapping[str, Any] = field(hash=False)
@@ -36,26 +36,27 @@ class ArgumentLayout:
 
 @dataclass(frozen=True)
 class CallForm:
-    """A form of call matched with one signature.
+    """A form of call (its number of positional arguments, and its keywords) matched with one signature.
 
-    bound: for each positional and keyword argument of the call, the argument of the signature, None if the
-    signature has none.  missing_count: of required arguments that the call lacks.  unknown_count: of
-    arguments that the signature lacks.
+    filled_arguments: for each positional and keyword argument of the call, the index of the signature's
+    argument that it fills; None if the signature has none.  has_spread_size: whether the last positional
+    arguments are elements of one size.  missing_count: of required arguments that the call lacks.
+    unknown_count: of the call's arguments that the signature lacks.
     """
 
     signature: Signature
-    bound: tuple[int | None, ...]
+    filled_arguments: tuple[int | None, ...]
     keywords: tuple[str, ...]
-    spread: bool = False
+    has_spread_size: bool = False
 
     @cached_property
     def missing_count(self) -> int:
         required = (not argument.has_default for argument in self.signature.arguments)
-        return sum(is_required and i not in self.bound for i, is_required in enumerate(required))
+        return sum(is_required and i not in self.filled_arguments for i, is_required in enumerate(required))
 
     @cached_property
     def unknown_count(self) -> int:
-        return self.bound.count(None)
+        return self.filled_arguments.count(None)
 
     @cached_property
     def layout(self) -> ArgumentLayout:
@@ -67,15 +68,16 @@ def call_forms(
 ) -> tuple[CallForm, ...]:
     """Return the forms that a call with `nargs` positional arguments and these keywords may have.
 
-    If no signature takes the call, its only form is the order of the call itself.
+    They are those in which the fewest arguments are missing or unknown.  If no signature takes the call, its
+    only form is the order of the call itself.
     """
-    fitting = [form for signature in candidates for form in _forms_of_signature(signature, nargs, keywords)]
-    fitting = _with_fewest_missing(fitting)
-    # An `out=` of several tensors is spelled otherwise in the schema: types will tell.
-    tolerance = 1 if "out" in keywords else 0
-    fewest = min((form.unknown_count for form in fitting), default=0)
-    fitting = [form for form in fitting if form.unknown_count <= fewest + tolerance]
-    return tuple(fitting) or (_in_call_order(nargs, keywords),)
+    forms = [form for signature in candidates for form in _forms_of_signature(signature, nargs, keywords)]
+    forms = _with_fewest_missing(forms)
+    # An `out=` of several tensors has other keywords in the schema, so `out` may be unknown: types will tell.
+    tolerated_count = 1 if "out" in keywords else 0
+    fewest_unknown = min((form.unknown_count for form in forms), default=0)
+    forms = [form for form in forms if form.unknown_count <= fewest_unknown + tolerated_count]
+    return tuple(forms) or (_in_call_order(nargs, keywords),)
 
 
 def best_form(candidates: Sequence[CallForm], kinds: str) -> CallForm:
@@ -84,9 +86,9 @@ def best_form(candidates: Sequence[CallForm], kinds: str) -> CallForm:
 
 
 def kinds_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
-    """Return one letter for each argument, its kind; overloads differ in the kinds that they accept."""
+    """Return one letter of `_KINDS` for each argument, positional then keyword arguments."""
     values = (*args, *kwargs.values()) if kwargs else args
-    return "".join([_KINDS.get(type(value)) or _kind_of(value) for value in values])
+    return "".join([_KINDS.get(type(value)) or _kind_by_base_class(value) for value in values])
 
 
 def _with_fewest_missing(candidates: list[CallForm]) -> list[CallForm]:
@@ -103,15 +105,15 @@ def _forms_of_signature(signature: Signature, nargs: int, keywords: tuple[str, .
         form = CallForm(signature, positional[:nargs] + keyword_arguments, keywords)
         if _fills_each_input_once(form):
             yield form
-    if signature.spreads and nargs >= len(positional):
-        sizes = (positional[-1],) * (nargs - len(positional))
-        bound = positional + sizes + keyword_arguments
-        yield CallForm(signature, bound, keywords, spread=True)
+    if signature.may_spread_size and nargs >= len(positional):
+        further_elements = (positional[-1],) * (nargs - len(positional))
+        filled_arguments = positional + further_elements + keyword_arguments
+        yield CallForm(signature, filled_arguments, keywords, has_spread_size=True)
 
 
 def _fills_each_input_once(form: CallForm) -> bool:
     """Return False if two arguments of the call would fill the same input."""
-    indices = [i for i in form.bound if i is not None]
+    indices = [i for i in form.filled_arguments if i is not None]
     return len(set(indices)) == len(indices)
 
 
@@ -123,116 +125,97 @@ def _in_call_order(nargs: int, keywords: tuple[str, ...]) -> CallForm:
 
 
 def _layout_of_form(form: CallForm) -> ArgumentLayout:
-    """Return where a form puts each argument; keywords that the signature lacks become inputs at the end."""
-    arguments, bound = form.signature.arguments, form.bound
-    nargs = len(bound) - len(form.keywords)
-    bound_indices = {i for i in bound if i is not None}
-    length = max(bound_indices, default=-1) + 1
-    pairs = list(zip(form.keywords, bound[nargs:], strict=True))
-    appended = [keyword for keyword, i in pairs if i is None]
-    keywords = [(keyword, length + appended.index(keyword) if i is None else i) for keyword, i in pairs]
-    written = [i for i in range(length) if i in bound_indices and arguments[i].is_written]
-    written += [length + i for i, name in enumerate(appended) if name == "out"]
+    """Return the input that each argument of a form fills.
+
+    The inputs are the signature's arguments up to the last filled one, then keywords that it lacks.
+    """
+    arguments = form.signature.arguments
+    nargs = len(form.filled_arguments) - len(form.keywords)
+    given_arguments = {i for i in form.filled_arguments if i is not None}
+    length = max(given_arguments, default=-1) + 1
+    argument_of_keyword = dict(zip(form.keywords, form.filled_arguments[nargs:], strict=True))
+    unknown_keywords = [keyword for keyword, i in argument_of_keyword.items() if i is None]
+    keyword_inputs = [
+        (keyword, length + unknown_keywords.index(keyword) if i is None else i)
+        for keyword, i in argument_of_keyword.items()
+    ]
+    written = [i for i in range(length) if i in given_arguments and arguments[i].is_written]
+    written += [length + i for i, keyword in enumerate(unknown_keywords) if keyword == "out"]
     positional = form.signature.positional[:nargs]
     return ArgumentLayout(
-        names=(*(argument.name for argument in arguments[:length]), *appended),
-        positional=positional[:-1] if form.spread else positional,
-        spread=positional[-1] if form.spread else None,
-        keywords=tuple(keywords),
-        mutable=tuple(written),
-        unreturned=tuple(i for i in written if i < length and arguments[i].is_unreturned),
+        names=(*(argument.name for argument in arguments[:length]), *unknown_keywords),
+        positional=positional[:-1] if form.has_spread_size else positional,
+        size_input=positional[-1] if form.has_spread_size else None,
+        keywords=tuple(keyword_inputs),
+        written_positions=tuple(written),
+        unreturned_positions=tuple(i for i in written if i < length and arguments[i].is_unreturned),
         optional_tensors=frozenset(
             i for i in range(length) if arguments[i].type == "Tensor" and arguments[i].is_optional
         ),
-        filled={i: arguments[i].default for i in range(length) if i not in bound_indices},
+        filled={i: arguments[i].default for i in range(length) if i not in given_arguments},
         defaults={
             argument.name: argument.default
             for i, argument in enumerate(arguments)
-            if i not in bound_indices and argument.has_default and argument.type != "Tensor"
+            if i not in given_arguments and argument.has_default and argument.type != "Tensor"
         },
     )
 
 
+# Letters for kinds of arguments:
 # T tensor, b bool, i int, f float, c complex, s str, n None, d dtype, D device, l layout,
 # m memory format, g generator; I L S F lists of ints, tensors, names, numbers; E an empty
 # list; o anything else.
 _KINDS: dict[type, str] = {
-    torch.Tensor: "T",
-    torch.nn.Parameter: "T",
-    bool: "b",
-    int: "i",
-    float: "f",
-    complex: "c",
-    str: "s",
-    type(None): "n",
-    torch.dtype: "d",
-    torch.device: "D",
-    torch.layout: "l",
-    torch.memory_format: "m",
-    torch.Generator: "g",
-    torch.SymInt: "i",
-    torch.SymFloat: "f",
-    torch.SymBool: "b",
-    torch.Size: "I",
-}
+    torch.Tensor: "T", torch.nn.Parameter: "T", bool: "b", int: "i", float: "f", complex: "c", str: "s",
+    type(None): "n", torch.dtype: "d", torch.device: "D", torch.layout: "l", torch.memory_format: "m",
+    torch.Generator: "g", torch.SymInt: "i", torch.SymFloat: "f", torch.SymBool: "b", torch.Size: "I",
+}  # fmt: skip
 _ANYTHING = "TbifcsndDlmgILSFEo"
 # What each schema type takes, best first.
 _ACCEPTS = {
-    "Tensor": "Toifcb",
-    "Number": "ifcbTo",
-    "Complex": "cfiTo",
-    "Float": "fibTo",
-    "Int": "iboT",
-    "SymInt": "ioT",
-    "Bool": "bo",
-    "String": "s",
-    "ScalarType": "do",
-    "Layout": "l",
-    "MemoryFormat": "m",
-    "DeviceObj": "Dsi",
-    "Generator": "g",
-    "Any": _ANYTHING,
-}
+    "Tensor": "Toifcb", "Number": "ifcbTo", "Complex": "cfiTo", "Float": "fibTo", "Int": "iboT",
+    "SymInt": "ioT", "Bool": "bo", "String": "s", "ScalarType": "do", "Layout": "l", "MemoryFormat": "m",
+    "DeviceObj": "Dsi", "Generator": "g", "Any": _ANYTHING,
+}  # fmt: skip
 _ACCEPTS_LISTS = {
-    "Tensor": "LET",
-    "Int": "IEoLi",
-    "SymInt": "IEoLi",
-    "String": "SEs",
-    "Number": "FIEo",
-    "Float": "FIEo",
-    "Any": _ANYTHING,
-}
+    "Tensor": "LET", "Int": "IEoLi", "SymInt": "IEoLi", "String": "SEs", "Number": "FIEo",
+    "Float": "FIEo", "Any": _ANYTHING,
+}  # fmt: skip
 
 
 def _fitness(form: CallForm, kinds: str) -> tuple[int, int, int]:
     """Rate a form for arguments of these kinds: fewest misfits, then unknown keywords, then best types."""
     # A tuple, compared from the left: a misfit outweighs any number of less exact types.
-    misfits, distance = 0, 0
+    misfit_count, distance = 0, 0
     nargs = len(kinds) - len(form.keywords)
-    # The arguments from here to `nargs` are the elements of a spread size.
-    first_size = len(form.signature.positional) - 1 if form.spread else nargs
-    for position, (i, kind) in enumerate(zip(form.bound, kinds, strict=True)):
+    # Positional arguments from this one on are the elements of a spread size.
+    first_element = len(form.signature.positional) - 1 if form.has_spread_size else nargs
+    for position, (i, kind) in enumerate(zip(form.filled_arguments, kinds, strict=True)):
         if i is None:
             continue
-        argument = form.signature.arguments[i]
-        if first_size <= position < nargs:
-            accepted = _ACCEPTS["SymInt"]
-        elif kind == "n" and argument.is_optional:
-            continue
-        elif argument.is_list:
-            accepted = _ACCEPTS_LISTS.get(argument.type, _ANYTHING)
-            # A single int is a spread size of one element, for which there is another form.
-            if form.signature.spreads and i == form.signature.positional[-1]:
-                accepted = accepted.replace("i", "")
-        else:
-            accepted = _ACCEPTS.get(argument.type, _ANYTHING)
-        misfits += kind not in accepted
-        distance += accepted.find(kind)  # how far the kind is from the best type
-    return (-misfits, -form.unknown_count, -distance)
+        is_size_element = first_element <= position < nargs
+        if kind == "n" and form.signature.arguments[i].is_optional and not is_size_element:
+            continue  # None for an optional argument fits exactly
+        accepted_kinds = _ACCEPTS["SymInt"] if is_size_element else _accepted_kinds(form.signature, i)
+        misfit_count += kind not in accepted_kinds
+        distance += accepted_kinds.find(kind)  # how far the kind is from the best one
+    return (-misfit_count, -form.unknown_count, -distance)
 
 
-def _kind_of(value: Any) -> str:
-    """Return the letter of a value whose very type has none, by its base classes."""
+def _accepted_kinds(signature: Signature, i: int) -> str:
+    """Return the letters of the kinds that an argument of a signature accepts, the best first."""
+    argument = signature.arguments[i]
+    if not argument.is_list:
+        return _ACCEPTS.get(argument.type, _ANYTHING)
+    accepted_kinds = _ACCEPTS_LISTS.get(argument.type, _ANYTHING)
+    # A single int is a spread size of one element, for which there is another form.
+    if signature.may_spread_size and i == signature.positional[-1]:
+        return accepted_kinds.replace("i", "")
+    return accepted_kinds
+
+
+def _kind_by_base_class(value: Any) -> str:
+    """Return the letter of a value whose very type `_KINDS` lacks, by the value's base classes."""
     if isinstance(value, torch.Tensor):
         return "T"
     if isinstance(value, list | tuple):
@@ -245,7 +228,7 @@ def _kind_of(value: Any) -> str:
 def _list_kind(values: Sequence[Any]) -> str:
     """Return the letter of a list by the kinds of its items."""
     # Mixed lists count as the kind that only one schema type takes: tensors, then names.
-    kinds = {_KINDS.get(type(value)) or _kind_of(value) for value in values}
+    kinds = {_KINDS.get(type(value)) or _kind_by_base_class(value) for value in values}
     if not kinds:
         return "E"
     if "T" in kinds:

@@ -44,31 +44,30 @@ def is_recording_graph() -> bool:
 
 
 class ProgramModes:
-    """Modes and overrides that the program has switched on around an op.
+    """Modes and overrides that the program has switched on around an op, to be entered for the op.
 
-    dispatch: its dispatch modes, the innermost first.
+    subclasses: whether tensor subclasses override functions.  dispatch_modes: the innermost first.
     """
 
-    __slots__ = ("_dispatch", "_subclasses")
+    __slots__ = ("_dispatch_modes", "_subclasses")
 
-    def __init__(self, subclasses: bool = True, dispatch: Sequence[Any] = ()) -> None:
+    def __init__(self, subclasses: bool = True, dispatch_modes: Sequence[Any] = ()) -> None:
         self._subclasses = subclasses
-        self._dispatch = dispatch
+        self._dispatch_modes = dispatch_modes
 
     def enter(self) -> AbstractContextManager[Any]:
         """Return a context under these modes, for the ops of the program and for replacements of ops."""
-        if self._subclasses and not self._dispatch:  # native, and so cheaper than a context in Python
+        if self._subclasses and not self._dispatch_modes:  # native, and so cheaper than a context in Python
             return _WithTorchFunction()  # type: ignore[no-any-return]
-        return self._enter_all()
+        return self._enter_overrides_and_modes()
 
     @contextmanager
-    def _enter_all(self) -> Iterator[None]:
+    def _enter_overrides_and_modes(self) -> Iterator[None]:
         """Enter the overrides and dispatch modes within the context."""
-        with (
-            _WithTorchFunction(),
-            nullcontext() if self._subclasses else _native.DisableTorchFunctionSubclass(),
-        ):
-            push_dispatch_modes(self._dispatch)
+        # Torch has a switch for all overrides and one for those of subclasses alone.
+        without_subclasses = nullcontext() if self._subclasses else _native.DisableTorchFunctionSubclass()
+        with _WithTorchFunction(), without_subclasses:
+            push_dispatch_modes(self._dispatch_modes)
             try:
                 yield
             finally:
@@ -76,7 +75,7 @@ class ProgramModes:
 
 
 class NoOverrides(ProgramModes):
-    """A program that has switched all overrides off."""
+    """Modes of a program that has switched all overrides off."""
 
     def enter(self) -> AbstractContextManager[Any]:
         """Return a context in which no override is called."""
@@ -99,11 +98,11 @@ def leave_overrides() -> Iterator[ProgramModes]:
     """Leave all overrides and modes of the program within the context, which yields them."""
     subclasses = _overrides_enabled()
     with WithoutTorchFunction():
-        dispatch = pop_dispatch_modes()
+        dispatch_modes = pop_dispatch_modes()
         try:
-            yield ProgramModes(subclasses, dispatch)
+            yield ProgramModes(subclasses, dispatch_modes)
         finally:
-            push_dispatch_modes(dispatch)
+            push_dispatch_modes(dispatch_modes)
 
 
 def reading_context() -> AbstractContextManager[Any]:
@@ -125,23 +124,23 @@ def push_dispatch_modes(modes: Sequence[Any]) -> None:
 def call_outside_modes(
     func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any], overrides: bool = True
 ) -> Any:
-    """Call a routine outside of the program's autograd and modes; a hot path where there are no modes.
+    """Call a routine with autograd off and outside of the program's modes; return the routine's result.
 
     A default device stays in force, as in any code.  overrides: whether subclasses among the values override
-    what the routine calls.
+    what the routine calls.  A hot path where there are no modes.
     """
-    before = torch.is_grad_enabled()
+    was_grad_enabled = torch.is_grad_enabled()
     try:
         # Not `torch.no_grad`, which costs three times as much.
         _native._set_grad_enabled(False)
         if _count_function_modes() or _count_dispatch_modes() or forward_ad._current_level >= 0:
             return _call_leaving_modes(func, values, kwargs, overrides)
-        if overrides is _overrides_enabled():
+        if overrides is _overrides_enabled():  # the usual case: nothing to switch
             return func(*values, **kwargs)
         with _WithTorchFunction() if overrides else WithoutTorchFunction():
             return func(*values, **kwargs)
     finally:
-        _native._set_grad_enabled(before)
+        _native._set_grad_enabled(was_grad_enabled)
 
 
 def _call_leaving_modes(
@@ -152,8 +151,8 @@ def _call_leaving_modes(
         if forward_ad._current_level >= 0:
             stack.enter_context(forward_ad._set_fwd_grad_enabled(False))
         stack.enter_context(without_function_modes())
-        dispatch = pop_dispatch_modes()
-        stack.callback(push_dispatch_modes, dispatch)
+        dispatch_modes = pop_dispatch_modes()
+        stack.callback(push_dispatch_modes, dispatch_modes)
         stack.enter_context(_WithTorchFunction())
         with nullcontext() if overrides else _native.DisableTorchFunctionSubclass():
             return func(*values, **kwargs)
@@ -176,9 +175,10 @@ def without_function_modes() -> Iterator[None]:
 
 
 def as_class_of(like: torch.Tensor, value: Any) -> Any:
-    """Return `value` as an instance of the subclass of another tensor, with that tensor's attributes.
+    """Return a plain tensor as an instance of the subclass of another tensor, with that tensor's attributes.
 
-    Ops that run without overrides return plain tensors.
+    Ops that run without overrides return plain tensors.  Any other value is returned as it is, and so is one
+    for a tensor without a subclass, or of a subclass that overrides nothing.
     """
     tensor_class = type(like)
     if tensor_class is torch.Tensor or type(value) is not torch.Tensor:

@@ -41,17 +41,19 @@ from ._requirements import log_once, torch_attribute
 if TYPE_CHECKING:
     from ._driver import TorchDriver
 
-LOADER = "torch.utils.data.dataloader"
-CONST_FOLD = "torch.fx.experimental.const_fold"
+LOADER_MODULE = "torch.utils.data.dataloader"
+CONST_FOLD_MODULE = "torch.fx.experimental.const_fold"
 RECORDED_TANGENTS = "its tangents are a recorded program, of ATen's operators"
 UNSEEN_IN_WORKERS = (
     "their ops are not seen: they run in processes without the scope; num_workers=0 shows them"
 )
-_RESET = "_MultiProcessingDataLoaderIter._reset"
-COMPOSABLE = "torch.distributed._composable.checkpoint_activation"
-COMPOSABLE_FILE = str(Path(torch.__file__).parent.joinpath(*COMPOSABLE.split(".")[1:]).with_suffix(".py"))
-_GENERATOR = "_checkpoint_without_reentrant_generator"
-_GENERATORS = (f"{_GENERATOR}_impl", _GENERATOR)
+_RESET_OF_LOADER = "_MultiProcessingDataLoaderIter._reset"
+COMPOSABLE_MODULE = "torch.distributed._composable.checkpoint_activation"
+COMPOSABLE_FILE = str(
+    Path(torch.__file__).parent.joinpath(*COMPOSABLE_MODULE.split(".")[1:]).with_suffix(".py")
+)
+_CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator"
+_CHECKPOINT_GENERATORS = (f"{_CHECKPOINT_GENERATOR}_impl", _CHECKPOINT_GENERATOR)
 """Names of the function that runs a checkpoint: since torch 2.14, and before."""
 
 INTERNAL_FUNCTIONS = {
@@ -87,19 +89,18 @@ class TorchPatches:
         self._operator_code = OperatorCode()
 
     def install(self, patches: Patches) -> None:
-        """Make all changes; the patches undo them."""
+        """Patch torch, and modules of it that are not imported yet at their import."""
         patches.on_restore(self._operator_code.restore)
         self._operator_code.exchange()
         self._patch_checkpoints(patches)
         self._patch_futures(patches)
         patch_reducers_to_report(patches)
-        # Modules that are not imported yet are patched when the program imports them.
         for module, name in INTERNAL_FUNCTIONS:
             patches.when_imported(
                 module, functools.partial(_patch_to_run_uninstrumented, patches, module, name)
             )
-        patches.when_imported(LOADER, lambda: _patch_loader_to_report_workers(patches))
-        patches.when_imported(CONST_FOLD, lambda: _patch_linearize_to_report_tangents(patches))
+        patches.when_imported(LOADER_MODULE, lambda: _patch_loader_to_report_workers(patches))
+        patches.when_imported(CONST_FOLD_MODULE, lambda: _patch_linearize_to_report_tangents(patches))
         run_control_flow_op_by_op(patches)
         # Compiled callables run their Python code: dynamo's stance, as soon as there is a dynamo.
         patches.when_imported("torch._dynamo", lambda: self._set_stance(patches))
@@ -108,13 +109,13 @@ class TorchPatches:
     def _patch_checkpoints(patches: Patches) -> None:
         """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
         checkpoint = torch.utils.checkpoint
-        name = next((name for name in _GENERATORS if hasattr(checkpoint, name)), "")
-        generator = getattr(checkpoint, name, None)
+        generator_name = next((name for name in _CHECKPOINT_GENERATORS if hasattr(checkpoint, name)), "")
+        generator = getattr(checkpoint, generator_name, None)
         if generator is not None:
             wrapped_generator = _wrap_checkpoint_generator(generator)
-            patches.set(checkpoint, name, wrapped_generator)
+            patches.set(checkpoint, generator_name, wrapped_generator)
             patches.when_imported(
-                COMPOSABLE, lambda: _patch_composable_checkpoint(patches, wrapped_generator)
+                COMPOSABLE_MODULE, lambda: _patch_composable_checkpoint(patches, wrapped_generator)
             )
         forward = torch_attribute("utils.checkpoint.CheckpointFunction.forward")  # of reentrant checkpoints
         if forward is not None:
@@ -141,14 +142,18 @@ class TorchPatches:
 
     @staticmethod
     def _set_stance(patches: Patches) -> None:
-        """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes."""
+        """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes.
+
+        A dynamo without stances is patched instead.
+        """
         if not dynamo_has_stances():
             _keep_old_dynamo_from_compiling(patches)
             return
-        contexts: list[Any] = []
-        patches.on_restore(lambda: _restore_stance(contexts))  # first: an interrupt may come at any call
-        contexts.append(torch.compiler.set_stance("force_eager"))
-        TorchPatches.stance_before = getattr(contexts[0], "prev", None)
+        stance_contexts: list[Any] = []  # empty until the stance is set
+        # First, since an interrupt may come at any call.
+        patches.on_restore(lambda: _restore_stance(stance_contexts))
+        stance_contexts.append(torch.compiler.set_stance("force_eager"))
+        TorchPatches.stance_before = getattr(stance_contexts[0], "prev", None)
         TorchPatches.stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
 
 
@@ -172,23 +177,24 @@ def _wrap_checkpoint_generator(generator: Callable[..., Any]) -> Callable[..., A
 def _patch_composable_checkpoint(patches: Patches, wrapped_generator: Any) -> None:
     """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
 
-    wrapped_generator: what stands for torch's generator of a checkpoint.
+    Does nothing if that function runs checkpoints otherwise.
+    wrapped_generator: the driver's wrapper of torch's generator, which the module may have imported.
     """
-    module: Any = sys.modules[COMPOSABLE]
-    generator = getattr(module, _GENERATOR, None)
+    module: Any = sys.modules[COMPOSABLE_MODULE]
+    generator = getattr(module, _CHECKPOINT_GENERATOR, None)
     if generator is None:
         return
     if generator is wrapped_generator:  # imported in this scope, whose end the module outlives
         generator = wrapped_generator.__wrapped__
-        setattr(module, _GENERATOR, generator)
+        setattr(module, _CHECKPOINT_GENERATOR, generator)
 
     @functools.wraps(generator)
     def generate(fn: torch.nn.Module, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
         # The checkpoint begins within the call of the module, so its place is in that call already.
-        run_generator = getattr(torch.utils.checkpoint, _GENERATOR)
+        run_generator = getattr(torch.utils.checkpoint, _CHECKPOINT_GENERATOR)
         return run_generator(functools.partial(call_within, fn), *args, **kwargs)  # type: ignore[no-any-return]
 
-    patches.set(module, _GENERATOR, generate)
+    patches.set(module, _CHECKPOINT_GENERATOR, generate)
 
 
 def _wrap_checkpoint_forward(forward: Callable[..., Any]) -> Any:
@@ -235,16 +241,14 @@ def _without_tools(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _restore_stance(contexts: Sequence[Any]) -> None:
+def _restore_stance(stance_contexts: Sequence[Any]) -> None:
     """Restore the stance from before, unless the program has set another stance meanwhile.
 
-    contexts: torch's context of the stance; nothing if an interrupt came first.
+    stance_contexts: torch's context of the driver's stance; empty if an interrupt came before it was set.
     """
-    if (
-        contexts
-        and getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None) is TorchPatches.stance
-    ):
-        contexts[0].__exit__(None, None, None)
+    current_stance = getattr(sys.modules.get("torch._dynamo.eval_frame"), "_stance", None)
+    if stance_contexts and current_stance is TorchPatches.stance:
+        stance_contexts[0].__exit__(None, None, None)
 
 
 def _keep_old_dynamo_from_compiling(patches: Patches) -> None:
@@ -253,16 +257,17 @@ def _keep_old_dynamo_from_compiling(patches: Patches) -> None:
     Logs a warning, and changes nothing, if dynamo lacks the functions to patch.
     """
     module = sys.modules.get("torch._dynamo.eval_frame")
-    names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
+    # Versions of dynamo have one function or both, by which they set the callback that compiles frames.
+    setter_names = [name for name in ("set_eval_frame", "_maybe_set_eval_frame") if hasattr(module, name)]
     skip_code = getattr(module, "skip_code", None)
-    if not names or skip_code is None:
+    if not setter_names or skip_code is None:
         log_once(logging.WARNING, f"torch {torch.__version__}: compiled callables are not seen")
         return
-    original = getattr(module, names[0])
+    original = getattr(module, setter_names[0])
 
     def set_eval_frame(callback: Any) -> Any:
         """Set dynamo's callback, which in scopes stays off, with a report; return the callback before."""
-        before = original(None)  # dynamo's callback off: nothing that the frame calls is compiled
+        callback_before = original(None)  # off: nothing that the frame calls is compiled
         activation = interceptor.active()
         if activation is None or not callable(callback):
             original(callback)
@@ -272,10 +277,10 @@ def _keep_old_dynamo_from_compiling(patches: Patches) -> None:
                     f"graphs of torch.compile with torch {torch.__version__}", GRAPHS_UNSUPPORTED
                 )
             report_op_by_op(activation.state, sys._getframe(1))
-        return before
+        return callback_before
 
     skip_code(set_eval_frame.__code__)  # dynamo must not compile its own switch
-    for name in names:
+    for name in setter_names:
         patches.set(module, name, set_eval_frame)
 
 
@@ -291,20 +296,20 @@ def _patch_to_run_uninstrumented(patches: Patches, module: str, name: str) -> No
 
     Does nothing if this torch lacks the function.
     """
-    *owners, method = name.split(".")
+    *class_names, function_name = name.split(".")
     holder: Any = sys.modules[module]
-    for owner in owners:
-        holder = getattr(holder, owner, None)
-    function = getattr(holder, method, None)
+    for class_name in class_names:
+        holder = getattr(holder, class_name, None)
+    function = getattr(holder, function_name, None)
     if function is None:
         return
-    entry = INTERNAL_FUNCTIONS[module, name]
-    patches.set(holder, method, hide_ops(function, lambda *args, **kwargs: entry))
+    report_entry = INTERNAL_FUNCTIONS[module, name]
+    patches.set(holder, function_name, hide_ops(function, lambda *args, **kwargs: report_entry))
 
 
 def _patch_loader_to_report_workers(patches: Patches) -> None:
     """Patch DataLoader to report a pass whose ops run in worker processes; do nothing if torch lacks it."""
-    reset = torch_attribute(f"utils.data.dataloader.{_RESET}")
+    reset = torch_attribute(f"utils.data.dataloader.{_RESET_OF_LOADER}")
     if reset is None:
         return
 
@@ -313,40 +318,39 @@ def _patch_loader_to_report_workers(patches: Patches) -> None:
         report_unseen("worker processes of a DataLoader", UNSEEN_IN_WORKERS)
         return reset(iterator, *args, **kwargs)
 
-    owner = sys.modules[LOADER]._MultiProcessingDataLoaderIter
-    patches.set(owner, "_reset", report_and_reset)
+    iterator_class = sys.modules[LOADER_MODULE]._MultiProcessingDataLoaderIter
+    patches.set(iterator_class, "_reset", report_and_reset)
 
 
 def _patch_linearize_to_report_tangents(patches: Patches) -> None:
-    """Patch the module that `torch.func.linearize` makes of its tangents' program to report the ops in it."""
+    """Make `torch.func.linearize` report the ops of the program that it records to compute tangents."""
     # The function that makes the module cannot be replaced: dynamo recognises torch's functions alone.
-    module_class = sys.modules[CONST_FOLD].FoldedGraphModule
+    module_class = sys.modules[CONST_FOLD_MODULE].FoldedGraphModule
     original = module_class.__init__
 
     @functools.wraps(original)
     def make_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         if interceptor.active() is not None and _is_called_by_transform("linearize"):
-            counts = Counter(
+            op_counts = Counter(
                 node.target.overloadpacket.__name__
                 for node in self.graph.nodes
                 if isinstance(node.target, torch._ops.OpOverload)
             )
-            names = ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+            names = ", ".join(f"{count} {name}" for name, count in sorted(op_counts.items()))
             report_unseen("torch.func.linearize", f"{RECORDED_TANGENTS}: {names}")
 
     patches.set(module_class, "__init__", make_and_report)
 
 
-def _is_called_by_transform(name: str) -> bool:
-    """Return True if a function of torch.func by this name is among the nearest callers."""
+def _is_called_by_transform(transform_name: str) -> bool:
+    """Return True if the function of torch.func with this name is among the nearest callers."""
     frame: FrameType | None = sys._getframe(2)  # what called the caller of this function
     for _ in range(_CALLS_BETWEEN):
         if frame is None:
             return False
-        if frame.f_code.co_name == name and frame.f_globals.get("__name__", "").startswith(
-            "torch._functorch"
-        ):
+        is_in_functorch = frame.f_globals.get("__name__", "").startswith("torch._functorch")
+        if frame.f_code.co_name == transform_name and is_in_functorch:
             return True
         frame = frame.f_back
     return False

@@ -48,15 +48,15 @@ _VALUE_FUNCTIONS = (
 def make_reader(
     straight_through: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
 ) -> tuple[interceptor.Reader | None, str]:
-    """Return a reader of this build of torch, or None, and what the reader lacks, or ""; warn of a lack.
+    """Return a reader of tensors for native code, and the part that it lacks, or ""; log a warning of a lack.
 
-    Without a reader Python does the same work at a multiple of the time. Without a layout native code calls
-    functions of torch instead of reading memory.
+    None stands for a build of torch that cannot be read: Python does the same work at a multiple of the time.
+    Without a layout of tensors native code calls functions of torch instead of reading memory.
     straight_through: returns a value whose gradient goes to an original.
     """
     try:
         libraries = Libraries()
-        tensor_layout, lacking = find_layout(libraries)
+        tensor_layout, missing_part = find_layout(libraries)
         # In these modes native code hands calls to Python, which knows how to leave and enter them.
         mode_is_enabled = libraries.address(_FUNCTION_MODE)
         key_is_included = libraries.address(_KEY_INCLUDED)
@@ -82,9 +82,9 @@ def make_reader(
         )
         # Symbols may exist and mean something else in another build: a trial on samples decides.
         if _reads_correctly(reader):
-            if lacking:
-                logger.warning(_READS_SLOWLY, torch.__version__, lacking)
-            return reader, lacking
+            if missing_part:
+                logger.warning(_READS_SLOWLY, torch.__version__, missing_part)
+            return reader, missing_part
         reason = "its tensors are not as this driver knows them"
     except (AttributeError, OSError, LookupError, TypeError, ValueError, RuntimeError) as error:
         reason = f"it lacks {error}"
@@ -113,18 +113,23 @@ def _handle_offset() -> int:
 
 
 def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
-    """Return the index of transforms among the modes, the offset of what a wrapper wraps, and wrappers."""
-    # The wrappers are read within the transforms, which unwrap their results.
-    offset, *samples = call_with_wrappers(
-        lambda *wrappers: (_content_offset(wrappers), *wrappers), torch.empty(2)
-    )
+    """Return the index of transforms among modes, the offset of a wrapper's tensor, and sample wrappers."""
+
+    def offset_and_wrappers(*wrappers: torch.Tensor) -> tuple[int, tuple[torch.Tensor, ...]]:
+        return _content_offset(wrappers), wrappers
+
+    # Within the transforms, which would unwrap wrappers that they return.
+    offset, samples = call_with_wrappers(offset_and_wrappers, torch.empty(2))
     mode_index = 1 + _MODE_KEYS.index(_TRANSFORM)  # the function mode comes before these
-    return mode_index, offset, tuple(samples)
+    return mode_index, offset, samples
 
 
 def _content_offset(samples: tuple[torch.Tensor, ...]) -> int:
     """Return the offset, in wrappers of transforms, of the pointer to the tensor that they wrap."""
-    contents = [list(layers(sample))[1]._cdata for sample in samples]  # of the layer in the outermost
+    contents = []  # addresses of the wrapped tensors
+    for sample in samples:
+        _, wrapped, *_ = layers(sample)
+        contents.append(wrapped._cdata)
     for offset in range(0, _WRAPPER_SIZE, ctypes.sizeof(ctypes.c_void_p)):
         pointers = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
         if pointers == contents:
@@ -162,22 +167,26 @@ def _reads_correctly(reader: interceptor.Reader) -> bool:
 
 
 def _reads_keys(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:
-    """Return True if keys tell dtype, rank, device and need of a gradient, and nothing else."""
+    """Return True if the keys of arguments tell dtype, rank, device and need of a gradient, and nothing else.
+
+    Key 0 stands for arguments that the reader cannot read.
+    """
     key = reader.key((plain, 1))
     has_equal_keys = key != 0 and key == reader.key((torch.ones(4, 5), 2))
-    different = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
-    has_distinct_keys = all(reader.key((tensor, 1)) not in (0, key) for tensor in different)
+    other_tensors = [plain.double(), torch.zeros(2), torch.zeros(2, 3, device="meta"), trained]
+    has_distinct_keys = all(reader.key((tensor, 1)) not in (0, key) for tensor in other_tensors)
     with torch.no_grad():
         ignores_gradients = reader.key((trained, 1)) == reader.key((plain, 1)) != key
     return has_equal_keys and has_distinct_keys and ignores_gradients
 
 
 def _reads_sizes(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
-    """Return True if keys that are to tell sizes tell them."""
+    """Return True if keys with sizes are equal for tensors of the same sizes, and differ for others."""
     with_sizes = True
     key = reader.key((plain, 1), {}, with_sizes)
-    is_equal = key == reader.key((torch.ones(2, 3), 2), {}, with_sizes) != 0
-    return is_equal and key != reader.key((torch.ones(3, 2), 1), {}, with_sizes)
+    key_for_equal_sizes = reader.key((torch.ones(2, 3), 2), {}, with_sizes)
+    key_for_other_sizes = reader.key((torch.ones(3, 2), 1), {}, with_sizes)
+    return key == key_for_equal_sizes != 0 and key != key_for_other_sizes
 
 
 def _reads_versions(reader: interceptor.Reader) -> bool:
@@ -198,14 +207,14 @@ def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
 
 def _finds_substitutes(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:
     """Return True if a tensor of the same form can stand for another, and no other value can."""
-    equal = torch.ones(2, 3)
-    misfits = [equal.double(), equal.t(), trained, equal.to_sparse(), torch.zeros(1), None]
-    fits = reader.can_substitute(plain, equal) and reader.can_substitute(trained, equal)
+    same_form = torch.ones(2, 3)
+    misfits = [same_form.double(), same_form.t(), trained, same_form.to_sparse(), torch.zeros(1), None]
+    fits = reader.can_substitute(plain, same_form) and reader.can_substitute(trained, same_form)
     return fits and not any(reader.can_substitute(plain, misfit) for misfit in misfits)
 
 
 def _reads_layers(reader: interceptor.Reader, *tensors: torch.Tensor) -> bool:
-    """Return True if keys under transforms tell which layers of a tensor need a gradient."""
+    """Return True if keys under transforms tell apart plain, batched, tracked and detached tensors."""
 
     def layer_keys(batched: torch.Tensor, tracked: torch.Tensor) -> list[int]:
         samples = *tensors, batched, tracked, tracked.detach()
@@ -247,25 +256,25 @@ Layout = tuple[int, int, int, int, int, int, int, int]
 
 
 def find_layout(libraries: Libraries) -> tuple[Layout | None, str]:
-    """Return the layout of plain tensors for `interceptor.Reader`, and the part that was not found, or "".
+    """Return the layout of tensors for `interceptor.Reader`, and the part that was not found, or "".
 
     The layout is None if a part was not found: native code then calls functions of torch, at twice the cost.
     """
     # The first scope may open under inference_mode or no_grad, where samples would lack versions and nodes.
     with torch.inference_mode(False), torch.enable_grad():
         try:
-            switches = libraries.address(_GET_SWITCHES)
-            offsets = (
+            get_switches = libraries.address(_GET_SWITCHES)
+            layout = (
                 *_version_offsets(),
                 _dtype_offset(),
                 _rank_offset(),
                 _autograd_offset(),
-                switches,
-                *_grad_mode_bit(switches),
+                get_switches,
+                *_grad_mode_bit(get_switches),
             )
         except LookupError as error:
             return None, str(error)
-    return offsets, ""
+    return layout, ""
 
 
 def _words_at(
@@ -276,7 +285,7 @@ def _words_at(
 
 
 def _first_offset(fits: Callable[[int], bool], step: int = _WORD, start: int = _WORD) -> int:
-    """Return the first offset that fits, within the searched bytes; raise LookupError if none does."""
+    """Return the first offset in a tensor's memory that fits; raise LookupError if none does."""
     for offset in range(start, _END, step):
         if fits(offset):
             return offset
@@ -294,22 +303,23 @@ def _version_offsets() -> tuple[int, int]:
     with torch.inference_mode():
         unversioned = torch.zeros(2)
     versions = [sample._version for sample in samples]
-    places = range(2 * _WORD, 3 * _WORD, 4)  # in a counter, behind its vtable pointer and reference counts
+    # Offsets in a counter that may be the version's: behind its vtable pointer and reference counts.
+    version_offsets = range(2 * _WORD, 3 * _WORD, 4)
 
     def offset_in_counter(offset: int) -> int | None:
         """Return the version's offset in what the word at `offset` points to; None for any other word."""
-        counters = _words_at(ctypes.c_uint64, samples, offset)
+        counters = _words_at(ctypes.c_uint64, samples, offset)  # addresses, if the word is the pointer
         # A tensor and what is detached from it share an object for this, and one for their memory: both are
-        # on the heap and longer than `places`. Four values: 0 and three different counters.
+        # on the heap and longer than the searched offsets. Four values: 0 and three different counters.
         if counters != _words_at(ctypes.c_uint64, detached, offset) or len({0, *counters}) != 4:
             return None
         if any(_words_at(ctypes.c_uint64, [unversioned], offset)):
             return None
-        words = {
-            place: [ctypes.c_uint32.from_address(counter + place).value for counter in counters]
-            for place in places
-        }
-        return next((place for place in places if words[place] == versions), None)
+        for version_offset in version_offsets:
+            words = [ctypes.c_uint32.from_address(counter + version_offset).value for counter in counters]
+            if words == versions:
+                return version_offset
+        return None
 
     offset = _first_offset(lambda offset: offset < 8 * _WORD and offset_in_counter(offset) is not None)
     version_offset = offset_in_counter(offset)
@@ -327,15 +337,16 @@ def _dtype_offset() -> int:
 
     def fits(offset: int) -> bool:
         """Return True if the word differs by dtype and device alone, and has no device index."""
-        cpu, meta = (_words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values())
-        ignores_strides = cpu == _words_at(ctypes.c_uint32, transposed, offset)
+        cpu_words, meta_words = (
+            _words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values()
+        )
+        ignores_strides = cpu_words == _words_at(ctypes.c_uint32, transposed, offset)
         # From the lowest bits on: 16 of the dtype, 8 of the device type, 8 of the device index.
-        dtype_numbers = [word & 0xFFFF for word in cpu]
-        devices = {word >> 16 & 0xFF for word in cpu}, {word >> 16 & 0xFF for word in meta}
-        has_distinct_words = len(set(dtype_numbers)) == len(dtypes) and devices[0] != devices[1]
-        has_no_index = all(word >> 24 == 0xFF for word in (*cpu, *meta))
-        is_dtype = dtype_numbers == [word & 0xFFFF for word in meta]
-        return ignores_strides and has_distinct_words and has_no_index and is_dtype
+        cpu_dtypes, meta_dtypes = ([word & 0xFFFF for word in words] for words in (cpu_words, meta_words))
+        cpu_types, meta_types = ({word >> 16 & 0xFF for word in words} for words in (cpu_words, meta_words))
+        tells_dtypes = cpu_dtypes == meta_dtypes and len(set(cpu_dtypes)) == len(dtypes)
+        has_no_index = all(word >> 24 == 0xFF for word in (*cpu_words, *meta_words))
+        return ignores_strides and tells_dtypes and cpu_types != meta_types and has_no_index
 
     return _first_offset(fits, step=4)
 
@@ -364,14 +375,14 @@ def _autograd_offset() -> int:
     return _first_offset(fits)
 
 
-def _grad_mode_bit(switches: int) -> tuple[int, int]:
+def _grad_mode_bit(get_switches: int) -> tuple[int, int]:
     """Return the byte of a thread's switches, and the bit in it, that is set while gradients are on.
 
-    Raises LookupError unless the two modes differ in exactly one bit.  switches: address of the function
-    that returns the switches.
+    Raises LookupError unless the two modes differ in exactly one bit.  get_switches: address of the function
+    that returns the address of the switches.
     """
     # The switches are thread-local: native code calls this function once per thread, then reads the byte.
-    address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(switches)() or 0
+    address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(get_switches)() or 0
     with torch.no_grad():
         off = ctypes.string_at(address, 4 * _WORD)
     with torch.enable_grad():

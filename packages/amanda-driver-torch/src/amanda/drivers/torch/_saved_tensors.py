@@ -28,20 +28,20 @@ _pop = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 class SavingHooks(SavedTensors):
-    """Hooks on saved tensors around an op, which copy what shares memory before a routine writes.
+    """Hooks on saved tensors around an op, which copy those that a routine's value will overwrite.
 
     Needed only where `SavedAtNodes` cannot reach the node: a tensor that hooks hold has no check by torch for
     later writes, so `SavedTensor` makes the check. Hooks of the user get copies from the start.
     """
 
-    def __init__(self, written: list[torch.Tensor]) -> None:
-        self._written = written
-        self._in_written_memory: list[SavedTensor] = []
+    def __init__(self, tensors_to_write: list[torch.Tensor]) -> None:
+        self._tensors_to_write = tensors_to_write
+        self._saved_in_their_memory: list[SavedTensor] = []
         hooks: tuple[Any, Any] = _program_hooks() or (None, SavedTensor.unpack)
-        self._outer_pack, self._unpack = hooks
+        self._pack_of_program, self._unpack = hooks
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op under the hooks."""
+        """Run an op under the hooks, which then know the tensors that it saves."""
         self._dataless_call = DatalessCall(call.as_function(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
@@ -49,27 +49,30 @@ class SavingHooks(SavedTensors):
             return call.invoke(inputs)
         finally:
             _pop()
-            self._written = []  # the graph keeps the hooks, and these must not keep the graph
+            self._tensors_to_write = []  # the graph keeps the hooks, and these must not keep the graph
 
     def copy_before_write(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
-        while self._in_written_memory:
-            self._in_written_memory.pop().copy()
+        while self._saved_in_their_memory:
+            self._saved_in_their_memory.pop().copy()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        """Pack a saved tensor for autograd, and note it if it shares memory with those to be written."""
+        """Return what autograd is to hold for a saved tensor.
+
+        One in memory that a routine may write is copied: before that write, or now for a hook of the user's.
+        """
         with Suspension():
-            shared = any(_share_memory(tensor, written) for written in self._written)
-            if self._outer_pack is not None:
+            will_be_written = any(_share_memory(tensor, target) for target in self._tensors_to_write)
+            if self._pack_of_program is not None:
                 # The user's hook takes the tensor away at once: a later copy could not reach it.
-                return self._outer_pack(tensor.clone() if shared else tensor)
-            if not shared:
+                return self._pack_of_program(tensor.clone() if will_be_written else tensor)
+            if not will_be_written:
                 return SavedTensor(tensor)
             maker = None if tensor.grad_fn is None else MakerNode(tensor, self._dataless_call)
             # If not detached, an output of the op would hold the node that saves it.
-            saved = SavedTensor(tensor.detach(), maker)
-        self._in_written_memory.append(saved)
-        return saved
+            saved_tensor = SavedTensor(tensor.detach(), maker)
+        self._saved_in_their_memory.append(saved_tensor)
+        return saved_tensor
 
 
 class SavedAtNodes(SavedTensors):
@@ -81,36 +84,37 @@ class SavedAtNodes(SavedTensors):
     """
 
     def __init__(
-        self, written: list[torch.Tensor], results: list[torch.Tensor], further_nodes: int = 0
+        self, tensors_to_write: list[torch.Tensor], results: list[torch.Tensor], further_nodes: int = 0
     ) -> None:
-        self._written = written
-        self._nodes = _nearest_nodes(results, further_nodes) if written else set()
+        self._tensors_to_write = tensors_to_write
+        self._nodes = _nearest_nodes(results, further_nodes) if tensors_to_write else set()
 
     def copy_before_write(self) -> None:
         """Copy the saved tensors that share memory with tensors that are about to be written."""
         with Suspension(), torch.no_grad():  # copies are not ops of the program
             for node in self._nodes:
                 for saved_variable, value in _saved_variables(node):
-                    if any(_share_memory(value, tensor) for tensor in self._written):
-                        saved_variable.register_hooks(
-                            _clone_below if is_wrapped(value) else torch.clone, _identity
-                        )
-        self._written, self._nodes = [], set()
+                    if any(_share_memory(value, tensor) for tensor in self._tensors_to_write):
+                        # Torch packs the variable at once, by the first of the two hooks.
+                        pack = _clone_outside_its_transform if is_wrapped(value) else torch.clone
+                        saved_variable.register_hooks(pack, _identity)
+        self._tensors_to_write, self._nodes = [], set()
 
 
 def _nearest_nodes(results: list[torch.Tensor], further_nodes: int) -> set[Any]:
-    """Return the nodes of some tensors, and about so many of the nodes behind them, the nearest first."""
-    nodes = dict.fromkeys(node for node in map(_node_of, results) if node is not None)
-    waiting, limit = list(nodes), len(nodes) + further_nodes
+    """Return the nodes of some tensors, and the nearest behind them until there are `further_nodes` more."""
+    nodes_of_results = dict.fromkeys(node for node in map(_node_of, results) if node is not None)
+    nodes, waiting = set(nodes_of_results), list(nodes_of_results)
+    limit = len(nodes) + further_nodes
     while waiting and len(nodes) < limit:
-        following = [node for node, _ in waiting.pop(0).next_functions if node is not None]
-        waiting += [node for node in following if node not in nodes]
-        nodes.update(dict.fromkeys(following))
-    return set(nodes)
+        successors = [node for node, _ in waiting.pop(0).next_functions if node is not None]
+        waiting += [node for node in successors if node not in nodes]
+        nodes.update(successors)
+    return nodes
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
-    """Return a tensor's node; None for a leaf, and for a view of which torch does not tell."""
+    """Return a tensor's node; None for a leaf, and for a view whose node torch cannot tell."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # of a view from under no_grad whose base was written since, torch does not tell
@@ -118,11 +122,14 @@ def _node_of(tensor: torch.Tensor) -> Any:
 
 
 def _saved_variables(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
-    """Yield each saved variable of a node with its tensor; skip those that raise, as after a write."""
+    """Yield each variable that a node has saved, as torch's object for it, with its tensor.
+
+    Variables are skipped whose tensor torch refuses to return, as after a write.
+    """
     # Torch names the attributes of a node by the saved variable: `_raw_saved_self` beside `_saved_self`.
     for variable_name in [name for name in dir(node) if name.startswith(_RAW)]:
         value_name = variable_name.replace(_RAW, "_saved_", 1)
-        try:  # `hasattr` raises, too, for what was written since
+        try:  # `hasattr` raises, too, for a tensor that was written since
             if not hasattr(node, value_name):
                 value_name = "saved_tensors"  # of an autograd.Function
             variables, values = getattr(node, variable_name), getattr(node, value_name)
@@ -135,7 +142,7 @@ def _saved_variables(node: Any) -> Iterator[tuple[Any, torch.Tensor]]:
                 yield saved_variable, value
 
 
-def _clone_below(tensor: torch.Tensor) -> torch.Tensor:
+def _clone_outside_its_transform(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of a tensor of a transform, which the transforms around it differentiate."""
     with torch.enable_grad():  # torch calls hooks under no_grad, which would hold at the levels below too
         return tensor.clone()
@@ -146,7 +153,7 @@ def _identity(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SavedTensor:
-    """A saved tensor with its version when it was saved, and the node that made it if the tensor has none."""
+    """A saved tensor with its version when it was saved; maker: its node, if it was detached from that."""
 
     __slots__ = ("_maker", "_tensor", "_version")
 
@@ -173,13 +180,13 @@ class SavedTensor:
 
 
 def hide_unpack_frame(error: BaseException) -> None:
-    """Cut an error's traceback after torch's frames, as if torch had found the write itself."""
-    # The frame of `unpack` would tell users of a hook that they have not set.
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        if last.tb_next.tb_frame.f_code is SavedTensor.unpack.__code__:
-            last.tb_next = None
-        last = last.tb_next
+    """Cut the frame of `unpack` off an error's traceback, as if torch had found the write itself."""
+    # It would tell users of a hook that they have not set.
+    entry = error.__traceback__
+    while entry is not None and entry.tb_next is not None:
+        if entry.tb_next.tb_frame.f_code is SavedTensor.unpack.__code__:
+            entry.tb_next = None
+        entry = entry.tb_next
 
 
 def has_hooks() -> bool:
@@ -188,9 +195,10 @@ def has_hooks() -> bool:
 
 
 def _program_hooks() -> Any:
-    """Return the innermost hooks of the user, to pack and to unpack; None without, and before torch 2.8."""
+    """Return the user's innermost hooks, to pack and to unpack; None without, and before torch 2.8."""
+    ignore_is_tracing = False
     try:
-        return torch._C._autograd._top_saved_tensors_default_hooks(False)
+        return torch._C._autograd._top_saved_tensors_default_hooks(ignore_is_tracing)
     except AttributeError:  # before torch 2.8
         return None
 
@@ -212,12 +220,12 @@ class DatalessCall:
         self._inputs = map_nested(TensorSpec.of, list(inputs))
 
     def node_name(self) -> str:
-        """Return the name of the node, found by running the op on tensors without data."""
-        # An op may fail without data; torch's name for writes into views is then the likeliest.
+        """Return the name of the node that the op makes on tensors without data."""
         try:
             assert self._compute is not None
-            name: str = self._compute(map_nested(TensorSpec.tensor, self._inputs)).grad_fn.name()
-        except Exception:
+            inputs = map_nested(TensorSpec.tensor, self._inputs)
+            name: str = self._compute(inputs).grad_fn.name()
+        except Exception:  # the op fails without data: torch's name for writes into views is the likeliest
             return "torch::autograd::CopySlices"
         return name
 
@@ -238,7 +246,7 @@ class TensorSpec(NamedTuple):
 
     @staticmethod
     def tensor(value: Any) -> Any:
-        """Return a tensor without data of a spec; it is the result of an op if it needs a gradient."""
+        """Return a tensor without data of a spec; return any other value as it is."""
         if not isinstance(value, TensorSpec):
             return value
         # A leaf that needs a gradient may not be written in place, so the clone stands for an op's result.
@@ -284,13 +292,13 @@ class _NodeMarker:
 def modification_error(tensor: torch.Tensor, version: int, maker: MakerNode | None) -> RuntimeError:
     """Return the error that torch raises for a tensor that it has saved at an earlier version.
 
-    maker: the node that made a tensor which has no node itself.
+    maker: the node to name in the error, if the tensor was detached from it.
     """
     with torch.enable_grad():
         text = _error_text(tensor, version)
-        return RuntimeError(
-            text if maker is None else text.replace(_VERSION_PHRASE, f"{maker}{_VERSION_PHRASE}", 1)
-        )
+        if maker is not None:
+            text = text.replace(_VERSION_PHRASE, f"{maker}{_VERSION_PHRASE}", 1)
+        return RuntimeError(text)
 
 
 class _SaveForBackward(torch.autograd.Function):
@@ -310,23 +318,24 @@ def _error_text(tensor: torch.Tensor, version: int) -> str:
     """Return torch's error text for a tensor that was saved at an earlier version.
 
     Torch itself writes the text: it saves the tensor under that version number and then finds a later one.
+    Where torch cannot set versions, the text is written here.
     """
-    # Saved under its earlier version, the tensor has a later one when torch unpacks it below.
-    now = tensor._version
+    current_version = tensor._version
     try:
         _set_versions((tensor,), (version,))
         try:
             saving: Any = _SaveForBackward.apply(torch.zeros((), requires_grad=True), [tensor])  # type: ignore[no-untyped-call]
         finally:
-            _set_versions((tensor,), (now,))
-        _ = saving.grad_fn.saved_tensors
+            _set_versions((tensor,), (current_version,))
+        _ = saving.grad_fn.saved_tensors  # raises
     except RuntimeError as error:
         return str(error)
     except TypeError:  # torch has no such function, or another one
         pass
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "
-        f"[{tensor.type()} {list(tensor.shape)}]{_VERSION_PHRASE}{now}; expected version {version} instead."
+        f"[{tensor.type()} {list(tensor.shape)}]{_VERSION_PHRASE}{current_version}; "
+        f"expected version {version} instead."
     )
 
 

@@ -26,35 +26,41 @@ class Binding:
     """Conversion of the arguments of calls of one form to inputs in schema order, and back. Immutable.
 
     names: the schema's name of each input.
-    mutable: inputs that the operator writes: in place, `out=`, running statistics.
-    unreturned: written inputs that the operator does not return.
+    always_written: positions of the inputs that the schema says are written: in place, or by `out=`.
+    unreturned_positions: those of written inputs that the operator does not return.
     statistics: of a normalisation, which writes them if a flag among the inputs is set; None for other ops.
     defaults: values of the schema for arguments that the call lacks.
     """
 
     __slots__ = (
-        "_indices", "_optional_tensors", "defaults", "mutable", "names", "statistics", "unreturned",
+        "_optional_tensors",
+        "_position_by_name",
+        "always_written",
+        "defaults",
+        "names",
+        "statistics",
+        "unreturned_positions",
     )  # fmt: skip
 
     def __init__(self, layout: ArgumentLayout) -> None:
         self.names = layout.names
-        self.mutable = layout.mutable
-        self.unreturned = layout.unreturned
+        self.always_written = layout.written_positions
+        self.unreturned_positions = layout.unreturned_positions
         self.defaults: Mapping[str, Any] = layout.defaults
         self._optional_tensors = layout.optional_tensors
-        self._indices = {name: i for i, name in enumerate(self.names)}
-        self.statistics = _running_statistics(self._indices)
+        self._position_by_name = {name: i for i, name in enumerate(self.names)}
+        self.statistics = _running_statistics(self._position_by_name)
         # Schemas say `self` where torch's Python functions say `input`: tools may use either name.
-        if "self" in self._indices:
-            self._indices.setdefault("input", self._indices["self"])
-        elif "input" in self._indices:
-            self._indices["self"] = self._indices["input"]
+        if "self" in self._position_by_name:
+            self._position_by_name.setdefault("input", self._position_by_name["self"])
+        elif "input" in self._position_by_name:
+            self._position_by_name["self"] = self._position_by_name["input"]
 
     def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
         """Return the inputs in the order of the schema."""
         return list(args)
 
-    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
+    def argument_indices(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
         """Return the index of each input among the call's arguments, positional then keyword arguments.
 
         -1 stands for the schema's default; a pair (start, end) for a size that is spread over arguments.
@@ -68,16 +74,16 @@ class Binding:
     def index(self, name: str) -> int:
         """Return the position of an input by its name; `self` and `input` are the same."""
         try:
-            return self._indices[name]
+            return self._position_by_name[name]
         except KeyError:
             raise KeyError(f"no input {name!r}; inputs are {', '.join(self.names)}") from None
 
-    def written(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Return the positions of the inputs that a call with these values writes."""
-        mutable = self.mutable
-        if self.statistics is not None and inputs[self.statistics.flag]:
-            mutable += self.statistics.written
-        return tuple(i for i in mutable if inputs[i] is not None)
+    def written_positions(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Return the positions of the inputs that a call with these values writes; None is not written."""
+        positions = self.always_written
+        if self.statistics is not None and inputs[self.statistics.flag_position]:
+            positions += self.statistics.positions
+        return tuple(i for i in positions if inputs[i] is not None)
 
     def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
         """Return the values that are not tensors by name, with the defaults of absent arguments."""
@@ -91,47 +97,50 @@ class Binding:
 
 
 class _ReorderedBinding(Binding):
-    """A call with keywords, a spread size, or an order other than the schema's."""
+    """A form of call with keywords, a spread size, or an order other than the schema's.
 
-    __slots__ = ("_filled", "_keywords", "_positional", "_spread", "_template")
+    A spread size is one input whose elements are arguments of their own, as in `x.view(2, 3)`.
+    """
+
+    __slots__ = ("_default_inputs", "_filled", "_keywords", "_positional", "_size_input")
 
     def __init__(self, layout: ArgumentLayout) -> None:
         super().__init__(layout)
         self._positional = layout.positional
-        self._spread = layout.spread
+        self._size_input = layout.size_input
         self._keywords = layout.keywords
         self._filled = tuple(layout.filled.items())
         # Copied at each call: a list copy and the stores cost less than a build from a dict.
-        self._template = [layout.filled.get(i) for i in range(len(layout.names))]
+        self._default_inputs = [layout.filled.get(i) for i in range(len(layout.names))]
 
     def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
-        """Return the inputs in the order of the schema, with defaults before the last that is given."""
-        values = self._template.copy()
+        """Return the inputs in the order of the schema up to the last given one, with defaults in gaps."""
+        values = self._default_inputs.copy()
         for i, value in zip(self._positional, args, strict=False):
             values[i] = value
-        if self._spread is not None:
-            values[self._spread] = tuple(args[len(self._positional) :])
+        if self._size_input is not None:
+            values[self._size_input] = tuple(args[len(self._positional) :])
         if kwargs:
             for keyword, i in self._keywords:
                 values[i] = kwargs[keyword]
         return values
 
-    def sources(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
-        """Return the argument of each input; -1 for a default, a pair (start, end) for a spread size."""
-        sources: list[int | tuple[int, int]] = [-1] * len(self._template)
-        if self._spread is not None:
-            sources[self._spread] = len(self._positional), nargs
-        for source, i in enumerate(self._positional[:nargs]):
-            sources[i] = source
+    def argument_indices(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
+        """Return the index of each input's argument; -1 for a default, (start, end) for a spread size."""
+        indices: list[int | tuple[int, int]] = [-1] * len(self._default_inputs)
+        if self._size_input is not None:
+            indices[self._size_input] = len(self._positional), nargs
+        for argument_index, i in enumerate(self._positional[:nargs]):
+            indices[i] = argument_index
         for keyword, i in self._keywords:
-            sources[i] = nargs + keywords.index(keyword)
-        return tuple(sources)
+            indices[i] = nargs + keywords.index(keyword)
+        return tuple(indices)
 
     def call_arguments(self, inputs: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments in the form of the call; a default that was changed becomes a keyword."""
         args = tuple(inputs[i] for i in self._positional)
-        if self._spread is not None:
-            size = inputs[self._spread]
+        if self._size_input is not None:
+            size = inputs[self._size_input]
             args += tuple(size) if isinstance(size, list | tuple) and size else (size,)
         kwargs = {keyword: inputs[i] for keyword, i in self._keywords}
         # Defaults between given arguments are passed only if a routine changed them.
@@ -142,20 +151,21 @@ class _ReorderedBinding(Binding):
 
 
 class _OverloadedBinding:
-    """A form of call in which the types of the arguments decide the overload."""
+    """Bindings of a form of call in which the types of the arguments decide the overload."""
 
-    __slots__ = ("_bindings", "_forms")
+    __slots__ = ("_binding_by_kinds", "_forms")
 
-    def __init__(self, candidates: tuple[CallForm, ...]) -> None:
-        self._forms = candidates
-        self._bindings: dict[str, Binding] = {}
+    def __init__(self, forms: tuple[CallForm, ...]) -> None:
+        self._forms = forms
+        self._binding_by_kinds: dict[str, Binding] = {}
 
     def resolve(self, args: Args, kwargs: Kwargs | None) -> Binding:
         """Return the binding for arguments of these types; each combination of types is resolved once."""
         kinds = kinds_of(args, kwargs)
-        bound = self._bindings.get(kinds)
+        bound = self._binding_by_kinds.get(kinds)
         if bound is None:
-            bound = self._bindings[kinds] = _binding_of_layout(best_form(self._forms, kinds).layout)
+            bound = _binding_of_layout(best_form(self._forms, kinds).layout)
+            self._binding_by_kinds[kinds] = bound
         return bound
 
 
@@ -166,7 +176,7 @@ _program_bindings: "WeakKeyDictionary[Any, _BindingCache]" = WeakKeyDictionary()
 
 
 def binding(called: Any, args: Args, kwargs: Kwargs | None = None) -> Binding:
-    """Return the binding of a call to its operator's inputs.
+    """Return the binding of a call, by which its arguments become inputs of its operator in schema order.
 
     called: the callable of a target (its args begin with self for a method, and leave the
     class out for a classmethod), an OpOverload or OpOverloadPacket, an autograd.Function or
@@ -184,9 +194,12 @@ def binding(called: Any, args: Args, kwargs: Kwargs | None = None) -> Binding:
 
 
 def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding | _OverloadedBinding:
-    """Return the binding of a callable for a form of call, and cache it as long as the callable lives."""
+    """Return the binding of a callable for a form of call, and cache it as long as the callable lives.
+
+    Nothing is cached for a callable that takes no weak reference.
+    """
     nargs, keywords = len(args), tuple(kwargs or ())
-    if called in by_callable():
+    if called in by_callable():  # torch's own
         return _torch_bindings.setdefault((called, nargs, keywords), _new_binding(called, nargs, keywords))
     owner = getattr(called, "__self__", None)
     if isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
@@ -202,11 +215,11 @@ def _cached_binding(called: Any, args: Args, kwargs: Kwargs | None) -> Binding |
 
 
 def _new_binding(called: Any, nargs: int, keywords: tuple[str, ...]) -> Binding | _OverloadedBinding:
-    """Return the binding of a form of call, or, if its signatures differ, one that looks at the types."""
-    candidates = call_forms(signatures(called), nargs, keywords)
-    if len({candidate.layout for candidate in candidates}) == 1:
-        return _binding_of_layout(candidates[0].layout)
-    return _OverloadedBinding(candidates)
+    """Return the binding of a form of call; one that looks at types if the layouts of overloads differ."""
+    forms = call_forms(signatures(called), nargs, keywords)
+    if len({form.layout for form in forms}) == 1:
+        return _binding_of_layout(forms[0].layout)
+    return _OverloadedBinding(forms)
 
 
 def _binding_of_layout(layout: ArgumentLayout) -> Binding:
@@ -220,20 +233,23 @@ _STATISTICS_FLAGS = ("training", "train", "use_input_stats")
 
 
 class RunningStatistics(NamedTuple):
-    """Positions among a normalisation's inputs: of the flag, and of the statistics written if it is set."""
+    """Positions of statistics among a normalisation's inputs, and of the flag by which the op writes them."""
 
-    flag: int
-    written: tuple[int, ...]
+    flag_position: int
+    positions: tuple[int, ...]
 
 
-def _running_statistics(indices: Mapping[str, int]) -> RunningStatistics | None:
-    """Return the statistics of a normalisation, from the positions of inputs by name; None for another op."""
-    if "running_mean" not in indices or "running_var" not in indices:
+def _running_statistics(position_by_name: Mapping[str, int]) -> RunningStatistics | None:
+    """Return the statistics of a normalisation, from the positions of its inputs; None for another op."""
+    if "running_mean" not in position_by_name or "running_var" not in position_by_name:
         return None
-    flag = next((indices[name] for name in _STATISTICS_FLAGS if name in indices), None)
-    if flag is None:
+    flag_position = next(
+        (position_by_name[name] for name in _STATISTICS_FLAGS if name in position_by_name), None
+    )
+    if flag_position is None:
         return None
-    return RunningStatistics(flag, (indices["running_mean"], indices["running_var"]))
+    positions = position_by_name["running_mean"], position_by_name["running_var"]
+    return RunningStatistics(flag_position, positions)
 
 
 def holds_tensor(value: Any) -> bool:
@@ -247,9 +263,10 @@ OutputSpec = Callable[[Sequence[Any]], Any]
 
 
 def flatten_outputs(output: Any) -> tuple[list[Any], OutputSpec]:
-    """Return an operator's outputs as a list, and a function that puts a list back into their form.
+    """Return an operator's outputs as a list, and a function that puts such a list back into their form.
 
-    A tuple, a namedtuple and a list of tensors are their elements; None is not an output.
+    The elements of a tuple, a namedtuple or a list of tensors are outputs; None is no output, and anything
+    else is one.
     """
     if output is None:
         return [], _no_output

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ._collectives import METHODS
+from ._collectives import COLLECTIVE_METHODS
 from ._targets import Target, by_callable
 
 
@@ -37,11 +37,15 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """arguments in schema order; positional: the indices that positional values fill."""
+    """The arguments that a callable accepts, in schema order.
+
+    positional: the argument that each positional value of a call fills, as an index.
+    may_spread_size: whether the elements of the last positional argument may be values of their own.
+    """
 
     arguments: tuple[Argument, ...]
     positional: tuple[int, ...]
-    spreads: bool = False
+    may_spread_size: bool = False
 
     def index(self, keyword: str) -> int | None:
         """Return the position of the argument that a keyword names, NumPy's spellings included; or None."""
@@ -54,15 +58,9 @@ class Signature:
 
 # torch accepts NumPy's names, and calls `input` what its schemas call `self`.
 _SPELLINGS = {
-    "input": ("self",),
-    "self": ("input",),
-    "x": ("input", "self"),
-    "a": ("input", "self"),
-    "x1": ("input", "self"),
-    "x2": ("other",),
-    "axis": ("dim",),
-    "keepdims": ("keepdim",),
-}
+    "input": ("self",), "self": ("input",), "x": ("input", "self"), "a": ("input", "self"),
+    "x1": ("input", "self"), "x2": ("other",), "axis": ("dim",), "keepdims": ("keepdim",),
+}  # fmt: skip
 
 _LOCAL_NAMESPACE = "amanda::"
 """Namespace of the schemas that this module writes, which do not say what a call returns."""
@@ -104,7 +102,9 @@ PYTHON_SIGNATURES: dict[str, tuple[str, ...]] = {
     "_from_dlpack": ("(Any dlpack)",),
     "_to_dlpack": ("(Tensor data)",),
     "_to_dlpack_versioned": ("(Tensor data)",),
-    **{f"ProcessGroup.{method}": (f"({signature})",) for method, (_, signature) in METHODS.items()},
+    **{
+        f"ProcessGroup.{method}": (f"({signature})",) for method, (_, signature) in COLLECTIVE_METHODS.items()
+    },
 }
 
 # Positional orders that torch still accepts, with a warning.
@@ -144,24 +144,27 @@ def signatures(called: Any) -> tuple[Signature, ...]:
         return tuple(_in_schema_order(_convert_arguments(schema)) for schema in schemas)
     if isinstance(called, type) and issubclass(called, torch.autograd.Function):
         takes_context = called.setup_context is torch.autograd.Function.setup_context
-        return _signature_of_function(called.forward, skipped=int(takes_context))
+        return _signature_of_python_function(called.forward, skipped_count=int(takes_context))
     return ()
 
 
 @cache
 def _target_signatures(target: Target) -> tuple[Signature, ...]:
-    """Return the signatures of a target: written here, or by ATen's schemas, or by torch's test overrides."""
+    """Return the signatures of a target: written here, else ATen's schemas, else torch's test overrides.
+
+    With ATen's schemas come the deprecated orders of arguments that the target still takes.
+    """
     texts = PYTHON_SIGNATURES.get(target.name)
     if texts is not None:
-        parsed = (torch._C.parse_schema(f"{_LOCAL_NAMESPACE}op{text} -> Any") for text in texts)
-        return tuple(_in_python_order(_convert_arguments(schema), target) for schema in parsed)
-    schemas = [_convert_arguments(schema) for schema in _aten_schemas(target.canonical)]
+        schemas = (torch._C.parse_schema(f"{_LOCAL_NAMESPACE}op{text} -> Any") for text in texts)
+        return tuple(_in_python_order(_convert_arguments(schema), target) for schema in schemas)
+    overloads = [_convert_arguments(schema) for schema in _aten_schemas(target.canonical)]
     # Schemas that neither take nor make a tensor serve TorchScript's numbers and lists.
-    schemas = [arguments for arguments in schemas if any(map(_concerns_tensors, arguments))] or schemas
-    if not schemas:
+    overloads = [arguments for arguments in overloads if any(map(_concerns_tensors, arguments))] or overloads
+    if not overloads:
         return _testing_signatures(target.callable)
-    accepted = [_in_python_order(arguments, target) for arguments in schemas]
-    return (*accepted, *_deprecated_orders(schemas, target))
+    accepted = [_in_python_order(arguments, target) for arguments in overloads]
+    return (*accepted, *_signatures_in_deprecated_orders(overloads, target))
 
 
 def _concerns_tensors(argument: Argument) -> bool:
@@ -173,18 +176,23 @@ def _aten_schemas(name: str) -> list[Any]:
 
 
 def _convert_arguments(schema: Any) -> tuple[Argument, ...]:
-    """Return the arguments of a schema of torch; schemas of this module do not say what is returned."""
-    has_returns = bool(schema.returns) and not schema.name.startswith(_LOCAL_NAMESPACE)
-    returned = {
+    """Return the arguments of a parsed schema, in its order.
+
+    No argument counts as unreturned for a schema of this module, which does not say what the op returns.
+    """
+    says_returns = bool(schema.returns) and not schema.name.startswith(_LOCAL_NAMESPACE)
+    # Alias sets are letters: the op of `f(Tensor(a!) x) -> Tensor(a!)` returns the argument that it writes.
+    returned_alias_sets = {
         name for result in schema.returns if result.alias_info for name in result.alias_info.before_set
     }
     return tuple(
-        _convert_argument(argument, returned if has_returns else None) for argument in schema.arguments
+        _convert_argument(argument, returned_alias_sets if says_returns else None)
+        for argument in schema.arguments
     )
 
 
-def _convert_argument(argument: Any, returned: Set[str] | None) -> Argument:
-    """Convert an argument of a schema; returned: alias sets of the op's results, None if they are unknown."""
+def _convert_argument(argument: Any, returned_alias_sets: Set[str] | None) -> Argument:
+    """Return an argument of a schema.  returned_alias_sets: of the op's results; None if unknown."""
     element_type = getattr(argument, "real_type", argument.type)
     is_list = is_optional = False
     while element_type.kind() in ("OptionalType", "ListType"):
@@ -198,15 +206,18 @@ def _convert_argument(argument: Any, returned: Set[str] | None) -> Argument:
     if type_name in _ENUMS and isinstance(default, int):
         default = _ENUMS[type_name][default]
     is_written = bool(argument.alias_info and argument.alias_info.is_write)
+    is_unreturned = (
+        is_written
+        and returned_alias_sets is not None
+        and returned_alias_sets.isdisjoint(argument.alias_info.before_set)
+    )
     return Argument(
         name=argument.name,
         type=type_name,
         is_list=is_list,
         is_optional=is_optional,
         is_written=is_written,
-        is_unreturned=(
-            is_written and returned is not None and returned.isdisjoint(argument.alias_info.before_set)
-        ),
+        is_unreturned=is_unreturned,
         keyword_only=argument.kwarg_only,
         has_default=argument.has_default_value(),
         default=tuple(default) if isinstance(default, list) else default,
@@ -233,21 +244,30 @@ def _in_schema_order(arguments: tuple[Argument, ...]) -> Signature:
 
 
 def _in_python_order(arguments: tuple[Argument, ...], target: Target) -> Signature:
-    """Return the signature of a schema as torch's parser takes it: methods put self first, a size spreads."""
+    """Return the signature by which torch's parser reads a call of a target.
+
+    It puts self first in a method, and takes `view(2, 3)` for `view((2, 3))`.
+    """
     positional = list(_in_schema_order(arguments).positional)
     names = [argument.name for argument in arguments]
     is_method = target.kind != "function"
     if is_method and "self" in names:
         positional.sort(key=lambda i: names[i] != "self")  # stable: the others keep their order
+    # The size must be all that a call has, beside self.
     size = arguments[positional[-1]] if len(positional) == 1 + is_method else None
-    spreads = size is not None and size.is_list and size.type in ("Int", "SymInt")
-    return Signature(arguments, tuple(positional), spreads)
+    may_spread_size = size is not None and size.is_list and size.type in ("Int", "SymInt")
+    return Signature(arguments, tuple(positional), may_spread_size)
 
 
-def _deprecated_orders(schemas: Iterable[tuple[Argument, ...]], target: Target) -> Iterator[Signature]:
-    """Yield signatures of the deprecated positional orders that a target still takes."""
+def _signatures_in_deprecated_orders(
+    overloads: Iterable[tuple[Argument, ...]], target: Target
+) -> Iterator[Signature]:
+    """Yield signatures by the deprecated positional orders that a target still takes.
+
+    They are for overloads with all arguments of such an order, the last of which is a tensor.
+    """
     for order in DEPRECATED_ORDERS.get(target.canonical.removesuffix("_"), ()):
-        for arguments in schemas:
+        for arguments in overloads:
             names = [argument.name for argument in arguments]
             if set(order) <= set(names) and arguments[names.index(order[-1])].type == "Tensor":
                 python_order = list(order)
@@ -265,12 +285,12 @@ def _testing_overrides() -> dict[Any, Any]:
 
 def _testing_signatures(called: Any) -> tuple[Signature, ...]:
     override = _testing_overrides().get(called)
-    return () if override is None else _signature_of_function(override)
+    return () if override is None else _signature_of_python_function(override)
 
 
-def _signature_of_function(function: Any, skipped: int = 0) -> tuple[Signature, ...]:
-    """Return the signature of a Python function without its first parameters; none if it takes any number."""
-    parameters = list(inspect.signature(function).parameters.values())[skipped:]
+def _signature_of_python_function(function: Any, skipped_count: int = 0) -> tuple[Signature, ...]:
+    """Return the signature of a function without its first parameters; none if it takes any number."""
+    parameters = list(inspect.signature(function).parameters.values())[skipped_count:]
     if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         return ()
     arguments = tuple(

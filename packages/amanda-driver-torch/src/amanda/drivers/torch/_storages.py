@@ -1,4 +1,4 @@
-"""Memory of tensors: storages, strided parts, elements that share a cell, equal bits, written elements."""
+"""Memory of tensors: storages, strided parts, elements that share a cell, equal bits, written parts."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,7 +14,7 @@ from ._straight_through import in_forward_mode, straight_through
 PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 """Types of tensors that override nothing."""
 _NO_DISPATCH: Any = torch.Tensor.__torch_dispatch__
-_COMPRESSED = {
+_INDEX_METHODS_BY_LAYOUT = {
     torch.sparse_csr: ("crow_indices", "col_indices"),
     torch.sparse_bsr: ("crow_indices", "col_indices"),
     torch.sparse_csc: ("ccol_indices", "row_indices"),
@@ -41,7 +41,10 @@ def is_strided(value: Any) -> bool:
 
 
 def strided_parts(value: Any) -> Sequence[torch.Tensor]:
-    """Return the strided tensors that hold a tensor's data: parts of a sparse, nested or wrapped tensor."""
+    """Return the strided tensors that hold a tensor's data: itself, or parts of a sparse or wrapped tensor.
+
+    There are none for a value that is no tensor, or does not say what it consists of.
+    """
     if is_strided(value):
         return (value,)
     if not isinstance(value, torch.Tensor):
@@ -50,15 +53,17 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
         with Suspension(), torch._C.DisableTorchFunctionSubclass():
             if hasattr(type(value), "__tensor_flatten__"):
                 wrapper: Any = value
-                inner = (getattr(value, name) for name in wrapper.__tensor_flatten__()[0])
-                return [part for tensor in inner for part in strided_parts(tensor)]
+                attribute_names, _ = wrapper.__tensor_flatten__()
+                tensors = (getattr(value, name) for name in attribute_names)
+                return [part for tensor in tensors for part in strided_parts(tensor)]
             # Another wrapper does not say what it holds.
             if type(value).__torch_dispatch__ is not _NO_DISPATCH:
                 return ()
             if value.layout is torch.sparse_coo:
                 return value._indices(), value._values()
-            if value.layout in _COMPRESSED:
-                return *(getattr(value, name)() for name in _COMPRESSED[value.layout]), value.values()
+            if value.layout in _INDEX_METHODS_BY_LAYOUT:
+                indices = (getattr(value, name)() for name in _INDEX_METHODS_BY_LAYOUT[value.layout])
+                return *indices, value.values()
             return (value.values(),) if value.is_nested else ()
     except (AttributeError, NotImplementedError, RuntimeError):  # a wrapper of functorch
         return ()
@@ -71,18 +76,20 @@ def has_overlap(tensor: torch.Tensor) -> bool:
     return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
 
 
-def distinct_elements(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the view of a tensor that takes each memory cell of `like` once."""
-    if not has_overlap(like):
+def distinct_elements(tensor: torch.Tensor, expanded: torch.Tensor) -> torch.Tensor:
+    """Return the view of a tensor with one element for each memory cell of an expanded tensor like it."""
+    if not has_overlap(expanded):
         return tensor
-    pairs = zip(like.size(), like.stride(), strict=True)
-    return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in pairs)]
+    # Of each dimension that `expand` has repeated the first element alone.
+    dimensions = zip(expanded.size(), expanded.stride(), strict=True)
+    return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in dimensions)]
 
 
 def copy_laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Copy a tensor, differentiably, into new memory with the layout of a view.
 
-    An op then copies, makes a view, or refuses to write, as it would have done with the view.
+    An op then copies, makes a view, or refuses to write, as it would have done with the view.  A tensor of
+    another shape, or one that is not strided, is cloned as it lies.
     """
     if not (is_strided(view) and is_strided(value)) or view.shape != value.shape:
         return value.clone()
@@ -92,8 +99,8 @@ def copy_laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return value.new_empty_strided(value.size(), view.stride()).copy_(value)
     with torch.no_grad():
         data = value.detach()
-        # If elements that share a cell are equal, the copy can be expanded as the view is. A forward-mode
-        # gradient is laid out like its tensor, and may differ where the elements are equal.
+        # The view is expanded, and so is the copy if elements that share a cell of the view are equal. Not in
+        # forward mode: a gradient is laid out like its tensor, and may differ where the elements are equal.
         distinct_values = distinct_elements(data, view)
         if not in_forward_mode() and same_bits(distinct_values.expand(view.shape), data):
             memory = data.new_empty_strided(distinct_values.size(), view.stride()).copy_(distinct_values)
@@ -110,11 +117,10 @@ def _strides_without_overlap(view: torch.Tensor) -> list[int]:
     would make a view of such two, where it copies the expanded view.
     """
     sizes, strides = list(view.size()), list(view.stride())
-    # Strides of the view, and those at which a dimension follows on another, with which it would be joined.
+    # A dimension with one of these strides follows on another without a gap, and could be joined with it.
     joining_strides = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
-    next_stride = 1 + sum(
-        (n - 1) * step for n, step in zip(sizes, strides, strict=True)
-    )  # behind the last cell
+    last_cell = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    next_stride = last_cell + 1
     for i in reversed(range(len(sizes))):
         if sizes[i] > 1 and strides[i] == 0:
             while next_stride in joining_strides:
@@ -138,7 +144,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Return True if two tensors have the same shape, type, device and layout, and equal bits if any."""
+    """Return True if two tensors have one shape, type, device and layout, and equal bits that can be read."""
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:
@@ -175,48 +181,52 @@ def _bits_as_integers(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WrittenElements(NamedTuple):
-    """Some elements of a tensor; marks: which."""
+    """Elements of a tensor that were written; mask: which of them."""
 
     tensor: torch.Tensor
-    marks: torch.Tensor
+    mask: torch.Tensor
 
     @classmethod
     def at(cls, tensor: torch.Tensor, index: Any) -> "WrittenElements":
         """Return the elements of a tensor at an index, as `tensor[index] = y` writes them."""
         if is_wrapped(tensor):
-            marks = torch.zeros_like(tensor, dtype=torch.bool)
+            mask = torch.zeros_like(tensor, dtype=torch.bool)
         else:
-            marks = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
-        marks[index] = True
-        return cls(tensor, marks)
+            mask = torch.zeros(tensor.shape, dtype=torch.bool, device=tensor.device)
+        mask[index] = True
+        return cls(tensor, mask)
 
     def part(self) -> "WrittenPart":
         """Return the elements as a part of their storage."""
         if is_wrapped(self.tensor):
-            return WrittenPart(with_batches_first(self.tensor)[1], with_batches_first(self.marks)[1])
-        return WrittenPart(self.tensor, self.marks)
+            (_, data), (_, mask) = with_batches_first(self.tensor), with_batches_first(self.mask)
+            return WrittenPart(data, mask)
+        return WrittenPart(self.tensor, self.mask)
 
 
 class WrittenPart:
-    """Written elements of a storage: all elements of a tensor, or some of them."""
+    """Written elements of a storage: all or some elements of a tensor in it, or those of several tensors."""
 
-    def __init__(self, tensor: torch.Tensor, marks: torch.Tensor | None = None) -> None:
-        """Note the written elements of a tensor: those that `marks` selects, all without marks."""
+    def __init__(self, tensor: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Note the written elements of a tensor: those that the mask selects; all without a mask."""
         self.tensor = tensor
-        self._is_whole_storage = marks is None and _is_whole(tensor)
+        self._is_whole_storage = mask is None and _is_whole(tensor)
+        # For each element of the storage, whether it was written; None as long as all of `tensor` was.
         self._flags: torch.Tensor | None = None
-        if marks is not None:
-            # Of elements that are one in memory, one that is marked is enough: `copy_` would take the last.
-            strided_as(self._storage_flags(tensor_is_marked=False), tensor).masked_fill_(marks, True)
+        if mask is not None:
+            self._flags = self._unset_flags()
+            # Of elements that are one in memory, one in the mask is enough: `copy_` would take the last.
+            strided_as(self._flags, tensor).masked_fill_(mask, True)
 
     def add(self, tensor: torch.Tensor) -> "WrittenPart":
         """Add the elements of another tensor in the storage."""
+        # Elements of another size are not told apart: the whole storage counts as written.
         self._is_whole_storage = self._is_whole_storage or tensor.element_size() != self.tensor.element_size()
         if not self._is_whole_storage:
-            strided_as(self._storage_flags(tensor_is_marked=True), tensor).fill_(True)
+            strided_as(self._storage_flags(), tensor).fill_(True)
         return self
 
-    def marks_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def mask_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return a mask of the elements of a tensor in the storage that were written; None if all were.
 
         An element of another size, as after `view(dtype)`, was written if any of its bytes was.
@@ -226,27 +236,25 @@ class WrittenPart:
         size, written_size = tensor.element_size(), self.tensor.element_size()
         if self._flags is None and size == written_size and has_same_elements(self.tensor, tensor):
             return None
-        flags = self._storage_flags(tensor_is_marked=True)
+        flags = self._storage_flags()
         if size < written_size:
             flags = flags.repeat_interleave(written_size // size)
         elif size > written_size:
-            count = size // written_size
-            whole_elements = flags[: len(flags) // count * count]  # the storage may end within an element
-            flags = whole_elements.view(-1, count).any(1)
+            flags_per_element = size // written_size
+            element_count = len(flags) // flags_per_element  # the storage may end within an element
+            flags = flags[: element_count * flags_per_element].view(-1, flags_per_element).any(1)
         return strided_as(flags, tensor)
 
-    def _storage_flags(self, tensor_is_marked: bool) -> torch.Tensor:
-        """Return a flag for each element of the storage, which are made at the first call.
-
-        tensor_is_marked: whether flags that are made now have those of the tensor's elements set.
-        """
+    def _storage_flags(self) -> torch.Tensor:
+        """Return the flags of the storage's elements; the first time, those of the tensor are set in them."""
         if self._flags is None:
-            tensor = self.tensor
-            size = tensor.untyped_storage().nbytes() // tensor.element_size()
-            self._flags = torch.zeros(size, dtype=torch.bool, device=tensor.device)
-            if tensor_is_marked:
-                strided_as(self._flags, tensor).fill_(True)
+            self._flags = self._unset_flags()
+            strided_as(self._flags, self.tensor).fill_(True)
         return self._flags
+
+    def _unset_flags(self) -> torch.Tensor:
+        count = self.tensor.untyped_storage().nbytes() // self.tensor.element_size()
+        return torch.zeros(count, dtype=torch.bool, device=self.tensor.device)
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:
@@ -255,7 +263,7 @@ def _is_whole(tensor: torch.Tensor) -> bool:
 
 
 def strided_as(flags: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor's view of flags, or of other values, that there are for each element of its storage."""
+    """Return the view of values, one for each element of a storage, that a tensor has of the storage."""
     return flags.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
 

@@ -85,16 +85,19 @@ class WriteThrough(torch.autograd.Function):
 
 
 def straight_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` with the identity as its gradient's way back to `original`."""
+    """Return `value` so that its gradient goes to `original` unchanged; no copy where nothing is recorded.
+
+    Under functionalize an original that is differentiated is returned itself, without the value.
+    """
     # An inference tensor can neither be saved nor enter a graph.
-    recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
+    is_recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()
     if original.is_nested and original.layout is torch.strided:
-        return _cloned_through(original, value) if recorded else value
+        return _cloned_through(original, value) if is_recorded else value
     if in_transform() and is_functionalized():  # for which torch has no rule of autograd.Function
-        return original if recorded or has_tangent(original) else value
+        return original if is_recorded or has_tangent(original) else value
     if has_tangent(original) or in_transform():
         return StraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
-    if recorded:
+    if is_recorded:
         return PlainStraightThrough.apply(original, value)  # type: ignore[no-any-return, no-untyped-call]
     return value
 
@@ -126,8 +129,8 @@ _VALUE_STAYS = (
 _WRITE_IS_LOST = "a write into a view that a differentiable routine replaced reaches the value alone"
 
 
-def report_irreplaceable(tensor: torch.Tensor) -> bool:
-    """Report a tensor whose place no value of a routine can take, and return True; False for another.
+def reports_irreplaceable(tensor: torch.Tensor) -> bool:
+    """Return True for a tensor whose place no value of a routine can take, after a report that it stays.
 
     Under other transforms a write into a view of the tensor would not reach the value.
     """
@@ -144,7 +147,10 @@ def report_lost_writes(view: torch.Tensor) -> None:
 
 
 def recompute_stale_views(values: Sequence[Any]) -> None:
-    """Compute views anew whose base was written, under functionalize, while autograd is as in the program."""
+    """Compute views anew whose base was written; do nothing but under functionalize.
+
+    To be called while autograd is as in the program.
+    """
     # Torch does so at the next read: a routine would read under no_grad, and the view lose its gradient.
     if not is_functionalized():
         return

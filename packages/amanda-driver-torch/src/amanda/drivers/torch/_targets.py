@@ -44,51 +44,23 @@ TENSOR_PROPERTIES = ("T", "H", "mT", "mH", "real", "imag", "data")
 CANONICAL = {
     **{f"__{name}__": name for name in ("add", "mul", "sub", "matmul", "eq", "ne", "lt", "le")},
     **{f"__{name}__": name for name in ("gt", "ge", "getitem")},
-    "__radd__": "add",
-    "__rmul__": "mul",
-    "__div__": "div",
-    "__truediv__": "div",
-    "__floordiv__": "floor_divide",
-    "__mod__": "remainder",
-    "__and__": "bitwise_and",
-    "__rand__": "bitwise_and",
-    "__or__": "bitwise_or",
-    "__ror__": "bitwise_or",
-    "__xor__": "bitwise_xor",
-    "__rxor__": "bitwise_xor",
-    "__lshift__": "bitwise_left_shift",
-    "__rshift__": "bitwise_right_shift",
-    "__invert__": "bitwise_not",
-    "__iadd__": "add_",
-    "__imul__": "mul_",
-    "__isub__": "sub_",
-    "__idiv__": "div_",
-    "__ifloordiv__": "floor_divide_",
-    "__imod__": "remainder_",
-    "__iand__": "bitwise_and_",
-    "__ior__": "bitwise_or_",
-    "__ixor__": "bitwise_xor_",
-    "__ilshift__": "bitwise_left_shift_",
-    "__irshift__": "bitwise_right_shift_",
-    "__setitem__": "setitem",
-    "__bool__": "is_nonzero",
-    "__nonzero__": "is_nonzero",
+    "__radd__": "add", "__rmul__": "mul", "__div__": "div", "__truediv__": "div",
+    "__floordiv__": "floor_divide", "__mod__": "remainder", "__and__": "bitwise_and",
+    "__rand__": "bitwise_and", "__or__": "bitwise_or", "__ror__": "bitwise_or", "__xor__": "bitwise_xor",
+    "__rxor__": "bitwise_xor", "__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift",
+    "__invert__": "bitwise_not", "__iadd__": "add_", "__imul__": "mul_", "__isub__": "sub_",
+    "__idiv__": "div_", "__ifloordiv__": "floor_divide_", "__imod__": "remainder_",
+    "__iand__": "bitwise_and_", "__ior__": "bitwise_or_", "__ixor__": "bitwise_xor_",
+    "__ilshift__": "bitwise_left_shift_", "__irshift__": "bitwise_right_shift_", "__setitem__": "setitem",
+    "__bool__": "is_nonzero", "__nonzero__": "is_nonzero",
     **{f"__{name}__": "item" for name in ("float", "complex", "int", "long", "index")},
     **dict.fromkeys(("bfloat16", "byte", "char", "double", "cdouble", "float", "cfloat"), "to"),
     **dict.fromkeys(("bool", "half", "chalf", "int", "long", "short", "type"), "to"),
     **dict.fromkeys(("cpu", "cuda", "xpu", "ipu", "mtia"), "to"),
-    "T": "numpy_T",
-    "H": "matrix_H",
-    "as_subclass": "alias",
-    "spmm": "mm",
-    "dsmm": "mm",
-    "hsmm": "hspmm",
-    "saddmm": "sspaddmm",
-    "_to_dlpack": "to_dlpack",
-    "_to_dlpack_versioned": "to_dlpack",
-    "_from_dlpack": "from_dlpack",
-    "apply": "autograd_function",
-}
+    "T": "numpy_T", "H": "matrix_H", "as_subclass": "alias", "spmm": "mm", "dsmm": "mm", "hsmm": "hspmm",
+    "saddmm": "sspaddmm", "_to_dlpack": "to_dlpack", "_to_dlpack_versioned": "to_dlpack",
+    "_from_dlpack": "from_dlpack", "apply": "autograd_function",
+}  # fmt: skip
 
 
 def _name_set(text: str) -> frozenset[str]:
@@ -127,7 +99,7 @@ EXCLUDED = {
 }
 DATA_QUERIES = frozenset(["is_nonzero"])
 
-_KINDS: dict[str, Kind] = {
+_KIND_BY_TYPE_NAME: dict[str, Kind] = {
     "builtin_function_or_method": "function",
     "method_descriptor": "method",
     "getset_descriptor": "getset",
@@ -137,7 +109,7 @@ _KINDS: dict[str, Kind] = {
 
 
 def why_excluded(called: Any) -> str | None:
-    """Return why a native callable of torch is not an operator, or None for an operator."""
+    """Return why a native callable of torch is not an operator, in words; None for an operator."""
     name: str = getattr(called, "__name__", str(called))
     if type(called).__name__ == "getset_descriptor":
         return None if name in TENSOR_PROPERTIES else "metadata of a tensor"
@@ -157,21 +129,21 @@ def targets() -> tuple[Target, ...]:
 
 @cache
 def _all_targets() -> tuple[Target, ...]:
-    """Return the targets of torch and of its process groups, found once."""
+    """Return the native operators of torch and of its process groups; found once per process."""
     targets_by_id: dict[int, Target] = {}
     for called in _native_callables():
         # The types of native callables have no public names in Python.
-        kind = _KINDS.get(type(called).__name__)
+        kind = _KIND_BY_TYPE_NAME.get(type(called).__name__)
         if kind is None or id(called) in targets_by_id or why_excluded(called) is not None:
             continue
         name = called.__name__
         canonical = CANONICAL.get(name, name)
         targets_by_id[id(called)] = Target(called, kind, name, canonical, _is_inplace(canonical))
-    groups = (
+    targets_of_groups = (
         Target(called, "function", f"ProcessGroup.{method}", canonical, inplace=False)
         for method, canonical, called in collectives()
     )
-    return *targets_by_id.values(), *groups
+    return *targets_by_id.values(), *targets_of_groups
 
 
 @cache
@@ -186,19 +158,19 @@ def by_callable() -> dict[Any, Target]:
 
 
 def missing_paths() -> list[str]:
-    """Return the paths that this module reads and the running torch lacks."""
-    tensor = getattr(torch._C, "TensorBase", None)
-    function = getattr(torch._C, "_FunctionBase", None)
+    """Return the paths, such as "Tensor.T", that this module reads and the running torch lacks."""
+    tensor_class = getattr(torch._C, "TensorBase", None)
+    function_class = getattr(torch._C, "_FunctionBase", None)
     required: list[tuple[str, Any, str]] = [
         *(("torch._C", torch._C, name) for name in (*NAMESPACES, "TensorBase", "_FunctionBase")),
-        *(("Tensor", tensor, name) for name in (*SLOTS, *TENSOR_PROPERTIES)),
-        ("Function", function, "apply"),
+        *(("Tensor", tensor_class, name) for name in (*SLOTS, *TENSOR_PROPERTIES)),
+        ("Function", function_class, "apply"),
     ]
     return [f"{path}.{name}" for path, owner, name in required if not hasattr(owner, name)]
 
 
 def _native_callables() -> Iterator[Any]:
-    """Yield the native callables of torch's namespaces, of tensors and of autograd functions."""
+    """Yield the native callables of torch's namespaces, tensors and autograd functions, and other values."""
     native = torch._C
     for namespace in (getattr(native, name, None) for name in NAMESPACES):
         for name in dir(namespace):

@@ -1,4 +1,4 @@
-"""Operations on tensors for the core: isolated calls, straight-through values, writes, signatures."""
+"""Operations on tensors for the core: isolated calls, straight-through values, writes, keys of inputs."""
 
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -38,7 +38,7 @@ class GradOff:
 
 
 class TorchTensors:
-    """`TensorOps` of PyTorch."""
+    """`TensorOps` of PyTorch: the operations on tensors by which the core handles the values of ops."""
 
     has_symbolic_tensors = False
 
@@ -51,7 +51,7 @@ class TorchTensors:
         return GradOff()
 
     def version(self, value: Any) -> Any:
-        """Return a tensor's version; for a list, the version of each tensor in it."""
+        """Return a tensor's version, or those of the tensors in a list; None where there is none."""
         if isinstance(value, torch.Tensor):
             return None if value.is_inference() else value._version
         if isinstance(value, (list, tuple)):
@@ -73,12 +73,12 @@ class TorchTensors:
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """Call a routine with autograd off; a hot path, a third of the cost of `torch.no_grad`."""
-        before = torch.is_grad_enabled()
+        was_grad_enabled = torch.is_grad_enabled()
         try:
             torch._C._set_grad_enabled(False)
             return func(*values, **kwargs)
         finally:
-            torch._C._set_grad_enabled(before)
+            torch._C._set_grad_enabled(was_grad_enabled)
 
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
@@ -103,8 +103,9 @@ class TorchTensors:
         return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor; an empty tensor takes the shape of the value, as `out=` does.
+        """Copy a routine's value into the user's tensor; an empty one takes its shape, as `out=` does.
 
+        isolated: whether the gradient passes as if nothing was written; else it goes through the copy.
         Raises RoutineError for a value that is not a tensor, or that does not fit.
         """
         if not isinstance(value, torch.Tensor):
@@ -118,12 +119,12 @@ class TorchTensors:
         if has_overlap(target):  # `copy_` refuses a target whose elements share memory
             _without_gradient(_write_shared_cells, target, value)
             return
-        recorded = target.requires_grad and torch.is_grad_enabled()
+        is_recorded = target.requires_grad and torch.is_grad_enabled()
         # Torch cannot record a write into a tensor that `squeeze_` has made, nor into a strided nested one.
-        if recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
+        if is_recorded and (target.retains_grad or (target.is_nested and target.layout is torch.strided)):
             _without_gradient(target.detach().copy_, value)
         # Torch records no write into a leaf that is not a view; `is_leaf` may raise if nothing is recorded.
-        elif (recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
+        elif (is_recorded and not (target.is_leaf and not target._is_view())) or has_tangent(target):
             WriteThrough.apply(target, value)  # type: ignore[no-untyped-call]
         else:
             _without_gradient(target.copy_, value)
@@ -133,8 +134,8 @@ class TorchTensors:
 
         None where autograd records nothing or forbids hooks, or `find_saved_tensors` finds all saved tensors.
         """
-        allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
-        if not (torch.is_grad_enabled() and allowed()):
+        are_hooks_allowed = torch._C._autograd._saved_tensors_hooks_is_enabled  # type: ignore[attr-defined]
+        if not (torch.is_grad_enabled() and are_hooks_allowed()):
             return None
         tensors = [value for value in spread(values) if isinstance(value, torch.Tensor)]
         return SavingHooks(tensors) if any(map(self.may_hide_saved_tensors, tensors)) else None
@@ -144,15 +145,18 @@ class TorchTensors:
         return value._is_view() or has_hooks()
 
     def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedTensors:
-        """Return the written tensors that the nodes of inputs and outputs have saved."""
+        """Return the tensors in the memory of written ones that nodes of those and of outputs have saved.
+
+        Nothing is found with autograd off.
+        """
         if not torch.is_grad_enabled():
             return SavedTensors()
-        tensors = [value for value in written if isinstance(value, torch.Tensor)]
+        written_tensors = [value for value in written if isinstance(value, torch.Tensor)]
         results = [value for value in outputs if isinstance(value, torch.Tensor)]
-        return SavedAtNodes(tensors, [*tensors, *results])
+        return SavedAtNodes(written_tensors, [*written_tensors, *results])
 
     def detach_value(self, value: Any) -> Any:
-        """Return a tensor without its graph, also if it gets a graph later; a leaf is returned as it is.
+        """Return a value with its tensor, or the tensors in a list, detached; a leaf is returned as it is.
 
         So is a tensor that cannot be detached: under `is_grads_batched`, or of a class that raises.
         """
@@ -173,7 +177,7 @@ class TorchTensors:
         return as_class_of(value, value.clone()) if isinstance(value, torch.Tensor) else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype, rank and device of each tensor, also in lists."""
+        """Return dtype, rank and device of each tensor, also in lists; None for any other input."""
         # A hot path: `tuple` of a list is faster than of a generator.
         return tuple(
             [
@@ -184,7 +188,7 @@ class TorchTensors:
         )  # fmt: skip
 
     def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
-        """Return which tensors need a gradient, as bits; None where no node can be made.
+        """Return which tensors need a gradient, a bit for each; None with autograd off, or if no tensor does.
 
         The same for a call's arguments as for its inputs, which may have sizes gathered in a tuple.
         """
@@ -207,7 +211,7 @@ class TorchTensors:
     def restore_autodiff_roles(
         self, call_inputs: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], values: list[Any]
     ) -> list[Any]:
-        """Return the values of routines as autograd would see the outputs that they replace.
+        """Return the values of routines as leaves or results, as the outputs are that they replace.
 
         A new leaf, as `zeros(requires_grad=True)` returns it, is replaced by a leaf. Under no_grad an op's
         result needs no gradient, unless the op returned an input itself.
@@ -221,8 +225,8 @@ class TorchTensors:
         if not torch.is_grad_enabled():
             # If a routine replaced an input that the op returns, the gradient was of the program's own input.
             program_input_by_id = {
-                id(used): original
-                for original, used in zip(spread(call_inputs), spread(inputs), strict=False)
+                id(op_input): program_input
+                for program_input, op_input in zip(spread(call_inputs), spread(inputs), strict=False)
             }
             for i, (output, value) in enumerate(zip(outputs, new_values, strict=True)):
                 original = program_input_by_id.get(id(output), output)
@@ -233,12 +237,14 @@ class TorchTensors:
         return values if all(map(operator.is_, new_values, values)) else new_values
 
     def is_program_tensor(self, value: Any, inputs: Sequence[Any]) -> bool:
-        """Return True for an input, and for a leaf that needs a gradient, which an object may hold."""
+        """Return True for a tensor that the op has not made: an input, or a leaf that needs a gradient.
+
+        An op returns such a leaf from an object that holds it.
+        """
         if not isinstance(value, torch.Tensor):
             return False
-        return any(value is tensor for tensor in spread(inputs)) or (
-            value.requires_grad and not _has_node(value)
-        )
+        is_input = any(value is tensor for tensor in spread(inputs))
+        return is_input or (value.requires_grad and not _has_node(value))
 
     def flatten(self, outputs: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
         """Return an op's result as a list, and a function that puts a list back into its form."""
@@ -309,39 +315,41 @@ def _check_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 def _without_gradient(function: Callable[..., Any], *values: Any) -> Any:
     """Call a function with autograd off, as `torch.no_grad` does at three times the cost."""
-    before = torch.is_grad_enabled()
+    was_grad_enabled = torch.is_grad_enabled()
     try:
         torch._C._set_grad_enabled(False)
         return function(*values)
     finally:
-        torch._C._set_grad_enabled(before)
+        torch._C._set_grad_enabled(was_grad_enabled)
 
 
 def _write_recorded(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy a value, so that gradients go through it.
+    """Copy a value into a tensor, with autograd: gradients go on to the value.
 
-    After `retain_grad` and an op such as transpose_ torch records the write, and raises before it writes.
+    After `retain_grad` and an op such as transpose_ torch records the write, and raises before it writes: the
+    numbers are then written here.
     """
-    before = target.grad_fn
+    node_before = target.grad_fn
     try:
         target.copy_(value)
     except RuntimeError:
-        if not target.retains_grad or target.grad_fn is before:
+        if not target.retains_grad or target.grad_fn is node_before:
             raise
         _without_gradient(target.detach().copy_, value.detach())
 
 
 def _write_shared_cells(target: torch.Tensor, value: torch.Tensor) -> None:
-    """Write into a tensor several elements of which are one in memory, as `expand` makes it.
+    """Write into a tensor several elements of which are one memory cell, as after `expand`.
 
-    Raises RoutineError for different values at one place in memory.
+    Raises RoutineError for different values at one cell.
     """
-    # The flat index of each element's cell: elements that share a cell share an index.
-    size = target.untyped_storage().nbytes() // target.element_size()
-    index = torch.arange(size, device=target.device).as_strided(
+    cell_count = target.untyped_storage().nbytes() // target.element_size()
+    # Elements that share a cell have the same index.
+    cell_of_element = torch.arange(cell_count, device=target.device).as_strided(
         target.size(), target.stride(), target.storage_offset()
     )
-    target.detach().as_strided((size,), (1,), 0)[index] = value
+    cells = target.detach().as_strided((cell_count,), (1,), 0)
+    cells[cell_of_element] = value
     # Read back: a cell holds one value, so different values for it cannot all have been written.
     if not torch.equal(target.nan_to_num(), value.nan_to_num()):
         raise RoutineError(
@@ -356,10 +364,10 @@ def _cast_outside_autograd(original: torch.Tensor, value: torch.Tensor) -> torch
 
 
 def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` in the type of `original`.
+    """Return a routine's value in the element type of the tensor that it replaces; a quantized one as it is.
 
-    Raises RoutineError for another shape, a complex value for a real one, or numbers that an integer or
-    boolean type cannot hold.
+    Raises RoutineError for another shape, a complex value for a real one, an integer for a float, or numbers
+    that an integer or boolean type cannot hold.
     """
     _check_shape(original, value)
     if original.is_complex() != value.is_complex():

@@ -30,7 +30,7 @@ from ._levels import (
 )
 from ._saved_tensors import SavedAtNodes
 from ._storages import same_bits
-from ._straight_through import StraightThrough, recompute_stale_views, report_irreplaceable
+from ._straight_through import StraightThrough, recompute_stale_views, reports_irreplaceable
 from ._tensors import TorchTensors, cast_to_fit, shape_of
 
 _NODES_OF_AN_OP = 32
@@ -38,7 +38,7 @@ _NODES_OF_AN_OP = 32
 
 
 class TransformedTensors(TorchTensors):
-    """`TensorOps` of tensors that function transforms have wrapped; mixed into a driver before its class."""
+    """`TensorOps` of tensors that transforms of torch.func have wrapped; a mixin before a driver's class."""
 
     may_run_natively = False
 
@@ -60,7 +60,7 @@ class TransformedTensors(TorchTensors):
         return [self.version(value) for value in values]
 
     def have_equal_bits(self, value: Any, other: Any) -> bool:
-        """Return True if two tensors are of one kind and hold the same bits in all samples of a batch."""
+        """Return True if two tensors have the same batches, and the same bits in all samples."""
         if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
             return False
         # Within a transform no number can be read of a batch.
@@ -85,7 +85,7 @@ class TransformedTensors(TorchTensors):
         """Return a context that runs an op in place beside tensors that a routine may write later."""
         # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
         if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
-            return RunBeside()
+            return OpOnCopy()
         return super().saved_tensors_recorder(values)
 
     def find_saved_tensors(self, written: Sequence[Any], outputs: Sequence[Any]) -> SavedAtNodes:
@@ -94,9 +94,12 @@ class TransformedTensors(TorchTensors):
         return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)], _NODES_OF_AN_OP)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged."""
+        """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged.
+
+        An original whose place no value can take is returned itself, with a report.
+        """
         value = self._batched_like(original, self._cast_to_fit(original, value))
-        if report_irreplaceable(original):
+        if reports_irreplaceable(original):
             return original
         # Integers have no gradient, and an inference tensor enters no graph.  With `functionalize` nothing
         # is differentiated here.
@@ -106,14 +109,17 @@ class TransformedTensors(TorchTensors):
         return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor."""
+        """Copy a routine's value into the user's tensor, at the level of the tensor.
+
+        A tensor whose place no value can take stays as it is, with a report.
+        """
         if not isolated and is_functionalized() and isinstance(value, torch.Tensor):
             target.masked_scatter_(torch.ones_like(target, dtype=torch.bool), value)
             return
         if not isolated or not isinstance(value, torch.Tensor):
             super().write(target, value, isolated)
             return
-        if report_irreplaceable(target):
+        if reports_irreplaceable(target):
             return
         # The tensor as it was gets the gradient of the tensor as it is: no Function with a rule for vmap
         # can write into its argument.
@@ -139,14 +145,15 @@ class TransformedTensors(TorchTensors):
     def call_observer(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine that changes no value; explain what it cannot do under a transform.
+        """Call a routine that changes no value; its errors under a transform get a note.
 
-        A routine marked `all_samples` gets tensors with an axis for each batch, and the numbers of batches.
+        A routine marked `all_samples` gets tensors with an axis for each batch in front, and by the keyword
+        `batches` the number of such axes of each.
         """
         arguments = values
         if "all_samples" in marks(func):
-            arguments, batches = [_unwrapped_data(value) for value in values], _batch_counts(values)
-            kwargs = {**kwargs, "batches": batches} if any(batches) else kwargs
+            arguments, batch_counts = [_unwrapped_data(value) for value in values], _batch_counts(values)
+            kwargs = {**kwargs, "batches": batch_counts} if any(batch_counts) else kwargs
         with running_routine(arguments):
             return super().call_observer(func, arguments, kwargs)
 
@@ -158,24 +165,28 @@ class TransformedTensors(TorchTensors):
             return super().call_in_autodiff(func, values, kwargs)
 
 
-class RunBeside(SavedTensors):
-    """Runs an op in place on a copy, which the nodes of all levels save, and writes the result once more.
+class OpOnCopy(SavedTensors):
+    """Saved tensors of an op in place under transforms: it runs on a copy, which nodes of all levels save.
 
-    What the nodes of the levels below save cannot be found: those of a tangent are not at the tensor.
+    A routine may then write the program's tensor, though what the nodes below save cannot be found: those of
+    a tangent are not at the tensor.
     """
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op in place on a copy of its tensor; on the tensor if the op changes more than data."""
+        """Run an op in place on a copy of its tensor, and copy the result into the tensor, which is returned.
+
+        The op runs on the tensor itself if it does more than write numbers into one tensor.
+        """
         target = inputs[0]
         if tuple(call.target_positions) != (0,) or not isinstance(target, torch.Tensor):
             return call.invoke(inputs)
         if target.is_leaf and target.requires_grad:
             return call.invoke(inputs)  # which torch refuses, in its words
         copy = target.clone()
-        layout = copy.shape, copy.stride(), copy.dtype
+        form_before = copy.shape, copy.stride(), copy.dtype
         result = call.invoke([copy, *inputs[1:]])
         # An op such as `t_` has changed the shape of the copy: only a call on the tensor changes that one.
-        if result is not copy or (copy.shape, copy.stride(), copy.dtype) != layout:
+        if result is not copy or (copy.shape, copy.stride(), copy.dtype) != form_before:
             return call.invoke(inputs)
         return target.copy_(copy)
 
@@ -185,11 +196,16 @@ def _is_differentiable(tensor: torch.Tensor) -> bool:
 
 
 def _shape_of(value: Any) -> Hashable:
-    """Return the extents of a sample of a tensor, or of each tensor in a list; None for anything else."""
+    """Return the extents of a tensor or of each tensor in a list, without batches; None for anything else.
+
+    The shape of a tensor with batches or tangents lists these too.
+    """
     if isinstance(value, torch.Tensor):
-        sizes = tuple(batch_sizes(value))
-        derivatives = tuple(tangents(value)) if has_tangents() else ()
-        return BatchedShape(value.shape, sizes, derivatives) if sizes or derivatives else shape_of(value)
+        batches = tuple(batch_sizes(value))
+        value_tangents = tuple(tangents(value)) if has_tangents() else ()
+        if batches or value_tangents:
+            return BatchedShape(value.shape, batches, value_tangents)
+        return shape_of(value)
     if isinstance(value, (list, tuple)):
         return tuple([_shape_of(item) for item in value if isinstance(item, torch.Tensor)])
     return None
@@ -197,7 +213,7 @@ def _shape_of(value: Any) -> Hashable:
 
 @contextmanager
 def running_routine(values: Sequence[Any]) -> Iterator[None]:
-    """Run a routine within the context, and explain what it cannot do with values of a transform.
+    """Run a routine within the context; a note on its errors says what values of a transform cannot do.
 
     A routine whose values no transform has wrapped, such as a weight that the transform is not applied to,
     runs outside of all: what it makes and keeps is then no wrapper either.
@@ -226,7 +242,7 @@ def _unwrapped_data(value: Any) -> Any:
 
 
 def _batch_counts(values: Sequence[Any]) -> list[int]:
-    """Return the number of batches of each value; elements of lists and tuples count as values."""
+    """Return the number of batches of each value, 0 for no tensor; elements of lists count as values."""
     counts: list[int] = []
     for value in values:
         if isinstance(value, (list, tuple)):

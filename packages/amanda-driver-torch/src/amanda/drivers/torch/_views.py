@@ -1,4 +1,4 @@
-"""Views of tensors: which memory a tensor lies in, and copies of writes between tensors that share it."""
+"""Memory of tensors for the core, and ties, which copy writes between a routine's value and a view."""
 
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -35,7 +35,7 @@ class TorchViews(Views):
         self._level_ties: list[LevelTie] = []
 
     def memory(self, value: Any) -> Hashable:
-        """Return the storage of a strided tensor; None for one that consists of others."""
+        """Return the storage of a strided tensor, by address; None for a tensor that consists of others."""
         if type(value) is WrittenElements:
             value = value.tensor
         if type(value) in PLAIN:
@@ -63,16 +63,13 @@ class TorchViews(Views):
         return not innermost(value).untyped_storage().resizable()
 
     def create_tie(
-        self,
-        view: torch.Tensor,
-        value: torch.Tensor,
-        is_input: bool,
-        on_death: Callable[[Tie], None],
+        self, view: torch.Tensor, value: torch.Tensor, is_input: bool, on_death: Callable[[Tie], None],
         holders: Sequence[torch.Tensor] = (),
-    ) -> Tie:
+    ) -> Tie:  # fmt: skip
         """Link a value to a view; autograd records writes through the link unless the view is a `detach`.
 
         holders: tensors of the program of which the value is a part, such as the values of a sparse tensor.
+        is_input: whether the view is an input of the op.  on_death: called when the value's memory is gone.
         A link of wrapped tensors holds both of them; links of this kind that nothing uses any more end here.
         """
         if any(map(is_wrapped, (view, value, *holders))):
@@ -83,8 +80,10 @@ class TorchViews(Views):
             return tie
         if holders:
             return PartTie(self, view, value, holders, on_death)
-        is_known = is_input or (view._is_view() and (view._base is None or is_strided(view._base)))
-        return TensorTie(self, view, value, is_known, on_death)
+        is_known_to_autograd = is_input or (
+            view._is_view() and (view._base is None or is_strided(view._base))
+        )
+        return TensorTie(self, view, value, is_known_to_autograd, on_death)
 
     def copy_in_layout(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
@@ -108,17 +107,21 @@ class TorchViews(Views):
         return first.stride() == second.stride()
 
     def written_parts(self, values: Sequence[Any]) -> dict[Hashable, WrittenPart]:
-        """Return the elements that the tensors are of each storage, by storage."""
-        parts: dict[Hashable, WrittenPart] = {}
+        """Return the part of each storage that consists of written tensors' elements, by storage.
+
+        values: tensors, or `WrittenElements` of one, the only value in its storage.
+        """
+        part_by_memory: dict[Hashable, WrittenPart] = {}
         with without_transforms():
             for value in values:
                 memory = self.memory(value)
                 if type(value) is WrittenElements:
-                    parts[memory] = value.part()
+                    part_by_memory[memory] = value.part()
                     continue
                 tensor = with_batches_first(value)[1] if is_wrapped(value) else value
-                parts[memory] = parts[memory].add(tensor) if memory in parts else WrittenPart(tensor)
-        return parts
+                part = part_by_memory.get(memory)
+                part_by_memory[memory] = WrittenPart(tensor) if part is None else part.add(tensor)
+        return part_by_memory
 
 
 class TensorTie(Tie):
@@ -130,13 +133,9 @@ class TensorTie(Tie):
     """
 
     def __init__(
-        self,
-        views: TorchViews,
-        view: torch.Tensor,
-        value: torch.Tensor,
-        recorded: bool,
+        self, views: TorchViews, view: torch.Tensor, value: torch.Tensor, recorded: bool,
         on_death: Callable[[Tie], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Hold the memory of the view, and how the value lies in its own; on_death: called as that goes."""
         self._views = views
         self.ends = views.memory(value), views.memory(view)
@@ -156,6 +155,7 @@ class TensorTie(Tie):
         # By these the value is made again from its storage; a tensor here would keep the storage alive.
         self._empty_value = torch.empty(0, dtype=distinct_value.dtype, device=distinct_value.device)
         self._value_form = distinct_value.storage_offset(), distinct_value.size(), distinct_value.stride()
+        # Views that torch conjugates or negates only when it reads them.
         self._is_conj, self._is_neg = distinct_value.is_conj(), distinct_value.is_neg()
         self._versions = self._current_versions()
 
@@ -193,35 +193,36 @@ class TensorTie(Tie):
         """
         value, base = self._value(), self._base()
         if value is not None and self.value is None:
-            return None  # it was given other memory
+            return None  # the program gave the value other memory
         value_data, view_data = self._detached_value, self._distinct_view
         if value_data is None:
             return None
-        value_was_written = start == self.ends[0]
-        is_conjugate = False
+        value_memory, _ = self.ends
+        value_was_written = start == value_memory
+        are_conjugate = False
         if value_data.is_complex() and view_data.is_complex() and not written.tensor.is_complex():
             # The real or the imaginary parts alone may be written; a gradient goes on to the others.
-            is_conjugate = value_data.is_conj() != view_data.is_conj()
+            are_conjugate = value_data.is_conj() != view_data.is_conj()
             value_data, view_data = _real_pairs(value_data), _real_pairs(view_data)
-        marks = written.marks_in(value_data if value_was_written else view_data)
+        mask = written.mask_in(value_data if value_was_written else view_data)
         try:
-            if marks is not None and not marks.is_meta and not bool(marks.any()):
+            if mask is not None and not mask.is_meta and not bool(mask.any()):
                 return None  # the write was elsewhere in the storage
-            recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
+            is_recorded = self._recorded and written.tensor.requires_grad and torch.is_grad_enabled()
             # Recorded only if the write was: gradients then follow the copy to the other side.
-            with torch.set_grad_enabled(recorded or forward_ad._current_level >= 0):
+            with torch.set_grad_enabled(is_recorded or forward_ad._current_level >= 0):
                 value_side = _as_known_to_autograd(value_data, value, value_was_written, written)
                 view_side = view_data
                 if torch.is_grad_enabled():
                     view_side = _as_known_to_autograd(view_data, base, not value_was_written, written)
                 source, target = (value_side, view_side) if value_was_written else (view_side, value_side)
-                if is_conjugate:  # the two sides hold conjugate numbers
+                if are_conjugate:
                     real, imaginary = source[..., 0], source[..., 1]
                     source = torch.stack([real, -imaginary], -1)
-                if value_was_written and marks is not None and has_overlap(view_data):
-                    return _write_overlapping(base, view_data, source, marks)
-                target.copy_(source if marks is None else torch.where(marks, source, target))
-                return WrittenPart(target, marks)
+                if value_was_written and mask is not None and has_overlap(view_data):
+                    return _write_expanded_view(base, view_data, source, mask)
+                target.copy_(source if mask is None else torch.where(mask, source, target))
+                return WrittenPart(target, mask)
         finally:  # the copy itself must not count as a write of the program
             self._versions = self._current_versions()
 
@@ -233,13 +234,18 @@ class TensorTie(Tie):
         value = self._value()
         if value is not None and self.value is None:
             return None
-        (versions, view_version), (old_versions, old_view_version) = self._current_versions(), self._versions
-        if any(new is not None and new != old for new, old in zip(versions, old_versions, strict=True)):
+        value_versions, view_version = self._current_versions()
+        old_value_versions, old_view_version = self._versions
+        version_pairs = zip(value_versions, old_value_versions, strict=True)
+        if any(new is not None and new != old for new, old in version_pairs):
             return self._detached_value if value is None else value
         return self._full_view if view_version != old_view_version else None
 
     def turn_into_view(self) -> bool:
-        """Give the value the memory of the view, if that holds the same; return False if it does not."""
+        """Make the value a view of the view's memory; return False, and change nothing, if they differ.
+
+        True, too, if the value is gone.
+        """
         value, view = self.value, self._full_view
         if value is None:
             return True
@@ -264,13 +270,9 @@ class PartTie(TensorTie):
     """
 
     def __init__(
-        self,
-        views: TorchViews,
-        view: torch.Tensor,
-        value: torch.Tensor,
-        holders: Sequence[torch.Tensor],
+        self, views: TorchViews, view: torch.Tensor, value: torch.Tensor, holders: Sequence[torch.Tensor],
         on_death: Callable[[Tie], None],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Link a part to the view, unknown to autograd; the holders are held weakly."""
         self._holders = [weakref.ref(holder) for holder in holders]
         super().__init__(views, view, value, recorded=False, on_death=on_death)
@@ -292,12 +294,13 @@ class PartTie(TensorTie):
             return True
         if value.stride() != self._distinct_view.stride() or not _is_equal(value, self._distinct_view):
             return False
-        shift = self._distinct_view.storage_offset() - value.storage_offset()
+        # From a place in the memory of the value to the same place in that of the view.
+        offset_shift = self._distinct_view.storage_offset() - value.storage_offset()
         del value  # a tensor in the memory that the holders are about to leave
         for part in self._parts_in_memory():
             with torch.no_grad():
-                start = part.storage_offset() + shift
-                part.data = self._distinct_view.as_strided(part.size(), part.stride(), start)
+                offset = part.storage_offset() + offset_shift
+                part.data = self._distinct_view.as_strided(part.size(), part.stride(), offset)
         return not self._parts_in_memory()
 
     def _parts_in_memory(self) -> list[torch.Tensor]:
@@ -323,19 +326,23 @@ def _is_equal(value: torch.Tensor, view: torch.Tensor) -> bool:
     return value.is_meta or bool(((value == view) | ((value != value) & (view != view))).all())
 
 
-def _write_overlapping(
-    base: torch.Tensor | None, view: torch.Tensor, value: torch.Tensor, marks: torch.Tensor
+def _write_expanded_view(
+    base: torch.Tensor | None, view: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> WrittenPart:
-    """Write the marked elements of a value into an expanded view, then update the value's other rows."""
-    size = view.untyped_storage().nbytes() // view.element_size()
-    cells = (view if base is None else base).as_strided((size,), (1,), 0)
+    """Write elements of a value into an expanded view, then update the value's elements in the same cells.
+
+    base: of the view, known to autograd; None if it is gone.  mask: of the elements to write.
+    Returns the written cells of the view's storage.
+    """
+    cell_count = view.untyped_storage().nbytes() // view.element_size()
+    cells = (view if base is None else base).as_strided((cell_count,), (1,), 0)
     cells = cells.detach() if base is None else cells
-    written_index = strided_as(torch.arange(size, device=view.device), view)[marks]
-    cells[written_index] = value[marks]
-    flags = torch.zeros(size, dtype=torch.bool, device=view.device)
-    flags[written_index] = True
-    value.copy_(torch.where(strided_as(flags, view), strided_as(cells, view), value))
-    return WrittenPart(cells, flags)
+    written_cells = strided_as(torch.arange(cell_count, device=view.device), view)[mask]
+    cells[written_cells] = value[mask]
+    is_written = torch.zeros(cell_count, dtype=torch.bool, device=view.device)
+    is_written[written_cells] = True
+    value.copy_(torch.where(strided_as(is_written, view), strided_as(cells, view), value))
+    return WrittenPart(cells, is_written)
 
 
 def _version_of(tensor: torch.Tensor | None) -> int | None:
@@ -345,10 +352,10 @@ def _version_of(tensor: torch.Tensor | None) -> int | None:
 def _as_known_to_autograd(
     data: torch.Tensor, program_tensor: torch.Tensor | None, was_written: bool, written: WrittenPart
 ) -> torch.Tensor:
-    """Return `data`, which is outside autograd, as what autograd knows.
+    """Return elements outside autograd as a tensor that autograd knows, in the same memory.
 
-    program_tensor: the program's tensor that `data` is, or is a view of; None if that is gone. Then autograd
-    need only know what was written, and what reads that.
+    program_tensor: the program's tensor that has the elements; None if it is gone. The elements are then a
+    view of the tensor that was written, if this side was, and else stay outside autograd.
     """
     if program_tensor is not None:
         return _view_in_autograd(data, program_tensor)
@@ -358,9 +365,9 @@ def _as_known_to_autograd(
 
 
 def _view_in_autograd(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """Return the elements of `view` as a view of `base` that autograd knows; `base` itself if these are all.
+    """Return the elements of `view`, in the storage of `base`, as a view of `base` that autograd knows.
 
-    The two lie in one storage.
+    It is conjugated or negated as `view` is; `base` itself if both have the same elements.
     """
     if has_same_elements(view, base) and view.is_conj() == base.is_conj() and view.is_neg() == base.is_neg():
         return base
@@ -368,8 +375,8 @@ def _view_in_autograd(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
         base = _real_pairs(base)
     if view.is_complex() and not base.is_complex():  # the base may be the real part alone
         pairs = _real_pairs(view)
-        base = base.as_strided(pairs.size(), pairs.stride(), pairs.storage_offset())
-        new_view = torch.view_as_complex(base)
+        base_pairs = base.as_strided(pairs.size(), pairs.stride(), pairs.storage_offset())
+        new_view = torch.view_as_complex(base_pairs)
     else:
         new_view = base.as_strided(view.size(), view.stride(), view.storage_offset())
     new_view = new_view.conj() if view.is_conj() != new_view.is_conj() else new_view

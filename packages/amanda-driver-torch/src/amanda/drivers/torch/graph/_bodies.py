@@ -60,39 +60,40 @@ def analyse_bodies(
     symbols: GraphSymbols,
     make_rewriting: Callable[[GraphModule, GraphSymbols], FxRewriting],
 ) -> ControlFlowBodies | None:
-    """Run the bodies of a control flow op without data, bring their ops to the tools, and return the bodies.
+    """Run the bodies of a control flow op without data, have tools analyse their ops, and return the bodies.
 
-    None for other nodes, and if a body has no examples of its inputs.
-    make_rewriting: returns the rewriting of a body.
+    None for other nodes, for unexpected arguments, and if a body has no examples of its inputs.
+    node_runs: of the graph around the op.  make_rewriting: makes the rewriting of a body.
     """
     flow = _CONTROL_FLOW.get(str(node.target))
     operands = None if flow is None else flow.operands(node)
     if flow is None or operands is None:
         return None
-    weights = [
-        symbols.parameter_of(node_runs[value].value) if value in node_runs else None for value in operands
+    parameters = [
+        symbols.parameter_of(node_runs[operand].value) if operand in node_runs else None
+        for operand in operands
     ]
     bodies: dict[str, Body] = {}
     for i in flow.body_positions:
         name = str(getattr(node.args[i], "target", ""))
         body = getattr(module, name, None)
-        body_symbols = _symbols_of_body(body, weights) if isinstance(body, GraphModule) else None
+        body_symbols = _symbols_of_body(body, parameters) if isinstance(body, GraphModule) else None
         if body_symbols is None:
             return None
         bodies[name] = Body(make_rewriting(body_symbols.module, body_symbols))
     return ControlFlowBodies(node, flow, bodies)
 
 
-def _symbols_of_body(body: GraphModule, weights: Sequence[Any]) -> GraphSymbols | None:
-    """Return the inputs of a body without data; None if it has no examples of them.
+def _symbols_of_body(body: GraphModule, parameters: Sequence[Any]) -> GraphSymbols | None:
+    """Return the inputs of a body without data; None if the body has no examples of them.
 
-    weights: for each operand of the op, the parameter that it is, or None.
+    parameters: for each operand of the op, the parameter that it is, or None.
     """
     examples = [node.meta.get("example_value") for node in body.graph.nodes if node.op == "placeholder"]
     if any(example is None for example in examples):
         return None
     # Carried values and rows come before the operands, and none of them is a weight.
-    inputs = [None] * (len(examples) - len(weights)) + list(weights)
+    inputs = [None] * (len(examples) - len(parameters)) + list(parameters)
     return GraphSymbols(body, inputs, examples, [value is not None for value in inputs])
 
 
@@ -100,7 +101,7 @@ class Body:
     """One body of a control flow op, in which ops are rewritten as in the graph around it."""
 
     def __init__(self, rewriting: FxRewriting) -> None:
-        """Run the body without data, and bring its forward ops to the tools."""
+        """Run the body without data, and have the tools analyse its forward ops."""
         self.rewriting = rewriting
         with rewriting.symbols.without_data():
             self._node_runs = run_graph(
@@ -109,7 +110,7 @@ class Body:
         calls = (call for node_run in self._node_runs.values() for call in node_run.calls)
         self.backward_counts = Counter(type(node).__name__ for call in calls for node, _ in call.nodes)
         self._instrumented_nodes: dict[Node, InstrumentedCall] = {}
-        self._held_by_inner_bodies: dict[Node, Sequence[torch.Tensor]] = {}
+        self._held_tensors_by_inner_op: dict[Node, Sequence[torch.Tensor]] = {}
         rewriting.analyse_forward(self._node_runs)
 
     def is_changed(self) -> bool:
@@ -118,13 +119,13 @@ class Body:
         return any(map(bool, self.rewriting.steps())) or any(bodies.are_changed() for bodies in inner_bodies)
 
     def try_routines(self) -> list[torch.Tensor]:
-        """Try the routines of the body without data; return the tensors that they hold."""
+        """Try the routines of the body, and of bodies in it, without data; return the tensors they hold."""
         self._instrumented_nodes = self.rewriting.make_instrumented_nodes(self._node_runs)
-        self._held_by_inner_bodies = {
+        self._held_tensors_by_inner_op = {
             node: bodies.try_routines() for node, bodies in self.rewriting.bodies.items()
         }
         held_tensors = [call.held_tensors.tensors for call in self._instrumented_nodes.values()]
-        return list(chain(*held_tensors, *self._held_by_inner_bodies.values()))
+        return list(chain(*held_tensors, *self._held_tensors_by_inner_op.values()))
 
     def write_copy(self, held_tensors: Sequence[torch.Tensor]) -> GraphModule:
         """Return a copy of the body with routines in it; the tensors that these hold are its last inputs.
@@ -133,10 +134,10 @@ class Body:
         """
         copy = _BodyCopy(self.rewriting.module, self.rewriting.program, held_tensors)
         for node, call in self._instrumented_nodes.items():
-            names_of_weights = list(self._node_runs[node].module_tensors)
-            copy.replace_node(node, call, names_of_weights)
+            names_of_module_tensors = list(self._node_runs[node].module_tensors)
+            copy.replace_node(node, call, names_of_module_tensors)
         for node, bodies in self.rewriting.bodies.items():
-            bodies.write_into(copy, self._held_by_inner_bodies[node])
+            bodies.write_into(copy, self._held_tensors_by_inner_op[node])
         for node_run in self._node_runs.values():
             node_run.forget_symbols()
         return copy.finish()
@@ -147,7 +148,7 @@ class Body:
 
 
 class ControlFlowBodies:
-    """The bodies of one control flow op, by the name under which the graph has them."""
+    """The bodies of one control flow op in a graph, by the names of the graph's attributes that hold them."""
 
     def __init__(self, node: Node, flow: ControlFlow, bodies: Mapping[str, Body]) -> None:
         self.node = node
@@ -168,9 +169,9 @@ class ControlFlowBodies:
         copies = {name: body.write_copy(held_tensors) for name, body in self._bodies.items()}
         copy.replace_bodies(self.node, copies, self._flow.operands_position, held_tensors)
 
-    def left_out(self) -> Counter[str]:
+    def left_out_counts(self) -> Counter[str]:
         """Count the ops, by name, at which routines do not run."""
-        return sum((body.rewriting.left_out for body in self._bodies.values()), Counter[str]())
+        return sum((body.rewriting.left_out_counts for body in self._bodies.values()), Counter[str]())
 
     def backward_counts(self) -> Counter[str]:
         """Count the backward ops of the bodies by name."""

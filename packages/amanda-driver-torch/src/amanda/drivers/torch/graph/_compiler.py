@@ -58,18 +58,18 @@ class GraphGeneration:
     converters: by dynamo's callback.  region: number of a region of dynamo, so that graphs compiled here do
     not count against the limit on the user's graphs.
     histories: of what routines read, by the code that was compiled.
-    states: the state that was last in force, by whether autodiff is on.
+    state_by_autodiff: the state that was last in force, by whether autodiff is on.
     """
 
     _regions = count(1 << 20)
 
     def __init__(self) -> None:
-        self.states: dict[bool, State] = {}
+        self.state_by_autodiff: dict[bool, State] = {}
         self.graphs: list[CompiledGraph] = []
         self.entries = _CacheEntries()
         # Dynamo drops entries as their guarded object dies. It may be walking through its cache just now,
         # so the object outlives the generation until dynamo next asks for a callback.
-        finalize(self, _ENDED.append, self.entries).atexit = False
+        finalize(self, _ended_entries.append, self.entries).atexit = False
         self.converters: WeakKeyDictionary[Any, dict[bool, InstrumentingConverter]] = WeakKeyDictionary()
         limit = torch._dynamo.config.recompile_limit  # the user's, as it is outside of compilation
         self.histories: defaultdict[CodeType | None, ValueHistory] = defaultdict(
@@ -82,28 +82,27 @@ class _CacheEntries:
     """Stands for a generation in guards: dynamo drops the entries of its cache when this object ends."""
 
 
-_ENDED: list[_CacheEntries] = []
+_ended_entries: list[_CacheEntries] = []
 """Entries of generations that have ended; kept for a while, as dynamo may be walking through a cache."""
 
 
-def choose_callback(callback: Any, by_stance: Callable[[Any], Any]) -> Any:
-    """Return the callback for frames of a compiled callable: an instrumenting one if a scope asks for it.
+def choose_callback(callback: Any, choose_by_stance: Callable[[Any], Any]) -> Any:
+    """Return dynamo's callback for the frames of a compiled callable: one that instruments if a scope asks.
 
-    Else the callback that `by_stance` returns, or, where tools are disabled, `callback` itself.
+    Else the callback that `choose_by_stance` returns, or, where tools are disabled, `callback` itself.
     """
     if isinstance(callback, InstrumentingConverter):
         return callback
     activation = interceptor.ACTIVATION.get(None)
     state = activation.state if activation is not None else None
     if not instruments_compiled_code(state) or not TorchPatches.leaves_stance_to_scopes(eval_frame._stance):
-        return by_stance(callback)
-    # Tools are disabled here, or a routine or an op runs.
-    if interceptor.active() is None:
-        return by_stance(callback) if state.intercepts else callback
+        return choose_by_stance(callback)
+    if interceptor.active() is None:  # a routine or an op runs, or tools are disabled
+        return choose_by_stance(callback) if state.intercepts else callback
     if not isinstance(callback, CatchErrorsWrapper):
         state.report("a compiled callable", f"dynamo's {type(callback).__name__} captures no graph")
-        return by_stance(callback)
-    _ENDED.clear()  # dynamo looks for an entry only once it has the callback
+        return choose_by_stance(callback)
+    _ended_entries.clear()  # now, as dynamo looks for an entry only once it has the callback
     converter = _converter_of(state, callback)
     if converter.backend.has_own_region:
         set_eval_frame_isolate_recompiles_id(converter.generation.region)
@@ -114,22 +113,23 @@ def _converter_of(state: State, callback: Any) -> InstrumentingConverter:
     """Return the converter of a callback for the tools of a state, made when it is first needed."""
     stack = state.stack
     assert stack is not None
+    # Without caching nothing is shared with another call: each has a generation of its own.
     generation = stack.rewrites.get(GraphGeneration) if state.cache else GraphGeneration()
     if generation is None:
         generation = stack.rewrites[GraphGeneration] = GraphGeneration()
-    generation.states[state.autodiff] = state
-    converters = generation.converters.setdefault(callback, {})
-    if state.autodiff not in converters:
+    generation.state_by_autodiff[state.autodiff] = state
+    converter_by_autodiff = generation.converters.setdefault(callback, {})
+    if state.autodiff not in converter_by_autodiff:
         # The frame is dynamo's, three calls out: it holds the compiled callable as `fn`.
         function = sys._getframe(3).f_locals.get("fn")
         # In the user's region dynamo would find the code that it has compiled without tools.
-        needs_own_region = _has_compiled(unwrapped_backend(callback), function)
+        needs_own_region = _was_compiled_by(unwrapped_backend(callback), function)
         backend = InstrumentingBackend(callback, state.autodiff, generation, needs_own_region)
-        converters[state.autodiff] = InstrumentingConverter(callback, backend, generation)
-    return converters[state.autodiff]
+        converter_by_autodiff[state.autodiff] = InstrumentingConverter(callback, backend, generation)
+    return converter_by_autodiff[state.autodiff]
 
 
-def _has_compiled(backend: Any, function: Any) -> bool:
+def _was_compiled_by(backend: Any, function: Any) -> bool:
     """Return True if the user's backend has compiled a callable before, in a scope or outside."""
     entries = [
         entry for code in _codes_of(function) for entry in eval_frame._debug_get_cache_entry_list(code)
@@ -138,7 +138,7 @@ def _has_compiled(backend: Any, function: Any) -> bool:
 
 
 def _codes_of(function: Any) -> Iterator[CodeType]:
-    """Yield the code of a callable and of the functions that it wraps."""
+    """Yield the code objects of a callable, of a module's `forward`, and of the functions that they wrap."""
     while function is not None:
         owner = getattr(function, "__self__", None)
         if isinstance(owner, torch.nn.Module):
@@ -174,26 +174,30 @@ def unwrapped_backend(backend: Any) -> Any:
 
 
 class _ConvertedFrame(threading.local):
-    """The frame that dynamo converts on this thread."""
+    """Facts of the frame that dynamo converts on this thread.
+
+    prefix: path of the module whose code it runs.  model_ordinal: ordinal of the module, 0 for a function.
+    path_of: finds paths of parameters in the modules around it.
+    """
 
     code: CodeType | None = None
     prefix = ""
-    instance = 0
+    model_ordinal = 0
     path_of = ParameterPaths(())
 
     @contextmanager
-    def set_to(self, frame: Any) -> Iterator[None]:
-        """Hold the facts of a frame within the context, then those of the frame from before."""
-        outer_frame = self.code, self.prefix, self.instance, self.path_of
+    def describing(self, frame: Any) -> Iterator[None]:
+        """Hold the facts of a frame within the context, and then again those of the frame around it."""
+        outer_frame = self.code, self.prefix, self.model_ordinal, self.path_of
         # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
         receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
         subjects = interceptor.subjects()
         self.code, self.prefix, self.path_of = frame.f_code, module_path(subjects), ParameterPaths(subjects)
-        self.instance = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
+        self.model_ordinal = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
             yield
         finally:
-            self.code, self.prefix, self.instance, self.path_of = outer_frame
+            self.code, self.prefix, self.model_ordinal, self.path_of = outer_frame
 
 
 _frame = _ConvertedFrame()
@@ -226,7 +230,12 @@ class InstrumentingConverter:
             self._report_op_by_op(frame)
             return SKIP_ONCE
         try:
-            with _frame.set_to(frame), uninstrumented(), plain_module_calls(), self.backend.static_sizes():
+            with (
+                _frame.describing(frame),
+                uninstrumented(),
+                plain_module_calls(),
+                self.backend.static_sizes(),
+            ):
                 result = self._convert(frame, *args)
         except BaseException:
             # Dynamo wraps or swallows errors of a backend: the one noted there is raised as itself.
@@ -244,7 +253,7 @@ class InstrumentingConverter:
         return result
 
     def _report_op_by_op(self, frame: Any) -> None:
-        """Report that a compiled frame runs op by op."""
+        """Report that a compiled frame runs op by op, with the error for which it does."""
         failure = self._op_by_op[frame.f_code]
         self.backend.state.report(
             f"the compiled graph of {_function_name(frame.f_code)}",
@@ -302,7 +311,7 @@ class InstrumentingBackend:
     @property
     def state(self) -> State:
         """Return the state that was last in force."""
-        return self.generation.states[self._autodiff]
+        return self.generation.state_by_autodiff[self._autodiff]
 
     def static_sizes(self) -> AbstractContextManager[Any]:
         """Return a context in which each size gets a graph of its own, if tools decide by shapes."""
@@ -326,9 +335,9 @@ class InstrumentingBackend:
         An error of instrumenting is noted for the converter too, since dynamo would wrap it.
         """
         program = GraphProgram(self.state)
-        late = LateObservers(program) if _uses_aot_autograd(self.original) else None
+        late_observers = LateObservers(program) if _uses_aot_autograd(self.original) else None
         try:
-            instrumented = self._instrument(module, inputs, program, late)
+            instrumented = self._instrument(module, inputs, program, late_observers)
         except BaseException as error:
             self._failures.error = error
             raise
@@ -341,40 +350,46 @@ class InstrumentingBackend:
         _drop_from_inductor_cache(targets)  # targets from before: a backend may change the graph
         if program.traced:
             guard_by_reads(program, self.generation.histories[_frame.code])
-        graph = CompiledGraph(program, compiled, late)
+        graph = CompiledGraph(program, compiled, late_observers)
         self.generation.graphs.append(graph)
         if instrumented is None:
-            return _callable_for_dynamo(graph, compiled)
+            return _weak_runner(graph, compiled)
         guard_by_lifetime(self.generation.entries)
-        return _callable_for_dynamo(graph)
+        return _weak_runner(graph)
 
     def _report_differences(self, program: GraphProgram, instrumented: GraphModule) -> None:
         """Report in what a graph with routines may differ from the user's, by the backend."""
         user_backend = getattr(self.original, "compiler_fn", self.original)  # as torch.compile wraps it
         if not _is_from_torch(user_backend):
-            program.report(*_altered_nodes_entry(user_backend, instrumented))
+            program.report(*_replaced_nodes_entry(user_backend, instrumented))
         if program.gathers_observers and _backend_name(self.original).startswith("inductor"):
             program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
 
     def _instrument(
-        self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram, late: LateObservers | None
+        self,
+        module: GraphModule,
+        inputs: Sequence[Any],
+        program: GraphProgram,
+        late_observers: LateObservers | None,
     ) -> GraphModule | None:
-        """Return the graph of the converted frame with routines in it; None if tools insert none."""
+        """Return the frame's graph with routines in it, None if there are none; guard it by parameters."""
         module = inline_bodies(module) or module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        is_parameter = [isinstance(value, torch.nn.Parameter) for value in inputs]
-        is_weight = [
-            parameter or "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
-            for node, parameter in zip(placeholders, is_parameter, strict=True)
-        ]
-        guard_by_identity(
-            [node for node, parameter in zip(placeholders, is_parameter, strict=True) if parameter]
-        )
+        parameter_nodes, is_weight_by_input = [], []
+        for node, value in zip(placeholders, inputs, strict=True):
+            is_parameter = isinstance(value, torch.nn.Parameter)
+            if is_parameter:
+                parameter_nodes.append(node)
+            # Dynamo marks inputs that are the same tensor in each run, such as buffers.
+            is_static = "_dynamo_static_input_type" in (node.meta.get("tensor_dict") or {})
+            is_weight_by_input.append(is_parameter or is_static)
+        guard_by_identity(parameter_nodes)
         examples = [node.meta.get("example_value") for node in placeholders]
-        symbols = GraphSymbols(module, inputs, examples, is_weight)
+        symbols = GraphSymbols(module, inputs, examples, is_weight_by_input)
         rewriting = FxRewriting(
-            module, symbols, program, namespace(), _frame.prefix, _frame.instance,
-            history=self.generation.histories[_frame.code], path_of=_frame.path_of, late=late,
+            module, symbols, program, namespace(), _frame.prefix, _frame.model_ordinal,
+            history=self.generation.histories[_frame.code], path_of=_frame.path_of,
+            late_observers=late_observers,
         )  # fmt: skip
         return rewriting.rewrite()
 
@@ -402,20 +417,21 @@ def _function_name(code: CodeType | None) -> str:
     return str(getattr(code, "co_qualname", getattr(code, "co_name", "a function")))
 
 
-def _altered_nodes_entry(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
-    """Return a report's entry on a graph whose nodes a user's backend cannot all match by their targets."""
-    altered = [node for node in graph.graph.nodes if isinstance(node.target, InstrumentedCall)]
+def _replaced_nodes_entry(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
+    """Return a report's entry on nodes that patterns of a user's backend cannot match, as they call tools."""
+    replaced_nodes = [node for node in graph.graph.nodes if isinstance(node.target, InstrumentedCall)]
     code = getattr(backend, "__code__", None)
     return (
         f"graph given to the backend {getattr(backend, '__name__', type(backend).__name__)}",
-        f"{len(altered)} of its nodes are calls of tools around an op, which patterns over ops do not match",
+        f"{len(replaced_nodes)} of its nodes are calls of tools around an op, "
+        "which patterns over ops do not match",
         f"{code.co_filename}:{code.co_firstlineno}" if code is not None else "",
     )
 
 
 def _drop_from_inductor_cache(targets: Sequence[Any]) -> None:
     """Drop targets of nodes from a cache of inductor's that would hold them, and their tools, for ever."""
-    patterns = sys.modules.get("torch._inductor.fx_passes.misc_patterns")
+    patterns = sys.modules.get("torch._inductor.fx_passes.misc_patterns")  # absent if inductor has not run
     cache = getattr(getattr(patterns, "numpy_compat_normalization", None), "cache", {})
     for target in targets:
         if isinstance(target, InstrumentedCall):
@@ -426,9 +442,9 @@ class CompiledGraph:
     """A compiled graph with the reports, late observers and leaves that belong to each run."""
 
     def __init__(
-        self, program: GraphProgram, compiled: Callable[..., Any], late: LateObservers | None
+        self, program: GraphProgram, compiled: Callable[..., Any], late_observers: LateObservers | None
     ) -> None:
-        self._program, self._compiled, self._late = program, compiled, late
+        self._program, self._compiled, self._late_observers = program, compiled, late_observers
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph; in scopes that instrument graphs, also report and call late observers."""
@@ -438,8 +454,8 @@ class CompiledGraph:
         for entry in program.reports:  # again in each scope that runs the graph; a report drops repeats
             state.report(*entry)
         start = sequence_number()
-        if self._late:
-            outputs = self._late.run(self._compiled, args)
+        if self._late_observers:
+            outputs = self._late_observers.run(self._compiled, args)
         else:
             with interceptor.Suspension():
                 outputs = self._compiled(*args)
@@ -452,19 +468,17 @@ class CompiledGraph:
         return outputs
 
 
-def _callable_for_dynamo(
-    graph: CompiledGraph, fallback: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """Return a function for dynamo that runs a graph, and holds it weakly.
+def _weak_runner(graph: CompiledGraph, fallback: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """Return a function that runs a graph and holds it weakly, since dynamo keeps the function.
 
     fallback: runs instead once the graph's tools have ended.
     """
-    reference = ref(graph)
+    graph_reference = ref(graph)
 
     def run(*args: Any) -> Any:
-        call = reference() or fallback
+        run_graph = graph_reference() or fallback
         # Once the tools have ended, the backend equals no other: dynamo does not take this code for it.
-        assert call is not None
-        return call(*args)
+        assert run_graph is not None
+        return run_graph(*args)
 
     return run

@@ -72,12 +72,12 @@ def control(step: Callable[[], Any], model: torch.nn.Module, *tools: Tool) -> Co
     """
     state = _ModelState(model)
     try:
-        bare, bare_again = state.run(step), state.run(step)
+        plain, plain_again = state.run(step), state.run(step)
         with apply(*tools, compiled="instrument"):
             observed = state.run(step)
     finally:
         state.restore()
-    return Control(len(bare), list(_differences(bare, observed)), list(_differences(bare, bare_again)))
+    return Control(len(plain), list(_differences(plain, observed)), list(_differences(plain, plain_again)))
 
 
 class _ModelState:
@@ -88,8 +88,8 @@ class _ModelState:
         self._model = model
         self._tensors = {name: tensor.detach().clone() for name, tensor in _named_tensors(model)}
         self._gradients = {name: _copy_of(tensor.grad) for name, tensor in model.named_parameters()}
-        self._random = torch.get_rng_state()
-        self._devices = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+        self._cpu_generator_state = torch.get_rng_state()
+        self._device_generator_states = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
 
     def restore(self) -> None:
         """Set the model and the generators back to the state."""
@@ -98,20 +98,19 @@ class _ModelState:
                 tensor.copy_(self._tensors[name])
         for name, parameter in self._model.named_parameters():
             parameter.grad = _copy_of(self._gradients[name])
-        torch.set_rng_state(self._random)
-        if self._devices:
-            torch.cuda.set_rng_state_all(self._devices)
+        torch.set_rng_state(self._cpu_generator_state)
+        if self._device_generator_states:
+            torch.cuda.set_rng_state_all(self._device_generator_states)
 
     def run(self, step: Callable[[], Any]) -> dict[str, torch.Tensor]:
-        """Return the numbers of a run by their names."""
+        """Run a step from the state; return its outputs, the gradients and the model's tensors by name."""
         self.restore()
-        numbers = {f"output{keystr(path)}": tensor for path, tensor in tree_flatten_with_path(step())[0]}
-        numbers |= {f"gradient of {name}": tensor.grad for name, tensor in self._model.named_parameters()}
-        numbers |= dict(_named_tensors(self._model))
+        path_outputs, _ = tree_flatten_with_path(step())
+        values = {f"output{keystr(path)}": output for path, output in path_outputs}
+        values |= {f"gradient of {name}": tensor.grad for name, tensor in self._model.named_parameters()}
+        values |= dict(_named_tensors(self._model))
         return {
-            name: tensor.detach().clone()
-            for name, tensor in numbers.items()
-            if isinstance(tensor, torch.Tensor)
+            name: value.detach().clone() for name, value in values.items() if isinstance(value, torch.Tensor)
         }
 
 
@@ -125,7 +124,7 @@ def _copy_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Iterator[Difference]:
-    """Yield the tensors of two runs that differ in a bit, with the largest distance of two elements."""
+    """Yield the tensors of two runs that differ in a bit, with the largest distance; NaN for other shapes."""
     for name in {**first, **second}:
         if name not in first or name not in second or first[name].shape != second[name].shape:
             yield Difference(name, float("nan"))

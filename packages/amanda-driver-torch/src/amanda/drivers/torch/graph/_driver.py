@@ -28,7 +28,7 @@ NEEDS_NATIVE = "compiled callables run op by op in scopes; `python -m amanda` sa
 
 
 class GraphDriver(Driver):
-    """PyTorch, graph mode."""
+    """The driver of PyTorch's graph mode."""
 
     api = 2
     framework = "torch"
@@ -41,9 +41,12 @@ class GraphDriver(Driver):
         self.patches.when_imported(_RUNTIME, self._hide_ops_of_compiled_code)
 
     def _patch_callback_choice(self) -> None:
-        """Patch dynamo to choose a callback that instruments graphs in scopes that ask for it."""
+        """Patch dynamo to choose a callback that instruments graphs in scopes that ask for it.
+
+        Does nothing to a dynamo without stances, of which the driver of eager mode tells such scopes.
+        """
         module = sys.modules["torch._dynamo.eval_frame"]
-        if not dynamo_has_stances():  # the driver of eager mode says so to scopes that ask for graphs
+        if not dynamo_has_stances():
             return
         # Dynamo asks this function at each call of a compiled callable which callback its frames get.
         original = module._callback_from_stance
@@ -62,8 +65,12 @@ class GraphDriver(Driver):
             if is_control_flow(caller.f_locals.get("fn")):
                 return original(callback)  # bodies run op by op: torch compiles them for eager mode
             compiler = _compiler_module(activation.state)
-            by_stance = functools.partial(_callback_by_stance, original, activation.state, module, caller)
-            return by_stance(callback) if compiler is None else compiler.choose_callback(callback, by_stance)
+            choose_by_stance = functools.partial(
+                _callback_by_stance, original, activation.state, module, caller
+            )
+            if compiler is None:
+                return choose_by_stance(callback)
+            return compiler.choose_callback(callback, choose_by_stance)
 
         self.patches.set(module, "_callback_from_stance", callback_from_stance)
 
@@ -81,34 +88,34 @@ class GraphDriver(Driver):
 
 
 def _compiler_module(state: Any) -> ModuleType | None:
-    """Return the module that compiles instrumented graphs; None if no scope asks, or torch lacks parts.
+    """Return the module that compiles instrumented graphs; None if it cannot be imported, or need not be yet.
 
-    Reports what is lacking to a scope that asks.
+    It is imported for the first scope that asks.  What this torch lacks for it is reported to such scopes.
     """
     if not interceptor.NATIVE:
         if instruments_compiled_code(state):
             state.report("graphs of torch.compile without the native interceptor", NEEDS_NATIVE)
         return None
     # Imported late: the module needs dynamo, and names of it that older versions of torch lack.
-    name = f"{__package__}._compiler"
-    if sys.modules.get(name) is None and not instruments_compiled_code(state):
+    module_name = f"{__package__}._compiler"
+    if sys.modules.get(module_name) is None and not instruments_compiled_code(state):
         return None
-    lacking = missing_for_graphs()
-    if not lacking:
+    missing_names = missing_for_graphs()
+    if not missing_names:
         try:
-            return importlib.import_module(name)
+            return importlib.import_module(module_name)
         except (ImportError, AttributeError) as error:
-            lacking = (str(error),)
+            missing_names = (str(error),)
     if instruments_compiled_code(state):
         subject = f"graphs of torch.compile with torch {torch.__version__}"
-        state.report(subject, f"{GRAPHS_UNSUPPORTED} ({', '.join(lacking)})")
+        state.report(subject, f"{GRAPHS_UNSUPPORTED} ({', '.join(missing_names)})")
     return None
 
 
 def _runs_uninstrumented(stance: Any) -> bool:
     """Return True if no scope is in force here, or its tools are disabled: compiled code runs as it is.
 
-    False without the native interceptor, as dynamo would see stand-ins for torch's functions.
+    False under a stance of the user's, and without the native interceptor: dynamo would see stand-ins.
     """
     if not interceptor.NATIVE:
         return False
@@ -132,9 +139,10 @@ class _PlainCallback:
 def _callback_by_stance(
     original: Callable[[Any], Any], state: Any, dynamo: ModuleType, caller: FrameType, callback: Any
 ) -> Any:
-    """Return dynamo's callback for frames by its stance: the stance of the scope, or one set within it.
+    """Return dynamo's callback for frames by its stance, the scope's or the user's; None to run op by op.
 
-    Reports how compiled code runs.  caller: dynamo's frame, which names the compiled callable.
+    Reports how compiled code runs.  original: dynamo's function, which looks at the stance alone.
+    caller: dynamo's frame, which names the compiled callable.
     """
     frame_callback = original(callback)
     if frame_callback is None:

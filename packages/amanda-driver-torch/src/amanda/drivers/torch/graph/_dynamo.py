@@ -73,9 +73,9 @@ def guard_by_identity(nodes: Sequence[Any]) -> None:
 
 
 def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
-    """Guard the graph by the values that its routines read, so that a change retraces it.
+    """Guard the graph that dynamo compiles now by the values that its routines read: a change retraces it.
 
-    Reads that no guard can watch are reported.
+    Reads that no guard can watch are reported.  history: notes the reads, for later graphs of the code.
     """
     reads = program.reads
     reads.drop_changed_places()
@@ -83,7 +83,7 @@ def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
         program.report(*entry)
     history.record(reads)
     # Weakly: dynamo keeps guards as long as the user's function, which must not keep the tools alive.
-    reference = ref(reads)
+    reads_reference = ref(reads)
 
     def reads_hold(_: Any) -> bool:
         """Return True if all values that routines read are unchanged, or the graph runs without tools."""
@@ -91,7 +91,7 @@ def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
         state = None if activation is None else activation.state
         if not (instruments_compiled_code(state) and state.enabled):
             return True  # the graph runs without tools here, so their values do not matter
-        reads = reference()
+        reads = reads_reference()
         return reads is not None and reads.are_unchanged()
 
     def guard(builder: Any, new_guard: Any) -> None:
@@ -102,11 +102,11 @@ def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
     install_guard(GlobalStateSource().make_guard(guard))
 
 
-def guard_by_lifetime(entries: object) -> None:
-    """Make dynamo drop the entry that it is about to add once `entries`, held by a generation, ends."""
+def guard_by_lifetime(owner: object) -> None:
+    """Make dynamo drop the cache entry of the graph that it compiles now once another object is freed."""
 
     def guard(builder: Any, new_guard: Any) -> None:
-        builder.id_ref(entries, "tools of a scope")
+        builder.id_ref(owner, "tools of a scope")
 
     install_guard(GlobalStateSource().make_guard(guard))
 
@@ -121,9 +121,13 @@ def user_line_of(node: Node) -> str:
 
 def module_path_of(node: Node, prefix: str = "") -> str:
     """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
-    calls = [(_dotted_path(path), kind) for path, kind in (node.meta.get("nn_module_stack") or {}).values()]
     # The stack lists the enclosing modules from the outermost on, with full paths.
-    path = strip_wrappers_by_stack(calls[-1][0], calls) if calls else ""
+    module_stack = (node.meta.get("nn_module_stack") or {}).values()
+    calls = [(_dotted_path(path), module_class) for path, module_class in module_stack]
+    if not calls:
+        return prefix
+    innermost_path, _ = calls[-1]
+    path = strip_wrappers_by_stack(innermost_path, calls)
     return ".".join(part for part in (prefix, path) if part)
 
 

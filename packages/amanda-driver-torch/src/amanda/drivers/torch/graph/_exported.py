@@ -59,22 +59,19 @@ class ExportedFile(Artefact):
         """Rewrite the graph, and export it again, which makes routines operators of it.
 
         Nothing is exported if tools insert nothing, or if a routine would be called as Python: that is
-        refused.  Refusals and reports go to `inlining`.
+        refused.  inlining: the tools' state; gets refusals, reports, and actions whose results are stored.
         """
         module = self._program.module()
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
-        example = [node.meta.get("val") for node in placeholders]
-        program = GraphProgram(inlining.state, every=True)
-        stored: list[Action] = []
+        inputs = [node.meta.get("val") for node in placeholders]
+        program = GraphProgram(inlining.state, runs_outside_scopes=True)
+        actions_on_weights: list[Action] = []
         analysis = inlining.analysis(
-            TENSORS, lambda plan, facts: stored.extend(_actions_on_weights(plan, facts))
+            TENSORS, lambda plan, facts: actions_on_weights.extend(_actions_on_weights(plan, facts))
         )
-        op_namespace = Namespace(f"{namespace()}/static")
+        symbols, op_namespace = GraphSymbols(module, inputs, inputs), Namespace(f"{namespace()}/static")
         with apply():  # so that native calls are seen
-            rewriting = FxRewriting(
-                module, GraphSymbols(module, example, example), program, op_namespace, analysis=analysis
-            )
-            rewritten = rewriting.rewrite()
+            rewritten = FxRewriting(module, symbols, program, op_namespace, analysis=analysis).rewrite()
         for action, (facts, reason) in program.called_as_python.items():
             inlining.refuse(action, facts, reason)
         for subject, reason, where in program.reports:
@@ -87,7 +84,7 @@ class ExportedFile(Artefact):
         sizes = _dynamic_shapes(self._program, rewritten)
         self._exported = torch.export.export(rewritten, args, kwargs, dynamic_shapes=sizes, strict=False)
         store_constants(self._exported, self._program.constants)
-        for action in stored:
+        for action in actions_on_weights:
             inlining.record_stored(action)
 
     def _copy_example(self) -> tuple[Any, Any]:
@@ -104,7 +101,7 @@ class ExportedFile(Artefact):
         return args, kwargs
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the program, with `about`, on its tools, in a file of the archive."""
+        """Write the exported program to a file, with a note about its tools after the notes that it has."""
         assert self._exported is not None
         notes = [*json.loads(self._notes[NOTES_NAME] or "[]"), about]
         content = BytesIO()  # what PyTorch writes itself aborts the process when the disk is full
@@ -113,44 +110,44 @@ class ExportedFile(Artefact):
 
 
 def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
-    """Return the dynamic sizes of a program's inputs, in the form that `torch.export.export` takes."""
+    """Return the dynamic sizes of a program's inputs, as `torch.export.export` takes them; None without."""
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     # Parameters, buffers and constants come first among the placeholders.
-    user_values = values[len(values) - len(program.graph_signature.user_inputs) :]
-    dims: dict[str, Any] = {}
-    sizes_by_input = [_dynamic_sizes(value, program, dims) for value in user_values]
-    if not dims:
+    user_inputs = values[len(values) - len(program.graph_signature.user_inputs) :]
+    dim_by_size: dict[str, Any] = {}
+    sizes_by_input = [_dynamic_sizes(value, program, dim_by_size) for value in user_inputs]
+    if not dim_by_size:
         return None
     auto = torch.export.Dim.AUTO
-    if auto in dims.values():  # torch takes no named sizes beside it
+    if auto in dim_by_size.values():  # torch takes no named sizes beside it
         sizes_by_input = [None if sizes is None else dict.fromkeys(sizes, auto) for sizes in sizes_by_input]
     args, kwargs = tree_unflatten(sizes_by_input, program.call_spec.in_spec)
     names = inspect.signature(module.forward).parameters
     return dict(zip(names, [*args, *kwargs.values()], strict=True))
 
 
-def _dynamic_sizes(value: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
+def _dynamic_sizes(value: Any, program: ExportedProgram, dim_by_size: dict[str, Any]) -> Any:
     """Return the dynamic dimensions of an input by axis; None if it has none, or is not a tensor."""
     if not isinstance(value, torch.Tensor):
         return None
     symbolic_sizes = {i: size for i, size in enumerate(value.shape) if isinstance(size, torch.SymInt)}
-    return {i: _dimension(size, program, dims) for i, size in symbolic_sizes.items()} or None
+    return {i: _dimension(size, program, dim_by_size) for i, size in symbolic_sizes.items()} or None
 
 
-def _dimension(size: Any, program: ExportedProgram, dims: dict[str, Any]) -> Any:
+def _dimension(size: Any, program: ExportedProgram, dim_by_size: dict[str, Any]) -> Any:
     """Return the dimension of a size: named, with its range, if the size is one symbol, else `Dim.AUTO`.
 
-    dims: dimensions by the text of the size; a new one is added, as equal sizes share a dimension.
+    dim_by_size: by the text of a size; a new dimension is added, as equal sizes share a dimension.
     """
     name = str(size)
     if not name.isidentifier():
-        dims[name] = torch.export.Dim.AUTO
-    if name not in dims:
+        dim_by_size[name] = torch.export.Dim.AUTO
+    if name not in dim_by_size:
         ranges = {str(symbol): limits for symbol, limits in program.range_constraints.items()}
         lower = _range_end(ranges[name].lower) if name in ranges else None
         upper = _range_end(ranges[name].upper) if name in ranges else None
-        dims[name] = torch.export.Dim(name, min=lower, max=upper)
-    return dims[name]
+        dim_by_size[name] = torch.export.Dim(name, min=lower, max=upper)
+    return dim_by_size[name]
 
 
 def _range_end(value: Any) -> int | None:
@@ -159,10 +156,11 @@ def _range_end(value: Any) -> int | None:
 
 
 def _actions_on_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
-    """Yield the actions at an op whose routines get weights alone."""
+    """Yield the actions before an op whose routines get weights, or values computed from weights, alone."""
+    inputs = facts.inputs or []
     for action in plan.before:
-        values = [(facts.inputs or [])[i] for i in action.select or ()]
-        if values and all(_is_known_before_run(value, facts) for value in values):
+        selected_inputs = [inputs[i] for i in action.select or ()]
+        if selected_inputs and all(_is_known_before_run(value, facts) for value in selected_inputs):
             yield action
 
 
@@ -190,10 +188,11 @@ def store_constants(program: ExportedProgram, old_constants: Mapping[str, Any]) 
 
 
 class _ConstantFolder:
-    """Folding of a program's constants.
+    """Folding of values that depend on stored tensors of a program alone into such tensors.
 
-    values: of nodes that depend on stored tensors alone.  sources: for each computed node that depends on a
-    new constant, the placeholders that the node depends on.  new_placeholders: placeholders of new constants.
+    tensor_names: of stored tensors, by placeholder.  values: of nodes that depend on stored tensors alone.
+    sources: for each folded node, which depends on a new constant, the placeholders that it depends on.
+    new_placeholders: placeholders of new constants.
     """
 
     def __init__(self, program: ExportedProgram, old_constants: Mapping[str, Any]) -> None:
@@ -202,18 +201,18 @@ class _ConstantFolder:
         self.old_constants = old_constants
         placeholders = [node for node in program.graph.nodes if node.op == "placeholder"]
         specs = zip(placeholders, program.graph_signature.input_specs, strict=True)
-        self.targets = {node: spec.target for node, spec in specs if spec.kind in _TENSOR_KINDS}
+        self.tensor_names = {node: spec.target for node, spec in specs if spec.kind in _TENSOR_KINDS}
         # A buffer that the program writes has no constant value.
         changed = {*program.graph_signature.buffers_to_mutate.values()}
         self.values = {
             node: self._stored_tensor(name)
-            for node, name in self.targets.items()
+            for node, name in self.tensor_names.items()
             if name and name not in changed
         }
         self.new_placeholders = {
             node
             for node, value in self.values.items()
-            if self.targets[node] in program.constants
+            if self.tensor_names[node] in program.constants
             and not any(_are_equal(value, constant) for constant in old_constants.values())
         }
         self.sources: dict[Node, set[Node]] = {}
@@ -228,7 +227,7 @@ class _ConstantFolder:
             if not node.users:
                 self.program.graph.erase_node(node)
         self._drop_placeholders(
-            [node for node in self.targets if not node.users and self._may_be_dropped(node)]
+            [node for node in self.tensor_names if not node.users and self._may_be_dropped(node)]
         )
         self.program.graph.lint()
         self.program.graph_module.recompile()
@@ -236,17 +235,14 @@ class _ConstantFolder:
     def _compute_value(self, node: Node) -> None:
         """Compute a node's value if all its inputs have values and one depends on a new constant."""
         inputs = node.all_input_nodes
-        if (
-            node.op != "call_function"
-            or not inputs
-            or any(node_input not in self.values for node_input in inputs)
-        ):
+        have_values = all(input_node in self.values for input_node in inputs)
+        if node.op != "call_function" or not inputs or not have_values:
             return
-        sources = {
-            source
-            for node_input in inputs
-            for source in ({node_input} if node_input in self.targets else self.sources.get(node_input, ()))
-        }
+        sources: set[Node] = set()
+        for input_node in inputs:
+            sources |= (
+                {input_node} if input_node in self.tensor_names else self.sources.get(input_node, set())
+            )
         if not sources & self.new_placeholders:
             return
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
@@ -255,49 +251,51 @@ class _ConstantFolder:
         self.sources[node] = sources
 
     def _find_placeholders(self) -> dict[Node, Node]:
-        """Return the placeholder that takes the value of each folded node that the rest of the program reads.
+        """Return, for folded nodes that the rest of the program reads, the placeholder that takes the value.
 
-        A node without one stays computed, and what it depends on keeps its value.
+        A node without one stays computed, and the placeholders that it depends on keep their values.
         """
         last_nodes = [node for node in self.sources if any(user not in self.sources for user in node.users)]
         # What is returned stays computed, because the signature names outputs by their nodes.
         storable_nodes = [node for node in last_nodes if all(user.op != "output" for user in node.users)]
-        takers: dict[Node, Node] = {}
+        placeholder_by_node: dict[Node, Node] = {}
         for node in storable_nodes:
             candidates = [
                 placeholder
                 for placeholder in self.sources[node]
-                if self._can_take(placeholder, node, storable_nodes, takers)
+                if self._can_take(placeholder, node, storable_nodes, placeholder_by_node)
             ]
             if candidates:
                 # Weights first: their names are those of the model.
-                takers[node] = min(candidates, key=lambda candidate: candidate in self.new_placeholders)
-        while True:
-            read_placeholders = {
-                source for node in last_nodes if node not in takers for source in self.sources[node]
+                placeholder_by_node[node] = min(
+                    candidates, key=lambda candidate: candidate in self.new_placeholders
+                )
+        while True:  # a node that loses its placeholder stays computed, from placeholders that are then read
+            computed_nodes = [node for node in last_nodes if node not in placeholder_by_node]
+            read_placeholders = {source for node in computed_nodes for source in self.sources[node]}
+            remaining = {
+                node: placeholder
+                for node, placeholder in placeholder_by_node.items()
+                if placeholder not in read_placeholders
             }
-            remaining = {node: taker for node, taker in takers.items() if taker not in read_placeholders}
-            if len(remaining) == len(takers):
-                return takers
-            takers = remaining
+            if len(remaining) == len(placeholder_by_node):
+                return placeholder_by_node
+            placeholder_by_node = remaining
 
     def _can_take(
-        self,
-        placeholder: Node,
-        node: Node,
-        storable_nodes: Collection[Node],
-        takers: Mapping[Node, Node],
-    ) -> bool:
-        """Return True if a stored tensor can take a node's value: only folded nodes read it.
+        self, placeholder: Node, node: Node, storable_nodes: Collection[Node],
+        placeholder_by_node: Mapping[Node, Node],
+    ) -> bool:  # fmt: skip
+        """Return True if the tensor of a placeholder that only folded nodes read can take a node's value.
 
-        Nodes share it if their values are equal; a weight only if those of all that depend on it are.
-        takers: placeholders of the nodes so far.
+        Nodes share a new constant if their values are equal; a weight only if the values of all nodes that
+        depend on it are.  placeholder_by_node: what nodes have so far.
         """
         if any(user not in self.sources for user in placeholder.users):
             return False
         value, stored_value = self.values[node], self.values[placeholder]
         if placeholder in self.new_placeholders:
-            sharing_nodes = [other for other, taker in takers.items() if taker is placeholder]
+            sharing_nodes = [other for other, taken in placeholder_by_node.items() if taken is placeholder]
         elif stored_value.shape == value.shape and stored_value.dtype == value.dtype:
             sharing_nodes = [other for other in storable_nodes if placeholder in self.sources[other]]
         else:
@@ -306,7 +304,7 @@ class _ConstantFolder:
 
     def _move_value_to_placeholder(self, node: Node, placeholder: Node) -> None:
         """Write a node's value over a placeholder's tensor, which the rest of the program reads instead."""
-        name = str(self.targets[placeholder])
+        name = str(self.tensor_names[placeholder])
         old_value = self._stored_tensor(name)
         new_value = self.values[node].detach().clone()
         if isinstance(old_value, torch.nn.Parameter):
@@ -323,12 +321,12 @@ class _ConstantFolder:
 
     def _may_be_dropped(self, node: Node) -> bool:
         """Return True for a constant, new or old; weights stay in the program also if nothing reads them."""
-        return node in self.new_placeholders or self.targets[node] in self.old_constants
+        return node in self.new_placeholders or self.tensor_names[node] in self.old_constants
 
     def _drop_placeholders(self, nodes: Sequence[Node]) -> None:
         """Drop placeholders with their tensors and their entries in the signature."""
         signature, program = self.program.graph_signature, self.program
-        dropped_names = {str(self.targets[node]) for node in nodes}
+        dropped_names = {str(self.tensor_names[node]) for node in nodes}
         signature.input_specs[:] = [
             spec for spec in signature.input_specs if spec.target not in dropped_names
         ]

@@ -25,17 +25,17 @@ _checkpoint_numbers = count(1 << 40)  # apart from those that torch gives to che
 
 
 class GraphCopy:
-    """Copy of a graph, in which nodes are replaced.
+    """Copy of an FX graph, in which calls with routines replace nodes, and other bodies those of ops.
 
     calls_python: whether a routine is called as Python.  The copy then makes a token for each execution.
     """
 
     def __init__(self, module: GraphModule, program: GraphProgram, calls_python: bool) -> None:
         """Copy the graph, with what dynamo has left on the module and on the nodes."""
-        self._twins: dict[Node, Node] = {}
-        self._held_nodes: dict[int, Node] = {}
+        self._copy_by_node: dict[Node, Node] = {}
+        self._held_nodes: dict[int, Node] = {}  # of tensors that routines hold, by `id`
         graph = Graph()
-        copied: Any = graph.graph_copy(module.graph, self._twins, return_output_node=True)
+        copied: Any = graph.graph_copy(module.graph, self._copy_by_node, return_output_node=True)
         output, output_node = copied  # without its output node, whose metadata is copied below
         graph.output(output).meta = copy(output_node.meta)
         graph._codegen = module.graph._codegen
@@ -43,76 +43,77 @@ class GraphCopy:
         # Backends read what dynamo leaves on the module and on the nodes; graph_copy copies neither.
         for name, value in vars(module).items():
             self._module.__dict__.setdefault(name, value)
-        for node, twin in self._twins.items():
+        for node, copied_node in self._copy_by_node.items():
             if hasattr(node, "_dynamo_source"):
-                twin._dynamo_source = node._dynamo_source
-        self._first = next(node for node in graph.nodes if node.op != "placeholder")
+                copied_node._dynamo_source = node._dynamo_source
+        self._first_op = next(node for node in graph.nodes if node.op != "placeholder")
         self._token: Node | None = None
         if calls_python:
-            with graph.inserting_before(self._first):
+            with graph.inserting_before(self._first_op):
                 self._token = graph.call_function(custom_ops().begin.default, (program.number,))
 
     def replace_node(
-        self, node: Node, instrumented: InstrumentedCall, attributes: Sequence[str] = ()
+        self, node: Node, instrumented: InstrumentedCall, attribute_names: Sequence[str] = ()
     ) -> None:
-        """Replace a node by a call, with the node's inputs and attributes of the module."""
-        twin = self._twins[node]
-        inputs = list(twin.all_input_nodes)
-        inputs += [self._insert_attribute(name) for name in attributes]
-        with self._module.graph.inserting_before(twin):
+        """Replace a node in the copy by a call on the node's inputs and on attributes of the module."""
+        copied_node = self._copy_by_node[node]
+        inputs = list(copied_node.all_input_nodes)
+        inputs += [self._insert_attribute(name) for name in attribute_names]
+        with self._module.graph.inserting_before(copied_node):
             call_node = self._insert_call(instrumented, inputs)
-        call_node.meta = copy(twin.meta)
-        twin.replace_all_uses_with(call_node)
-        if twin is self._first:
-            self._first = call_node  # an erased node cannot mark where to insert others
-        self._module.graph.erase_node(twin)
+        call_node.meta = copy(copied_node.meta)
+        copied_node.replace_all_uses_with(call_node)
+        if copied_node is self._first_op:
+            self._first_op = call_node  # an erased node cannot mark where to insert others
+        self._module.graph.erase_node(copied_node)
 
     def insert_before_readers(self, node: Node, instrumented: InstrumentedCall) -> None:
-        """Insert a call between a node and all its readers."""
-        twin = self._twins[node]
-        readers = list(twin.users)
-        with self._module.graph.inserting_before(self._first if twin.op == "placeholder" else twin.next):
-            call_node = self._insert_call(instrumented, [twin])
-        call_node.meta = copy(twin.meta)
+        """Insert a call on a node's value, whose result all readers of the node get instead."""
+        copied_node = self._copy_by_node[node]
+        readers = list(copied_node.users)
+        with self._module.graph.inserting_before(
+            self._first_op if copied_node.op == "placeholder" else copied_node.next
+        ):
+            call_node = self._insert_call(instrumented, [copied_node])
+        call_node.meta = copy(copied_node.meta)
         for reader in readers:
-            reader.replace_input_with(twin, call_node)
+            reader.replace_input_with(copied_node, call_node)
 
     def replace_bodies(
-        self,
-        node: Node,
-        bodies: Mapping[str, GraphModule],
-        position: int | None,
+        self, node: Node, body_by_name: Mapping[str, GraphModule], operands_position: int | None,
         held_tensors: Sequence[torch.Tensor],
-    ) -> None:
-        """Replace bodies of a higher-order op by name, and append tensors to the operands at a position.
+    ) -> None:  # fmt: skip
+        """Replace the bodies of a higher-order op by others, and append tensors to its operands.
 
-        position: of a tuple of operands; None if the last arguments are the operands.
+        body_by_name: by the old body's attribute name.  operands_position: of the tuple of operands among the
+        arguments; None if the last arguments are the operands.
         """
-        twin = self._twins[node]
-        args: list[Any] = list(twin.args)
-        for name, body in bodies.items():
+        copied_node = self._copy_by_node[node]
+        args: list[Any] = list(copied_node.args)
+        for name, body in body_by_name.items():
             new_name = f"amanda_{name}_{node.name}"
             setattr(self._module, new_name, body)
-            with self._module.graph.inserting_before(twin):
+            with self._module.graph.inserting_before(copied_node):
                 body_node = self._module.graph.get_attr(new_name)
             args = [body_node if getattr(arg, "target", None) == name else arg for arg in args]
         held_nodes = [self._node_of_held_tensor(tensor) for tensor in held_tensors]
-        if position is None:
+        if operands_position is None:
             args += held_nodes
         else:
-            args[position] = (*args[position], *held_nodes)
-        twin.args = tuple(args)
+            args[operands_position] = (*args[operands_position], *held_nodes)
+        copied_node.args = tuple(args)
 
     def insert_before_output(self, instrumented: InstrumentedCall) -> bool:
         """Insert a call on the first output of the graph; return False if the graph has no output."""
-        output = next(iter(reversed(self._module.graph.nodes)))
-        outputs = output.all_input_nodes[:1]
-        for value in outputs:
-            with self._module.graph.inserting_before(output):
-                call_node = self._insert_call(instrumented, [value])
-            call_node.meta = copy(value.meta)
-            output.replace_input_with(value, call_node)
-        return bool(outputs)
+        output_node = _output_of(self._module)
+        if not output_node.all_input_nodes:
+            return False
+        first_output = output_node.all_input_nodes[0]
+        with self._module.graph.inserting_before(output_node):
+            call_node = self._insert_call(instrumented, [first_output])
+        call_node.meta = copy(first_output.meta)
+        output_node.replace_input_with(first_output, call_node)
+        return True
 
     def finish(self) -> GraphModule:
         """Return the copy as a module."""
@@ -126,7 +127,7 @@ class GraphCopy:
         return self._module.graph.call_function(instrumented, (self._token, *held_nodes, *inputs))
 
     def _node_of_held_tensor(self, tensor: torch.Tensor) -> Node:
-        """Return the node of a tensor that routines hold, which becomes an attribute of the module."""
+        """Return the node of a tensor that routines hold; the first time, make an attribute of the tensor."""
         if id(tensor) not in self._held_nodes:
             name = f"amanda_held_{len(self._held_nodes)}"
             if isinstance(tensor, torch.nn.Parameter):
@@ -139,7 +140,7 @@ class GraphCopy:
     def _insert_attribute(self, name: str) -> Node:
         """Insert a node of an attribute of the module before all calls."""
         # Several calls may hold the same tensor.
-        with self._module.graph.inserting_before(self._token or self._first):
+        with self._module.graph.inserting_before(self._token or self._first_op):
             return self._module.graph.get_attr(name)
 
 
@@ -155,8 +156,8 @@ def inline_bodies(module: GraphModule) -> GraphModule | None:
     target.graph._codegen = module.graph._codegen
     for name, value in vars(module).items():
         target.__dict__.setdefault(name, value)  # what dynamo leaves on the module
-    twins: dict[Node, Any] = {}
-    output = _copy_nodes(module, target, twins, prefix="", checkpoint=None)
+    copy_by_node: dict[Node, Any] = {}
+    output = _copy_nodes(module, target, copy_by_node, prefix="", checkpoint=None)
     target.graph.output(output).meta = copy(_output_of(module).meta)
     for node in list(target.graph.nodes):
         if node.op == "get_attr" and not node.users:  # a body
@@ -167,51 +168,56 @@ def inline_bodies(module: GraphModule) -> GraphModule | None:
 
 
 def _copy_nodes(
-    module: GraphModule, target: GraphModule, twins: dict[Node, Any], prefix: str, checkpoint: int | None
-) -> Any:
-    """Copy the nodes of a module's graph, and of the bodies in it; return what the graph returns.
-
-    twins: the copy of each node, which is filled here; of a call of a body, what the body returns.
-    prefix: of names of the module's attributes in the target.  checkpoint: number of the checkpoint around
-    the nodes.
-    """
-    for node in module.graph.nodes:
-        if node.op == "output" or node in twins:
-            continue
-        body = _inlinable_body(node, module)
-        if body is not None:
-            twins[node] = _copy_body(node, body, target, twins, prefix, checkpoint)
-            continue
-        element = _element_of_body_result(node, twins)
-        if element is not None:
-            twins[node] = element
-            continue
-        twin = twins[node] = target.graph.node_copy(node, twins.__getitem__)
-        if hasattr(node, "_dynamo_source"):
-            twin._dynamo_source = node._dynamo_source
-        if node.op in ("get_attr", "call_module") and prefix:
-            twin.target = f"{prefix}{node.target}".replace(".", "_")
-            setattr(target, twin.target, _attribute_value(module, str(node.target)))
-        if checkpoint is not None:
-            twin.meta["recompute"], twin.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, checkpoint
-    return torch.fx.node.map_arg(_output_of(module).args[0], twins.__getitem__)
-
-
-def _copy_body(
-    node: Node,
-    body: GraphModule,
+    module: GraphModule,
     target: GraphModule,
-    twins: dict[Node, Any],
+    copy_by_node: dict[Node, Any],
     prefix: str,
     checkpoint: int | None,
 ) -> Any:
+    """Copy the nodes of a module's graph into the target, and bodies in the place of their calls.
+
+    Returns what the graph returns, in nodes of the target.
+    copy_by_node: the copy of each node, which is filled here; of a call of a body, what the body returns.
+    prefix: of names of the module's attributes in the target.  checkpoint: number of the one around.
+    """
+    for node in module.graph.nodes:
+        if node.op == "output" or node in copy_by_node:
+            continue
+        body = _inlinable_body(node, module)
+        if body is not None:
+            copy_by_node[node] = _copy_body(node, body, target, copy_by_node, prefix, checkpoint)
+            continue
+        element = _element_of_body_result(node, copy_by_node)
+        if element is not None:
+            copy_by_node[node] = element
+            continue
+        copied_node = copy_by_node[node] = target.graph.node_copy(node, copy_by_node.__getitem__)
+        if hasattr(node, "_dynamo_source"):
+            copied_node._dynamo_source = node._dynamo_source
+        if node.op in ("get_attr", "call_module") and prefix:
+            copied_node.target = f"{prefix}{node.target}".replace(".", "_")
+            setattr(target, copied_node.target, _attribute_value(module, str(node.target)))
+        if checkpoint is not None:
+            copied_node.meta["recompute"], copied_node.meta["ac_graph_id"] = (
+                CheckpointPolicy.PREFER_RECOMPUTE,
+                checkpoint,
+            )
+    return torch.fx.node.map_arg(_output_of(module).args[0], copy_by_node.__getitem__)
+
+
+def _copy_body(
+    node: Node, body: GraphModule, target: GraphModule, copy_by_node: dict[Node, Any], prefix: str,
+    checkpoint: int | None,
+) -> Any:  # fmt: skip
     """Copy the nodes of a body to the place of its call; return what the body returns."""
-    placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
-    operands = torch.fx.node.map_arg(tuple(_operands(node)), twins.__getitem__)
-    inner_twins: dict[Node, Any] = dict(zip(placeholders, operands, strict=True))
+    placeholders = [body_node for body_node in body.graph.nodes if body_node.op == "placeholder"]
+    operands = torch.fx.node.map_arg(tuple(_operands(node)), copy_by_node.__getitem__)
+    copy_by_inner_node: dict[Node, Any] = dict(zip(placeholders, operands, strict=True))
     if str(node.target) == _CHECKPOINT:
         checkpoint = next(_checkpoint_numbers)
-    return _copy_nodes(body, target, inner_twins, prefix=f"{prefix}{node.name}_", checkpoint=checkpoint)
+    return _copy_nodes(
+        body, target, copy_by_inner_node, prefix=f"{prefix}{node.name}_", checkpoint=checkpoint
+    )
 
 
 def _inlinable_body(node: Node, module: GraphModule) -> GraphModule | None:
@@ -237,22 +243,23 @@ def _operands(node: Node) -> Any:
     return node.args[2:] if str(node.target) == _REGION else node.args[1:]
 
 
-def _element_of_body_result(node: Node, twins: dict[Node, Any]) -> Any:
-    """Return the value that a node takes out of what a body returns; None for other nodes."""
+def _element_of_body_result(node: Node, copy_by_node: dict[Node, Any]) -> Any:
+    """Return what stands for a node that takes an element out of a body's result; None for other nodes."""
     if node.target is not getitem:
         return None
     arguments: Any = node.args
     container, index = arguments
-    returned = twins.get(container)
-    return returned[index] if isinstance(returned, (tuple, list)) else None
+    body_result = copy_by_node.get(container)
+    return body_result[index] if isinstance(body_result, (tuple, list)) else None
 
 
 def _output_of(module: GraphModule) -> Node:
-    output: Node = next(iter(reversed(module.graph.nodes)))
-    return output
+    output_node: Node = next(iter(reversed(module.graph.nodes)))
+    return output_node
 
 
 def _attribute_value(module: GraphModule, target: str) -> Any:
+    """Return the attribute of a module that a `get_attr` node names by a dotted path."""
     value: Any = module
     for part in target.split("."):
         value = getattr(value, part)

@@ -53,9 +53,9 @@ def instrument(module: GraphModule, *tools: Tool, example: Sequence[Any] | None 
     inputs = _inputs_for_analysis(names, symbols, example)
     if any(symbol is None for symbol in symbols):
         symbols = inputs
-    # `every`: the copy runs its routines outside of scopes too, so the scope here is for the analysis alone.
+    # The copy runs its routines outside of scopes, so the scope here is for the analysis alone.
     with apply(*tools) as scope:
-        program = GraphProgram(State.current(), every=True)
+        program = GraphProgram(State.current(), runs_outside_scopes=True)
         body = inline_bodies(module) or module
         rewriting = FxRewriting(body, GraphSymbols(body, inputs, symbols), program, namespace())
         instrumented = rewriting.rewrite()
@@ -72,6 +72,7 @@ def _inputs_for_analysis(
 ) -> Sequence[Any]:
     """Return the values of the example, or the graph's symbols if there is no example.
 
+    names: of the graph's inputs.  symbols: their values without data, None where unknown.
     Raises AmandaError for an example of another number of values, or if values are missing.
     """
     if example is not None:

@@ -22,25 +22,25 @@ from ._routines import NodeRoutines
 
 
 class BackwardSite(NamedTuple):
-    """A backward op with its facts and its actions."""
+    """A backward op with its facts, and the actions of tools at it."""
 
     facts: OpFacts
-    plan: Actions
+    actions: Actions
 
 
 class OpStep:
-    """A native op with its facts and its actions.
+    """A native op of a node with its facts, and the actions of tools at it.
 
-    backward: by the backward op's place among those of the op.
+    backward: backward ops with actions, by the backward op's place among those of the op.
     """
 
-    def __init__(self, facts: OpFacts, plan: Actions) -> None:
+    def __init__(self, facts: OpFacts, actions: Actions) -> None:
         self.facts = facts
-        self.plan = plan
+        self.actions = actions
         self.backward: dict[int, BackwardSite] = {}
 
     def __bool__(self) -> bool:
-        return bool(self.plan or self.backward)
+        return bool(self.actions or self.backward)
 
 
 class InstrumentedCall:
@@ -83,6 +83,7 @@ class InstrumentedNode(InstrumentedCall):
 
     def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
         """Run the node's native ops with the routines at them, and return the node's value."""
+        # The inputs of the node, then the results of its ops: slots of templates are indices of this list.
         slot_values = tree_flatten(list(values))[0]
         for call, step in zip(self.replay.calls, self.steps, strict=True):
             args, kwargs = fill_template((call.args, call.kwargs), slot_values)
@@ -95,40 +96,40 @@ class InstrumentedNode(InstrumentedCall):
 
 
 def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
-    """Run a native op with its routines, and hook its backward ops."""
-    plan, facts = step.plan, step.facts
-    inputs = routines.run_all(plan.before, call.inputs, facts, call.written_positions)
+    """Run a native op with its routines, and hook its backward ops; return the op's outputs."""
+    # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
+    actions, facts = step.actions, step.facts
+    inputs = routines.run_all(actions.before, call.inputs, facts, call.written_positions)
     target = inputs[0] if _is_changed_in_place(step, call, inputs) else None
     if target is not None:
         # The op may save its result for the backward op: the op writes a clone, and the routine's value
         # goes into the target.
         inputs = [target.clone(), *inputs[1:]]
-    start = sequence_number()
-    outputs = NotImplemented
-    # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
-    if plan.replace is not None:
-        outputs = routines.replace_op(plan.replace, call, inputs, facts)
+    first_number = sequence_number()
+    outputs = NotImplemented  # as a replacement returns that leaves the op to torch
+    if actions.replace is not None:
+        outputs = routines.replace_op(actions.replace, call, inputs, facts)
     if outputs is NotImplemented:
         outputs = call.invoke(inputs)
     values, rebuild = call.append_unreturned(outputs, inputs, *TENSORS.flatten(outputs))
     written = call.target_tensors(inputs, values)
     if step.backward:
         tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
-        for node, place in list(backward_nodes(tensors, start, sequence_number())):
+        for node, place in list(backward_nodes(tensors, first_number, sequence_number())):
             if place in step.backward:
                 routines.hook_node(node, *step.backward[place])
     if target is not None:
-        (changed,) = routines.run_all(plan.after, values, facts)
-        return rebuild([target.copy_(changed)])
-    mutable = [i for i, value in enumerate(values) if is_among(value, written)]
-    changed = routines.run_all(plan.after, values, facts, mutable)
-    return outputs if changed is values else rebuild(changed)
+        (changed_value,) = routines.run_all(actions.after, values, facts)
+        return rebuild([target.copy_(changed_value)])
+    mutable_positions = [i for i, value in enumerate(values) if is_among(value, written)]
+    changed_values = routines.run_all(actions.after, values, facts, mutable_positions)
+    return outputs if changed_values is values else rebuild(changed_values)
 
 
 def _is_changed_in_place(step: OpStep, call: Any, inputs: Sequence[Any]) -> bool:
     """Return True if routines may change what an op has written into the tensor that it is called on."""
     in_place = call.target_positions == (0,) and isinstance(inputs[0], torch.Tensor)
-    return in_place and any(action.select != () and not action.observer for action in step.plan.after)
+    return in_place and any(action.select != () and not action.observer for action in step.actions.after)
 
 
 class InstrumentedLeaf(InstrumentedCall):
@@ -139,21 +140,21 @@ class InstrumentedLeaf(InstrumentedCall):
         self.site = site
 
     def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
-        """Return a view of the leaf whose gradient routines see; the leaf if no gradient will come."""
+        """Return a view of the leaf with a hook that runs routines; the leaf if no gradient will come."""
         (leaf,) = values
         if not (leaf.requires_grad and torch.is_grad_enabled()):
-            return leaf  # no gradient will come
+            return leaf
         # The node of the view gets the sum of the gradients of all readers, as AccumulateGrad does.
         leaf_view = leaf.view_as(leaf)
-        facts, plan = self.site
+        facts, actions = self.site
 
-        def observe_gradient(gradients: Sequence[Any]) -> Any:
+        def run_leaf_routines(gradients: Sequence[Any]) -> Any:
             with routines.running():
-                gradients = tuple(routines.run_all(plan.before, list(gradients), facts))
-                routines.run_all(plan.after, [], facts)
+                gradients = tuple(routines.run_all(actions.before, list(gradients), facts))
+                routines.run_all(actions.after, [], facts)  # AccumulateGrad hands no gradients on
                 return gradients
 
-        leaf_view.grad_fn.register_prehook(observe_gradient)
+        leaf_view.grad_fn.register_prehook(run_leaf_routines)
         return leaf_view
 
 
@@ -161,7 +162,7 @@ class WaitingObserversCall(InstrumentedCall):
     """Callable before an output of the graph that hands over values to the waiting observers."""
 
     def run(self, routines: NodeRoutines, values: Sequence[Any]) -> Any:
-        """Hand over the values that wait, and return the output as it is."""
+        """Hand over the values that wait in this execution, and return the output as it is."""
         (output,) = values
         if routines.token is not None:
             WaitingObservers.of_token(self.program, routines.token).hand_over(routines.token)

@@ -1,4 +1,7 @@
-"""Views in a graph: checks for routines whose values lose the memory that a node's value shares."""
+"""Views in a graph: checks for routines whose values lose the memory that a node's value shares.
+
+Memory is named by the id of its storage.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +39,20 @@ def check_views(node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence
     That is memory that a node writes after the view is made, if another value in it is read after the write
     or by the caller, and memory in which several inputs and outputs of the graph lie.
     """
-    order = {node: i for i, node in enumerate(node_runs)}
-    # Per storage the first changed view is enough: what is written after it is seen through it.
-    first_views: dict[int, _ChangedView] = {}
+    position_by_node = {node: i for i, node in enumerate(node_runs)}
+    # The first changed view in a storage is enough: what is written after it is seen through it.
+    first_view_by_memory: dict[int, _ChangedView] = {}
     for node, step, memory in _changed_views(node_runs, steps):
-        first_views.setdefault(memory, _ChangedView(order[node], step.facts.source))
-    if not first_views:
+        first_view_by_memory.setdefault(memory, _ChangedView(position_by_node[node], step.facts.source))
+    if not first_view_by_memory:
         return
     for written, writer, memory in _written_tensors(node_runs):
-        view, write_position = first_views.get(memory), order[writer]
+        view, write_position = first_view_by_memory.get(memory), position_by_node[writer]
         if view is None or write_position <= view.position:
             continue
-        if _is_read_later(node_runs, order, memory, written, write_position):
+        if _is_read_later(node_runs, position_by_node, memory, written, write_position):
             raise SharedMemory(f"{_target_name(writer)} writes into", view.source)
-    for memory, view in first_views.items():
+    for memory, view in first_view_by_memory.items():
         inputs_and_outputs = [
             node
             for node, node_run in node_runs.items()
@@ -69,14 +72,14 @@ class _ChangedView(NamedTuple):
 def observers_of_written_memory(
     node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[int, Action]]:
-    """Yield ids of ops, and observers there, whose values lie in memory into which the graph writes."""
+    """Yield each observer, with its op's id, that gets values in memory into which the graph writes."""
     written_storages = {memory for _, _, memory in _written_tensors(node_runs)}
     if not written_storages:
         return
     for node, op_steps in steps.items():
         for call, step in zip(node_runs[node].calls, op_steps, strict=True):
-            for action in step.plan.inserted:
-                values = call.values if action.type.is_after else call.call.inputs
+            for action in step.actions.inserted:
+                values = call.values if action.type.is_after else call.eager_call.inputs
                 if action.select is not None:
                     values = [value for i, value in enumerate(values) if i in action.select]
                 if not written_storages.isdisjoint(_storage_ids(values)):
@@ -91,31 +94,35 @@ class BackwardOpWithRoutines(NamedTuple):
 
 
 def backward_views_unlike_eager(
-    node_runs: Mapping[Node, NodeRun], sites: Mapping[int, BackwardOpWithRoutines], by_autograd: bool
+    node_runs: Mapping[Node, NodeRun],
+    site_by_node_id: Mapping[int, BackwardOpWithRoutines],
+    by_aot_autograd: bool,
 ) -> Iterator[tuple[OpFacts, str]]:
     """Yield facts of backward ops of views that do not run as in eager mode, and the reason.
 
-    sites: the backward ops with routines, by the id of autograd's node.  by_autograd: whether AOTAutograd
-    compiles the graph.
+    site_by_node_id: the backward ops with routines, by the id of autograd's node.
+    by_aot_autograd: whether AOTAutograd compiles the graph.
     """
-    if not sites:
+    if not site_by_node_id:
         return
-    outside_nodes = _nodes_of_views_made_outside(node_runs) if by_autograd else ()
-    for grad_node in outside_nodes:
-        site = sites.get(id(grad_node))
+    nodes_made_outside = _nodes_of_views_made_outside(node_runs) if by_aot_autograd else ()
+    for grad_node in nodes_made_outside:
+        site = site_by_node_id.get(id(grad_node))
         if site is not None and site.is_called_in_graph:
             reason = "AOTAutograd makes the view outside of the graph: its routines are not called"
             yield site.facts, reason
-    order = {node: i for i, node in enumerate(node_runs)}
+    position_by_node = {node: i for i, node in enumerate(node_runs)}
     for written, writer, _ in _written_tensors(node_runs):
-        site = sites.get(id(written.grad_fn))
+        site = site_by_node_id.get(id(written.grad_fn))
         if site is None or written._base is None:
             continue
         readers = [
             user for node, node_run in node_runs.items() if node_run.value is written for user in node.users
         ]
-        # The output node is not a key of `order`: it comes after all nodes.
-        if any(order.get(user, len(order)) > order[writer] for user in readers):
+        # The output node is not a key of `position_by_node`: it comes after all nodes.
+        if any(
+            position_by_node.get(user, len(position_by_node)) > position_by_node[writer] for user in readers
+        ):
             reason = "a view is written and read: eager mode may have another backward op in its place"
             yield site.facts, reason
 
@@ -125,17 +132,17 @@ def _nodes_of_views_made_outside(node_runs: Mapping[Node, NodeRun]) -> Iterator[
 
     AOTAutograd makes such a view after the graph has run, so that both values share memory.
     """
-    outside_values = [
+    inputs_and_outputs = [
         (node, node_run.value) for node, node_run in node_runs.items() if is_input_or_output(node)
     ]
-    value_counts = Counter(memory for _, value in outside_values for memory in set(_storage_ids(value)))
-    for node, value in outside_values:
+    value_counts = Counter(memory for _, value in inputs_and_outputs for memory in set(_storage_ids(value)))
+    for node, value in inputs_and_outputs:
         is_output = any(user.op == "output" for user in node.users)
         if not is_output or not isinstance(value, torch.Tensor) or value._base is None:
             continue
         if not any(value_counts[memory] > 1 for memory in _storage_ids(value)):
             continue
-        # A node for each op by which the view comes from its base.
+        # From the view's node to that of its base, a node for each op by which the view comes from the base.
         grad_node, base_node = value.grad_fn, value._base.grad_fn
         while grad_node is not None and grad_node is not base_node:
             yield grad_node
@@ -148,13 +155,13 @@ def _changed_views(
     """Yield the nodes that make views which routines may change, with the op's step and the storage."""
     for node, op_steps in steps.items():
         for call, step in zip(node_runs[node].calls, op_steps, strict=True):
-            if any(action.select != () and not action.observer for action in step.plan.inserted):
-                yield from ((node, step, memory) for memory in _viewed_memory(call))
+            if any(action.select != () and not action.observer for action in step.actions.inserted):
+                yield from ((node, step, memory) for memory in _memory_of_new_views(call))
 
 
-def _viewed_memory(call: NativeCall) -> set[int]:
-    """Return the storages in which both an input of a call lies and an output that is none of its inputs."""
-    eager_call = call.call
+def _memory_of_new_views(call: NativeCall) -> set[int]:
+    """Return the storages in which a call has made a view: an input lies there, and an output that is new."""
+    eager_call = call.eager_call
     written = {id(eager_call.inputs[i]) for i in eager_call.target_positions}
     new_outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
     return {*_storage_ids(eager_call.inputs)} & {*_storage_ids(new_outputs)}
@@ -164,27 +171,24 @@ def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, N
     """Yield each tensor that an op of the graph writes, with the node and the tensor's storage."""
     for node, node_run in node_runs.items():
         for call in node_run.calls:
-            written_inputs = [call.call.inputs[i] for i in call.call.written_positions]
+            written_inputs = [call.eager_call.inputs[i] for i in call.eager_call.written_positions]
             for written in written_inputs:
                 yield from ((written, node, memory) for memory in _storage_ids(written))
 
 
 def _is_read_later(
-    node_runs: Mapping[Node, NodeRun],
-    order: Mapping[Node, int],
-    memory: int,
-    written: Any,
+    node_runs: Mapping[Node, NodeRun], position_by_node: Mapping[Node, int], memory: int, written: Any,
     write_position: int,
-) -> bool:
-    """Return True if the memory is read by another value after the write, or by the caller.
+) -> bool:  # fmt: skip
+    """Return True if the memory of a written tensor is read through another one after the write.
 
-    write_position: position, in `order`, of the node that writes.
+    Memory of an input counts as read, by the caller.  write_position: of the node that writes.
     """
     for node, node_run in node_runs.items():
         if node_run.value is written or memory not in _storage_ids(node_run.value):
             continue
-        # The output node is not a key of `order`: it comes after all nodes.
-        user_positions = [order.get(user, len(order)) for user in node.users]
+        # The output node is not a key of `position_by_node`: it comes after all nodes.
+        user_positions = [position_by_node.get(user, len(position_by_node)) for user in node.users]
         is_input = node.op in ("placeholder", "get_attr")  # whose memory the caller reads
         if is_input or any(position > write_position for position in user_positions):
             return True

@@ -36,17 +36,18 @@ class TemplateSlot:
 
 
 class NativeCall:
-    """One call of a native op within a node.
+    """One call of a native op, which the eager driver intercepts, within a node that ran without data.
 
-    call: as the eager driver binds it, with tensors without data.  args, kwargs: templates.
-    outputs: its results.  results: the same, as later calls take them: of its level under a transform.
+    eager_call: as the eager driver binds it, with tensors without data.  args, kwargs: those of the call, or
+    templates of them.  outputs: its results as tools see them, without the batches of a transform.
+    results: the same as later calls take them, at their level under a transform.
     nodes: its backward ops, as `backward_nodes` yields them.
     leaves: the tensors among its inputs whose gradient is stored.
     in_transform: whether a transform of torch.func is around the call.  samples: that it computes at once.
     """
 
-    def __init__(self, call: Call, site: interceptor.Site, args: Any, kwargs: Any) -> None:
-        self.call: Any = call
+    def __init__(self, eager_call: Call, site: interceptor.Site, args: Any, kwargs: Any) -> None:
+        self.eager_call: Any = eager_call
         self.site = site
         self.args = args
         self.kwargs = kwargs
@@ -60,15 +61,14 @@ class NativeCall:
     @property
     def values(self) -> list[Any]:
         """Return the outputs as tools see them: returned tensors, then tensors that the op only wrote."""
-        call = self.call
-        values: list[Any] = call.append_unreturned(self.outputs, call.inputs, *flatten_outputs(self.outputs))[
-            0
-        ]
+        returned, rebuild = flatten_outputs(self.outputs)
+        values: list[Any]
+        values, _ = self.eager_call.append_unreturned(self.outputs, self.eager_call.inputs, returned, rebuild)
         return values
 
 
 class NodeReplay:
-    """The native ops of a node, as templates.
+    """The native ops of a node with templates of their arguments, to be run again on other inputs.
 
     bind: makes the eager driver's call of a native call.  calls: in order.  result: template of the value.
     """
@@ -81,25 +81,24 @@ class NodeReplay:
     def forget_symbols(self) -> None:
         """Drop the tensors without data that the graph was run on."""
         for call in self.calls:
-            call.call = call.outputs = call.results = None
+            call.eager_call = call.outputs = call.results = None
             call.nodes, call.leaves = [], []
 
 
 class CallRecorder:
-    """Stand-in for a state: the interceptor brings each native call here instead of to tools."""
+    """Recorder of native calls, to which the interceptor brings them while it is in the place of a state."""
 
     def __init__(self) -> None:
         self.bind: Callable[..., Call] | None = None
         self.calls: list[NativeCall] = []
 
     def record(
-        self,
-        bind: Callable[..., Call],
-        site: interceptor.Site,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, bind: Callable[..., Call], site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run a native call, and note it; bind: makes the eager driver's call of it."""
+        """Run a native call, and note it with the nodes that it makes; return its results.
+
+        bind: makes the eager driver's call of a native call.
+        """
         self.bind = bind
         with uninstrumented():  # kernels in Python call ops of their own
             if in_transform():
@@ -109,18 +108,13 @@ class CallRecorder:
             native_call = NativeCall(bind(site, args, kwargs), site, args, kwargs)
             start = sequence_number()
             native_call.outputs = native_call.results = site.invoke(args, kwargs)
-            # What an op has written leads to nodes, too, as those of an op that returns nothing.
-            tensors = _tensors_in(
-                [
-                    native_call.outputs,
-                    [native_call.call.inputs[i] for i in native_call.call.written_positions],
-                ]
-            )
+            # Written inputs lead to nodes, too, as those of an op that returns nothing.
+            inputs = native_call.eager_call.inputs
+            written_inputs = [inputs[i] for i in native_call.eager_call.written_positions]
+            tensors = _tensors_in([native_call.outputs, written_inputs])
             native_call.nodes = list(backward_nodes(tensors, start, sequence_number()))
             native_call.leaves = [
-                tensor
-                for tensor in _tensors_in(native_call.call.inputs)
-                if tensor.requires_grad and tensor.is_leaf
+                tensor for tensor in _tensors_in(inputs) if tensor.requires_grad and tensor.is_leaf
             ]
         self.calls.append(native_call)
         return native_call.outputs
@@ -129,27 +123,27 @@ class CallRecorder:
 def _record_in_transform(
     bind: Callable[..., Call], site: interceptor.Site, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> NativeCall:
-    """Run a native call within transforms; tools get a tensor of the shape of a sample for each wrapper."""
-    stand_ins: dict[int, torch.Tensor] = {}
-    batches: dict[int, int] = {}
+    """Run a native call within transforms, and record it with a tensor of a sample's shape per wrapper."""
+    sample_by_id: dict[int, torch.Tensor] = {}
+    batch_size_by_level: dict[int, int] = {}
 
-    def stand_in(value: Any) -> Any:
+    def sample_of(value: Any) -> Any:
+        """Return a plain tensor of the shape of a sample for a wrapper; return any other value as it is."""
         if not isinstance(value, torch.Tensor) or not is_wrapped(value):
             return value
-        if id(value) not in stand_ins:
-            batches.update(batch_sizes(value))
+        if id(value) not in sample_by_id:
+            batch_size_by_level.update(batch_sizes(value))
             with without_transforms():
                 sample = torch.empty(tuple(value.shape), dtype=value.dtype, device=value.device)
-            stand_ins[id(value)] = sample
-        return stand_ins[id(value)]
+            sample_by_id[id(value)] = sample
+        return sample_by_id[id(value)]
 
-    native_call = NativeCall(
-        bind(site, tree_map(stand_in, args), tree_map(stand_in, kwargs)), site, args, kwargs
-    )
+    eager_call = bind(site, tree_map(sample_of, args), tree_map(sample_of, kwargs))
+    native_call = NativeCall(eager_call, site, args, kwargs)
     native_call.in_transform = True
     native_call.results = site.invoke(args, kwargs)
-    native_call.outputs = tree_map(stand_in, native_call.results)
-    native_call.samples = prod(batches.values())
+    native_call.outputs = tree_map(sample_of, native_call.results)
+    native_call.samples = prod(batch_size_by_level.values())
     return native_call
 
 
@@ -169,9 +163,10 @@ def recording_calls() -> Iterator[CallRecorder]:
 
 
 def backward_nodes(tensors: Sequence[torch.Tensor], start: int, end: int) -> Iterator[tuple[Any, int]]:
-    """Yield the nodes behind tensors with numbers from `start` to before `end`, outermost first.
+    """Yield the nodes behind an op's tensors that the op has made, the outermost first.
 
-    Each comes with its place among the backward ops of the op.
+    Those are the nodes with sequence numbers from `start` to before `end`.  Each comes with its place among
+    the backward ops of the op.
     """
     if start == end:
         return
@@ -211,10 +206,13 @@ class SlotNumbers:
 
     def template(self, value: Any) -> Any:
         """Return a value with a `TemplateSlot` for each tensor and size in it."""
-        return tree_map(self._as_template, value)
+        return tree_map(self._slot_or_constant, value)
 
-    def _as_template(self, leaf: Any) -> Any:
-        """Return the slot of a leaf, or a constant as it is; raise Unresolved for an unknown tensor."""
+    def _slot_or_constant(self, leaf: Any) -> Any:
+        """Return the slot of a leaf of arguments or results, or a constant as it is.
+
+        Raises Unresolved for a tensor or symbol that is neither an input nor a result of the node.
+        """
         slot = self._slots.get(id(leaf))
         is_symbolic = isinstance(leaf, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
         # Small numbers and strings are the same object by chance: they are constants.
@@ -234,19 +232,20 @@ def fill_template(template: Any, values: Sequence[Any]) -> Any:
 def make_replay(
     bind: Callable[..., Call], calls: Sequence[NativeCall], inputs: Sequence[Any], result: Any
 ) -> NodeReplay:
-    """Return the native calls of a node as templates.
+    """Return the native calls of a node with templates for arguments, in which inputs and results are slots.
 
-    Raises Unresolved if a call takes a size that Python code of the node computed.
+    result: the node's value.  Raises Unresolved if a call takes a size that Python code of the node computed.
     """
     slots = SlotNumbers(inputs)
-    templates = []
+    template_calls = []
     for call in calls:
         args, kwargs = slots.template(call.args), slots.template(call.kwargs)
         slots.add(call.results)
-        template = NativeCall(call.call, call.site, args, kwargs)
-        template.outputs, template.nodes, template.leaves = call.outputs, call.nodes, call.leaves
-        templates.append(template)
-    return NodeReplay(bind, templates, slots.template(result))
+        template_call = NativeCall(call.eager_call, call.site, args, kwargs)
+        template_call.outputs = call.outputs
+        template_call.nodes, template_call.leaves = call.nodes, call.leaves
+        template_calls.append(template_call)
+    return NodeReplay(bind, template_calls, slots.template(result))
 
 
 class NodeRun:
@@ -280,7 +279,7 @@ def _is_step_of_transform(target: Any) -> bool:
 
 
 def _backward_counts(outputs: Any) -> Counter[str]:
-    """Count the backward ops, by name, of a gradient that the graph computes within a transform."""
+    """Count by name the backward ops behind outputs whose gradient the graph computes within a transform."""
     waiting = [tensor.grad_fn for tensor in all_layers(_tensors_in(outputs)) if tensor.grad_fn is not None]
     visited: set[Any] = set()
     while waiting:
@@ -294,8 +293,9 @@ def _backward_counts(outputs: Any) -> Counter[str]:
 def run_graph(
     module: GraphModule, inputs: Sequence[Any], attribute_value: Callable[[str], Any]
 ) -> dict[Node, NodeRun]:
-    """Run a graph on tensors without data, whose mode is in force, and return the run of each node.
+    """Run a graph on tensors without data, whose mode is in force; return the run of each node but output.
 
+    Autograd and transforms are as before in the end.
     attribute_value: returns the value of a `get_attr` node by its target.
     """
     node_runs: dict[Node, NodeRun] = {}
@@ -318,13 +318,16 @@ def run_graph(
 
 
 def _run_node(node: Node, module: GraphModule, node_runs: Mapping[Node, NodeRun]) -> NodeRun:
-    """Run a node, and record its native calls, or the obstacle to instrumenting it."""
+    """Run a node, and record its native calls, or the obstacle to instrumenting it.
+
+    A higher-order op is not run, and no calls are recorded of nodes that are no op of the program.
+    """
     args, kwargs = torch.fx.node.map_arg(
         (node.args, node.kwargs), lambda input_node: node_runs[input_node].value
     )
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _run_of_higher_order_op(node, module)
-    if _reads_number(node, args):
+    if _reads_wrapped_number(node, args):
         return NodeRun(node, callee(node, module)(*args, **kwargs), [])
     if _is_step_of_transform(node.target):
         value = callee(node, module)(*args, **kwargs)
@@ -351,7 +354,10 @@ def _run_node(node: Node, module: GraphModule, node_runs: Mapping[Node, NodeRun]
 
 
 def _run_of_higher_order_op(node: Node, module: GraphModule) -> NodeRun:
-    """Return the run of a higher-order op, which is not run: dynamo, or the export, has noted its value."""
+    """Return a record for a higher-order op, which is not run, with the value that dynamo or the export has.
+
+    Its obstacle names the ops inside, which are not instrumented.
+    """
     node_run = NodeRun(node, node.meta.get("example_value", node.meta.get("val")), [])
     inner_counts = _count_ops_inside(node, module)
     names = ", ".join(f"{count} {name}" for name, count in inner_counts.items())
@@ -374,8 +380,8 @@ def _count_ops_inside(node: Node, module: GraphModule) -> Counter[str]:
     return counts
 
 
-def _reads_number(node: Node, args: Sequence[Any]) -> bool:
-    """Return True for a node that reads a number which dynamo passes as a tensor: no op of the program."""
+def _reads_wrapped_number(node: Node, args: Sequence[Any]) -> bool:
+    """Return True for a node by which dynamo unwraps a number that it passes as a tensor: no op."""
     if node.target != "item" or node.all_input_nodes[0].op != "placeholder":
         return False
     number = getattr(args[0], "item_memo", None)

@@ -28,7 +28,7 @@ MAX_WAITING = 128
 """Limit on waiting tensors, whose memory is held until their observers have run."""
 
 _WAITING_NAME = "_amanda_waiting"
-_NODE = "CompiledFunctionBackward"
+_COMPILED_BACKWARD_NODE = "CompiledFunctionBackward"
 """Name of the node that AOTAutograd makes for all backward ops of a graph together."""
 
 
@@ -38,16 +38,19 @@ def can_wait(action: Action) -> bool:
 
 
 class WaitingObservers:
-    """Observers in one trace of a graph, with the values that wait for them."""
+    """Observers in one trace of a graph, whose values wait until one call of Python hands all of them over.
+
+    A token stands for the trace, as it does for an execution of the graph.
+    """
 
     def __init__(self, program: GraphProgram) -> None:
         self._program = program
-        self._members: list[tuple[int, PlaceValues]] = []  # slots of observers, and their values
-        self._count = 0  # of waiting tensors
+        self._slots_and_values: list[tuple[int, PlaceValues]] = []
+        self._tensor_count = 0
 
     @classmethod
     def of_token(cls, program: GraphProgram, token: torch.Tensor) -> WaitingObservers:
-        """Return the waiting observers of the trace that a token stands for."""
+        """Return the waiting observers of the trace that a token stands for; made at the first call."""
         waiting: WaitingObservers | None = getattr(token, _WAITING_NAME, None)
         if waiting is None:
             waiting = cls(program)
@@ -55,31 +58,34 @@ class WaitingObservers:
         return waiting
 
     def add(self, token: torch.Tensor, slot: int, values: PlaceValues, is_backward: bool) -> None:
-        """Make the observer at a slot wait with its values, at most until the end of a backward pass."""
-        if is_backward and not self._members:
+        """Make the observer at a slot wait with its values, at most until the end of a backward pass.
+
+        All are called at once if too many tensors wait.
+        """
+        if is_backward and not self._slots_and_values:
             # Values of a backward pass must not wait beyond it: there may be no later call.
             engine: Any = torch.autograd.Variable._execution_engine
             engine.queue_callback(lambda: self.hand_over(token))
-        self._members.append((slot, values))
-        self._count += len(values.flat)
-        if self._count >= MAX_WAITING:
+        self._slots_and_values.append((slot, values))
+        self._tensor_count += len(values.flat)
+        if self._tensor_count >= MAX_WAITING:
             self.hand_over(token)
 
     def hand_over(self, token: torch.Tensor) -> None:
-        """Insert one call of all waiting observers into the trace."""
-        members, self._members, self._count = self._members, [], 0
-        if not members:
+        """Insert one call of all waiting observers into the trace; none if no observer waits."""
+        slots_and_values, self._slots_and_values, self._tensor_count = self._slots_and_values, [], 0
+        if not slots_and_values:
             return
         program = self._program
-        slots = tuple(slot for slot, _ in members)
-        counts = [(len(values.flat), len(values.numbers)) for _, values in members]
+        slots = tuple(slot for slot, _ in slots_and_values)
+        counts = [(len(values.flat), len(values.numbers)) for _, values in slots_and_values]
         # The key has the counts: a backend that traces the graph again may find other numbers of values.
-        batch_slot = program.slot(
+        batch_slot = program.slot_of(
             ("gathered", slots, tuple(counts)),
             lambda: ObserverBatch([program.table[slot] for slot in slots], counts),
         )
-        tensors = [item for _, values in members for item in values.flat]
-        numbers = [item for _, values in members for item in values.numbers]
+        tensors = [tensor for _, values in slots_and_values for tensor in values.flat]
+        numbers = [number for _, values in slots_and_values for number in values.numbers]
         with uninstrumented():
             call_python("call", token, tensors, numbers, [], program.number, batch_slot)
 
@@ -93,46 +99,52 @@ class _ObserverPlace:
 
 
 class ObserverBatch:
-    """Observers that a graph calls together.
+    """Observers that a graph calls together, by one call of Python with the values of all.
 
-    calls: of the observers, in order.  counts: for each call its numbers of tensors and of numbers.
+    calls: of the observers, in order.  counts: for each call, how many tensors and how many numbers it gets.
+    A gathered form is a routine of the tool that takes the values of many observers at once.
     """
 
     def __init__(self, calls: Sequence[PythonCall], counts: Sequence[tuple[int, int]]) -> None:
-        """Group the calls by tool and gathered form; observers without such a form are called singly."""
+        """Group the calls by tool and gathered form; observers without such a form are called one by one."""
         self._calls = calls
         self._counts = counts
-        self._called_singly: list[int] = []
-        self._gathered_calls: dict[Any, list[int]] = {}
+        self._indices_without_gathered_form: list[int] = []
+        self._indices_by_group: dict[Any, list[int]] = {}
         for i, call in enumerate(calls):
             (action,) = call.actions
             if action.gathered is None:
-                self._called_singly.append(i)
+                self._indices_without_gathered_form.append(i)
             else:
-                self._gathered_calls.setdefault((action.gathered, id(action.tool)), []).append(i)
-        self._prepared_by_group: dict[Any, dict[Any, Any]] = {key: {} for key in self._gathered_calls}
+                self._indices_by_group.setdefault((action.gathered, id(action.tool)), []).append(i)
+        self._prepared_by_group: dict[Any, dict[Any, Any]] = {key: {} for key in self._indices_by_group}
 
     def store_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> list[Sequence[Any]]:
-        """Return the tensors of each observer, and store the numbers of a run in the calls."""
-        tensors_by_call, start, number_start = [], 0, 0
+        """Return the tensors of each observer, and store the numbers of a run in the calls.
+
+        values: tensors for all calls in order, and the floats among the numbers.  numbers: integers for all.
+        """
+        tensors_by_call = []
+        tensor_start = number_start = 0
         for call, (tensor_count, number_count) in zip(self._calls, self._counts, strict=True):
-            tensors_by_call.append(
-                call.store_numbers(
-                    values[start : start + tensor_count], numbers[number_start : number_start + number_count]
-                )
+            tensor_end, number_end = tensor_start + tensor_count, number_start + number_count
+            tensors_of_call, numbers_of_call = (
+                values[tensor_start:tensor_end],
+                numbers[number_start:number_end],
             )
-            start, number_start = start + tensor_count, number_start + number_count
+            tensors_by_call.append(call.store_numbers(tensors_of_call, numbers_of_call))
+            tensor_start, number_start = tensor_end, number_end
         return tensors_by_call
 
     def run(self, execution: GraphExecution, flat: Sequence[Sequence[Any]]) -> list[Any]:
         """Call the observers whose tools' scopes are open; those with a gathered form after the others."""
-        for i in self._called_singly:
+        for i in self._indices_without_gathered_form:
             self._calls[i].run(execution, flat[i])
-        for key, members in self._gathered_calls.items():
-            (action,) = self._calls[members[0]].actions
+        for group, indices in self._indices_by_group.items():
+            (action,) = self._calls[indices[0]].actions
             if execution.runs_action(action):
-                observed = [self._observed(self._calls[i], flat[i]) for i in members]
-                Executions(observed, prepared=self._prepared_by_group[key]).observe(action)
+                observed = [self._observed(self._calls[i], flat[i]) for i in indices]
+                Executions(observed, prepared=self._prepared_by_group[group]).observe(action)
         return []
 
     @staticmethod
@@ -163,15 +175,17 @@ class LateObservers:
         return bool(self._forward or self._backward)
 
     def take_over(self, actions: Actions, facts: OpFacts, is_run: bool = True) -> Actions:
-        """Take over observers of no value, and return the actions that remain for the graph.
+        """Take observers of no value from an op's actions, and return the actions that remain for the graph.
 
         An observer stays where its tool has another routine at the op.
-        is_run: whether the compiled code runs the op.
+        is_run: whether the compiled code runs the op; observers of an op that it leaves out are dropped.
         """
-        tools_with_others = {
+        ids_of_tools_with_other_routines = {
             id(action.tool) for action in actions.all if not can_wait(action) or action.select != ()
         }
-        late_actions = [action for action in actions.all if id(action.tool) not in tools_with_others]
+        late_actions = [
+            action for action in actions.all if id(action.tool) not in ids_of_tools_with_other_routines
+        ]
         if not late_actions:
             return actions
         if is_run:
@@ -187,14 +201,13 @@ class LateObservers:
         Observers of backward ops are called in the backward pass.
         """
         execution = GraphExecution(self._program)
-        # Autograd's nodes from this number on are the graph's.
-        first_number = sequence_number()
+        first_number = sequence_number()  # of autograd's nodes that the graph makes
         try:
             with interceptor.Suspension():
                 outputs = compiled(*args)
         except _StopRecomputationError:  # a checkpoint stops the recomputation early, but the graph has run
             self._call_observers(self._forward, execution)
-            raise
+            raise  # for the checkpoint
         self._call_observers(self._forward, execution)
         if self._backward:
             self._call_after_backward(outputs, args, first_number, execution)
@@ -203,27 +216,29 @@ class LateObservers:
     def _call_after_backward(
         self, outputs: Any, args: Sequence[Any], first_number: int, execution: GraphExecution
     ) -> None:
-        """Hook the node of the compiled backward pass to call the observers of backward ops."""
+        """Hook the node of the compiled backward pass to call the observers of backward ops.
+
+        Without such a node it is reported that backward ops go unobserved.  first_number: of the run's nodes.
+        """
         tensors = [leaf for leaf in tree_flatten((outputs, args))[0] if isinstance(leaf, torch.Tensor)]
         nodes = [node for node, _ in backward_nodes(tensors, first_number, sequence_number())]
-        # One hook at the node for all backward ops of the graph: they run together.
-        graph_node = next((node for node in nodes if type(node).__name__ == _NODE), None)
-        if graph_node is not None:
-            graph_node.register_hook(lambda *_: self._call_observers(self._backward, execution))
+        compiled_node = next((node for node in nodes if type(node).__name__ == _COMPILED_BACKWARD_NODE), None)
+        if compiled_node is not None:
+            compiled_node.register_hook(lambda *_: self._call_observers(self._backward, execution))
         elif nodes:
             subject, reason = "backward ops of a compiled graph", "autograd runs them one by one, unobserved"
             execution.state.report(subject, reason)
 
     @staticmethod
     def _call_observers(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
-        """Call the observers whose tools' scopes are open; a hot path."""
-        runs: dict[int, bool] = {}
+        """Call the observers whose tools' scopes are open; their errors get a note of the op; a hot path."""
+        is_open_by_tool_id: dict[int, bool] = {}
         with interceptor.Suspension(), torch.no_grad():
             for action, facts in observers:
-                tool = id(action.tool)
-                if tool not in runs:
-                    runs[tool] = execution.runs_action(action)
-                if runs[tool]:
+                tool_id = id(action.tool)
+                if tool_id not in is_open_by_tool_id:
+                    is_open_by_tool_id[tool_id] = execution.runs_action(action)
+                if is_open_by_tool_id[tool_id]:
                     try:
                         with action.tool._amanda.lock:  # a tool's routines run on one thread at a time
                             result = action.func(**action.kwargs)

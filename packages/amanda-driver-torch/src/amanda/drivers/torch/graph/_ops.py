@@ -66,9 +66,10 @@ _TOKEN = "amanda_execution"
 
 
 class GraphProgram:
-    """The routines of a graph, by slot, and facts of the graph.
+    """The routines of an instrumented graph, in a table of calls by slot, and facts of the graph.
 
-    state: in force when the program was made.  every: whether routines are called outside of scopes too.
+    state: in force when the program was made.
+    runs_outside_scopes: whether routines are called outside of scopes too.
     traced: traceable routines, with the tensors that they hold.  reads: other values that they read.
     called_as_python: traceable routines that cannot be traced: at which op, and why.
     gathers_observers: whether a compiler traces the graph to its end, so that observers may wait until then.
@@ -81,15 +82,15 @@ class GraphProgram:
     _numbers = count(1)
     living: ClassVar[WeakValueDictionary[int, GraphProgram]] = WeakValueDictionary()
 
-    def __init__(self, state: State, every: bool = False) -> None:
+    def __init__(self, state: State, runs_outside_scopes: bool = False) -> None:
         self.number = next(self._numbers)
         self.state = state
-        self.every = every
+        self.runs_outside_scopes = runs_outside_scopes
         self.table = RoutineTable()
         self.traced: list[tuple[Action, Sequence[torch.Tensor]]] = []
         self.reads = TorchReads()
         self.called_as_python: dict[Action, tuple[OpFacts, str]] = {}
-        self._slots: dict[Hashable, int] = {}
+        self._slot_by_key: dict[Hashable, int] = {}
         self.reports: list[tuple[str, str, str]] = []
         self.gathers_observers = False
         self.ordered_tools: set[int] = set()
@@ -97,12 +98,12 @@ class GraphProgram:
         self.leaves: list[tuple[int | torch.Tensor, str, Sequence[Any]]] = []
         self.living[self.number] = self
 
-    def slot(self, key: Hashable, make: Callable[[], Any]) -> int:
-        """Return the slot of a call by its key; `make` makes the call the first time."""
-        if key not in self._slots:
-            slot = self._slots[key] = len(self.table)
-            self.table[slot] = make()
-        return self._slots[key]
+    def slot_of(self, call_key: Hashable, make_call: Callable[[], Any]) -> int:
+        """Return the slot of the call with a key; the first time, make the call and put it into the table."""
+        if call_key not in self._slot_by_key:
+            slot = self._slot_by_key[call_key] = len(self.table)
+            self.table[slot] = make_call()
+        return self._slot_by_key[call_key]
 
     def can_gather(self, action: Action, facts: OpFacts) -> bool:
         """Return True for an observer that may be called with others, later than its op."""
@@ -118,7 +119,7 @@ class GraphProgram:
 
 
 class GraphExecution(Execution):
-    """One run of a graph, forward and backward.
+    """One run of an instrumented graph, forward and backward, in which it calls routines as Python.
 
     A tensor in the graph, the token, stands for the execution and holds it, so that the execution lives as
     long as the graph or its backward pass needs the token.
@@ -129,26 +130,23 @@ class GraphExecution(Execution):
     def __init__(self, program: GraphProgram) -> None:
         """Begin a run in the state in force, or in the program's if it runs outside of scopes."""
         state = current_state()
-        if program.every or state.stack is None:
+        if program.runs_outside_scopes or state.stack is None:
             state = program.state
-        super().__init__(state, TENSORS, program.table, runs_all_tools=program.every)
+        super().__init__(state, TENSORS, program.table, runs_all_tools=program.runs_outside_scopes)
         self.program = program
         self.living[self.number] = self
 
     def token(self) -> torch.Tensor:
-        """Return the tensor that stands for the execution in the graph."""
+        """Call the routines at the opening of a run; return a tensor that stands for the run and holds it."""
         self._call_openings()
-        # Held by the tensor: autograd saves the token, and so keeps the execution for its backward pass.
+        # Autograd saves the token, and so keeps the execution for its backward pass.
         token = torch.full((), self.number, dtype=torch.int64)
         setattr(token, _TOKEN, self)
         return token
 
     @staticmethod
     def of_token(token: torch.Tensor) -> GraphExecution:
-        """Return the execution that a tensor stands for.
-
-        Raises AmandaError for an execution that is over.
-        """
+        """Return the execution that a token stands for; raise AmandaError for one that is over."""
         # A compiler may copy the token, which loses the attribute: its number then finds the execution.
         execution = getattr(token, _TOKEN, None) or GraphExecution.living.get(int(token))
         if execution is None:
@@ -157,9 +155,9 @@ class GraphExecution(Execution):
 
     def runs_action(self, action: Any) -> bool:
         """Return True if a scope with the action's tool is open, and `amanda.disabled()` is not in force."""
-        if action.opening:
+        if action.opening:  # it has run with the token
             return False
-        if self.program.every:
+        if self.program.runs_outside_scopes:
             return True
         state = current_state()
         if state.stack is None and not any(scope.closed for scope in self.state.scopes):
@@ -191,14 +189,17 @@ def _begin_execution(program: int) -> torch.Tensor:
 def _call_routine(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
-    """Call a routine, and return its outputs in memory of their own; likes: tensors of their layouts."""
+    """Call a routine, and return its outputs in memory of their own.
+
+    likes: tensors of the graph, in whose form the outputs are returned; empty for the outputs as they are.
+    """
     return _copy_to_new_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
 
 
 def _call_taped(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
-    """Call a routine under autograd, and keep its graph for `_pull_gradients`."""
+    """Call a routine that takes part in autodiff, and store its inputs and outputs for `_pull_gradients`."""
     execution = GraphExecution.of_token(token)
     # A graph of the routine's own, from leaves: the graph around it sees one op, `tape`.
     with torch.enable_grad():
@@ -209,20 +210,22 @@ def _call_taped(
 
 
 def _pull_gradients(token: torch.Tensor, gradients: Tensors, likes: Tensors, slot: int) -> Tensors:
-    """Return the gradients of a taped routine's inputs."""
-    (taped,) = GraphExecution.of_token(token).stored_values[slot]
-    pairs = [
-        (output, gradient)
-        for output, gradient in zip(taped.outputs, gradients, strict=True)
-        if output.requires_grad
-    ]
-    if pairs:
-        outputs, output_gradients = zip(*pairs, strict=True)
+    """Return the gradients of the inputs of a taped call, in new memory; zeros for an input without one.
+
+    gradients: of the call's outputs.  likes: its inputs in the graph.
+    """
+    (taped_call,) = GraphExecution.of_token(token).stored_values[slot]
+    outputs, output_gradients = [], []
+    for output, gradient in zip(taped_call.outputs, gradients, strict=True):
+        if output.requires_grad:
+            outputs.append(output)
+            output_gradients.append(gradient)
+    if outputs:
         with interceptor.Suspension():
             # Kept, as another pass may come through the graph around the routine.
             torch.autograd.backward(outputs, output_gradients, retain_graph=True)
-    input_gradients = [tensor.grad for tensor in taped.inputs]
-    for tensor in taped.inputs:  # another pass through the kept graph begins from nothing
+    input_gradients = [tensor.grad for tensor in taped_call.inputs]
+    for tensor in taped_call.inputs:  # another pass through the kept graph begins from nothing
         tensor.grad = None
     results = [
         torch.zeros_like(like) if gradient is None else gradient
@@ -238,7 +241,7 @@ def _as_leaf(value: torch.Tensor) -> torch.Tensor:
 
 
 def _copy_to_new_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]) -> Tensors:
-    """Copy results into new tensors, like those of the graph if there are any.
+    """Copy results into new tensors, of the types and layouts of `likes` if there are any.
 
     A custom op must not return memory of its inputs.
     Raises AmandaError for a result of another shape than that in the graph.
@@ -259,14 +262,17 @@ def _copy_to_new_memory(results: Sequence[torch.Tensor], likes: Sequence[torch.T
 def _call_without_data(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
-    """Return empty tensors like the results of a call, for compilers that trace without data."""
+    """Return empty tensors of the form of a call's results, for compilers that trace without data.
+
+    There are none for an observer.
+    """
     if likes:
         return [torch.empty_like(like) for like in likes]
-    # An observer returns nothing; what replaces an op returns what the op would.
-    called: Any = GraphProgram.living[program].table[slot]
-    if not hasattr(called, "compute"):
+    call: Any = GraphProgram.living[program].table[slot]
+    replaces_op = hasattr(call, "compute")
+    if not replaces_op:
         return []
-    return called.outputs_without_data(called.store_numbers(values, numbers))  # type: ignore[no-any-return]
+    return call.outputs_without_data(call.store_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 _CALL = "(Tensor token, Tensor[] values, SymInt[] numbers, Tensor[] likes, int program, int slot) -> Tensor[]"
@@ -286,8 +292,8 @@ _OPS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
 def custom_ops() -> Any:
     """Return `torch.ops.amanda`, registered with torch when a graph first needs the ops.
 
-    begin: starts an execution.  call: calls a routine.  tape: calls a routine that takes part in autodiff.
-    pull: computes gradients of that routine.
+    begin: begins an execution, and returns its token.  call: calls a routine.
+    tape: calls a routine that takes part in autodiff.  pull: computes the gradients of its inputs.
     """
     library: Any = torch.library.Library("amanda", "DEF")  # type: ignore[no-untyped-call]
     _libraries.append(library)
@@ -304,12 +310,13 @@ def custom_ops() -> Any:
 
 def call_python(name: str, *args: Any) -> Any:
     """Call a custom op as a part of the traced graph, but of no checkpoint, which would call it again."""
-    meta: Any = torch.fx.traceback.get_current_meta()
-    marks = {mark: meta.pop(mark) for mark in ("recompute", "ac_graph_id") if mark in meta}
+    metadata: Any = torch.fx.traceback.get_current_meta()  # that nodes get which are traced now
+    checkpoint_keys = [key for key in ("recompute", "ac_graph_id") if key in metadata]
+    checkpoint_metadata = {key: metadata.pop(key) for key in checkpoint_keys}
     try:
         return getattr(custom_ops(), name)(*args)
     finally:
-        meta.update(marks)
+        metadata.update(checkpoint_metadata)
 
 
 _libraries: list[Any] = []  # an op lives as long as its library

@@ -1,4 +1,4 @@
-"""Calls of routines as Python, each time a graph runs."""
+"""Calls of routines that a graph makes as Python in each run: the values they get, and what they return."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def holds_tensors(value: Any) -> bool:
 
 
 class PlaceValues:
-    """The values at a place, split into tensors and numbers that a graph hands over, and constants.
+    """The values of a routine's place, split into tensors and numbers that a graph hands over, and constants.
 
     tensor_positions: of the values that are a tensor or a list of tensors.  list_lengths: of those lists,
     None for a tensor.  floats: a tensor for each symbol of a float.  numbers: the integers, which may be
@@ -45,7 +45,7 @@ class PlaceValues:
         self.floats: list[torch.Tensor] = []
         self._float_templates: list[TemplateSlot] = []
         self.constants = {
-            i: tree_map(self._split_number, value)
+            i: tree_map(self._replace_number, value)
             for i, value in enumerate(values)
             if i not in self.tensor_positions
         }
@@ -58,8 +58,8 @@ class PlaceValues:
         """Return the tensors that the graph hands over."""
         return [*self.tensors, *self.floats]
 
-    def _split_number(self, leaf: Any) -> Any:
-        """Note a number that may be a symbol, and return the slot for it; return anything else as it is."""
+    def _replace_number(self, leaf: Any) -> Any:
+        """Return a slot for a number, which is noted as it may be a symbol; return anything else as it is."""
         if isinstance(leaf, torch.SymFloat):
             self._float_templates.append(TemplateSlot(len(self.floats)))
             self.floats.append(torch.scalar_tensor(cast("float", leaf), dtype=torch.float64))
@@ -75,7 +75,7 @@ class PlaceValues:
         return tuple(self.tensor_positions), tuple(self.list_lengths), len(self.floats)
 
     def with_tensors(self, flat: Sequence[torch.Tensor]) -> list[Any]:
-        """Return the values with other tensors."""
+        """Return the values with other tensors, single ones and in lists, taken from a flat list."""
         tensors = iter(flat)
         values = list(self.all)
         for i, length in zip(self.tensor_positions, self.list_lengths, strict=True):
@@ -93,12 +93,12 @@ def _as_list(value: Any) -> Sequence[Any]:
 
 
 class PythonCall(Insertion):
-    """Call of one routine at a place.
+    """Call of one routine at a place, before or after an op or a backward op, in each run of a graph.
 
     constants: the values that are not tensors.  numbers: those of a run, of which the last are floats.
     """
 
-    __slots__ = ("constants", "floats", "numbers")
+    __slots__ = ("constants", "float_count", "numbers")
 
     def __init__(
         self, action: Action, facts: OpFacts, values: PlaceValues, output_positions: Sequence[int]
@@ -107,25 +107,21 @@ class PythonCall(Insertion):
         # The action gets all values of the place, so it selects none of them again.
         unselective = Action(action.type, action.func, action.tool, select=None, kwargs=action.kwargs)
         super().__init__(
-            [unselective],
-            facts,
-            len(values.all),
-            values.tensor_positions,
-            values.list_lengths,
+            [unselective], facts, len(values.all), values.tensor_positions, values.list_lengths,
             output_positions,
-        )
+        )  # fmt: skip
         self.constants: Mapping[int, Any] = values.constants
-        self.floats = len(values.floats)
+        self.float_count = len(values.floats)
         self.numbers: Sequence[float] = ()
 
     def store_numbers(self, values: Sequence[Any], numbers: Sequence[int]) -> Sequence[Any]:
         """Store the numbers of a run, and return the tensors without those that stand for floats."""
-        count = len(values) - self.floats
-        self.numbers = (*numbers, *(float(value) for value in values[count:]))
-        return values[:count]
+        tensor_count = len(values) - self.float_count
+        self.numbers = (*numbers, *(float(value) for value in values[tensor_count:]))
+        return values[:tensor_count]
 
     def unflatten(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the values of the place, made of the tensors that the graph hands over."""
+        """Return the values of the place: the graph's tensors, and constants with the numbers of the run."""
         values = super().unflatten(flat)
         for position, constant in self.constants.items():
             values[position] = fill_template(constant, self.numbers)
@@ -164,13 +160,9 @@ class ReplacementCall(PythonCall):
     __slots__ = ("compute", "targets")
 
     def __init__(
-        self,
-        action: Action,
-        facts: OpFacts,
-        values: PlaceValues,
-        compute: Callable[[Sequence[Any]], Any],
-        targets: Sequence[int],
-    ) -> None:
+        self, action: Action, facts: OpFacts, values: PlaceValues, compute: Callable[[Sequence[Any]],
+        Any], targets: Sequence[int],
+    ) -> None:  # fmt: skip
         """Bind a routine to an op's inputs; its outputs take no position among them."""
         super().__init__(action, facts, values, ())
         self.actions = (action,)
@@ -188,7 +180,7 @@ class ReplacementCall(PythonCall):
         """
         (action,) = self.actions
         values = self.unflatten(flat)
-        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})
+        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})  # the dict that routines share
         result: Any = NotImplemented
         if execution.runs_action(action):
             result = run_replacement(
@@ -221,11 +213,11 @@ class GradientReplacementCall(PythonCall):
         """Return the gradients that something reads: the routine's, or those of kernels if it gives none."""
         (action,) = self.actions
         # Last come the gradients that kernels computed, which are the result if the routine declines.
-        count = len(flat) - len(self.read_gradients)
-        incoming, kernel_gradients = flat[:count], flat[count:]
+        incoming_count = len(flat) - len(self.read_gradients)
+        incoming, kernel_gradients = flat[:incoming_count], flat[incoming_count:]
         if not execution.runs_action(action):
             return list(kernel_gradients)
-        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})
+        run = execution.run_dicts.setdefault((self.facts.op_id, ()), {})  # the dict that routines share
         result = run_replacement(execution.ops, action, self.unflatten(incoming), self.facts, run)
         if result is NotImplemented:
             return list(kernel_gradients)
@@ -235,18 +227,18 @@ class GradientReplacementCall(PythonCall):
 
 
 def select_read_gradients(
-    result: Any, count: int, read_positions: Sequence[int], action: Action, facts: OpFacts
+    result: Any, gradient_count: int, read_positions: Sequence[int], action: Action, facts: OpFacts
 ) -> list[Any]:
     """Return the gradients that something reads; a replacement returns all gradients, or only these.
 
     Raises RoutineError for another number of gradients.
     """
-    results = list(_as_list(result))
-    if len(results) == count:
-        return [results[i] for i in read_positions]
-    if len(results) == len(read_positions):
-        return results
+    gradients = list(_as_list(result))
+    if len(gradients) == gradient_count:
+        return [gradients[i] for i in read_positions]
+    if len(gradients) == len(read_positions):
+        return gradients
     raise RoutineError(
-        f"{action} returned {len(results)} gradients; {facts.name} gives {count}, of which "
+        f"{action} returned {len(gradients)} gradients; {facts.name} gives {gradient_count}, of which "
         f"{len(read_positions)} are wanted (positions {list(read_positions)})"
     )

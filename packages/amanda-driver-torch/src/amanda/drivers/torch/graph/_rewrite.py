@@ -52,58 +52,54 @@ NO_BACKWARD = "backward ops are not instrumented there"
 
 
 class FxRewriting:
-    """Rewriting of one graph.
+    """Rewriting of one FX graph: a copy, in which calls with the routines of tools replace nodes.
 
     symbols: the graph's inputs without data.  prefix: path of the module whose code the graph is of.
-    instance: ordinal of the model, which tells the graph's ops from those of other models of its class.
+    model_ordinal: tells the graph's ops from those of other models of its class.
     path_of: finds paths of parameters in the model; the default looks in the graph's module.
     analysis: asks tools for actions; the default asks the tools of the program's state.
     history: of values that routines have read.
-    late: takes the observers that are called when the graph has run; None if the graph calls all.
+    late_observers: takes the observers that are called when the graph has run; None if the graph calls all.
     inlines_only: whether routines that are called as Python are left out, as in the body of an op.
-    bodies: of control flow ops.  left_out: ops at which such routines do not run, by name.
+    bodies: of control flow ops.  left_out_counts: by name, of ops at which such routines do not run.
     """
 
     def __init__(
-        self,
-        module: GraphModule,
-        symbols: GraphSymbols,
-        program: GraphProgram,
-        namespace: Namespace,
-        prefix: str = "",
-        instance: int = 0,
-        analysis: GraphAnalysis | None = None,
-        history: ValueHistory | None = None,
-        path_of: ParameterPaths | None = None,
-        late: LateObservers | None = None,
-        inlines_only: bool = False,
-    ) -> None:
+        self, module: GraphModule, symbols: GraphSymbols, program: GraphProgram, namespace: Namespace,
+        prefix: str = "", model_ordinal: int = 0, analysis: GraphAnalysis | None = None,
+        history: ValueHistory | None = None, path_of: ParameterPaths | None = None,
+        late_observers: LateObservers | None = None, inlines_only: bool = False,
+    ) -> None:  # fmt: skip
         self.module = module
         self.symbols = symbols
         self.program = program
         self.namespace = namespace
         self._prefix = prefix
-        self._instance = instance
+        self._model_ordinal = model_ordinal
         self._path_of = path_of or ParameterPaths([module])
-        self._late = late
+        self._late_observers = late_observers
         self._inlines_only = inlines_only
         self._history = history
         self.bodies: dict[Node, ControlFlowBodies] = {}
-        self.left_out: Counter[str] = Counter()
-        self._reached: set[int] | None = None
+        self.left_out_counts: Counter[str] = Counter()
+        # Nodes of autograd and leaves that the outputs lead to, by id; None if that is not known.
+        self._reached_ids: set[int] | None = None
         self._analysis = GraphAnalysis(program.state, TENSORS) if analysis is None else analysis
         self._routines = NodeRoutines(program, None)
-        self._occurrences: Counter[int] = Counter()
-        self._steps: dict[Node, list[OpStep]] = {}
-        self._leaves: dict[int, BackwardSite] = {}
-        self._leaf_actions: dict[int, Sequence[Action]] = {}
-        self._backward_ops: dict[int, BackwardOpWithRoutines] = {}
-        self._analysed_leaves: set[int] = set()
-        self._leaf_count = 0
+        self._occurrence_counts: Counter[int] = Counter()
+        self._steps_by_node: dict[Node, list[OpStep]] = {}
+        self._site_by_leaf_id: dict[int, BackwardSite] = {}
+        self._actions_by_leaf_id: dict[int, Sequence[Action]] = {}
+        self._backward_op_by_node_id: dict[int, BackwardOpWithRoutines] = {}
+        self._analysed_leaf_ids: set[int] = set()
+        self._unnamed_leaf_count = 0  # of leaves that are not parameters
         self._trials = RoutineTrials(self._routines, symbols, history)
 
     def rewrite(self) -> GraphModule | None:
-        """Return a copy of the graph with routines in it; None if tools insert nothing."""
+        """Return a copy of the graph with routines in it; None if tools insert nothing.
+
+        Notes for reports go to the program.  Raises SharedMemory for a graph that has to run op by op.
+        """
         try:
             with uninstrumented():
                 # Once, without data: which native ops each node calls, and which nodes of autograd they make.
@@ -112,9 +108,9 @@ class FxRewriting:
                 self.analyse_forward(node_runs)
                 if self._wants_backward():
                     self._analyse_backward(node_runs)
-                check_views(node_runs, self._steps)
+                check_views(node_runs, self._steps_by_node)
                 bodies_change = any(bodies.are_changed() for bodies in self.bodies.values())
-                is_changed = any(self.steps()) or self._leaves or bodies_change
+                is_changed = any(self.steps()) or self._site_by_leaf_id or bodies_change
                 with self.symbols.without_data():
                     copy = self._write_copy(node_runs) if is_changed else None
                 self.report_left_out(node_runs)
@@ -130,7 +126,7 @@ class FxRewriting:
         return any(stack.wants_backward for stack in self._analysis.stack.chain)
 
     def analyse_forward(self, node_runs: Mapping[Node, NodeRun]) -> None:
-        """Bring the forward ops of the graph to the tools, in order."""
+        """Have the tools analyse the forward ops of the graph, in order, and those in bodies."""
         self.symbols.record_runs(node_runs)
         for node, node_run in node_runs.items():
             bodies = analyse_bodies(node, self.module, node_runs, self.symbols, self._rewriting_of_body)
@@ -142,29 +138,32 @@ class FxRewriting:
     def _rewriting_of_body(self, body: GraphModule, symbols: GraphSymbols) -> FxRewriting:
         """Return the rewriting of a body of one of the graph's ops."""
         rewriting = FxRewriting(
-            body, symbols, self.program, self.namespace, self._prefix, self._instance, self._analysis,
+            body, symbols, self.program, self.namespace, self._prefix, self._model_ordinal, self._analysis,
             self._history, self._path_of, inlines_only=True,
         )  # fmt: skip
-        rewriting._occurrences = self._occurrences  # ops of equal places may be in two bodies
+        rewriting._occurrence_counts = self._occurrence_counts  # ops of equal places may be in two bodies
         return rewriting
 
     def steps(self) -> Iterator[OpStep]:
         """Yield the native ops of the graph."""
-        for steps in self._steps.values():
+        for steps in self._steps_by_node.values():
             yield from steps
 
     def _analyse_node(self, node_run: NodeRun) -> None:
-        """Bring the native ops of a node to the tools, or report why they cannot be instrumented."""
+        """Have the tools analyse the native ops of a node, or report why they cannot be instrumented.
+
+        Raises ActionError for a replacement that reads inputs of other ops.
+        """
         node = node_run.node
         if node_run.obstacle:
             name = getattr(node.target, "__name__", str(node.target))
             self.program.report(name, node_run.obstacle, user_line_of(node))
-        if node_run.replay is None:
+        if node_run.replay is None:  # no native ops, or an obstacle
             return
-        self._steps[node] = []
+        self._steps_by_node[node] = []
         for call in node_run.calls:
             facts = self._make_facts(node, call)
-            facts.inputs = list(call.call.inputs)
+            facts.inputs = list(call.eager_call.inputs)
             plan = self._analysis.analyse_forward(facts, call.values)
             if plan.replace is not None and plan.replace.reads:
                 error = ActionError(
@@ -172,38 +171,38 @@ class FxRewriting:
                     "PyTorch do not hand on: replace one op alone, or run op by op"
                 )
                 raise facts.annotate_error(error, plan.replace)
-            actions = plan if self._late is None else self._late.take_over(plan, facts)
-            self._steps[node].append(OpStep(facts, self._refuse_python_calls(actions, facts, call)))
+            actions = plan if self._late_observers is None else self._late_observers.take_over(plan, facts)
+            self._steps_by_node[node].append(OpStep(facts, self._without_refused(actions, facts, call)))
 
-    def _refuse_python_calls(self, plan: Actions, facts: OpFacts, call: NativeCall) -> Actions:
-        """Refuse the actions that cannot run at an op, and count the op if there are any; return the others.
+    def _without_refused(self, actions: Actions, facts: OpFacts, call: NativeCall) -> Actions:
+        """Return the actions that can run at an op; refuse the others to their tools, and count the op.
 
         Within a transform a call of Python would get wrappers of a level that has ended; a body takes none.
         """
         if not (call.in_transform or self._inlines_only):
-            return plan
+            return actions
         inlined = Actions()
-        inlined.add(action for action in plan.all if self._routines.is_inlined(action))
-        refused = [action for action in plan.all if not self._routines.is_inlined(action)]
+        inlined.add(action for action in actions.all if self._routines.is_inlined(action))
+        refused = [action for action in actions.all if not self._routines.is_inlined(action)]
         for action in refused:
             action.tool.refused(action, NO_PYTHON)
         if refused:
-            self.left_out[facts.op_type] += 1
+            self.left_out_counts[facts.op_type] += 1
         return inlined
 
     def report_left_out(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Report the ops in transforms and in bodies at which routines do not run, and backward ops there."""
         wants_backward = self._wants_backward()
         if not self._inlines_only:
-            self._report_counts(IN_TRANSFORM, "", NO_PYTHON, self.left_out)
+            self._report_counts(IN_TRANSFORM, "", NO_PYTHON, self.left_out_counts)
         if wants_backward:
             backward_counts: Counter[str] = sum(
-                (run.backward_counts for run in node_runs.values()), Counter()
+                (node_run.backward_counts for node_run in node_runs.values()), Counter()
             )
             self._report_counts(IN_TRANSFORM, "", NO_BACKWARD, backward_counts)
         for node, bodies in self.bodies.items():
             name, where = str(node.target), user_line_of(node)
-            self._report_counts(name, where, NO_PYTHON, bodies.left_out())
+            self._report_counts(name, where, NO_PYTHON, bodies.left_out_counts())
             if wants_backward:
                 self._report_counts(name, where, NO_BACKWARD, bodies.backward_counts())
             bodies.report()
@@ -216,19 +215,22 @@ class FxRewriting:
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
         """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
         scope, source = module_path_of(node, self._prefix), user_line_of(node)
-        eager_call = call.call
-        variables = [self.symbols.parameter_of(value) for value in eager_call.inputs]
-        pairs = zip(eager_call.inputs, variables, strict=True)
+        eager_call = call.eager_call
+        value_parameters = [(value, self.symbols.parameter_of(value)) for value in eager_call.inputs]
         read_parameters = tuple(
-            self._read_parameter(value, variable) for value, variable in pairs if variable is not None
+            self._read_parameter(value, parameter)
+            for value, parameter in value_parameters
+            if parameter is not None
         )
-        call_site = node.meta.get("stack_trace") or ""
+        call_site = node.meta.get("stack_trace") or ""  # frames of the user's code, as text
         ordinals_and_parts = (item for read_parameter in read_parameters for item in read_parameter)
-        place = digest("graph", self._instance, scope, eager_call.op_type(), call_site, *ordinals_and_parts)
+        place = digest(
+            "graph", self._model_ordinal, scope, eager_call.op_type(), call_site, *ordinals_and_parts
+        )
         # Ops of equal places are told apart by their order, as repeats in eager mode are.
-        self._occurrences[place] += 1
+        self._occurrence_counts[place] += 1
         return OpFacts(
-            eager_call.op, digest(place, self._occurrences[place]), self.namespace, eager_call.names,
+            eager_call.op, digest(place, self._occurrence_counts[place]), self.namespace, eager_call.names,
             list(eager_call.inputs), attributes=eager_call.attributes(), scope=scope, source=source,
             op_type=eager_call.op_type(), variable_positions=eager_call.variable_positions(),
             graph=("graph", self.program.number),
@@ -245,44 +247,46 @@ class FxRewriting:
         return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
 
     def _analyse_backward(self, node_runs: dict[Node, NodeRun]) -> None:
-        """Bring the backward ops of the graph to the tools, and report those unlike eager mode's."""
-        self._reached = _reached_nodes(node_runs)
+        """Have the tools analyse the backward ops of the graph; report those unlike eager mode's."""
+        self._reached_ids = _ids_of_reached_nodes(node_runs)
         # From the outputs to the inputs, as a backward pass goes.
         for node_run in reversed(node_runs.values()):
             # Not strict: a node that cannot be replayed has calls but no steps.
-            pairs = list(zip(node_run.calls, self._steps.get(node_run.node, ()), strict=False))
-            for call, step in reversed(pairs):
+            steps = self._steps_by_node.get(node_run.node, ())
+            for call, step in reversed(list(zip(node_run.calls, steps, strict=False))):
                 self._analyse_backward_of_call(call, step)
         self.program.leaves = list(self._watched_leaves(node_runs))
-        unlike_eager = backward_views_unlike_eager(node_runs, self._backward_ops, self._late is not None)
+        unlike_eager = backward_views_unlike_eager(
+            node_runs, self._backward_op_by_node_id, self._late_observers is not None
+        )
         for facts, reason in unlike_eager:
             self.program.report(f"{facts.name} of {facts.op_type}", reason, facts.source)
 
     def _analyse_backward_of_call(self, call: NativeCall, step: OpStep) -> None:
-        """Bring the backward ops of a native call, and leaves that no later call reads, to the tools."""
+        """Have the tools analyse backward ops of a native call, and of leaves that no later call reads."""
         for node, place in call.nodes:
             with self.symbols.without_data():
                 incoming, outgoing = _gradients_without_data(node)
-            plan, facts = self._analyse_backward_op(step.facts, node, place, incoming, outgoing)
-            if plan:
-                step.backward[place] = BackwardSite(facts, plan)
+            site = self._analyse_backward_op(step.facts, node, place, incoming, outgoing)
+            if site.actions:
+                step.backward[place] = site
         for leaf in call.leaves:
-            if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._analysed_leaves:
-                self._analysed_leaves.add(id(leaf))
+            if call.nodes and self.symbols.is_leaf(leaf) and id(leaf) not in self._analysed_leaf_ids:
+                self._analysed_leaf_ids.add(id(leaf))
                 place = self._leaf_place(leaf)
                 with self.symbols.without_data():
                     incoming = [_empty_like(leaf)]
-                plan, facts = self._analyse_backward_op(step.facts, leaf, place, incoming, [])
-                if plan:
-                    self._leaves[id(leaf)] = BackwardSite(facts, plan)
+                site = self._analyse_backward_op(step.facts, leaf, place, incoming, outgoing=[])
+                if site.actions:
+                    self._site_by_leaf_id[id(leaf)] = site
 
     def _watched_leaves(
         self, node_runs: Mapping[Node, NodeRun]
     ) -> Iterator[tuple[int | torch.Tensor, str, Sequence[Any]]]:
-        """Yield the leaves whose gradients routines see, in the form of `GraphProgram.leaves`."""
+        """Yield the leaves with actions at their AccumulateGrad, in the form of `GraphProgram.leaves`."""
         # Placeholders are the first nodes: the index of one is its position among the graph's inputs.
         for i, (node, node_run) in enumerate(node_runs.items()):
-            actions = self._leaf_actions.get(id(node_run.value))
+            actions = self._actions_by_leaf_id.get(id(node_run.value))
             if actions is None:
                 continue
             variable = self.symbols.parameter_of(node_run.value)
@@ -297,32 +301,33 @@ class FxRewriting:
         if variable is not None:
             return LEAF_PLACE + self.symbols.ordinal(variable)
         # Leaves that are not parameters come above all parameters, in the order of the pass.
-        self._leaf_count += 1
-        return 2 * LEAF_PLACE + self._leaf_count - 1
+        place = 2 * LEAF_PLACE + self._unnamed_leaf_count
+        self._unnamed_leaf_count += 1
+        return place
 
     def _analyse_backward_op(
         self, forward: OpFacts, node: Any, place: int, incoming: list[Any], outgoing: list[Any]
-    ) -> tuple[Actions, OpFacts]:
-        """Bring a backward op to the tools; return the actions that the graph calls, and the op's facts.
+    ) -> BackwardSite:
+        """Have the tools analyse a backward op; return its facts and the actions that the graph calls.
 
         Records the op if it has actions, also if late observers take them all over.
-        node: of autograd, or a leaf.  incoming, outgoing: gradients without data.
+        node: of autograd, or a leaf, for its AccumulateGrad.  incoming, outgoing: gradients without data.
         """
         node_type = AccumulateGrad if isinstance(node, torch.Tensor) else type(node)
-        identity = forward.backward_id(node_type.__name__, place)
-        facts = forward.for_backward_op(node_type, identity, node_type is not AccumulateGrad)
+        backward_op_id = forward.backward_id(node_type.__name__, place)
+        facts = forward.for_backward_op(node_type, backward_op_id, node_type is not AccumulateGrad)
         facts.grad_outputs = incoming
-        plan = self._analysis.analyse_backward(facts, outgoing)
-        has_actions = bool(plan)
+        actions: Actions = self._analysis.analyse_backward(facts, outgoing)
+        has_actions = bool(actions)
         if has_actions and node_type is AccumulateGrad:
-            self._leaf_actions[id(node)] = plan.all
-        if self._late is not None:
+            self._actions_by_leaf_id[id(node)] = actions.all
+        if self._late_observers is not None:
             # Compiled code leaves out backward ops that no output of the graph leads to.
-            is_run = self._reached is None or id(node) in self._reached
-            plan = self._late.take_over(plan, facts, is_run)
+            is_run = self._reached_ids is None or id(node) in self._reached_ids
+            actions = self._late_observers.take_over(actions, facts, is_run)
         if has_actions:
-            self._backward_ops[id(node)] = BackwardOpWithRoutines(facts, bool(plan))
-        return plan, facts
+            self._backward_op_by_node_id[id(node)] = BackwardOpWithRoutines(facts, bool(actions))
+        return BackwardSite(facts, actions)
 
     def make_instrumented_nodes(self, node_runs: Mapping[Node, NodeRun]) -> dict[Node, InstrumentedCall]:
         """Return the calls in the place of nodes with routines; try the traceable routines first.
@@ -330,14 +335,14 @@ class FxRewriting:
         Drops from each step the actions that the trial has shown not to run there.
         """
         calls: dict[Node, InstrumentedCall] = {}
-        for node, steps in self._steps.items():
+        for node, steps in self._steps_by_node.items():
             replay = node_runs[node].replay
             if not any(steps) or replay is None:
                 continue
             instrumented = calls[node] = InstrumentedNode(node.name, self.program, replay, steps)
             self._trials.try_routines_of_node(instrumented, node_runs[node], steps)
             for call, step in zip(node_runs[node].calls, steps, strict=True):
-                step.plan = self._refuse_python_calls(step.plan, step.facts, call)
+                step.actions = self._without_refused(step.actions, step.facts, call)
         return calls
 
     def _write_copy(self, node_runs: dict[Node, NodeRun]) -> GraphModule:
@@ -347,12 +352,12 @@ class FxRewriting:
         Python need a token in the copy.
         """
         # Before the trials, which may drop actions.
-        changed = {node: steps for node, steps in self._steps.items() if any(steps)}
+        steps_to_write = {node: steps for node, steps in self._steps_by_node.items() if any(steps)}
         calls = self.make_instrumented_nodes(node_runs)
         changed_bodies = [bodies for bodies in self.bodies.values() if bodies.are_changed()]
         held_by_bodies = [bodies.try_routines() for bodies in changed_bodies]
         leaves = self._make_instrumented_leaves(node_runs)
-        actions = self._called_actions(changed.values())
+        actions = self._actions_in(steps_to_write.values())
         calls_python = not all(self._routines.is_inlined(action) for action in actions)
         copy = GraphCopy(self.module, self.program, calls_python)
         for node, call in calls.items():
@@ -362,11 +367,11 @@ class FxRewriting:
         for node, call in leaves.items():
             copy.insert_before_readers(node, call)
         # With late observers a compiler traces the copy to its end, where waiting observers are called.
-        if calls_python and self._late is not None:
+        if calls_python and self._late_observers is not None:
             hand_over = WaitingObserversCall("outputs", self.program)
             self.program.gathers_observers = copy.insert_before_output(hand_over)
             self.program.ordered_tools.update(id(action.tool) for action in actions if not can_wait(action))
-            self.program.prompt_observers.update(observers_of_written_memory(node_runs, changed))
+            self.program.prompt_observers.update(observers_of_written_memory(node_runs, steps_to_write))
         # The tensors without data, and autograd's graph of them, end here: the copy keeps templates alone.
         for node_run in node_runs.values():
             node_run.forget_symbols()
@@ -376,22 +381,24 @@ class FxRewriting:
         """Return the calls behind leaves with routines; try the traceable routines first."""
         calls: dict[Node, InstrumentedCall] = {}
         for node, node_run in node_runs.items():
-            site = self._leaves.get(id(node_run.value))
+            site = self._site_by_leaf_id.get(id(node_run.value))
             if site is not None:
                 calls[node] = InstrumentedLeaf(node.name, self.program, site)
                 self._trials.try_routines_of_backward_op(calls[node], site)
         return calls
 
-    def _called_actions(self, changed: Iterable[Sequence[OpStep]]) -> list[Action]:
-        """Return the actions that the graph calls."""
-        steps = [step for node_steps in changed for step in node_steps]
-        sites = [*self._leaves.values(), *(site for step in steps for site in step.backward.values())]
-        plans = [site.plan for site in sites] + [step.plan for step in steps]
-        return [action for plan in plans for action in plan.all]
+    def _actions_in(self, steps_of_nodes: Iterable[Sequence[OpStep]]) -> list[Action]:
+        """Return the actions at some steps, at their backward ops, and at leaves."""
+        actions: list[Action] = []
+        sites = [*self._site_by_leaf_id.values()]
+        for step in (step for steps in steps_of_nodes for step in steps):
+            actions += step.actions.all
+            sites += step.backward.values()
+        return [*actions, *(action for site in sites for action in site.actions.all)]
 
 
-def _reached_nodes(node_runs: Mapping[Node, NodeRun]) -> set[int] | None:
-    """Return ids of the nodes and leaves behind the graph's outputs and written inputs.
+def _ids_of_reached_nodes(node_runs: Mapping[Node, NodeRun]) -> set[int] | None:
+    """Return ids of autograd's nodes, and of leaves, that the graph's outputs and written inputs lead to.
 
     None if a higher-order op hides the way.
     """
@@ -402,6 +409,7 @@ def _reached_nodes(node_runs: Mapping[Node, NodeRun]) -> set[int] | None:
     values = [node_run.value for node, node_run in node_runs.items() if is_input_or_output(node)]
     outputs = [tensor for tensor in tree_flatten(values)[0] if isinstance(tensor, torch.Tensor)]
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    # Held until the end, so that no two of them get the same id.
     reached: dict[int, Any] = {
         id(tensor): tensor for tensor in outputs if tensor.requires_grad and tensor.is_leaf
     }

@@ -1,4 +1,4 @@
-"""Values that traceable routines take from outside their arguments.
+"""Tensors and other values that traceable routines use from outside their arguments.
 
 Tensors that they hold, such as masks, become inputs of the graph. Other values that they read, such as
 attributes of a tool, become constants of the graph, which guards watch.
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 
 class HeldTensors:
-    """The tensors that the routines of one node hold."""
+    """The tensors from outside their arguments that the routines of one node use: they hold them."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -28,28 +28,32 @@ class HeldTensors:
         if all(held_tensor is not tensor for held_tensor in self.tensors):
             self.tensors.append(tensor)
 
-    def collecting(self, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> AbstractContextManager[Any]:
+    def collecting(
+        self, make_stand_in: Callable[[torch.Tensor], torch.Tensor]
+    ) -> AbstractContextManager[Any]:
         """Return a context that notes each tensor with data that code uses.
 
-        stand_in: makes the tensor without data that the code gets instead.
+        make_stand_in: makes the tensor without data that the code gets instead.
         """
-        return _CollectingMode(self, stand_in)
+        return _CollectingMode(self, make_stand_in)
 
     def replaced_by(self, values: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
         """Return a context in which code that uses the tensors gets these values instead."""
         pairs = zip(self.tensors, values, strict=True)
-        changed = {id(tensor): value for tensor, value in pairs if tensor is not value}
-        return _SubstitutingMode(changed) if changed else nullcontext()
+        value_by_id = {id(tensor): value for tensor, value in pairs if tensor is not value}
+        return _SubstitutingMode(value_by_id) if value_by_id else nullcontext()
 
 
 class _CollectingMode(TorchFunctionMode):
     """Mode that notes tensors with data among the arguments, and passes on stand-ins without data."""
 
-    def __init__(self, held_tensors: HeldTensors, stand_in: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def __init__(
+        self, held_tensors: HeldTensors, make_stand_in: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
         super().__init__()
         self._held_tensors = held_tensors
-        self._stand_in = stand_in
-        self._stand_ins: dict[int, torch.Tensor] = {}
+        self._make_stand_in = make_stand_in
+        self._stand_in_by_id: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(self._note_and_stand_in, (args, kwargs or {}))
@@ -61,20 +65,20 @@ class _CollectingMode(TorchFunctionMode):
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         self._held_tensors.add(leaf)
-        if id(leaf) not in self._stand_ins:
-            self._stand_ins[id(leaf)] = self._stand_in(leaf)
-        return self._stand_ins[id(leaf)]
+        if id(leaf) not in self._stand_in_by_id:
+            self._stand_in_by_id[id(leaf)] = self._make_stand_in(leaf)
+        return self._stand_in_by_id[id(leaf)]
 
 
 class _SubstitutingMode(TorchFunctionMode):
-    """Mode that replaces arguments by `id`."""
+    """Mode that replaces tensors among the arguments; value_by_id: what takes the place of each."""
 
-    def __init__(self, pairs: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, value_by_id: Mapping[int, torch.Tensor]) -> None:
         super().__init__()
-        self._pairs = pairs
+        self._value_by_id = value_by_id
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = tree_map(lambda leaf: self._pairs.get(id(leaf), leaf), (args, kwargs or {}))
+        args, kwargs = tree_map(lambda leaf: self._value_by_id.get(id(leaf), leaf), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
@@ -89,7 +93,11 @@ class TorchReads(Reads):
     dynamic_types: ClassVar = (torch.nn.Module,)
 
     def follows_attributes(self, value: Any) -> bool:
-        """Read what the modules in a module hold; tensors are skipped, as they become inputs of the graph."""
+        """Return True for a value whose attributes are read; of a module, they are recorded here at once.
+
+        Those are `training`, parameters, buffers and submodules of each module in it.  False for a tensor,
+        which becomes an input of the graph.
+        """
         if not isinstance(value, torch.nn.Module):
             return not isinstance(value, torch.Tensor) and super().follows_attributes(value)
         self.follow_value(type(value).forward)

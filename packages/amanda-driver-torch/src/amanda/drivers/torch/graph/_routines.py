@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class NodeRoutines:
-    """Routines of one call of a node, and of the backward pass of that call.
+    """Runs the routines at one call of a node and in its backward pass, in the graph or as calls of Python.
 
     token: of the execution, if routines are called as Python.  substituting: makes a context in which values
     of the graph replace the tensors that the routines hold.
@@ -62,34 +62,36 @@ class NodeRoutines:
         return action.traceable and not action.takes_run and action not in self.program.called_as_python
 
     def run_action(
-        self,
-        action: Action,
-        values: list[Any],
-        facts: OpFacts,
-        mutable: Sequence[int] = (),
+        self, action: Action, values: list[Any], facts: OpFacts, mutable_positions: Sequence[int] = ()
     ) -> list[Any]:
-        """Run a routine, and return the values after it."""
+        """Run a routine, in the graph or by a call of Python, and return the values after it."""
         if action.opening:
             return values
         if not self.is_inlined(action):
             action = self._as_python_call(action, facts)
-        return run_routine(tensor_ops(), action, values, facts, {}, self.program.state.autodiff, mutable)
+        return run_routine(
+            tensor_ops(), action, values, facts, {}, self.program.state.autodiff, mutable_positions
+        )
 
     def run_all(
-        self, actions: Iterable[Action], values: list[Any], facts: OpFacts, mutable: Sequence[int] = ()
+        self,
+        actions: Iterable[Action],
+        values: list[Any],
+        facts: OpFacts,
+        mutable_positions: Sequence[int] = (),
     ) -> list[Any]:
         """Run routines in order, and return the values after them.
 
-        mutable: positions of the user's tensors that the op writes.
+        mutable_positions: of the user's tensors that the op writes.
         """
         for action in actions:
-            values = self.run_action(action, values, facts, mutable)
+            values = self.run_action(action, values, facts, mutable_positions)
         return values
 
     def replace_op(self, action: Action, call: Any, inputs: list[Any], facts: OpFacts) -> Any:
         """Run a routine that replaces an op, and return its outputs; NotImplemented if the op is to run.
 
-        What an op in place writes is written into its inputs here, if the routine is called as Python.
+        If the routine of an op in place is called as Python, its results are written into the inputs here.
         """
         if self.is_inlined(action):
             result = run_replacement(
@@ -97,41 +99,41 @@ class NodeRoutines:
             )
             return result if result is NotImplemented else call.in_form_of_result(result)
         # Autograd saves the clones, so that the writes into the targets below leave saved tensors alone.
-        values = PlaceValues(with_clones(inputs, call.target_positions))
-        compute, targets = call.as_function(), call.target_positions
+        target_positions, compute = call.target_positions, call.as_function()
+        values = PlaceValues(with_clones(inputs, target_positions))
         slot = self._slot_of_call(
-            action, facts, values, lambda: ReplacementCall(action, facts, values, compute, targets)
+            action, facts, values, lambda: ReplacementCall(action, facts, values, compute, target_positions)
         )
-        results = self._call_in_autograd(slot, values, [])
-        if call.target_positions:
-            for target, result in zip(call.target_positions, results, strict=True):
-                inputs[target].copy_(result)
-            written = [inputs[target] for target in call.target_positions]
-            return written[0] if len(written) == 1 else tuple(written)
+        results = self._call_in_autograd(slot, values, likes=[])
+        if target_positions:
+            targets = [inputs[i] for i in target_positions]
+            for target, result in zip(targets, results, strict=True):
+                target.copy_(result)
+            return targets[0] if len(targets) == 1 else tuple(targets)
         return call.in_form_of_result(tuple(results)) if len(results) != 1 else results[0]
 
-    def hook_node(self, node: Any, facts: OpFacts, plan: Actions) -> None:
-        """Put routines around a backward op of autograd's graph."""
-        incoming: list[Any] = []
+    def hook_node(self, node: Any, facts: OpFacts, actions: Actions) -> None:
+        """Hook a node of autograd to run the routines before and after its backward op, or in its place."""
+        incoming: list[Any] = []  # set by `before`, for a replacement in `after`
 
         def before(gradients: Sequence[Any]) -> Any:
             """Return the incoming gradients after the routines, and hold them for a replacement."""
             with self.running():
-                incoming[:] = self.run_all(plan.before, list(gradients), facts)
+                incoming[:] = self.run_all(actions.before, list(gradients), facts)
             return tuple(incoming)
 
         def after(gradients: Sequence[Any], _: Sequence[Any]) -> Any:
             """Return the outgoing gradients, those of a replacement if there is one, after the routines."""
             with self.running():
                 outgoing = list(gradients)
-                if plan.replace is not None:
-                    outgoing = self._replace_gradients(plan.replace, outgoing, incoming, facts)
-                return tuple(self.run_all(plan.after, outgoing, facts))
+                if actions.replace is not None:
+                    outgoing = self._replace_gradients(actions.replace, outgoing, incoming, facts)
+                return tuple(self.run_all(actions.after, outgoing, facts))
 
         # A replacement takes the incoming gradients and returns the outgoing ones: it needs both hooks.
-        if plan.before or plan.replace:
+        if actions.before or actions.replace:
             node.register_prehook(before)
-        if plan.after or plan.replace:
+        if actions.after or actions.replace:
             node.register_hook(after)
 
     def _replace_gradients(
@@ -139,7 +141,8 @@ class NodeRoutines:
     ) -> list[Any]:
         """Return the outgoing gradients of a backward op, computed by the routine that replaces the op.
 
-        Gradients that nothing reads stay None; all are the kernel's if the routine returns NotImplemented.
+        outgoing: the kernel's, None where nothing reads a gradient; returned if the routine returns
+        NotImplemented.
         """
         read_positions = [i for i, gradient in enumerate(outgoing) if gradient is not None]
         if self.is_inlined(action):
@@ -152,12 +155,9 @@ class NodeRoutines:
             likes = [outgoing[i] for i in read_positions]
             is_read = tuple(gradient is not None for gradient in outgoing)
             slot = self._slot_of_call(
-                action,
-                facts,
-                values,
-                lambda: GradientReplacementCall(action, facts, values, is_read),
-                is_read,
-            )
+                action, facts, values, lambda: GradientReplacementCall(action, facts, values, is_read),
+                key_suffix=is_read,
+            )  # fmt: skip
             results = call_python(
                 "call", self.token, [*values.flat, *likes], values.numbers, likes, self.program.number, slot
             )
@@ -170,12 +170,12 @@ class NodeRoutines:
         """Return an action whose routine inserts a custom op that calls the action's routine as Python."""
         is_taped = (action.differentiable or self.program.state.autodiff) and not action.observer
 
-        def call(*place_values: Any) -> Any:
+        def insert_call(*place_values: Any) -> Any:
             return self._insert_python_call(action, facts, PlaceValues(place_values), is_taped)
 
-        # Without the keyword arguments, which `PythonCall` passes.
-        call.__qualname__ = routine_name(action.func)
-        func = differentiable(call) if is_taped else call
+        insert_call.__qualname__ = routine_name(action.func)
+        func = differentiable(insert_call) if is_taped else insert_call
+        # No keyword arguments here: `PythonCall` passes those of the routine.
         return Action(action.type, func, action.tool, action.select, kwargs={})
 
     def _insert_python_call(self, action: Action, facts: OpFacts, values: PlaceValues, is_taped: bool) -> Any:
@@ -189,8 +189,8 @@ class NodeRoutines:
         )
         # Each call of Python is a kernel of its own to compilers: observers may share one.
         if self.program.can_gather(action, facts) and self.token is not None:
-            waiting = WaitingObservers.of_token(self.program, self.token)
-            waiting.add(self.token, slot, values, action.type.is_backward)
+            waiting_observers = WaitingObservers.of_token(self.program, self.token)
+            waiting_observers.add(self.token, slot, values, action.type.is_backward)
             return None
         likes = list(values.tensors) if result_positions else []
         if is_taped:
@@ -202,27 +202,27 @@ class NodeRoutines:
         return _as_routine_returns(values.with_tensors(results)) if result_positions else None
 
     def _slot_of_call(
-        self,
-        action: Action,
-        facts: OpFacts,
-        values: PlaceValues,
-        make: Callable[[], PythonCall],
-        form: Any = None,
-    ) -> int:
-        """Return the slot of a routine's call, with the constants of this run.
+        self, action: Action, facts: OpFacts, values: PlaceValues, make_call: Callable[[], PythonCall],
+        key_suffix: Any = None,
+    ) -> int:  # fmt: skip
+        """Return the slot of a routine's call, which is made the first time; it gets this run's constants.
 
         A backend that runs the graph as it is comes here in each run, with other constants.
+        key_suffix: tells apart calls of the routine at one place that differ in more than their values.
         """
         # The call in the program's table holds the facts, so that no other object gets their `id`.
-        slot = self.program.slot((id(facts), action, values.pattern, form), make)
-        called: Any = self.program.table[slot]
-        called.constants = values.constants
+        slot = self.program.slot_of((id(facts), action, values.pattern, key_suffix), make_call)
+        call: Any = self.program.table[slot]
+        call.constants = values.constants
         return slot
 
     def _call_in_autograd(
         self, slot: int, values: PlaceValues, likes: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Call the routine at a slot as Python, as a part of autograd's graph."""
+        """Call the routine at a slot as Python, as a function of autograd; return its results.
+
+        likes: tensors in whose form the results are returned; empty for the results as they are.
+        """
         return list(
             TapedRoutine.apply(  # type: ignore[no-untyped-call]
                 self.token, self.program.number, slot, len(likes), values.numbers, *values.flat, *likes
@@ -241,12 +241,14 @@ class TapedRoutine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, token: torch.Tensor, program: int, slot: int, count: int, numbers: list[int], *tensors: Any
-    ) -> Any:
-        """Call the routine at a slot; tensors: its values, then `count` tensors like its results."""
-        values, likes = list(tensors[: len(tensors) - count]), list(tensors[len(tensors) - count :])
+        ctx: Any, token: torch.Tensor, program: int, slot: int, like_count: int, numbers: list[int],
+        *tensors: Any,
+    ) -> Any:  # fmt: skip
+        """Call the routine at a slot; tensors: its values, then `like_count` tensors like its results."""
+        value_count = len(tensors) - like_count
+        values, likes = list(tensors[:value_count]), list(tensors[value_count:])
         ctx.slot = slot
-        ctx.count = count
+        ctx.like_count = like_count
         ctx.save_for_backward(token, *values)
         return tuple(call_python("tape", token, values, numbers, likes, program, slot))
 
@@ -254,18 +256,19 @@ class TapedRoutine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         """Return the gradients of the values that need one, and None for all other arguments."""
         token, *values = ctx.saved_tensors
-        pulled = call_python("pull", token, list(gradients), values, ctx.slot)
-        first = _ARGUMENTS_BEFORE_VALUES
-        needs_gradient = ctx.needs_input_grad[first : first + len(values)]
-        input_gradients = [
-            gradient if needs else None for gradient, needs in zip(pulled, needs_gradient, strict=True)
+        value_gradients = call_python("pull", token, list(gradients), values, ctx.slot)
+        first_value = _ARGUMENTS_BEFORE_VALUES
+        values_need_gradient = ctx.needs_input_grad[first_value : first_value + len(values)]
+        needed_gradients = [
+            gradient if needs_gradient else None
+            for gradient, needs_gradient in zip(value_gradients, values_need_gradient, strict=True)
         ]
         # Before the values come other arguments, after them the likes, of which none has a gradient.
-        return *[None] * first, *input_gradients, *[None] * ctx.count
+        return *[None] * first_value, *needed_gradients, *[None] * ctx.like_count
 
 
 _ARGUMENTS_BEFORE_VALUES = 5
-"""Arguments of `TapedRoutine` before the values: token, program, slot, count and numbers."""
+"""Arguments of `TapedRoutine` before the values: token, program, slot, like_count and numbers."""
 
 
 class RoutineTrials:
@@ -284,22 +287,24 @@ class RoutineTrials:
     ) -> None:
         """Try the routines at a node's ops and at the backward ops of these."""
         for call, step in zip(node_run.calls, steps, strict=True):
-            plan, facts = step.plan, step.facts
-            inputs = self._try_all(plan.before, list(call.call.inputs), facts, instrumented.held_tensors)
-            if plan.replace is not None:
-                self._try_routine(plan.replace, inputs, facts, instrumented.held_tensors)
-            self._try_all(plan.after, call.values, facts, instrumented.held_tensors)
+            actions, facts = step.actions, step.facts
+            inputs = self._try_all(
+                actions.before, list(call.eager_call.inputs), facts, instrumented.held_tensors
+            )
+            if actions.replace is not None:
+                self._try_routine(actions.replace, inputs, facts, instrumented.held_tensors)
+            self._try_all(actions.after, call.values, facts, instrumented.held_tensors)
             for site in step.backward.values():
                 self.try_routines_of_backward_op(instrumented, site)
 
     def try_routines_of_backward_op(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
         """Try the routines at a backward op."""
-        facts, plan = site
+        facts, actions = site
         incoming, outgoing = list(facts.grad_outputs or ()), list(facts.grad_inputs or ())
-        incoming = self._try_all(plan.before, incoming, facts, instrumented.held_tensors)
-        if plan.replace is not None:
-            self._try_routine(plan.replace, incoming, facts, instrumented.held_tensors)
-        self._try_all(plan.after, outgoing, facts, instrumented.held_tensors)
+        incoming = self._try_all(actions.before, incoming, facts, instrumented.held_tensors)
+        if actions.replace is not None:
+            self._try_routine(actions.replace, incoming, facts, instrumented.held_tensors)
+        self._try_all(actions.after, outgoing, facts, instrumented.held_tensors)
 
     def _try_all(
         self, actions: Sequence[Action], values: list[Any], facts: OpFacts, held_tensors: HeldTensors
@@ -312,17 +317,17 @@ class RoutineTrials:
     def _try_routine(
         self, action: Action, values: list[Any], facts: OpFacts, held_tensors: HeldTensors
     ) -> list[Any]:
-        """Run an inlined routine without data, and return the values after it.
+        """Run a traceable routine without data, and return the values after it.
 
-        Notes the routine and the tensors that it holds.  A routine that cannot be traced, or that reads what
-        changes often, is noted as called by Python; the values are then returned unchanged.
-        Raises RoutineError for a routine that breaks a rule.
+        Notes the routine and the tensors that it holds.  One that cannot be traced, or that reads values that
+        change often, is noted to be called as Python; the values are then returned unchanged, as they are for
+        a routine that is no part of the graph.  Raises RoutineError for a routine that breaks a rule.
         """
         if not self._routines.is_inlined(action):
             return values
-        changing_name = self._history.volatile_name(action) if self._history is not None else ""
-        if changing_name:
-            self._call_as_python(action, facts, f"what it reads changes often: {changing_name}")
+        name_of_changing_value = "" if self._history is None else self._history.volatile_name(action)
+        if name_of_changing_value:
+            self._call_as_python(action, facts, f"what it reads changes often: {name_of_changing_value}")
             return values
         program, used_tensors = self._routines.program, HeldTensors()
         try:
@@ -330,9 +335,9 @@ class RoutineTrials:
             with (
                 program.reads.record_tracing([action]),
                 used_tensors.collecting(self._make_stand_in),
-                patch.object(self._symbols.fakes, "allow_non_fake_inputs", False),
+                patch.object(self._symbols.fake_mode, "allow_non_fake_inputs", False),
             ):
-                changed = self._run_without_data(action, values, facts)
+                changed_values = self._run_without_data(action, values, facts)
         except RoutineError:  # the routine breaks a rule, as it would in Python
             raise
         except Exception as error:  # of any kind: routines may do what only values allow
@@ -342,11 +347,11 @@ class RoutineTrials:
         program.traced.append((action, used_tensors.tensors))
         for tensor in used_tensors.tensors:
             held_tensors.add(tensor)
-        return changed
+        return changed_values
 
     def _make_stand_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without data for one that a routine holds."""
-        stand_in = self._symbols.fakes.from_tensor(tensor, static_shapes=True)
+        stand_in = self._symbols.fake_mode.from_tensor(tensor, static_shapes=True)
         return stand_in.detach().requires_grad_(tensor.requires_grad)
 
     def _call_as_python(self, action: Action, facts: OpFacts, reason: str) -> None:
