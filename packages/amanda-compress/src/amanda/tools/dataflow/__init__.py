@@ -52,11 +52,12 @@ class Dataflow:
         self._next = count()
 
     def node(self, context: amanda.OpContext) -> DataflowNode:
-        """Return a node for the op that is about to run."""
+        """Return a new node for the op that is about to run, with the numbers of tensors that it reads."""
         shape, dtype = context["shape"], context["dtype"]
-        lists: list[Sequence[Any]] = [
+        lists: list[Sequence[Any]] = [  # of the tensors of each input
             value if isinstance(value, (list, tuple)) else [value] for value in context.get_inputs()
         ]
+        # None for what is no tensor, which has no dtype.
         numbers = [[None if dtype(x) is None else self.number(x) for x in values] for values in lists]
         return DataflowNode(
             context.get_op_id(), context["type"],
