@@ -224,7 +224,7 @@ class CachedStates:
 
     @property
     def after(self) -> int:
-        """Return the bytes of the integers, of scale and least number of each group, and of other tokens."""
+        """Return the bytes of a quantised cache: integers, scale and least number by group, other tokens."""
         batch, heads, tokens, channels = self.shape
         numbers = batch * heads * channels * self.quantised_tokens
         groups = numbers // self._tool.group_size
