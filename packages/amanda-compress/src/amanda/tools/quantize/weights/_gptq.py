@@ -141,7 +141,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
 class _BatchRun:
     """Weights that one run of all batches calibrates: the first that is read, and all that share its input.
 
-    weights: in order.  waiting: weights for later runs.
+    weights: of this run, in the order of their reads.  waiting: weights that later runs calibrate.
     """
 
     def __init__(self) -> None:
