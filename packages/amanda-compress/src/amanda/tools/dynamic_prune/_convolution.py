@@ -108,6 +108,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         """Insert the pruning of a convolution's channels at an op that reads them, or behind a normalisation.
 
         An op of a normalisation hands the notes on to the next op instead.
+        notes: "layer", the convolution whose output reaches the op ungated; "scaled", True behind a scale.
         """
         kind, layer = context["type"], notes["layer"]
         has_vector_operand = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
@@ -172,10 +173,12 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     @amanda.observer
     def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
         """Add an execution to the result, with the share of products that the gate saves."""
-        positions, prediction = prod(output.shape) // int(layer.bias.shape[0]), self._states.state_of(layer)
+        prediction = self._states.state_of(layer)
         if prediction.gate is None:
             return
-        layer.pruned.add(1 - prediction.share_kept, layer.size * positions, 1 - prediction.share_computed)
+        out_channels = int(layer.bias.shape[0])
+        macs = layer.size * (prod(output.shape) // out_channels)  # size: of the kernel
+        layer.pruned.add(1 - prediction.share_kept, macs, 1 - prediction.share_computed)
 
     @amanda.differentiable
     def _apply_gate(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
@@ -362,7 +365,8 @@ class ActivationPruneTool(DynamicPruneTool):
     def _mask_input(self, x: Any, convolution: _Convolution, run: Run, recomputed: bool) -> Any:
         """Predict masks at the first convolution of a branch; return the part of the input that is needed.
 
-        Returns None, for no change, for a convolution of no branch, and for the first one.
+        Returns None, for no change, for a convolution of no branch, for the first one, and in a transform.
+        Adds the execution to the result unless it is `recomputed`.
         """
         block = convolution.block
         if block is None:
@@ -386,6 +390,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _mask_branch(self, branch: Any, block: _Block) -> Any:
+        """Return a branch with 0 at skipped positions; None, for no change, without a mask."""
         mask = self._states.state_of(block).mask
         if mask is None or self._is_transformed(branch, block.convolutions[0].pruned):
             return None
@@ -395,14 +400,15 @@ class ActivationPruneTool(DynamicPruneTool):
         """Compute the masks of all convolutions of a branch from its input, and the MACs that remain."""
         decision, layout = self._states.state_of(block), block.convolutions[0].layout
         mask = decision.mask = self._predict_output_mask(x, block, run, recomputed)
-        # Each convolution gives the next one as many positions as its windows have places.
+        # Of each convolution: it gives the next one as many positions as its windows have places.
         input_sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for convolution in block.convolutions[:-1]:
             windows_and_sizes = zip(convolution.windows, input_sizes[-1], strict=True)
             input_sizes.append([window.places(size) for window, size in windows_and_sizes])
         macs_used: Any = 0.0
         decision.macs_dense = 0
-        # Backwards from the output: each convolution has to compute what the next one reads.
+        # Backwards from the output, whose mask it is at first: each convolution has to compute what the next
+        # one reads.
         for convolution, size in zip(reversed(block.convolutions), reversed(input_sizes), strict=True):
             macs = convolution.size * prod(mask.shape)
             macs_used = macs_used + macs * do("mean", mask)
