@@ -101,13 +101,13 @@ def _checked_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record; raise an error that says what is wrong with it."""
     check_schema(record, _SCHEMA, _VERSION)
     content: dict[str, Any] = {"checksum": record["checksum"]}
-    for name, (read, noun) in _FIELDS.items():
+    for name, (read_value, noun) in _FIELDS.items():
         if not isinstance(record[name], dict):
             raise ValueError(f"its {name} is a {type(record[name]).__name__}")
         content[name] = {}
         for key, value in record[name].items():
             try:
-                content[name][key] = read(value)
+                content[name][key] = read_value(value)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"its {name} has {value!r:.80} for {key!r}, which is not {noun}") from error
     results = content["results"] = record["results"]
@@ -222,7 +222,7 @@ def parts_of(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     parts = {name: getattr(tensor, name) for name in names}
     if tensor.act_pre_scale is not None:
         parts["act_pre_scale"] = tensor.act_pre_scale
-    if kind == "Int4OpaqueTensor":
+    if kind == "Int4OpaqueTensor":  # packed for one kind of processor, see `_codes_of`
         parts["codes"] = _two_in_a_byte(_codes_of(tensor))
         del parts["qdata"]
     return parts, {"type": kind, "block_size": list(tensor.block_size)}
@@ -260,6 +260,7 @@ def _has_blocks(tensor: Any, parts: Mapping[str, Tensor]) -> bool:
 
 
 def _int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+    """Return the `Int8Tensor` of parts that `parts_of` gives."""
     from torchao.quantization import Int8Tensor
 
     scale = parts["scale"]
@@ -270,11 +271,13 @@ def _int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
 
 
 def _int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+    """Return the `Int4OpaqueTensor` of parts that `parts_of` gives, its codes packed for this processor."""
     import torch
     from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
 
     _REQUIRED.check()
-    codes = torch.stack([parts["codes"] & 15, parts["codes"] >> 4], dim=-1).flatten(-2)
+    first_codes, second_codes = parts["codes"] & 15, parts["codes"] >> 4  # two in a byte
+    codes = torch.stack([first_codes, second_codes], dim=-1).flatten(-2)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     tensor: Tensor = Int4OpaqueTensor(
         packed, parts["scale_and_zero"], block_size, codes.shape, act_pre_scale=parts.get("act_pre_scale")

@@ -31,10 +31,10 @@ class OpCosts(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self._flops: dict[int, Cost] = {}
-        self._sizes: dict[int, dict[Hashable, int]] = {}
-        self._weights: dict[int, Hashable] = {}
-        self._numbers: dict[Hashable, int] = {}
+        self._cost_by_op: dict[int, Cost] = {}
+        self._sizes_by_op: dict[int, dict[Hashable, int]] = {}
+        self._weight_by_op: dict[int, Hashable] = {}
+        self._element_counts: dict[Hashable, int] = {}
         self.depends_on(FlopsTool())
         # Costs depend on shapes: an op is analysed again when these change.
         self.add_inst_for_op(self._record_costs, require_outputs=True, guard="shape")
@@ -44,32 +44,32 @@ class OpCosts(amanda.Tool):
         if context["phase"] != "forward":
             return
         cost, op_id, inputs = context.get("cost"), context.get_op_id(), context.get_inputs()
-        self._flops[op_id] = cost if isinstance(cost, Cost) else Cost()
+        self._cost_by_op[op_id] = cost if isinstance(cost, Cost) else Cost()
         for position in parameter_inputs(context):
-            numbers = prod(context["shape"](inputs[position]))
+            element_count = prod(context["shape"](inputs[position]))
             # Unknown types count as float32.
-            size = numbers * (itemsize(context["dtype"](inputs[position])) or 4)
+            size = element_count * (itemsize(context["dtype"](inputs[position])) or 4)
             variable = context.get_variable(position)
             parameter = parameter_store(variable).identity(variable)
-            self._sizes.setdefault(op_id, {})[parameter] = size
+            self._sizes_by_op.setdefault(op_id, {})[parameter] = size
             if position == context["weight_index"]:
-                self._weights[op_id] = parameter
-                self._numbers[parameter] = numbers
+                self._weight_by_op[op_id] = parameter
+                self._element_counts[parameter] = element_count
 
     @property
     def is_empty(self) -> bool:
         """Return True if no op was recorded."""
-        return not self._flops
+        return not self._cost_by_op
 
     def of_ops(self, op_ids: Iterable[int]) -> tuple[int, dict[Hashable, WeightSize]]:
         """Return the FLOPs of the products of some ops, and the sizes of the weights that they read."""
-        recorded = [op_id for op_id in op_ids if op_id in self._flops]
+        recorded = [op_id for op_id in op_ids if op_id in self._cost_by_op]
         weights = {
-            parameter: WeightSize(self._numbers[parameter], self._sizes[op_id][parameter])
+            parameter: WeightSize(self._element_counts[parameter], self._sizes_by_op[op_id][parameter])
             for op_id in recorded
-            if (parameter := self._weights.get(op_id)) is not None
+            if (parameter := self._weight_by_op.get(op_id)) is not None
         }
-        return sum(2 * self._flops[op_id].macs for op_id in recorded), weights
+        return sum(2 * self._cost_by_op[op_id].macs for op_id in recorded), weights
 
     def flops(
         self, shares: Mapping[int, tuple[float, float]] | None = None, skipped: Collection[int] = ()
@@ -81,7 +81,7 @@ class OpCosts(amanda.Tool):
             skipped: Ops that do not run.
         """
         total = 0.0
-        for op_id, cost in self._flops.items():
+        for op_id, cost in self._cost_by_op.items():
             products_share, _ = (shares or {}).get(op_id, (1.0, 1.0))
             # A bias or an activation runs in full as long as the op runs.
             if op_id not in skipped and products_share > 0:
@@ -98,11 +98,11 @@ class OpCosts(amanda.Tool):
             skipped: Ops that do not run.
         """
         remaining: dict[Hashable, float] = {}
-        for op_id, sizes in self._sizes.items():
+        for op_id, sizes in self._sizes_by_op.items():
             products_share, weight_share = (shares or {}).get(op_id, (1.0, 1.0))
             for parameter, size in sizes.items():
                 # Without products that are left, other parameters such as a bias go with the weight.
-                goes_with_weight = parameter == self._weights.get(op_id) or products_share == 0
+                goes_with_weight = parameter == self._weight_by_op.get(op_id) or products_share == 0
                 share = weight_share if goes_with_weight else 1.0
                 bytes_left = 0.0 if op_id in skipped else share * size
                 # A parameter is stored once, for the reader that needs most of it.

@@ -190,7 +190,7 @@ class TrialFile:
                 entries = [json.loads(line) for line in lines]
             except ValueError as error:
                 raise ArtefactError(f"{self.path} is no file of trials: {error}") from error
-        if unfinished:
+        if unfinished:  # a line that an interrupt has cut: the next record begins in its place
             with naming(self.path):
                 size = sum(len(line.encode()) + 1 for line in lines)
                 os.truncate(self.path, size)
@@ -222,6 +222,7 @@ class TrialFile:
         )
 
     def _write(self, entry: Any) -> None:
+        """Append an entry as a line of JSON, on disk before this returns."""
         with naming(self.path):
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()
