@@ -199,8 +199,8 @@ class FoldingTool(CalibratedTool):
                 # State and parameters are undone together.
                 weight = weight_by_identity[identity]
                 undo.append(_state_restorer(weight))
-                new_value = parameter_by_identity[identity].read()
-                self.on_folded(weight, new_value, scales, inputs_are_folded=identity in readers)
+                new_value, inputs_are_folded = parameter_by_identity[identity].read(), identity in readers
+                self.on_folded(weight, new_value, scales, inputs_are_folded)
         return FoldResult(model, written_folds, skipped)
 
     def _select_folds(
