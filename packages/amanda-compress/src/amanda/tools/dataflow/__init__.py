@@ -68,7 +68,7 @@ class Dataflow:
         )  # fmt: skip
 
     def made(self, node: DataflowNode, tensors: Iterable[Any]) -> None:
-        """Record the outputs of an op.
+        """Record an op as the maker of its outputs, which get new numbers.
 
         Args:
             node: The result of `node` for the op.
@@ -87,7 +87,7 @@ class Dataflow:
         return self._renumbered(tensor) if number is None else number
 
     def _renumbered(self, tensor: Any) -> int | None:
-        """Return a new number for a tensor, which forgets an older one; None for other values."""
+        """Give a tensor a new number, also if it has one, and return it; None for other values."""
         number = next(self._next)
         try:
             self._numbers[tensor] = number
@@ -101,7 +101,10 @@ class Dataflow:
         return None if number is None else self._makers.get(number)
 
     def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:
-        """Iterate over a tensor and its maker, then the first tensor that the maker reads, and so on."""
+        """Yield a tensor's number and its maker, then the first tensor that the maker reads, and so on.
+
+        The last maker is None where none is known; at most 200 tensors.
+        """
         for _ in range(_MAX_STEPS):
             if number is None:
                 return

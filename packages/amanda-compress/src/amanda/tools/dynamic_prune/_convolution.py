@@ -36,7 +36,7 @@ _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
 
 @dataclass(eq=False)
 class _GatedConvolution:
-    """A convolution and its predictor; size: elements of the kernel."""
+    """A convolution, and weight and bias of its predictor; size: elements of the convolution's kernel."""
 
     pruned: PrunedOp
     layout: str

@@ -200,13 +200,14 @@ class OpQuantizers:
         groups = None
         if self._options.group_size is not None:
             groups = self._find_groups(context, read, value)
-            if groups is None:
+            if groups is None:  # they do not fit
                 return None
         # A transposed convolution in groups counts outputs along two axes, of which no product of axes gives
         # one scale each.
         if groups is None and self._options.per_channel:
             groups = _groups_of_outputs(context["shape"](value), _weight_layout(context, read))
         axes = self._find_scale_axes(context, read, value)
+        # Takes a value, the op under which state is saved, and the suffix of the quantizer's name.
         make = partial(self._make_quantizer, f"weight{suffix}", read, axes, groups=groups)
         first_of_slices = self._create_slice_quantizers(
             read, partial(make, value, context), (read.index, None)

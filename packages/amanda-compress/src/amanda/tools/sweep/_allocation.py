@@ -158,12 +158,12 @@ class SweepCost:
             # A weight that several ops share is saved once.
             sizes = {parameter: size for site in sites for parameter, size in self.weights(site).items()}
             return sum(size.size * (1 - remaining_share(level, size)) for size in sizes.values())
-        site_costs = [self.op_costs.of_ops(site.op_ids) for site in sites]
-        return sum(
-            flops * (1 - remaining_share(level, next(iter(weights.values()))))
-            for flops, weights in site_costs
-            if weights
-        )
+        saved_flops = []
+        for flops, weights in (self.op_costs.of_ops(site.op_ids) for site in sites):
+            if weights:
+                first_weight = next(iter(weights.values()))
+                saved_flops.append(flops * (1 - remaining_share(level, first_weight)))
+        return sum(saved_flops)
 
 
 KEEP = "keep"
@@ -194,7 +194,8 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
     An assignment that saves no more than another at no smaller drop is not in the list. The front is exact
     up to 20,000 partial assignments; each further group may lose up to a 20,000th of the largest saving.
     """
-    saved, drop = np.zeros(1), np.zeros(1)
+    saved, drop = np.zeros(1), np.zeros(1)  # of each partial assignment on the front
+    # Of each group its outcomes, and by assignment the row of the one before and the outcome's index.
     steps = []
     for outcomes in groups:
         # Every partial assignment with every outcome of the next group, of which the dominated ones go at
@@ -214,14 +215,16 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
         steps.append((outcomes, parent_rows, outcome_indices))
     # Backtrack from the whole assignments to the outcome that each group contributes.
     rows = np.arange(len(saved))
-    labels: list[list[str]] = []
+    levels_of_groups: list[list[str]] = []  # the last group first; of each the level in every assignment
     for outcomes, parent_rows, outcome_indices in reversed(steps):
-        labels.append([outcomes[i].level for i in outcome_indices[rows]])
+        levels_of_groups.append([outcomes[i].level for i in outcome_indices[rows]])
         rows = parent_rows[rows]
-    levels: Iterable[tuple[str, ...]] = zip(*reversed(labels), strict=True) if labels else [()]
+    levels: Iterable[tuple[str, ...]] = zip(*reversed(levels_of_groups), strict=True)
+    if not levels_of_groups:
+        levels = [()]  # without groups the one assignment is empty
     return [
-        Assignment(float(cost), float(loss), chosen_levels)
-        for cost, loss, chosen_levels in zip(saved, drop, levels, strict=True)
+        Assignment(float(saved_cost), float(metric_drop), chosen_levels)
+        for saved_cost, metric_drop, chosen_levels in zip(saved, drop, levels, strict=True)
     ]
 
 

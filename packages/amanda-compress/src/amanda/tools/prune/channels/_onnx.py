@@ -287,17 +287,9 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
     smaller = ModelProto()
     smaller.CopyFrom(whole)
     graph = smaller.graph
-    initializers = {item.name: item for item in graph.initializer}
-    for name, axis, keep_mask in plan.axes():
-        array = np.ascontiguousarray(numpy_helper.to_array(initializers[name]).compress(keep_mask, axis))
-        initializers[name].CopyFrom(numpy_helper.from_array(array, name))
-    for graph_input in graph.input:
-        initializer = initializers.get(graph_input.name)
-        if initializer is not None:  # listed among the inputs too, with its extents
-            tensor_type = onnx.helper.make_tensor_type_proto(initializer.data_type, initializer.dims)
-            graph_input.type.CopyFrom(tensor_type)
+    _shorten_initializers(graph, plan)
     # Initializers that were unread before stay: they are the user's.
-    unread_before = {item.name for item in graph.initializer} - onnx_graph.read_in(graph)
+    unread_before = {initializer.name for initializer in graph.initializer} - onnx_graph.read_in(graph)
     correction = _SizeCorrection(smaller, plan)
     nodes = [node for old in graph.node for node in (*correction.correct(old), old)]
     if len(nodes) > len(graph.node):
@@ -309,6 +301,19 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
     onnx_graph.remove_unread(graph, kept=unread_before)
     # Types of intermediate values are of the old extents, and a checker would compare them.
     return onnx.shape_inference.infer_shapes(smaller) if has_types else smaller
+
+
+def _shorten_initializers(graph: GraphProto, plan: RemovalPlan) -> None:
+    """Remove the channels that a plan does not keep from the initializers of a graph, in place."""
+    initializers = {initializer.name: initializer for initializer in graph.initializer}
+    for name, axis, keep_mask in plan.axes():
+        array = np.ascontiguousarray(numpy_helper.to_array(initializers[name]).compress(keep_mask, axis))
+        initializers[name].CopyFrom(numpy_helper.from_array(array, name))
+    for graph_input in graph.input:
+        shortened = initializers.get(graph_input.name)
+        if shortened is not None:  # an initializer that is listed among the inputs too, with its extents
+            tensor_type = onnx.helper.make_tensor_type_proto(shortened.data_type, shortened.dims)
+            graph_input.type.CopyFrom(tensor_type)
 
 
 class _SizeCorrection:
