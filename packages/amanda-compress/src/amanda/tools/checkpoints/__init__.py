@@ -22,9 +22,9 @@ from amanda.options import checked
 from amanda.tools.checkpoints._record import (
     NOUN,
     Checkpoint,
+    build_packed_tensor,
     check_target,
-    from_parts,
-    parts_of,
+    packed_parts,
     read_folder,
     write_folder,
 )
@@ -237,7 +237,7 @@ def _file_parts(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str,
                 f"{name} of the model is {_dtype_and_shape(plain)}, a type that safetensors does not have"
             )
         return {name: plain}, {}
-    packed = parts_of(plain)
+    packed = packed_parts(plain)
     if packed is None:
         raise ArtefactError(
             f"{name} of the model is a {type(plain).__name__} ({plain.layout}, {plain.device}); saved are "
@@ -258,7 +258,7 @@ def _unpack_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
         else:
             yield part_name, tensor
     for name, attributes in checkpoint.packed.items():
-        yield name, from_parts(parts[name], attributes)
+        yield name, build_packed_tensor(parts[name], attributes)
 
 
 def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:

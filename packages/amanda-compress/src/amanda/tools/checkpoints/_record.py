@@ -207,8 +207,8 @@ _ROWS = 256
 """Rows of the identity by which packed integers are read at once."""
 
 
-def parts_of(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the plain tensors that a tensor of torchao consists of, and its attributes.
+def packed_parts(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the plain tensors, by name, that a tensor of torchao consists of, and its attributes.
 
     None for a type that `convert` does not make, or with attributes that it leaves at their defaults.
     """
@@ -228,8 +228,8 @@ def parts_of(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     return parts, {"type": kind, "block_size": list(tensor.block_size)}
 
 
-def from_parts(parts: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> Tensor:
-    """Return the tensor of torchao that `parts_of` took apart.
+def build_packed_tensor(parts: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> Tensor:
+    """Return the tensor of torchao that `packed_parts` took apart.
 
     Raises ValueError for another type or size of blocks, KeyError for a missing part, ImportError without
     torchao.
@@ -259,8 +259,8 @@ def _has_blocks(tensor: Any, parts: Mapping[str, Tensor]) -> bool:
     return tuple(parts["scale_and_zero"].shape) == (*reversed(counts), 2)
 
 
-def _int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
-    """Return the `Int8Tensor` of parts that `parts_of` gives."""
+def _build_int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+    """Return the `Int8Tensor` of parts that `packed_parts` gives."""
     from torchao.quantization import Int8Tensor
 
     scale = parts["scale"]
@@ -270,8 +270,8 @@ def _int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
     return tensor
 
 
-def _int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
-    """Return the `Int4OpaqueTensor` of parts that `parts_of` gives, its codes packed for this processor."""
+def _build_int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+    """Return the `Int4OpaqueTensor` of `packed_parts`, its codes packed for this processor."""
     import torch
     from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
 
@@ -285,7 +285,7 @@ def _int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
     return tensor
 
 
-_BUILDERS = {"Int8Tensor": _int8, "Int4OpaqueTensor": _int4}
+_BUILDERS = {"Int8Tensor": _build_int8, "Int4OpaqueTensor": _build_int4}
 
 
 def _codes_of(tensor: Any) -> Tensor:

@@ -343,12 +343,12 @@ class ActivationPruneTool(DynamicPruneTool):
 
         def make() -> _Block:
             """Create the record, and link the convolutions to it."""
-            _, channels = convolutions[0]
+            _, channels = convolutions[0]  # of the branch's input
             parameter = partial(self._keep_parameter, context, context.get_inputs()[0])
             block = _Block(
                 [convolution for convolution, _ in convolutions],
-                parameter("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
-                parameter("mask.weight", lambda: self._uniform(channels, channels, 1)),
+                parameter("mask.kernel", lambda: self._draw_uniform((3, 3, channels), fan_in=9 * channels)),
+                parameter("mask.weight", lambda: self._draw_uniform((channels, 1), fan_in=channels)),
                 parameter("mask.bias", lambda: np.zeros(1)),
             )
             for convolution, _ in convolutions:
@@ -357,7 +357,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
         return self._op_record(context, make)
 
-    def _uniform(self, fan_in: int, *shape: int) -> Any:
+    def _draw_uniform(self, shape: tuple[int, ...], fan_in: int) -> Any:
         """Return random numbers within the inverse root of the fan-in, as layers of PyTorch begin with."""
         return self._initial_random.uniform(-(fan_in**-0.5), fan_in**-0.5, shape)
 

@@ -61,11 +61,11 @@ def stored_weight(weight: NDArray[Any], scale: Scale, rounding: Any) -> StoredWe
     # By the simulation itself, so that the file holds exactly the numbers that were simulated.
     dequantized = np.asarray(fake_quantize_fixed(weight, {None: scale}, rounding))
     if scale.groups is None:
-        return _store_channels(dequantized, scale)
-    return _store_groups(dequantized, scale, scale.groups)
+        return _weight_stored_by_channel(dequantized, scale)
+    return _weight_stored_in_groups(dequantized, scale, scale.groups)
 
 
-def _store_channels(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
+def _weight_stored_by_channel(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
     """Return the stored form of a weight with one scale, or with a scale for each channel of one axis."""
     scales, zero_points, grid, axes, _ = scale
     # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
@@ -84,7 +84,7 @@ def _store_channels(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
     return StoredWeight(_grid_numbers(numbers, grid), scales, zero_points, axis=scale_axis)
 
 
-def _store_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
+def _weight_stored_in_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
     """Return the stored form of a weight with a scale for each group: a matrix, in blocks of inputs."""
     scales, zero_points, grid, _, _ = scale
     group_rows = groups.split(dequantized) / scales[:, None] + zero_points[:, None]

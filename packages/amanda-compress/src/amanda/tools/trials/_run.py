@@ -297,14 +297,14 @@ def _run_in_workers(
     remaining = dict(enumerate(trials))
     while remaining:
         try:
-            yield from _collect(engine.run(worker, remaining), remaining)
+            yield from _collect_outcomes(engine.run(worker, remaining), remaining)
         except _ProcessEnded:
             # One of the trials that were running has ended its process, and nothing tells which: each of
             # these, at most two a worker, runs again alone.
             for number in list(remaining)[: 2 * engine.workers]:
                 alone = {number: remaining[number]}
                 try:
-                    yield from _collect(engine.run(worker, alone), alone)
+                    yield from _collect_outcomes(engine.run(worker, alone), alone)
                 except _ProcessEnded as error:
                     yield Outcome(remaining[number], None, str(error))
                 del remaining[number]
@@ -331,7 +331,7 @@ def _classify_engine_error(error: Exception) -> Exception:
     return _ProcessEnded("its process ended" + (f": {codes[1]}" if codes else ""))
 
 
-def _collect(
+def _collect_outcomes(
     numbered_outcomes: Generator[_NumberedOutcome, None, None], remaining: dict[int, T]
 ) -> Iterator[Outcome[T, Any]]:
     """Yield the outcomes of an engine, and remove their trials from the remaining ones.
@@ -399,15 +399,15 @@ class _PickledFunction(NamedTuple):
             try:
                 if digest not in _measures:
                     _measures.clear()  # the model of an earlier run is released
-                    _measures[digest] = _load(
+                    _measures[digest] = _load_measure(
                         _payloads[digest] if payload is None else bytes(payload), threads
                     )
                 return number, _measure(_measures[digest], trial)
             except Exception as error:
-                return number, _sendable(error)
+                return number, _make_sendable(error)
 
 
-def _load(payload: bytes, threads: int | None) -> Callable[[Any], Any]:
+def _load_measure(payload: bytes, threads: int | None) -> Callable[[Any], Any]:
     """Return the function that measures, with as many threads as in the process that sent it."""
     import cloudpickle
 
@@ -420,8 +420,8 @@ def _load(payload: bytes, threads: int | None) -> Callable[[Any], Any]:
     return measure
 
 
-def _sendable(error: Exception) -> Exception:
-    """Return an exception, or one with its text if it cannot be pickled and made again."""
+def _make_sendable(error: Exception) -> Exception:
+    """Return an exception, or an AmandaError with its text if it cannot be pickled and made again."""
     import cloudpickle
 
     try:

@@ -434,7 +434,7 @@ def _try_until_it_runs(
     Raises PruneError where nothing further can be left whole.
     """
     tracing = plan.tracing
-    while True:
+    while True:  # each round leaves more channels whole
         plan.choose_channels(choice)
         trial_ops: Sequence[TracedOp] = ()
         result, error = None, ""  # error: of the trial, "" for one that ran

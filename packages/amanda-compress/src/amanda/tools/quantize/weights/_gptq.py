@@ -86,6 +86,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         calls = done_count = 0
         try:
             with self._new_calibration(), Progress(progress) as display:
+                # Each run shows one group of weights further: those behind it read changed inputs.
                 while batch_run is None or batch_run.waiting:
                     self._batch_run = batch_run = _BatchRun()
                     run()
