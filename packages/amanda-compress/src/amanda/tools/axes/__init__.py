@@ -228,7 +228,10 @@ def _tensorflow_windows(
 
 
 def _jax_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
-    """Return the windows of a convolution, whose attributes are of spatial axes alone, or of a pooling."""
+    """Return the windows of a convolution, whose attributes are of spatial axes alone, or of a pooling.
+
+    A pooling has attributes of all axes.  Raises NotImplementedError for a transposed convolution.
+    """
     # JAX has no op of transposed convolutions: it dilates the input of a plain one.
     dilated = [*(attributes.get("lhs_dilation") or ()), *(attributes.get("base_dilation") or ())]
     if any(factor != 1 for factor in dilated):

@@ -40,7 +40,10 @@ class PrunedOp:
     saved: Any = 0.0
 
     def add(self, share: Any, macs: int, saved: Any) -> None:
-        """Add an execution; share and saved: tensors without gradient, or numbers."""
+        """Add an execution: the pruned share of the units, the dense MACs, and the saved share of these.
+
+        share, saved: tensors without gradient, or numbers.
+        """
         self.executions += 1
         self.share = self.share + share
         self.macs += macs

@@ -85,7 +85,7 @@ def channels_first(rule: Rule) -> Rule:
 
 
 def depthwise(call: FollowedOp) -> Sequence[Families]:
-    """Match channels with those of the weight, of which each makes as many outputs."""
+    """Match channels with those of the weight, each of which makes as many outputs as the multiplier says."""
     value, weight, output = *call.inputs[:2], call.outputs[0]
     if call.value("data_format") != "NHWC":
         return unknown(call)

@@ -60,7 +60,7 @@ class OnnxValue:
 
 
 def gemm(call: FollowedOp) -> Sequence[Families]:
-    """Multiply two matrices, either transposed, and add a third."""
+    """Follow a product of two matrices, either of them transposed, to which a third is added."""
     first, second, summand = (*call.inputs[:2], call.value("C"))
     first_part = _transposed(call.part_of(first)) if call.value("transA") else call.part_of(first)
     second_part = _transposed(call.part_of(second)) if call.value("transB") else call.part_of(second)
@@ -86,7 +86,7 @@ def from_axis_on(call: FollowedOp) -> Sequence[Families]:
 
 
 def depth_to_space(call: FollowedOp) -> Sequence[Families]:
-    """Move channels into images: those that go to one channel go together."""
+    """Unite the channels that the op moves into the image of one channel: these go together."""
     channels = call.labels_along(call.families_of(call.inputs[0]), 1)
     area = int(call.value("blocksize")) ** 2
     if channels is None:
@@ -99,7 +99,7 @@ def depth_to_space(call: FollowedOp) -> Sequence[Families]:
 
 
 def space_to_depth(call: FollowedOp) -> Sequence[Families]:
-    """Move images into channels, as many of each."""
+    """Repeat the channels, of each of which the op makes one for each place of a block."""
     channels = call.labels_along(call.families_of(call.inputs[0]), 1)
     area = int(call.value("blocksize")) ** 2
     return [shaped(None if channels is None else np.tile(channels, area), 1, 4)]

@@ -131,7 +131,7 @@ def product(call: FollowedOp) -> Sequence[Families]:
 
 
 def matrix_product_plus(call: FollowedOp) -> Sequence[Families]:
-    """Multiply matrices, and add a third."""
+    """Follow a product of matrices, to which a third is added."""
     summand, first, second = call.inputs[:3]
     shape = tuple(call.outputs[0].shape)
     product_families = matrix_product(call, call.part_of(first), call.part_of(second), second)
@@ -302,7 +302,10 @@ def over_axis(call: FollowedOp) -> Sequence[Families]:
 
 
 def reduced(call: FollowedOp) -> Sequence[Families]:
-    """Drop the axes over which the op computes; a mean or sum is over the channels that are kept."""
+    """Leave channels whole along axes over which the op computes; a mean or sum is noted instead.
+
+    A mean or sum is over the channels that are kept.  Other axes pass on.
+    """
     value = call.inputs[0]
     rank, dim = len(value.shape), call.value("dim")
     if dim is None or dim == []:
@@ -324,7 +327,7 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
 
 
 def concatenated(call: FollowedOp) -> Sequence[Families]:
-    """Put the channels of tensors one after another, or, along another axis, make them the same."""
+    """Concatenate the labels of tensors along the op's axis; unite those along other axes."""
     # Tensors without elements add no places, and may have another rank.
     tensors = [tensor for tensor in call.inputs[0] if prod(tensor.shape)]
     if not tensors:
@@ -374,7 +377,7 @@ def prelu(call: FollowedOp) -> Sequence[Families]:
 
 
 def stacked(call: FollowedOp) -> Sequence[Families]:
-    """Make the channels of tensors the same that are stacked along a new axis."""
+    """Unite the channels of tensors that are stacked along a new axis, which has none."""
     axis = call.value("dim", 0) % call.outputs[0].ndim
     families = call.labels.unite_elementwise(
         [call.part_of(tensor) for tensor in call.inputs[0]], call.lacking_reason
