@@ -371,23 +371,13 @@ class FollowedSlices:
         # and no copy.
         if source is None or not tensors.is_strided(output) or store.owner(output) is not None:
             return
-        # PyTorch's only weak reference to a storage; it is used by its multiprocessing, and imported late for
-        # its cost.
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         # Freed entries go once the table has doubled, so that a copy costs constant time.
         if len(self._copies) >= self._copy_count_at_next_sweep:
             self.forget_freed_copies()
-        _REQUIRED.check()
         select, form = source.of, source.form
         if compute is not None:
             select, form = partial(_select_by_indices, compute, select, indices), None
-        storage = output.untyped_storage()
-        weak_storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        # Weak: a record must not keep a model alive that the program has dropped.
-        weak_holder = weakref.ref(source.holder)
-        layout = StridedLayout.of(output)
-        self._copies[storage._cdata] = _CopiedSlice(weak_storage, layout, weak_holder, select, form)
+        self._copies[output.untyped_storage()._cdata] = _copied_slice(output, source.holder, select, form)
 
     def forget_freed_copies(self) -> None:
         """Forget freed copies, and with them the indices that selected them."""
@@ -407,6 +397,20 @@ class FollowedSlices:
         form = StridedLayout.of(value)
         view_like_value = partial(_select_and_view, _identity, StridedLayout.of(holder), form)
         return ParameterSlice(holder, view_like_value, form)
+
+
+def _copied_slice(
+    copy: Tensor, holder: Tensor, select: Callable[[Tensor], Tensor], form: StridedLayout | None
+) -> _CopiedSlice:
+    """Return the record of a copy, which keeps neither the copy nor the parameter alive."""
+    # PyTorch's only weak reference to a storage; it is used by its multiprocessing, and imported late for
+    # its cost.
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    _REQUIRED.check()
+    weak_storage = StorageWeakRef(copy.untyped_storage())  # type: ignore[no-untyped-call]
+    # Weak: a record must not keep a model alive that the program has dropped.
+    return _CopiedSlice(weak_storage, StridedLayout.of(copy), weakref.ref(holder), select, form)
 
 
 @amanda.differentiable
