@@ -103,7 +103,7 @@ class Dataflow:
     def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:
         """Yield a tensor's number and its maker, then the first tensor that the maker reads, and so on.
 
-        The last maker is None where none is known; at most 200 tensors.
+        The last maker is None where none is known; in a loop that never ends the walk is cut.
         """
         for _ in range(_MAX_STEPS):
             if number is None:

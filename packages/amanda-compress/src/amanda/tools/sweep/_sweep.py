@@ -251,7 +251,7 @@ class Sweep(Generic[Level]):
                     partial(self._program.measure_all_ops, self._program.levels[label]),
                     f"no {self._metric_name} of {description}",
                 )
-                metric, cost = measured or (None, None)  # of an attempt that failed
+                metric, cost = measured or (None, None)  # without a metric the attempt failed
                 self._records.add(architecture, Record(metric, error, perf_counter() - begin, cost))
                 progress.done(error or f"{self._metric_name} {metric:g}")
 

@@ -361,7 +361,10 @@ _payloads: dict[str, bytes] = {}
 
 
 class _PickledFunction(NamedTuple):
-    """The function `load`, pickled for a worker.  payload: its bytes.  threads: PyTorch's number, or None."""
+    """`load` of `run_trials`, pickled for workers: bytes, and their digest.
+
+    threads: PyTorch's number of threads in this process; None without PyTorch.
+    """
 
     payload: bytes
     digest: str

@@ -131,7 +131,7 @@ _REARRANGED = (
     "BroadcastTo ExpandDims Reshape ReverseV2 Slice SplitV Squeeze StridedSlice Tile Transpose Unpack"
 )
 _LAYOUT = {"data_format": "data_format"}
-_Entry = tuple[Rule, str, Mapping[str, str]]
+_Entry = tuple[Rule, str, Mapping[str, str]]  # a rule, its names of inputs, its names of attributes
 _TABLE: dict[str, _Entry] = {
     **dict.fromkeys(_ELEMENTWISE.split(), (elementwise, "", {})),
     **dict.fromkeys(_SAME_CHANNELS.split(), (same_channels, "input", {})),

@@ -105,7 +105,7 @@ def space_to_depth(call: FollowedOp) -> Sequence[Families]:
     return [shaped(None if channels is None else np.tile(channels, area), 1, 4)]
 
 
-_Entry = tuple[Rule, str, Mapping[str, str]]
+_Entry = tuple[Rule, str, Mapping[str, str]]  # a rule, its names of inputs, its names of attributes
 _ELEMENTWISE = (
     "Abs Add And Ceil Celu Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
     "HardSwish IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow "
