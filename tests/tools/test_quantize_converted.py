@@ -23,7 +23,7 @@ from amanda.tools.quantize.weights import (
     model_bytes,
     save_compressed,
 )
-from amanda.tools.quantize.weights._convert import packed
+from amanda.tools.quantize.weights._convert import packed_in_int32
 
 
 @pytest.fixture(autouse=True)
@@ -136,7 +136,7 @@ def test_layers_with_one_parameter_have_one_tensor() -> None:
 @pytest.mark.parametrize("bits", range(2, 9))
 def test_integers_are_packed_by_bits(bits: int) -> None:
     codes = np.random.default_rng(0).integers(0, 1 << bits, (3, 37))
-    words = packed(codes, bits)
+    words = packed_in_int32(codes, bits)
     assert words.shape == (3, -(-37 * bits // 32))
     for row, found in zip(codes, words, strict=True):
         number = sum(int(code) << (bits * i) for i, code in enumerate(row))

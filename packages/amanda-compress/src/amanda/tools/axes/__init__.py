@@ -34,13 +34,13 @@ class Unfolding(NamedTuple):
             extents: Shape of the weight.
             layout: As in StandardMapping; further axes in front of it are those of a batch.
         """
-        front = len(extents) - len(layout)  # the number of axes of a batch
-        axis_of = {letter: front + i for i, letter in enumerate(layout)}
+        batch_axes = len(extents) - len(layout)  # number of them, in front
+        axis_of = {letter: batch_axes + i for i, letter in enumerate(layout)}
         window = [axis for letter, axis in axis_of.items() if letter not in "OIM"]
         input_axis = axis_of["I"]
         if "M" not in layout:  # one axis has all outputs, and no axis is split
-            order = (*range(front), axis_of["O"], input_axis, *window)
-            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), front + 1)
+            order = (*range(batch_axes), axis_of["O"], input_axis, *window)
+            return cls(tuple(extents), order, tuple(extents[axis] for axis in order), batch_axes + 1)
         # A WeightLayout knows its groups; a depthwise convolution has one for each channel.
         groups = int(getattr(layout, "groups", extents[input_axis]))
         # With groups, the axis of inputs is one of groups and one of inputs of each.
@@ -50,10 +50,10 @@ class Unfolding(NamedTuple):
         output_axis = axis_after_split[axis_of["M"]]
         # Groups come ahead of the outputs of each, so that both become one axis, then the inputs of a group.
         moved_window = [axis_after_split[axis] for axis in window]
-        order = (*range(front), input_axis, output_axis, input_axis + 1, *moved_window)
+        order = (*range(batch_axes), input_axis, output_axis, input_axis + 1, *moved_window)
         outputs, inputs_of_group = groups * split[output_axis], split[input_axis + 1]
-        canonical = (*extents[:front], outputs, inputs_of_group, *(extents[axis] for axis in window))
-        return cls(split, order, canonical, front + 1)
+        canonical = (*extents[:batch_axes], outputs, inputs_of_group, *(extents[axis] for axis in window))
+        return cls(split, order, canonical, batch_axes + 1)
 
     @property
     def transposed(self) -> tuple[int, ...]:
@@ -151,7 +151,8 @@ class Window(NamedTuple):
         if not isinstance(self.padding, str):
             return self.padding
         # ceil(size / stride) places, as TensorFlow's SAME and ONNX' SAME_UPPER have them.
-        total = max((-(-size // self.stride) - 1) * self.stride + self.reach - size, 0)
+        places = -(-size // self.stride)
+        total = max((places - 1) * self.stride + self.reach - size, 0)
         smaller, larger = total // 2, total - total // 2
         return (smaller, larger) if self.padding == "same" else (larger, smaller)
 
@@ -213,20 +214,24 @@ def _tensorflow_windows(
     attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]
 ) -> list[Window]:
     """Return the windows of a convolution, or of a pooling, whose `ksize` takes the place of `kernel`."""
-    sizes = [attributes["ksize"][i] for i in axes] if attributes.get("ksize") else kernel
-    stride = [attributes["strides"][i] for i in axes]
-    dilation = [(attributes.get("dilations") or {i: 1})[i] for i in axes]
-    explicit = attributes.get("explicit_paddings")
-    pads: list[Any] = [tuple(explicit[2 * i : 2 * i + 2]) if explicit else (0, 0) for i in axes]
-    if _text(attributes["padding"]) == "SAME":
-        pads = ["same"] * len(axes)
-    return [
-        Window(int(k), int(s), int(d), p) for k, s, d, p in zip(sizes, stride, dilation, pads, strict=True)
-    ]
+    # TensorFlow's attributes have a number for each axis, and two paddings for each.
+    sizes = [attributes["ksize"][axis] for axis in axes] if attributes.get("ksize") else kernel
+    dilations, paddings = attributes.get("dilations"), attributes.get("explicit_paddings")
+    windows = []
+    for size, axis in zip(sizes, axes, strict=True):
+        dilation = dilations[axis] if dilations else 1
+        pads: Any = tuple(paddings[2 * axis : 2 * axis + 2]) if paddings else (0, 0)
+        if _text(attributes["padding"]) == "SAME":
+            pads = "same"
+        windows.append(Window(int(size), int(attributes["strides"][axis]), int(dilation), pads))
+    return windows
 
 
 def _jax_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Sequence[int]) -> list[Window]:
-    """Return the windows of a convolution, whose attributes are of spatial axes alone, or of a pooling."""
+    """Return the windows of a convolution, whose attributes are of spatial axes alone, or of a pooling.
+
+    A pooling has attributes of all axes.  Raises NotImplementedError for a transposed convolution.
+    """
     # JAX has no op of transposed convolutions: it dilates the input of a plain one.
     dilated = [*(attributes.get("lhs_dilation") or ()), *(attributes.get("base_dilation") or ())]
     if any(factor != 1 for factor in dilated):

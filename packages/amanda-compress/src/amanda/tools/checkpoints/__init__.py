@@ -22,9 +22,9 @@ from amanda.options import checked
 from amanda.tools.checkpoints._record import (
     NOUN,
     Checkpoint,
+    build_packed_tensor,
     check_target,
-    from_parts,
-    parts_of,
+    packed_parts,
     read_folder,
     write_folder,
 )
@@ -180,7 +180,7 @@ def _check_kind(model: Any) -> None:
 
 
 class _SavedTensor(NamedTuple):
-    """A parameter or buffer of a model, in the dict of its module, under a key."""
+    """A parameter or buffer of a model: `holder`, a dict of its module, has the tensor under a key."""
 
     holder: dict[str, Any]
     key: str
@@ -237,7 +237,7 @@ def _file_parts(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str,
                 f"{name} of the model is {_dtype_and_shape(plain)}, a type that safetensors does not have"
             )
         return {name: plain}, {}
-    packed = parts_of(plain)
+    packed = packed_parts(plain)
     if packed is None:
         raise ArtefactError(
             f"{name} of the model is a {type(plain).__name__} ({plain.layout}, {plain.device}); saved are "
@@ -249,20 +249,21 @@ def _file_parts(name: str, tensor: Tensor) -> tuple[dict[str, Tensor], dict[str,
 
 def _unpack_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors as the model has them, by name; of tied ones the first."""
-    parts: dict[str, dict[str, Tensor]] = {}
+    parts: dict[str, dict[str, Tensor]] = {}  # of each packed tensor, by name
     for part_name, tensor in checkpoint.tensors.items():
-        name, is_part, part = part_name.rpartition(":")
-        if is_part and name in checkpoint.packed:
+        # "layer.weight:scale" is a part of a packed tensor; a plain one has the name of its parameter.
+        name, colon, part = part_name.rpartition(":")
+        if colon and name in checkpoint.packed:
             parts.setdefault(name, {})[part] = tensor
         else:
             yield part_name, tensor
     for name, attributes in checkpoint.packed.items():
-        yield name, from_parts(parts[name], attributes)
+        yield name, build_packed_tensor(parts[name], attributes)
 
 
 def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     """Raise ArtefactError for a model that has other parameters and buffers than a folder."""
-    differences = [difference for difference in _differences(model, checkpoint, tensors) if difference]
+    differences = list(filter(None, _differences(model, checkpoint, tensors)))
     if differences:
         count = len(differences) - 3
         further = f"; and {count} more difference{'s' * (count > 1)}" if count > 0 else ""
@@ -342,18 +343,18 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors and sizes into a model."""
+    """Put tensors, as new parameters, and sizes of layers into a model."""
     import torch
 
     state, loaded = _saved_state(model), dict[str, Any]()
     # Before anything is assigned: a device may lack the memory.
     for name, entry in state.items():
-        before, first_name = entry.tensor, checkpoint.ties.get(name, name)
+        present, first_name = entry.tensor, checkpoint.ties.get(name, name)
         if first_name in loaded:
             continue
-        tensor: Any = tensors[name].to("cpu" if before.device.type == "meta" else before.device)
-        if isinstance(before, torch.nn.Parameter):
-            trains = before.requires_grad and first_name not in checkpoint.packed
+        tensor: Any = tensors[name].to("cpu" if present.device.type == "meta" else present.device)
+        if isinstance(present, torch.nn.Parameter):
+            trains = present.requires_grad and first_name not in checkpoint.packed
             tensor = torch.nn.Parameter(tensor, requires_grad=trains)
         loaded[first_name] = tensor
     for name, entry in state.items():

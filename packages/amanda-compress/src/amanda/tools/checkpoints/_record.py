@@ -101,13 +101,13 @@ def _checked_fields(record: Any) -> dict[str, Any]:
     """Return the fields of a record; raise an error that says what is wrong with it."""
     check_schema(record, _SCHEMA, _VERSION)
     content: dict[str, Any] = {"checksum": record["checksum"]}
-    for name, (read, noun) in _FIELDS.items():
+    for name, (read_value, noun) in _FIELDS.items():
         if not isinstance(record[name], dict):
             raise ValueError(f"its {name} is a {type(record[name]).__name__}")
         content[name] = {}
         for key, value in record[name].items():
             try:
-                content[name][key] = read(value)
+                content[name][key] = read_value(value)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"its {name} has {value!r:.80} for {key!r}, which is not {noun}") from error
     results = content["results"] = record["results"]
@@ -207,8 +207,8 @@ _ROWS = 256
 """Rows of the identity by which packed integers are read at once."""
 
 
-def parts_of(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-    """Return the plain tensors that a tensor of torchao consists of, and its attributes.
+def packed_parts(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+    """Return the plain tensors, by name, that a tensor of torchao consists of, and its attributes.
 
     None for a type that `convert` does not make, or with attributes that it leaves at their defaults.
     """
@@ -222,14 +222,14 @@ def parts_of(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
     parts = {name: getattr(tensor, name) for name in names}
     if tensor.act_pre_scale is not None:
         parts["act_pre_scale"] = tensor.act_pre_scale
-    if kind == "Int4OpaqueTensor":
+    if kind == "Int4OpaqueTensor":  # packed for one kind of processor, see `_codes_of`
         parts["codes"] = _two_in_a_byte(_codes_of(tensor))
         del parts["qdata"]
     return parts, {"type": kind, "block_size": list(tensor.block_size)}
 
 
-def from_parts(parts: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> Tensor:
-    """Return the tensor of torchao that `parts_of` took apart.
+def build_packed_tensor(parts: Mapping[str, Tensor], attributes: Mapping[str, Any]) -> Tensor:
+    """Return the tensor of torchao that `packed_parts` took apart.
 
     Raises ValueError for another type or size of blocks, KeyError for a missing part, ImportError without
     torchao.
@@ -259,7 +259,8 @@ def _has_blocks(tensor: Any, parts: Mapping[str, Tensor]) -> bool:
     return tuple(parts["scale_and_zero"].shape) == (*reversed(counts), 2)
 
 
-def _int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+def _build_int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+    """Return the `Int8Tensor` of parts that `packed_parts` gives."""
     from torchao.quantization import Int8Tensor
 
     scale = parts["scale"]
@@ -269,12 +270,14 @@ def _int8(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
     return tensor
 
 
-def _int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+def _build_int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
+    """Return the `Int4OpaqueTensor` of `packed_parts`, its codes packed for this processor."""
     import torch
     from torchao.prototype.quantization.int4.int4_opaque_tensor import Int4OpaqueTensor
 
     _REQUIRED.check()
-    codes = torch.stack([parts["codes"] & 15, parts["codes"] >> 4], dim=-1).flatten(-2)
+    first_codes, second_codes = parts["codes"] & 15, parts["codes"] >> 4  # two in a byte
+    codes = torch.stack([first_codes, second_codes], dim=-1).flatten(-2)
     packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.to(torch.int32), 1)
     tensor: Tensor = Int4OpaqueTensor(
         packed, parts["scale_and_zero"], block_size, codes.shape, act_pre_scale=parts.get("act_pre_scale")
@@ -282,7 +285,7 @@ def _int4(parts: Mapping[str, Tensor], block_size: list[int]) -> Tensor:
     return tensor
 
 
-_BUILDERS = {"Int8Tensor": _int8, "Int4OpaqueTensor": _int4}
+_BUILDERS = {"Int8Tensor": _build_int8, "Int4OpaqueTensor": _build_int4}
 
 
 def _codes_of(tensor: Any) -> Tensor:

@@ -52,11 +52,12 @@ class Dataflow:
         self._next = count()
 
     def node(self, context: amanda.OpContext) -> DataflowNode:
-        """Return a node for the op that is about to run."""
+        """Return a new node for the op that is about to run, with the numbers of tensors that it reads."""
         shape, dtype = context["shape"], context["dtype"]
-        lists: list[Sequence[Any]] = [
+        lists: list[Sequence[Any]] = [  # of the tensors of each input
             value if isinstance(value, (list, tuple)) else [value] for value in context.get_inputs()
         ]
+        # None for what is no tensor, which has no dtype.
         numbers = [[None if dtype(x) is None else self.number(x) for x in values] for values in lists]
         return DataflowNode(
             context.get_op_id(), context["type"],
@@ -67,7 +68,7 @@ class Dataflow:
         )  # fmt: skip
 
     def made(self, node: DataflowNode, tensors: Iterable[Any]) -> None:
-        """Record the outputs of an op.
+        """Record an op as the maker of its outputs, which get new numbers.
 
         Args:
             node: The result of `node` for the op.
@@ -86,7 +87,7 @@ class Dataflow:
         return self._renumbered(tensor) if number is None else number
 
     def _renumbered(self, tensor: Any) -> int | None:
-        """Return a new number for a tensor, which forgets an older one; None for other values."""
+        """Give a tensor a new number, also if it has one, and return it; None for other values."""
         number = next(self._next)
         try:
             self._numbers[tensor] = number
@@ -100,7 +101,10 @@ class Dataflow:
         return None if number is None else self._makers.get(number)
 
     def back(self, number: int | None) -> Iterator[tuple[int, DataflowNode | None]]:
-        """Iterate over a tensor and its maker, then the first tensor that the maker reads, and so on."""
+        """Yield a tensor's number and its maker, then the first tensor that the maker reads, and so on.
+
+        The last maker is None where none is known; in a loop that never ends the walk is cut.
+        """
         for _ in range(_MAX_STEPS):
             if number is None:
                 return

@@ -115,16 +115,17 @@ class _Attention:
 class _TokenMasks:
     """The decision of an attention for the last input.
 
-    alive: 0/1, (N, T), of the tokens that reach the attention; None for all.  later: of those that reach the
-    next one.  count: number of units in `later`, if it is the same for each input.  carries: True if later
-    layers have the same sequences, as far as residual connections show; windows of images differ by layer.
+    alive: 0/1, (N, T), of the tokens that reach the attention; None for all.  later_tokens: of those that it
+    keeps for later layers; None before it has run.  count: number of units kept, if the same for each input.
+    has_same_later_sequences: True if later layers have the sequences of the attention, as far as residual
+    connections show; windows of images differ by layer.
     state: at a residual connection, the tensor that the branch is added to.
     """
 
     alive: Any = None
-    later: Any = None
+    later_tokens: Any = None
     count: int = 0
-    carries: bool = True
+    has_same_later_sequences: bool = True
     state: Any = None
 
 
@@ -189,7 +190,7 @@ class AttentionPruneTool(DynamicPruneTool):
 
     def loss(self) -> Any:
         """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
-        decisions = [decision for decision in self._predictions() if decision.later is not None]
+        decisions = [decision for decision in self._predictions() if decision.later_tokens is not None]
         if not decisions or not self._learned:
             return 0.0
         share = sum(
@@ -230,17 +231,20 @@ class AttentionPruneTool(DynamicPruneTool):
     def _attention_record(
         self, context: amanda.OpContext, node: DataflowNode, product: DataflowNode
     ) -> _Attention:
-        """Return the record of an attention, and note it at the node of its softmax."""
+        """Return the record of an attention, and note it at the node of its softmax.
+
+        node: of the softmax.  product: of queries and keys; of a fused attention both are its one node.
+        """
         scores_shape, query_shape = node.shapes[0] or (), product.shapes[0] or ()
         # Scores of 3 axes have batch and heads in one; a fused attention is its own product, without scores.
         has_heads_in_batch = node is not product and len(scores_shape) == 3
         heads = head_count(self._flow, product, scores_shape) if has_heads_in_batch else None
-        head_axis = scores_shape[1] if len(scores_shape) == 4 else None
+        extent_of_heads = scores_shape[1] if len(scores_shape) == 4 else None
         width = query_shape[-1] or 0 if query_shape else 0
         unit = "tokens" if self._size == 1 else f"blocks of {self._size}"
         attention = self._op_record(context, lambda: _Attention(
             self._add_row(context, unit), node, heads, width, self._flow.nearest(node.reads, "attention"),
-            self._skim_parameters(context, heads or head_axis or 1) if self._learned else (),
+            self._skim_parameters(context, heads or extent_of_heads or 1) if self._learned else (),
         ))  # fmt: skip
         node.notes["attention"] = attention
         attention.node = node
@@ -303,12 +307,14 @@ class AttentionPruneTool(DynamicPruneTool):
             return do("reshape", self._prune_probabilities(by_head, attention, run, recomputed), shape)
         batch, heads, queries, keys = probabilities.shape
         decision = self._states.state_of(attention)
-        decision.alive = decision.later = None
+        decision.alive = decision.later_tokens = None
         # Attention to another sequence, or to a cache: its keys are not tokens of later layers.
         if queries != keys:
             return probabilities
         previous = None if attention.previous is None else self._states.state_of(attention.previous)
-        alive_tokens = previous.later if previous is not None and previous.carries else None
+        alive_tokens = None
+        if previous is not None and previous.has_same_later_sequences:
+            alive_tokens = previous.later_tokens
         if alive_tokens is not None and tuple(alive_tokens.shape) == (batch, keys):
             decision.alive = alive_tokens
             # Without `detached`, a key that took most attention would get an unbounded gradient.
@@ -323,7 +329,7 @@ class AttentionPruneTool(DynamicPruneTool):
                 # A product of two tokens is needed if both are alive.
                 attention.pruned.add(1 - do("mean", shares), macs, 1 - do("mean", shares**2))
         noise = partial(self._draw_noise, run=run, recomputed=recomputed)
-        decision.later = self._choose_tokens(probabilities, attention, decision, previous, noise)
+        decision.later_tokens = self._choose_tokens(probabilities, attention, decision, previous, noise)
         return probabilities
 
     def _forget_if_transformed(self, attention: _Attention, value: Any) -> bool:
@@ -331,7 +337,7 @@ class AttentionPruneTool(DynamicPruneTool):
         if not self._is_transformed(value, attention.pruned):
             return False
         decision = self._states.state_of(attention)
-        decision.alive = decision.later = None
+        decision.alive = decision.later_tokens = None
         return True
 
     def _choose_tokens(
@@ -340,29 +346,29 @@ class AttentionPruneTool(DynamicPruneTool):
     ) -> Any:  # fmt: skip
         """Return 0/1 of the tokens that later layers keep: (N, T).
 
-        Unless the choice is learned, sets `decision.count`.
+        A unit, a token or a block, is kept as a whole.  Unless the choice is learned, sets `decision.count`.
         """
         # The attention that each token receives by each head, (N, H, T), from all queries.
         # In float32: sums over thousands of queries exceed the precision of half types.
         received = do("sum", tensors_of(probabilities).wide(probabilities), axis=-2)
         length = int(received.shape[-1])
         alive_tokens = do("ones_like", received[:, 0]) if decision.alive is None else decision.alive
-        # A unit is a block of tokens that are dropped together.
-        alive = per_unit(alive_tokens, self._size)
-        alive_count = int(alive.shape[-1])
+        alive_units = per_unit(alive_tokens, self._size)
+        alive_count = int(alive_units.shape[-1])
         if decision.alive is not None and previous is not None:
             alive_count = previous.count
-        protected_units = np.arange(alive.shape[-1]) * self._size < self._protect
+        protected_units = np.arange(alive_units.shape[-1]) * self._size < self._protect
         is_protected = tensors_of(received).cast(protected_units[None].astype(np.float32), received)
         if self._learned:
             decisions = self._predict_units(probabilities, received, attention, noise)
-            keep_mask = alive * (is_protected + (1 - is_protected) * decisions)
+            keep_mask = alive_units * (is_protected + (1 - is_protected) * decisions)
         else:
-            score = detached(per_unit(do("sum", received, axis=1), self._size)) * alive
+            score = detached(per_unit(do("sum", received, axis=1), self._size)) * alive_units
             decision.count = max(density_count(self._share, alive_count), int(protected_units.sum()))
             # Protected units rank first, dropped ones last: scores are at most heads times tokens, far below
             # a million.
-            keep_mask = top_mask(score + 1e6 * is_protected + alive - 1, decision.count) * alive
+            rank_score = score + 1e6 * is_protected + alive_units - 1
+            keep_mask = top_mask(rank_score, decision.count) * alive_units
         return per_token(keep_mask, self._size, length)
 
     def _predict_units(
@@ -413,16 +419,16 @@ class AttentionPruneTool(DynamicPruneTool):
     def _tokens_alive(self, attention: _Attention, states: Any) -> Any:
         """Return 0/1 of the tokens that reached an attention, (N, T, 1) or (T, N, 1), as `states`.
 
-        Returns None for all tokens, and for states of other sequences than those of the attention, of which
-        `carries` is set.
+        Returns None for all tokens, and for states of other sequences than those of the attention.  Sets its
+        `has_same_later_sequences` by the states behind the first attention.
         """
         decision = self._states.state_of(attention)
-        if decision.later is None:
+        if decision.later_tokens is None:
             return None
-        shape, batch_and_tokens = tuple(states.shape[:2]), tuple(decision.later.shape)
+        shape, batch_and_tokens = tuple(states.shape[:2]), tuple(decision.later_tokens.shape)
         has_same_sequences = shape in (batch_and_tokens, batch_and_tokens[::-1])
         if decision.alive is None or not has_same_sequences:
-            decision.carries = has_same_sequences
+            decision.has_same_later_sequences = has_same_sequences
             return None
         alive = decision.alive if shape == batch_and_tokens else do("transpose", decision.alive, (1, 0))
         return as_type_of(alive, states)[..., None]

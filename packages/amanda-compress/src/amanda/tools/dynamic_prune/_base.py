@@ -40,7 +40,10 @@ class PrunedOp:
     saved: Any = 0.0
 
     def add(self, share: Any, macs: int, saved: Any) -> None:
-        """Add an execution; share and saved: tensors without gradient, or numbers."""
+        """Add an execution: the pruned share of the units, the dense MACs, and the saved share of these.
+
+        share, saved: tensors without gradient, or numbers.
+        """
         self.executions += 1
         self.share = self.share + share
         self.macs += macs
@@ -108,7 +111,7 @@ class PerThreadState(Generic[T]):
         self._tool, self._make = ref(tool), make
         # Threads of servers come and go; their states, which hold tensors, go with them.
         self._states: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = WeakKeyDictionary()
-        self._last: WeakKeyDictionary[Any, T] = WeakKeyDictionary()
+        self._last: WeakKeyDictionary[Any, T] = WeakKeyDictionary()  # of the last execution of any thread
 
     def __getstate__(self) -> tuple[amanda.Tool | None, Callable[[], T]]:
         """Return the arguments of a copy; states belong to threads of this process."""
@@ -398,18 +401,18 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
         return None
     # Both inputs are followed back until they meet, which is where the branch began.
     paths = [list(flow.back(number)) for number in node.inputs[:2]]  # numbers of tensors, and their ops
-    first_numbers, second_numbers = ([number for number, _ in path] for path in paths)
-    numbers_in_first = set(first_numbers)
-    origin = next((number for number in second_numbers if number in numbers_in_first), None)
+    numbers_on_paths = [[number for number, _ in path] for path in paths]
+    numbers_on_first = set(numbers_on_paths[0])
+    origin = next((number for number in numbers_on_paths[1] if number in numbers_on_first), None)
     if origin is None:
         return None
-    lengths = first_numbers.index(origin), second_numbers.index(origin)  # of the paths, in ops
-    if lengths == (0, 0):  # a sum of a tensor with itself
+    op_counts = [numbers.index(origin) for numbers in numbers_on_paths]  # from the origin to the sum
+    if op_counts == [0, 0]:  # a sum of a tensor with itself
         return None
     # The longer path computes; the other is the identity or a projection.
-    branch = 0 if lengths[0] > lengths[1] else 1
-    ops = [op for _, op in paths[branch][: lengths[branch]] if op is not None]
-    identity = (first_numbers, second_numbers)[1 - branch][0]
+    branch = 0 if op_counts[0] > op_counts[1] else 1
+    ops = [op for _, op in paths[branch][: op_counts[branch]] if op is not None]
+    identity = numbers_on_paths[1 - branch][0]
     return Residual(branch, tuple(ops), identity)
 
 
@@ -425,14 +428,13 @@ def _inputs_of_layers(flow: Dataflow, number: int) -> set[int | None]:
     parts, layer_inputs, followed_count = [number], set[int | None](), 0
     while parts and followed_count < _PARTS:
         followed_count += 1
-        for _, node in flow.back(parts.pop()):
-            if node is not None and node.type in LAYERS:
-                layer_inputs.add(node.data)
-            elif node is not None and node.type == "cat":
-                parts.extend(node.reads)
-            else:
-                continue
-            break
+        makers = (node for _, node in flow.back(parts.pop()) if node is not None)
+        # The nearest layer made the part, or a concatenation has made it of further parts.
+        maker = next((node for node in makers if node.type in LAYERS or node.type == "cat"), None)
+        if maker is not None and maker.type == "cat":
+            parts.extend(maker.reads)
+        elif maker is not None:
+            layer_inputs.add(maker.data)
     return layer_inputs
 
 

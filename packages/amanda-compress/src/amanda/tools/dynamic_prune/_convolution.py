@@ -36,7 +36,7 @@ _MOMENTS = ("SquaredDifference", "StopGradient", "Shape")
 
 @dataclass(eq=False)
 class _GatedConvolution:
-    """A convolution and its predictor; size: elements of the kernel."""
+    """A convolution, and weight and bias of its predictor; size: elements of the convolution's kernel."""
 
     pruned: PrunedOp
     layout: str
@@ -108,6 +108,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
         """Insert the pruning of a convolution's channels at an op that reads them, or behind a normalisation.
 
         An op of a normalisation hands the notes on to the next op instead.
+        notes: "layer", the convolution whose output reaches the op ungated; "scaled", True behind a scale.
         """
         kind, layer = context["type"], notes["layer"]
         has_vector_operand = kind in ("BiasAdd", "mul", "add") and _is_vector(node, 1 - position, layer)
@@ -172,10 +173,12 @@ class DynamicChannelPruneTool(DynamicPruneTool):
     @amanda.observer
     def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
         """Add an execution to the result, with the share of products that the gate saves."""
-        positions, prediction = prod(output.shape) // int(layer.bias.shape[0]), self._states.state_of(layer)
+        prediction = self._states.state_of(layer)
         if prediction.gate is None:
             return
-        layer.pruned.add(1 - prediction.share_kept, layer.size * positions, 1 - prediction.share_computed)
+        out_channels = int(layer.bias.shape[0])
+        macs = layer.size * (prod(output.shape) // out_channels)  # size: of the kernel
+        layer.pruned.add(1 - prediction.share_kept, macs, 1 - prediction.share_computed)
 
     @amanda.differentiable
     def _apply_gate(self, value: Any, layer: _GatedConvolution, evenly: bool = False) -> Any:
@@ -340,12 +343,12 @@ class ActivationPruneTool(DynamicPruneTool):
 
         def make() -> _Block:
             """Create the record, and link the convolutions to it."""
-            _, channels = convolutions[0]
+            _, channels = convolutions[0]  # of the branch's input
             parameter = partial(self._keep_parameter, context, context.get_inputs()[0])
             block = _Block(
                 [convolution for convolution, _ in convolutions],
-                parameter("mask.kernel", lambda: self._uniform(9 * channels, 3, 3, channels)),
-                parameter("mask.weight", lambda: self._uniform(channels, channels, 1)),
+                parameter("mask.kernel", lambda: self._draw_uniform((3, 3, channels), fan_in=9 * channels)),
+                parameter("mask.weight", lambda: self._draw_uniform((channels, 1), fan_in=channels)),
                 parameter("mask.bias", lambda: np.zeros(1)),
             )
             for convolution, _ in convolutions:
@@ -354,7 +357,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
         return self._op_record(context, make)
 
-    def _uniform(self, fan_in: int, *shape: int) -> Any:
+    def _draw_uniform(self, shape: tuple[int, ...], fan_in: int) -> Any:
         """Return random numbers within the inverse root of the fan-in, as layers of PyTorch begin with."""
         return self._initial_random.uniform(-(fan_in**-0.5), fan_in**-0.5, shape)
 
@@ -362,7 +365,8 @@ class ActivationPruneTool(DynamicPruneTool):
     def _mask_input(self, x: Any, convolution: _Convolution, run: Run, recomputed: bool) -> Any:
         """Predict masks at the first convolution of a branch; return the part of the input that is needed.
 
-        Returns None, for no change, for a convolution of no branch, and for the first one.
+        Returns None, for no change, for a convolution of no branch, for the first one, and in a transform.
+        Adds the execution to the result unless it is `recomputed`.
         """
         block = convolution.block
         if block is None:
@@ -386,6 +390,7 @@ class ActivationPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _mask_branch(self, branch: Any, block: _Block) -> Any:
+        """Return a branch with 0 at skipped positions; None, for no change, without a mask."""
         mask = self._states.state_of(block).mask
         if mask is None or self._is_transformed(branch, block.convolutions[0].pruned):
             return None
@@ -395,14 +400,15 @@ class ActivationPruneTool(DynamicPruneTool):
         """Compute the masks of all convolutions of a branch from its input, and the MACs that remain."""
         decision, layout = self._states.state_of(block), block.convolutions[0].layout
         mask = decision.mask = self._predict_output_mask(x, block, run, recomputed)
-        # Each convolution gives the next one as many positions as its windows have places.
+        # Of each convolution: it gives the next one as many positions as its windows have places.
         input_sizes = [[int(x.shape[axis]) for axis in spatial_axes(layout)]]
         for convolution in block.convolutions[:-1]:
             windows_and_sizes = zip(convolution.windows, input_sizes[-1], strict=True)
             input_sizes.append([window.places(size) for window, size in windows_and_sizes])
         macs_used: Any = 0.0
         decision.macs_dense = 0
-        # Backwards from the output: each convolution has to compute what the next one reads.
+        # Backwards from the output, whose mask it is at first: each convolution has to compute what the next
+        # one reads.
         for convolution, size in zip(reversed(block.convolutions), reversed(input_sizes), strict=True):
             macs = convolution.size * prod(mask.shape)
             macs_used = macs_used + macs * do("mean", mask)

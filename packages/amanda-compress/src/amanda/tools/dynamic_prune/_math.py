@@ -75,12 +75,12 @@ def convolve_3x3(x: Any, kernel: Any, stride: Sequence[int], layout: str) -> Any
     if layout.index("C") == 1:
         x = do("transpose", x, (0, 2, 3, 1))
     # One product and nine shifted sums: libraries name their convolutions differently, and a mask has one
-    # channel.
-    taps = x @ do("transpose", do("reshape", kernel, (9, kernel.shape[-1])), (1, 0))
-    taps = do("pad", taps, ((0, 0), (1, 1), (1, 1), (0, 0)))
-    rows, columns = (int(taps.shape[i]) - 2 for i in (1, 2))
+    # channel.  (N, height, width, 9): what each element of the kernel adds, at the place that it reads.
+    products = x @ do("transpose", do("reshape", kernel, (9, kernel.shape[-1])), (1, 0))
+    products = do("pad", products, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    height, width = (int(products.shape[i]) - 2 for i in (1, 2))
     return sum(
-        taps[:, i : i + rows : stride[0], j : j + columns : stride[1], 3 * i + j]
+        products[:, i : i + height : stride[0], j : j + width : stride[1], 3 * i + j]
         for i in range(3) for j in range(3)
     )  # fmt: skip
 

@@ -5,6 +5,7 @@ print(effective(flops.result, prune.result, quantize.result))
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,42 +106,42 @@ def effective(
         quantize: See `flops`.
     """
     density, bits = _density_of_ops(prune), _bits_of_ops(quantize)
-    totals: dict[_Key, list[int]] = {}
+    calls: Counter[_Key] = Counter()
+    macs: Counter[_Key] = Counter()
     for op in flops.ops:
         if op.phase == "forward" and op.macs:
-            op_totals = totals.setdefault((op.type, op.module, op.source), [0, 0])
-            op_totals[0] += op.calls
+            key = op.type, op.module, op.source
+            calls[key] += op.calls
             # Shapes may differ between calls of one op, each of which has a row of its own.
-            op_totals[1] += op.calls * op.macs
+            macs[key] += op.calls * op.macs
     return EffectiveResult(
-        Effective(*key, calls, macs, density.get(key, 1.0), bits.get(key, (FULL, FULL)))
-        for key, (calls, macs) in totals.items()
+        Effective(*key, calls[key], macs[key], density.get(key, 1.0), bits.get(key, (FULL, FULL)))
+        for key in calls
     )
 
 
 def _density_of_ops(prune: Result | None) -> Mapping[_Key, float]:
     """Return the share of weights that are not zero, by op."""
-    sums: dict[_Key, list[int]] = {}
+    elements: Counter[_Key] = Counter()
+    zeros: Counter[_Key] = Counter()
     for key, row in _rows_by_op(prune):
-        counts = sums.setdefault(key, [0, 0])
-        counts[0] += row["weights"]
-        counts[1] += row["zeros"]
-    return {key: 1 - zeros / max(weights, 1) for key, (weights, zeros) in sums.items()}
+        elements[key] += row["weights"]
+        zeros[key] += row["zeros"]
+    return {key: 1 - zeros[key] / max(elements[key], 1) for key in elements}
 
 
 def _bits_of_ops(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
     """Return the bits of the two factors of each op, the weight last."""
-    tensors: dict[_Key, dict[str, int]] = {}
+    bits_by_op: dict[_Key, dict[str, int]] = {}
     for key, row in _rows_by_op(quantize):
         # Results are read as tables, so that those that were loaded from a file work as well.
-        tensors.setdefault(key, {})[row["tensor"]] = row["bits"]
+        bits_by_op.setdefault(key, {})[row["tensor"]] = row["bits"]
     factor_bits = {}
-    for key, bits_by_tensor in tensors.items():
-        weight = bits_by_tensor.pop("weight", None)
+    for key, bits_by_tensor in bits_by_op.items():
+        weight_bits = bits_by_tensor.pop("weight", None)
         # An op without a weight, such as matmul, has two activations in the order of positions.
-        inputs = [bits for _, bits in sorted(bits_by_tensor.items())]
-        activation = inputs.pop(0) if inputs else FULL
-        factor_bits[key] = activation, weight or (inputs.pop(0) if inputs else FULL)
+        first_bits, second_bits, *_ = *(bits for _, bits in sorted(bits_by_tensor.items())), FULL, FULL
+        factor_bits[key] = first_bits, weight_bits or second_bits
     return factor_bits
 
 

@@ -60,12 +60,14 @@ def read_onnx(
 def _tensors_in(message: Any) -> Iterator[TensorProto]:
     """Yield the tensors in a model: initializers, attributes, those of bodies, functions and sparse ones."""
     for field, value in message.ListFields():
-        if field.message_type is not None:
-            for part in [value] if hasattr(value, "ListFields") else value:
-                if part.DESCRIPTOR.name == "TensorProto":
-                    yield part
-                else:
-                    yield from _tensors_in(part)
+        if field.message_type is None:  # a number or a text
+            continue
+        is_single = hasattr(value, "ListFields")
+        for inner_message in [value] if is_single else value:
+            if inner_message.DESCRIPTOR.name == "TensorProto":
+                yield inner_message
+            else:
+                yield from _tensors_in(inner_message)
 
 
 def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_external: bool = False) -> int:

@@ -198,7 +198,7 @@ def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: i
         for columns in map(np.flatnonzero, column_masks)
     ]
     # Rows are ranked within their tile: a row may stay in one tile and go in another.
-    tile_rows = [  # scores of the rows of each tile, and the number of elements of a row
+    tile_rows = [  # as units: scores of the rows of each tile, and the number of elements of a row
         (np.sqrt(matrix[:, tile].mean(1)), len(tile))
         for matrix, tiles in zip(squares, tiles_by_matrix, strict=True)
         for tile in tiles
@@ -291,8 +291,8 @@ def _zero_where_dropped(magnitudes: Array) -> Array:
 def unit_keep_masks(units: Sequence[tuple[Any, int]], sparsity: float) -> list[Any]:
     """Return keep masks of units, such as channels, of several weights: the lowest scores are dropped.
 
-    units: the scores of a weight's units, and the number of elements of each unit.  As many units are dropped
-    as come nearest to the share `sparsity` of all elements.
+    units: for each weight the scores of its units, and the number of elements of a unit.  As many units are
+    dropped as come nearest to the share `sparsity` of all elements.
     """
     scores = np.concatenate([unit_scores for unit_scores, _ in units])
     sizes = np.concatenate([np.full(len(unit_scores), count) for unit_scores, count in units])
@@ -370,7 +370,7 @@ def input_permutation(
     order = np.arange(k)
     if n == m:
         return order
-    group = order // m  # of each channel
+    group_of_channel = order // m
     magnitudes_without = np.empty(k)  # magnitude that the group of channel i keeps without channel i
     gains_by_joining = np.empty((k, k))  # magnitude that this rest of the group gains by channel j
     changed_groups = np.arange(k // m)
@@ -386,9 +386,9 @@ def input_permutation(
         gains_by_replacement = magnitudes_without[:, None] + gains_by_joining - present_magnitudes[:, None]
         gains = gains_by_replacement + gains_by_replacement.T
         # Each pair once, and no pair within a group, whose order changes nothing.
-        gains[group[:, None] >= group[None, :]] = 0
+        gains[group_of_channel[:, None] >= group_of_channel[None, :]] = 0
         # Gains within rounding count as none: equal channels would be swapped in every round.
-        changed_groups = _swap_best(gains, order, group, 1e-9 * channels.sum())
+        changed_groups = _swap_best_pairs(gains, order, group_of_channel, 1e-9 * channels.sum())
         if not len(changed_groups):
             break
     return order
@@ -401,12 +401,12 @@ def _magnitude_and_gains(rest: _Floats, channels: _Floats, n: int) -> tuple[floa
     return float(largest.sum()), np.maximum(channels - largest[0], 0).sum(1)
 
 
-def _swap_best(
-    gains: _Floats, order: NDArray[np.intp], group: NDArray[np.intp], threshold: float
+def _swap_best_pairs(
+    gains: _Floats, order: NDArray[np.intp], group_of_channel: NDArray[np.intp], threshold: float
 ) -> NDArray[np.intp]:
     """Swap pairs of channels in the order of their gains above a threshold, no group twice.
 
-    `order` and `group` are changed in place.  Returns the changed groups; an empty array without a swap.
+    Changes `order` and `group_of_channel` in place.  Returns the changed groups; an empty array without any.
     """
     positions = np.argsort(order)
     first_channels, second_channels = np.nonzero(gains > threshold)
@@ -415,10 +415,10 @@ def _swap_best(
     for pair in np.argsort(-gains[first_channels, second_channels], kind="stable"):
         i, j = first_channels[pair], second_channels[pair]
         # Gains were computed for the groups before any swap of the round.
-        if not {group[i], group[j]} & changed_groups:
-            changed_groups |= {group[i], group[j]}
+        if not {group_of_channel[i], group_of_channel[j]} & changed_groups:
+            changed_groups |= {group_of_channel[i], group_of_channel[j]}
             order[[positions[i], positions[j]]] = j, i
-            group[[i, j]] = group[[j, i]]
+            group_of_channel[[i, j]] = group_of_channel[[j, i]]
     return np.array(sorted(changed_groups), np.intp)
 
 

@@ -81,7 +81,7 @@ _DEVICE, _CAPABILITY = "cuda", (8, 0)
 
 
 class SemiStructured:
-    """The linear layers of a model whose weights are pruned 2:4.
+    """The linear layers of a model whose weights are pruned 2:4, and can be compressed.
 
     dense: weights that stay dense, by path, and the reasons.
     Raises PruneError where all weights stay dense.
@@ -95,18 +95,19 @@ class SemiStructured:
                 f"finalize was given a {type(model).__name__}; semi_structured=True is for a torch.nn.Module"
             )
         self.dense: dict[str, str] = {}
-        self._layers = list(
-            self._suitable_layers(model, {weight.holder: weight for weight in weights if weight.is_ready})
-        )
+        weight_by_identity = {weight.holder: weight for weight in weights if weight.is_ready}
+        self._layers = list(self._suitable_layers(model, weight_by_identity))
         # Before any weight is written: a model that cannot be compressed stays unpruned as well.
         self._check_any_layer()
 
-    def _suitable_layers(self, model: Any, weights: dict[Any, PrunedWeight]) -> Iterator[tuple[str, Any]]:
+    def _suitable_layers(
+        self, model: Any, weight_by_identity: dict[Any, PrunedWeight]
+    ) -> Iterator[tuple[str, Any]]:
         """Yield paths of weights that can be compressed, and their layers; write the others to `dense`."""
         for path, module in model.named_modules():
             for name, parameter in module.named_parameters(recurse=False):
-                weight = weights.get(parameter_store(parameter).identity(parameter))
-                if weight is None:
+                weight = weight_by_identity.get(parameter_store(parameter).identity(parameter))
+                if weight is None:  # not pruned
                     continue
                 parameter_path = f"{path}.{name}" if path else name
                 reason = _why_dense(module, name, parameter, weight)

@@ -443,28 +443,28 @@ class PruneTool(WeightTool[PrunedWeight]):
         if read is None or context.is_static():
             return
         multiplied = read.multiplied_input(context)
-        if multiplied is not None and self._key in context:
-            view = context[self._key]
+        if multiplied is not None and self._view_key in context:
+            view = context[self._view_key]
             context.insert_before_op(
-                self._gather_inputs, inputs=[multiplied.position], view=view, rows_of=multiplied.rows
+                self._gather_inputs, inputs=[multiplied.position], view=view, make_rows=multiplied.rows
             )
 
     @amanda.observer
     def _gather_inputs(
-        self, value: Any, view: WeightView | None, rows_of: Callable[..., Any], run: dict[str, Any]
+        self, value: Any, view: WeightView | None, make_rows: Callable[..., Any], run: dict[str, Any]
     ) -> None:
-        """Add the inputs of an execution to the sums of the weight, if the step gathers."""
+        """Add the inputs of an execution, as `MultipliedInput.rows` makes them, to the sums of the weight."""
         # An op in a loop may read another weight at each execution, which the forward routine has noted.
-        weight = run.get(self._key, view)
+        weight = run.get(self._view_key, view)
         if not isinstance(weight, PrunedWeight) or not self._mask_updater.is_gathering(weight):
             return
         samples = tensors_of(value).samples(value)
         if samples is None:
-            self._gather_rows(weight, rows_of(value, weight.canonical_shape))
+            self._gather_rows(weight, make_rows(value, weight.canonical_shape))
             return
         with samples.outside():
             for numbers in np.ndindex(samples.sizes):
-                self._gather_rows(weight, rows_of(samples.data[numbers], weight.canonical_shape))
+                self._gather_rows(weight, make_rows(samples.data[numbers], weight.canonical_shape))
 
     def _gather_rows(self, weight: PrunedWeight, rows: Any) -> None:
         weight.gather_inputs(

@@ -27,12 +27,13 @@ class PrunedWeight(Weight):
     inputs, sums as `sum_of_squares` or `sum_of_products` returns them.
     """
 
+    # None where the step has gathered no such data.
     magnitudes: Array = None
     gradient: Array = None
     weight_times_gradient: Array = None
     inputs: Array = None
     value: Array = None
-    _regrown_mask: Array = None
+    _regrown_mask: Array = None  # of elements that come back at the next read
 
     @property
     def mask(self) -> Array:
@@ -62,6 +63,7 @@ class PrunedWeight(Weight):
         """Set the offset to 0 if `finalize` wrote the loaded mask into the weight: its dropped values are 0.
 
         `finalize` has subtracted the offset already, be it of regrown elements or of SparseGPT.
+        Called once after a load; resets `is_loaded`.
         """
         self.is_loaded = False
         if self.offset is None or self.is_skipped:
@@ -227,7 +229,8 @@ class MaskUpdater:
     def __init__(self, options: PruneOptions, tool: WeightTool[PrunedWeight]) -> None:
         self._options, self._schedule, self._tool = options, options.schedule, tool
         self.step = self._first_step = 0
-        self.is_calibrating = self._step_ran = self._in_file = False
+        # _step_ran: True once a weight was read in the step, which so counts.
+        self.is_calibrating = self._step_ran = self._calibrates_file = False
 
     @property
     def next_step(self) -> int:
@@ -246,7 +249,7 @@ class MaskUpdater:
             yield
             # A file has no steps: its masks are those with which the schedule ends.
             self._update_gathered_masks(
-                self._schedule.final_update if self._in_file else self._gathered_update
+                self._schedule.final_update if self._calibrates_file else self._gathered_update
             )
         except BaseException:
             # Data of half a calibration would count in the next one.
@@ -254,7 +257,7 @@ class MaskUpdater:
                 weight.release_gathered()
             raise
         finally:
-            self.is_calibrating = self._in_file = False
+            self.is_calibrating = self._calibrates_file = False
 
     def end_step(self, number: int) -> None:
         """End the step, updating masks that are due; the step `number` after the first one begins.
@@ -303,7 +306,7 @@ class MaskUpdater:
                     "prune the running model, and give tool.load_state_dict its state to write its masks"
                 )
             # The end of `calibrating` makes the masks of a file by the end of the schedule.
-            self._in_file = self.is_calibrating
+            self._calibrates_file = self.is_calibrating
             if weight.magnitudes is None:
                 weight.gather_magnitudes(present())
 
@@ -360,25 +363,25 @@ class MaskUpdater:
         update_step: the step of the schedule that the masks are of; None to change no mask.
         Raises PruneError where a calibration has data for none.
         """
-        gathered = [weight for weight in self._tool.weights if weight.magnitudes is not None]
-        ready = [weight for weight in gathered if not self._lacks_data(weight)]
+        gathered_weights = [weight for weight in self._tool.weights if weight.magnitudes is not None]
+        due_weights = [weight for weight in gathered_weights if not self._lacks_data(weight)]
         importance = self._options.importance
         # In a training a step without finite gradients is normal, and masks wait for the next; a calibration
         # has no next step.
-        if self.is_calibrating and gathered and not ready:
+        if self.is_calibrating and gathered_weights and not due_weights:
             raise PruneError(
                 f"importance={importance!r} is computed of {DATA_AND_REMEDY[importance]}; none was finite"
             )
         reason = "none of its inputs was read" if self._options.uses_inputs else "it had no finite gradient"
-        for weight in gathered:
+        for weight in gathered_weights:
             place = f"{weight.type} of {weight.name}"
-            if weight in ready:
+            if weight in due_weights:
                 self._tool.weights.reasons.pop(place, None)
             else:
                 self._tool.weights.reasons[place] = reason
-        if update_step is not None and ready:
+        if update_step is not None and due_weights:
             # A weight without data stays out of a global budget instead of blocking it.
-            budgets = [ready] if self._options.is_global else [[weight] for weight in ready]
+            budgets = [due_weights] if self._options.is_global else [[weight] for weight in due_weights]
             for weights in budgets:
                 self._update_masks(weights, update_step)
         for weight in self._tool.weights:
@@ -406,9 +409,9 @@ class MaskUpdater:
         importances = [self._importances(weight, update_step) for weight in weights]
         # The first masks have nothing to exchange.
         if options.exchanges and all(weight.is_ready for weight in weights):
-            growth = [self._growth_scores(weight, update_step) for weight in weights]
+            growth_scores = [self._growth_scores(weight, update_step) for weight in weights]
             fraction = self._schedule.exchanged_share(update_step, options.fraction)
-            keep_masks = regrown_keep_masks(importances, growth, sparsity, fraction)
+            keep_masks = regrown_keep_masks(importances, growth_scores, sparsity, fraction)
         else:
             keep_masks = options.keep_masks(importances, sparsity)
         for weight, keep_mask in zip(weights, keep_masks, strict=True):

@@ -83,13 +83,12 @@ class Grid:
 class FloatGrid(Grid):
     """The finite numbers of a floating type of 8 bits.
 
-    dtype: PyTorch's and ml_dtypes' name of the type.  mantissa: its bits.  exponent: of the least normal
-    number.
+    dtype: PyTorch's and ml_dtypes' name of the type.  least_exponent: of the normal numbers.
     """
 
     dtype: str = ""
-    mantissa: int = 0
-    exponent: int = 0
+    mantissa_bits: int = 0
+    least_exponent: int = 0
 
     @property
     def bits(self) -> int:
@@ -104,11 +103,12 @@ class FloatGrid(Grid):
         magnitude = xp.absolute(x)
         # Subnormal numbers share the step of the least normal exponent. Times 0 instead of zeros_like keeps
         # NaN.
-        step = magnitude * 0 + 2.0 ** (self.exponent - self.mantissa)
+        step = magnitude * 0 + 2.0 ** (self.least_exponent - self.mantissa_bits)
         # Comparisons instead of a logarithm, which rounds next to powers of two; e5m2 has 30 exponents.
         end_exponent = self.high.bit_length()  # one above the exponent of the largest number
-        for exponent in range(self.exponent + 1, end_exponent):
-            step = xp.where(magnitude >= 2.0**exponent, step * 0 + 2.0 ** (exponent - self.mantissa), step)
+        for exponent in range(self.least_exponent + 1, end_exponent):
+            larger_step = step * 0 + 2.0 ** (exponent - self.mantissa_bits)
+            step = xp.where(magnitude >= 2.0**exponent, larger_step, step)
         return xp.round(x / step) * step
 
 
@@ -204,15 +204,15 @@ def other_axes(x: Any, axes: Sequence[int]) -> tuple[int, ...]:
     return tuple(axis for axis in range(len(x.shape)) if axis not in axes)
 
 
-def broadcast_channels(parameter: Any, x: Any, axes: Sequence[int]) -> Any:
-    """Return one number per channel, (channels,), in a shape that broadcasts with `x`; scalars unchanged.
+def broadcast_channels(qparam: Any, x: Any, axes: Sequence[int]) -> Any:
+    """Return a scale or zero point, (channels,), in a shape that broadcasts with `x`; scalars unchanged.
 
     axes: of the channels in `x`; several are taken together, the last varies fastest.
     """
     if not axes:
-        return parameter
+        return qparam
     shape = [x.shape[axis] if axis in axes else 1 for axis in range(len(x.shape))]
-    return tensors_of(parameter).reshape(parameter, shape)
+    return tensors_of(qparam).reshape(qparam, shape)
 
 
 def flatten_channels(x: Any, axes: Sequence[int]) -> Any:
@@ -255,27 +255,27 @@ def fake_quantize(
     kernel_result = _run_kernel(x, scale, zero_point, grid, axes, rounding) if kernel else None
     if kernel_result is not None:
         return kernel_result
-    wide, s, z = _broadcast_qparams(x, scale, zero_point, axes)
+    wide_x, scale, zero_point = _broadcast_qparams(x, scale, zero_point, axes)
     if isinstance(grid, FloatGrid):
-        return xp.cast(grid.nearest(wide / s) * s, x)
+        return xp.cast(grid.nearest(wide_x / scale) * scale, x)
     if rounding == "half_up":
-        return xp.cast(_quantize_half_up(wide, s, z, grid, per_channel=bool(axes)), x)
+        return xp.cast(_quantize_half_up(wide_x, scale, zero_point, grid, per_channel=bool(axes)), x)
     # A product with 1 / scale, as in torch.ao: a quotient would round some ties otherwise.
-    integers = _round(wide * (1 / s), rounding) + z
+    integers = _round(wide_x * (1 / scale), rounding) + zero_point
     clipped = xp.minimum(xp.maximum(integers, grid.low), grid.high)
-    return xp.cast((clipped - z) * s, x)
+    return xp.cast((clipped - zero_point) * scale, x)
 
 
-def _quantize_half_up(wide: Any, s: Any, z: Any, grid: Grid, per_channel: bool) -> Any:
+def _quantize_half_up(wide_x: Any, scale: Any, zero_point: Any, grid: Grid, per_channel: bool) -> Any:
     """Return fake-quantised values as TensorFlow's fake_quant_with_min_max_vars computes them."""
-    xp = tensors_of(wide)
-    least, most = (grid.low - z) * s, (grid.high - z) * s
+    xp = tensors_of(wide_x)
+    least, most = (grid.low - zero_point) * scale, (grid.high - zero_point) * scale
     # A number over a tensor is a product with a reciprocal in torch, which rounds twice.
-    inverse = xp.cast(grid.high - grid.low, s) / (most - least)
-    shifted = xp.maximum(xp.minimum(wide, most), least) - least
-    steps = shifted * inverse if per_channel else shifted / s
-    steps_to_zero = xp.floor(-least * inverse + 0.5)
-    return xp.floor(steps - steps_to_zero + 0.5) * s
+    steps_per_unit = xp.cast(grid.high - grid.low, scale) / (most - least)
+    above_least = xp.maximum(xp.minimum(wide_x, most), least) - least
+    steps = above_least * steps_per_unit if per_channel else above_least / scale
+    steps_to_zero = xp.floor(-least * steps_per_unit + 0.5)
+    return xp.floor(steps - steps_to_zero + 0.5) * scale
 
 
 def straight_through(x: Any, *qparams: Any) -> Any:
@@ -340,13 +340,13 @@ def fake_quantize_gradient(
         axes: As in `fake_quantize`.
         rounding: As in `fake_quantize`.
     """
-    wide, s, z = _broadcast_qparams(x, scale, zero_point, axes)
+    wide_x, scale, zero_point = _broadcast_qparams(x, scale, zero_point, axes)
     if isinstance(grid, FloatGrid):
-        passes = tensors_of(wide).absolute(wide / s) <= grid.high
+        passes = tensors_of(wide_x).absolute(wide_x / scale) <= grid.high
     elif rounding == "half_up":
-        passes = (wide >= (grid.low - z) * s) & (wide <= (grid.high - z) * s)
+        passes = (wide_x >= (grid.low - zero_point) * scale) & (wide_x <= (grid.high - zero_point) * scale)
     else:
-        integers = _round(wide * (1 / s), rounding) + z
+        integers = _round(wide_x * (1 / scale), rounding) + zero_point
         # After rounding, as in PyTorch: a value half a step outside of the grid still rounds to its end.
         passes = (integers >= grid.low) & (integers <= grid.high)
     # Times 0 instead of a plain 0: a gradient of NaN stays visible.
@@ -355,10 +355,9 @@ def fake_quantize_gradient(
 
 def _broadcast_qparams(x: Any, scale: Any, zero_point: Any, axes: Sequence[int]) -> tuple[Any, Any, Any]:
     """Return x, scale and zero point in float32 or wider, in shapes that broadcast."""
-    wide = tensors_of(x).wide(x)
-    return wide, *(
-        tensors_of(x).cast(broadcast_channels(parameter, x, axes), wide) for parameter in (scale, zero_point)
-    )
+    wide_x, cast = tensors_of(x).wide(x), tensors_of(x).cast
+    scale, zero_point = (broadcast_channels(qparam, x, axes) for qparam in (scale, zero_point))
+    return wide_x, cast(scale, wide_x), cast(zero_point, wide_x)
 
 
 def _round(x: Any, rounding: Rounding) -> Any:
@@ -391,28 +390,30 @@ def torch_kernel(x: Tensor, scale: Any, zero_point: Any, grid: Grid, axes: Seque
     # The cast to float8 has no straight-through gradient.
     if grid.dtype and torch.is_grad_enabled() and x.requires_grad:
         return None
-    shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
+    broadcast_shape = [-1 if axis in axes else 1 for axis in range(x.dim())] if axes else []
     # Scales are fixed: without `detach` autograd would record their gradients too.
     scale, zero_point = scale.detach(), zero_point.detach()
     if x.is_cuda and not grid.dtype:
-        return _run_fused_kernel(x, scale, zero_point, grid, axes, shape)
-    s, z = (qparam.to(x.device, x.dtype).reshape(shape) for qparam in (scale, zero_point))
+        return _run_fused_kernel(x, scale, zero_point, grid, axes, broadcast_shape)
+    scale, zero_point = (a.to(x.device, x.dtype).reshape(broadcast_shape) for a in (scale, zero_point))
     if grid.dtype:
-        codes: Tensor = (x / s).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
-        return codes.to(x.dtype).mul_(s)
+        codes: Tensor = (x / scale).clamp_(grid.low, grid.high).to(getattr(torch, grid.dtype))
+        return codes.to(x.dtype).mul_(scale)
     if torch.is_grad_enabled() and x.requires_grad:
         _TORCH_NAMES.check()
         # A large tensor pays for its passes, a small one for calls of Python: each has its own way.
         if x.numel() > SMALL or torch._C._are_functorch_transforms_active():
-            result: Tensor = _straight_through_rounding().apply(x, s, z, grid.low, grid.high)[0]
-            return result
-        return _with_native_gradient(x, s, z, grid)
+            quantised: Tensor
+            quantised, _ = _straight_through_rounding().apply(x, scale, zero_point, grid.low, grid.high)
+            return quantised
+        return _with_native_gradient(x, scale, zero_point, grid)
     # In place on the new tensor: one allocation instead of four.
-    return _unclipped_integers(x, s, z).clamp_(grid.low, grid.high).sub_(z).mul_(s)
+    integers = _unclipped_integers(x, scale, zero_point)
+    return integers.clamp_(grid.low, grid.high).sub_(zero_point).mul_(scale)
 
 
 def _run_fused_kernel(
-    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], shape: Sequence[int]
+    x: Tensor, scale: Tensor, zero_point: Tensor, grid: Grid, axes: Sequence[int], scale_shape: Sequence[int]
 ) -> Tensor:
     """Return the result of PyTorch's kernel, corrected for NaN, and for integers beyond int64 per channel.
 
@@ -423,7 +424,7 @@ def _run_fused_kernel(
     integers = zero_point.to(torch.int32)
     if axes:
         # The kernel converts to int64, where larger numbers wrap round; 2 ** 62 leaves room for zero points.
-        most = (scale * 2.0**62).reshape(shape)
+        most = (scale * 2.0**62).reshape(scale_shape)
         clamped = x.clamp(-most, most)
         quantised = torch.fake_quantize_per_channel_affine(
             clamped, scale, integers, axes[0], grid.low, grid.high

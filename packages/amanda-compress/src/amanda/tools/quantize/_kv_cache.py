@@ -224,12 +224,13 @@ class CachedStates:
 
     @property
     def after(self) -> int:
-        """Return the bytes of the integers, of scale and least number of each group, and of other tokens."""
+        """Return the bytes of a quantised cache: integers, scale and least number by group, other tokens."""
         batch, heads, tokens, channels = self.shape
-        numbers = batch * heads * channels * self.quantised_tokens
-        groups = numbers // self._tool.group_size
+        integer_count = batch * heads * channels * self.quantised_tokens
+        group_count = integer_count // self._tool.group_size
+        integer_bytes = -(-integer_count * self._tool.bits // 8)  # rounded up
         other_bytes = batch * heads * channels * (tokens - self.quantised_tokens) * self.itemsize
-        return -(-numbers * self._tool.bits // 8) + 2 * groups * self.itemsize + other_bytes
+        return integer_bytes + 2 * group_count * self.itemsize + other_bytes
 
     @property
     def sqnr(self) -> float | None:

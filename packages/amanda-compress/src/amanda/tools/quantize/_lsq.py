@@ -35,9 +35,9 @@ class LsqQuantizer(Quantizer):
         self.grid = Grid(low, low + self.grid.high - self.grid.low)
 
     def _observe(self, x: Any) -> None:
-        """Initialise the scale from the first value; with an offset (LSQ+) observe, for a scale at the end.
+        """Initialise the scale from the first value; does nothing once there is a scale.
 
-        Does nothing once there is a scale.
+        With an offset, LSQ+'s activations, the value is added to a calibration, whose end sets the scale.
         """
         if self.has_scale:
             return
@@ -45,7 +45,7 @@ class LsqQuantizer(Quantizer):
             super()._observe(x)
             return
         x = self.xp.detach(x)
-        if "low" in self.state:
+        if "low" in self.state:  # an activation of LSQ, whose first value decides on the grid
             is_negative_somewhere = bool(as_array(x).min(initial=0) < 0)
             levels = self.grid.high - self.grid.low + 1
             # ReLU's outputs would waste half of a signed grid.
@@ -61,9 +61,9 @@ class LsqQuantizer(Quantizer):
             self.finish_calibration()
         grid, axes = self.grid, self.axes
         # The source counts the features of one example, so that the step does not depend on the batch size.
-        examples = 1 if self.is_weight or not len(x.shape) else max(x.shape[0], 1)
-        count = max(group_size(x, axes) // examples, 1)
-        factor = gradient_scale(count, grid)
+        example_count = 1 if self.is_weight or not len(x.shape) else max(x.shape[0], 1)
+        feature_count = max(group_size(x, axes) // example_count, 1)
+        factor = gradient_scale(feature_count, grid)
 
         def forward(x: Any, scale: Any, offset: Any = None) -> Any:
             return lsq_quantize(x, scale, grid, offset, axes)
@@ -71,7 +71,7 @@ class LsqQuantizer(Quantizer):
         def backward(gradient: Any, x: Any, scale: Any, offset: Any = None) -> Any:
             return lsq_gradients(gradient, x, scale, grid, offset, axes, factor)
 
-        def collect(*gradients: Any) -> None:
+        def collect(*gradients: Any) -> None:  # called where no tape reaches the trained state
             """Add the gradients of the trained state to those that `QuantizeTool.gradients` returns."""
             for part, gradient in zip(self.trained, gradients, strict=True):
                 # An op that runs twice in a forward pass has two gradients for one scale.

@@ -87,28 +87,29 @@ class Histogram:
             return self._best_range_scaled(levels, largest)
         total, sums = float(self.counts.sum()), np.cumsum(self.counts, dtype=np.float32)
         # A greedy search from both ends, which drops the side with the larger step in bins.
-        begin, end = 0, self.bins - 1  # the first and the last bin of the range
+        first_bin, last_bin = 0, self.bins - 1  # of the range
         lower, upper = 0.0, 1.0  # shares of the numbers below the range, and below its end
         error = np.inf
         while lower < upper:
             next_lower, next_upper = lower + _DROPPED_SHARE, upper - _DROPPED_SHARE
             low_bin = int(np.searchsorted(sums, np.float32(next_lower * total)))
             high_bin = int(np.searchsorted(sums, np.float32(next_upper * total), "right")) - 1
-            low_bin, high_bin = min(max(begin, low_bin), end), max(min(end, high_bin), begin)
-            if low_bin - begin > end - high_bin:
-                proposed, lower = (low_bin, end), next_lower
+            low_bin = min(max(first_bin, low_bin), last_bin)
+            high_bin = max(min(last_bin, high_bin), first_bin)
+            if low_bin - first_bin > last_bin - high_bin:
+                proposed_bins, lower = (low_bin, last_bin), next_lower
             else:
-                proposed, upper = (begin, high_bin), next_upper
+                proposed_bins, upper = (first_bin, high_bin), next_upper
             # The share of a step lies within one bin: the next step may leave it.
-            if proposed == (begin, end):
+            if proposed_bins == (first_bin, last_bin):
                 continue
-            proposed_error = self._quantisation_error(*proposed, levels)
+            proposed_error = self._quantisation_error(*proposed_bins, levels)
             # The first rise ends the search, as in torch.ao, though a lower error may lie behind it.
             if proposed_error > error:
                 break
-            error, (begin, end) = proposed_error, proposed
+            error, (first_bin, last_bin) = proposed_error, proposed_bins
         width = (self.most - self.least) / np.float32(self.bins)
-        return self.least + width * np.float32(begin), self.least + width * np.float32(end + 1)
+        return self.least + width * np.float32(first_bin), self.least + width * np.float32(last_bin + 1)
 
     def _best_range_scaled(self, levels: int, largest: float) -> tuple[Any, Any]:
         """Return the best range, searched with all numbers divided by the largest magnitude."""
@@ -118,17 +119,17 @@ class Histogram:
         least, most = scaled.best_range(levels)
         return np.float32(float(least) * largest), np.float32(float(most) * largest)
 
-    def _quantisation_error(self, begin: int, end: int, levels: int) -> float:
-        """Return the squared error of rounding to equidistant levels that span the bins from begin to end.
+    def _quantisation_error(self, first_bin: int, last_bin: int, levels: int) -> float:
+        """Return the squared error of rounding to equidistant levels that span the bins from first to last.
 
         Numbers outside are rounded to the first or last level.
         """
         width = (float(self.most) - float(self.least)) / self.bins
-        step = width * (end - begin + 1) / levels
+        step = width * (last_bin - first_bin + 1) / levels
         if step == 0:
             return 0.0
         # The ends of each bin, and the levels in whose reach they lie.
-        starts = (np.arange(self.bins) - begin).astype(np.float32) * np.float32(width)
+        starts = (np.arange(self.bins) - first_bin).astype(np.float32) * np.float32(width)
         ends = starts + np.float32(width)
         first_levels = np.clip(np.floor(starts / np.float32(step)), 0, levels - 1)
         last_levels = np.clip(np.floor(ends / np.float32(step)), 0, levels - 1)
@@ -278,15 +279,14 @@ class PercentileObserver(HistogramObserver):
         self._share = percentile / 100
 
     def range(self) -> tuple[Any, Any]:
-        """Return the two percentiles."""
+        """Return the two percentiles, each at the outer bound of its bin."""
         histogram, sums = self.histogram, np.cumsum(self.histogram.counts, dtype=np.float64)
         bounds = np.linspace(histogram.least, histogram.most, histogram.bins + 1)
-        low = int(np.searchsorted(sums, (1 - self._share) * sums[-1], side="right"))
-        # The sides keep both percentiles within the bins that hold them.
-        high = int(np.searchsorted(sums, self._share * sums[-1], side="left"))
-        return np.float32(bounds[min(low, histogram.bins - 1)]), np.float32(
-            bounds[min(high, histogram.bins - 1) + 1]
-        )
+        # `side` keeps both percentiles within the bins that hold them.
+        low_bin = int(np.searchsorted(sums, (1 - self._share) * sums[-1], side="right"))
+        high_bin = int(np.searchsorted(sums, self._share * sums[-1], side="left"))
+        last_bin = histogram.bins - 1
+        return np.float32(bounds[min(low_bin, last_bin)]), np.float32(bounds[min(high_bin, last_bin) + 1])
 
 
 class MseObserver(HistogramObserver):
@@ -307,19 +307,18 @@ class MseObserver(HistogramObserver):
 
     def range(self) -> tuple[Any, Any]:
         """Return the range with the least error."""
-        histogram, best = self.histogram, np.inf
+        histogram, least_error = self.histogram, np.inf
         # Middles of bins instead of values: a calibration stores 2048 numbers, however many batches it has.
-        x, range_ = histogram.middles.astype(np.float32), (histogram.least, histogram.most)
+        x, best_range = histogram.middles.astype(np.float32), (histogram.least, histogram.most)
         for share in np.linspace(1.0, 0.2, 81).astype(np.float32):
-            least, most = (
-                np.asarray(bound, np.float32) * share for bound in (histogram.least, histogram.most)
-            )
+            least = np.asarray(histogram.least, np.float32) * share
+            most = np.asarray(histogram.most, np.float32) * share
             qparams = choose_qparams(least, most, self._grid, self._rounding)
-            quantised = fake_quantize(x, *qparams, self._grid, (), self._rounding)
+            quantised = fake_quantize(x, *qparams, self._grid, axes=(), rounding=self._rounding)
             error = float((np.square(quantised - x, dtype=np.float64) * histogram.counts).sum())
-            if error < best:
-                best, range_ = error, (least, most)
-        return range_
+            if error < least_error:
+                least_error, best_range = error, (least, most)
+        return best_range
 
 
 class PerChannelObserver(Observer):

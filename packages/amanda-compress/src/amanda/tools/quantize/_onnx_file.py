@@ -40,7 +40,7 @@ class InputsTool(amanda.Tool):
 
     def __init__(self, quantize: QuantizeTool) -> None:
         super().__init__()
-        self._quantize = quantize
+        self._quantize_tool = quantize
         self.nodes: dict[NodeKey, dict[int, QuantizedInput]] = {}
         # The quantizers of an op are there when this tool's routine looks at it.
         self.depends_on(quantize)
@@ -53,18 +53,18 @@ class InputsTool(amanda.Tool):
         analyse(self)
 
     def _record_inputs(self, context: amanda.OpContext) -> None:
-        """Record scale and value of each quantised input of the node of an op, if the op is quantised.
+        """Record the scale of each quantised input of a node, and the values of weights; else nothing.
 
         Raises QuantizeError for a list of tensors and for an input without a scale, and if another node with
         the same name, inputs and outputs has other scales.
         """
-        op = self._quantize.quantized_op(context)
+        op = self._quantize_tool.quantized_op(context)
         if op is None:
             return
         inputs = {}
-        for (position, index_in_list), quantizer in op.quantizers.items():
+        for (position, list_index), quantizer in op.quantizers.items():
             scale = quantizer.scale()
-            if index_in_list is not None or scale is None:
+            if list_index is not None or scale is None:
                 raise QuantizeError(
                     f"{quantizer.name} of {op.name} is a list, which has no nodes of its own; "
                     "leave its type out of `type`"

@@ -1,4 +1,4 @@
-"""One op whose inputs are quantised: the routines that call its quantizers."""
+"""One op whose inputs are quantised: its routines, which calibrate and call its quantizers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from amanda.errors import AmandaError
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.quantize._fake_quantize import QuantizeError, Scale, fake_quantize_fixed
-from amanda.tools.quantize._op_quantizers import LEARNED, OpQuantizers, SampledValue
+from amanda.tools.quantize._op_quantizers import LEARNED, OperandKey, OpQuantizers, SampledValue
 from amanda.tools.quantize._quantizer import Noise, Quantizer
 from amanda.tools.quantize._result import Quantized
 from amanda.tools.weights import ParameterSlice, WeightReads
@@ -23,31 +23,33 @@ if TYPE_CHECKING:
 
 
 _INPUTS, _CLIPPING = "amanda.tools.quantize", "amanda.tools.quantize: values"
+"""Keys of executions: unquantised inputs, and functions that clip gradients for the backward routine."""
 
 
 @dataclass
 class _FirstExecution:
     """The first execution of an op, which recomputations repeat.
 
-    calibrates: True if the op ran unquantised.  qparams: scale and zero point of each value.
+    calibrates: True if the op ran unquantised.  qparams: of each read value, see `Quantizer.qparams`; None
+    before the values are quantised.
     """
 
     calibrates: bool
-    qparams: list[tuple[Any, ...]]
+    qparams: list[tuple[Any, ...]] | None = None
 
 
 class QuantizedOp(OpQuantizers):
-    """An op whose inputs are quantised."""
+    """An op whose inputs are quantised, with a quantizer for each tensor that it reads."""
 
     def __init__(self, context: amanda.OpContext, tool: QuantizeTool, options: QuantizeOptions) -> None:
         super().__init__(context, tool, options)
         self._columns = context["phase"], context["type"], context.get_scope(), context.get_source()
         self._executions = 0
-        self._output = Noise()
-        # Only for measurements: the computation of an op keeps its attributes alive.
+        self._output_noise = Noise()
+        # None unless noise is measured: the computation of an op keeps its attributes alive.
         self._recompute: Any = recompute_function(context) if tool.measures else None
-        # One routine reads all positions: a routine for each would cost a call of Python more at each
-        # execution.
+        # One routine reads the inputs at all positions: a routine for each would cost a call of Python more
+        # at each execution.
         self._positions = sorted({position for position, _ in (*self.quantizers, *self.model_quantizers)})
 
     def forget_observations(self) -> None:
@@ -87,8 +89,8 @@ class QuantizedOp(OpQuantizers):
             raise QuantizeError(
                 f'method {method!r} is for models that run; write a file with "static" or "qat"'
             )
-        scales: dict[int, dict[int | None, Scale]] = {}
-        for (position, item), quantizer in self.quantizers.items():
+        scales_by_position: dict[int, dict[int | None, Scale]] = {}
+        for (position, list_index), quantizer in self.quantizers.items():
             if quantizer.is_weight and not quantizer.has_scale:
                 # A weight's value is in the file, so that no calibration is needed for it.
                 quantizer.observe(quantizer.xp.detach(context.get_value(position)))
@@ -99,80 +101,76 @@ class QuantizedOp(OpQuantizers):
                     f"{quantizer.name} has no scale, and nothing runs that it could come of: calibrate the "
                     "model that the file is of, and load what was saved (--state FILE)"
                 )
-            scales.setdefault(position, {})[item] = scale
-        for position, item_scales in scales.items():
-            kwargs = {"scales": item_scales, "rounding": self._options.rounding}
+            scales_by_position.setdefault(position, {})[list_index] = scale
+        for position, scales in scales_by_position.items():
+            kwargs = {"scales": scales, "rounding": self._options.rounding}
             context.insert_before_op(fake_quantize_fixed, inputs=[position], **kwargs)
 
     def _quantise_in_graph(self, *values: Any) -> Any:
-        """Return the quantised values of the positions; None while the values calibrate."""
-        read_values, _ = self._values_to_quantise(values, None)
+        """Return the quantised values of the positions; None, for no change, while the values calibrate."""
+        read_values, _ = self._values_to_quantise(values, part=None)
         if self._must_calibrate(read_values):
             self._calibrate(read_values)
             return None
-        return self._quantise_values(values, read_values, {}, [()] * len(read_values))
+        return self._quantise_values(values, read_values, sampled={}, first_qparams=None)
 
     def _quantise_in_eager_mode(self, *values: Any, run: dict[Any, Any], recomputed: bool = False) -> Any:
         """Quantise or calibrate as `_quantise_in_graph`; a recomputation repeats the first execution."""
-        read_values, sampled = self._values_to_quantise(values, ParameterSlice.of_execution(run))
+        read_values, sampled = self._values_to_quantise(values, part=ParameterSlice.of_execution(run))
         first_execution = run.get(self)
         if first_execution is None:
-            first_execution = run[self] = _FirstExecution(
-                calibrates=self._must_calibrate(read_values), qparams=[()] * len(read_values)
-            )
+            first_execution = run[self] = _FirstExecution(calibrates=self._must_calibrate(read_values))
             if first_execution.calibrates:
                 with _outside(sampled):
                     self._calibrate(read_values)
         if first_execution.calibrates:
             return None
         # Checkpointing runs an op twice: other scales would give other values in the backward pass.
-        qparams = first_execution.qparams
-        quantised = self._quantise_values(values, read_values, sampled, qparams, recomputed)
+        first_qparams = first_execution.qparams
+        quantised = self._quantise_values(values, read_values, sampled, first_qparams, recomputed)
         # Kept by execution, as the moving averages of "qat" have moved on when the op is recomputed.
         first_execution.qparams = [quantizer.qparams for *_, quantizer in read_values]
         return quantised
 
     def _values_to_quantise(
-        self, values: Sequence[Any], part_of: ParameterSlice | None
-    ) -> tuple[list[_ReadValue], dict[tuple[int, int | None], SampledValue]]:
-        """Return index, item, value and quantizer of each value to quantise; skip unreadable values.
+        self, values: Sequence[Any], part: ParameterSlice | None
+    ) -> tuple[list[_ReadValue], dict[_ValueKey, SampledValue]]:
+        """Return the values to quantise with their quantizers; of a value that transforms wrap each part.
 
-        Of a value that transforms have wrapped each part comes, and the whole value in a dict beside it.
-        Sets `skip_reason` for skipped values.
+        Returns the wrapped values whole beside them.  Leaves out unreadable values, and sets `skip_reason`.
+        part: of a parameter, which the op reads as its weight; None where that is not followed.
         """
         read_values: list[_ReadValue] = []
-        sampled: dict[tuple[int, int | None], SampledValue] = {}
-        levels = self._levels_of_models(values)
-        for key in (*self.quantizers, *self.model_quantizers):
-            position, item = key
+        sampled: dict[_ValueKey, SampledValue] = {}
+        model_levels = self._levels_of_models(values)
+        for operand_key in (*self.quantizers, *self.model_quantizers):
+            position, list_index = operand_key
             # Values come in the order of positions, quantizers in that of operands.
             index = self._positions.index(position)
-            value = values[index] if item is None else values[index][item]
+            value = values[index] if list_index is None else values[index][list_index]
             samples = tensors_of(value).samples(value)
             if samples is not None:
                 # Other batches share the scale of an activation, as a batch without vmap does.
-                quantizer = self.quantizers.get(key)
+                quantizer = self.quantizers.get(operand_key)
                 is_shared_weight = quantizer is not None and quantizer.is_weight
-                whole = SampledValue(value, samples, samples.levels if is_shared_weight else levels)
-                parts = self._parts_to_quantise(key, index, whole)
+                whole = SampledValue(value, samples, samples.levels if is_shared_weight else model_levels)
+                parts = self._parts_to_quantise(operand_key, index, whole)
                 if parts:
                     read_values += parts
-                    sampled[index, item] = whole
+                    sampled[index, list_index] = whole
                 continue
-            quantizer = self._quantizer_of(key, value, part_of)
+            quantizer = self._quantizer_of(operand_key, value, part)
             try:
                 if quantizer is not None and quantizer.xp.is_dense(value):
-                    read_values.append((index, item, value, quantizer))
+                    read_values.append((index, list_index, value, quantizer))
             except Exception as error:  # whatever the class of a tensor refuses
                 self.skip_reason = f"{type(value).__name__} refuses to be read: {error}"
         return read_values, sampled
 
-    def _quantizer_of(
-        self, key: tuple[int, int | None], value: Any, part_of: ParameterSlice | None
-    ) -> Quantizer | None:
-        """Return the quantizer of a value, or of the part of a parameter that it is; None if it is skipped.
+    def _quantizer_of(self, key: OperandKey, value: Any, part: ParameterSlice | None) -> Quantizer | None:
+        """Return the quantizer of a value that no transform wraps, for the part of a parameter that is read.
 
-        Sets `skip_reason` for an unknown part of a weight.
+        None, and `skip_reason` is set, for an unknown part of a weight.
         """
         quantizer = self.quantizers.get(key)
         if quantizer is None:
@@ -181,19 +179,19 @@ class QuantizedOp(OpQuantizers):
         find_part_quantizer = self._part_quantizers.get(key)
         if find_part_quantizer is None:
             return quantizer
-        part_quantizer = find_part_quantizer(value, part_of)
+        part_quantizer = find_part_quantizer(value, part)
         if part_quantizer is None and quantizer.is_weight:
             self.skip_reason = WeightReads.unknown_part
             return None
         return part_quantizer or quantizer
 
-    def _parts_to_quantise(
-        self, key: tuple[int, int | None], index: int, whole: SampledValue
-    ) -> list[_ReadValue]:
-        """Return the parts of a value that transforms have wrapped; none of a skipped one.
+    def _parts_to_quantise(self, key: OperandKey, index: int, whole: SampledValue) -> list[_ReadValue]:
+        """Return the parts of a value that transforms have wrapped, each with its quantizer.
 
+        None of a skipped one; `skip_reason` is set for a learned scale.
         index: of the value among those that the routine gets.
         """
+        _, list_index = key
         if self._options.method.startswith("lsq"):
             self.skip_reason = LEARNED
             return []
@@ -203,11 +201,11 @@ class QuantizedOp(OpQuantizers):
                 quantizer = self.quantizers.get(key) or self.model_quantizers[key].quantizer_of(numbers)
                 if quantizer is None:
                     return []
-                parts.append((index, key[1], part, quantizer))
+                parts.append((index, list_index, part, quantizer))
         return parts
 
     def _levels_of_models(self, values: Sequence[Any]) -> tuple[int, ...]:
-        """Return the levels of the vmaps whose samples have a weight of their own each; () without them."""
+        """Return the levels of the vmaps whose samples have a weight each, models of an ensemble; else ()."""
         if self.batched_weight not in self._positions:
             return ()
         weight = values[self._positions.index(self.batched_weight)]
@@ -233,41 +231,39 @@ class QuantizedOp(OpQuantizers):
 
     def _quantise_values(
         self, values: Sequence[Any], read_values: Sequence[_ReadValue],
-        sampled: Mapping[tuple[int, int | None], SampledValue],
-        first_qparams: Sequence[tuple[Any, ...]], recomputed: bool = False,
+        sampled: Mapping[_ValueKey, SampledValue], first_qparams: Sequence[tuple[Any, ...]] | None,
+        recomputed: bool = False,
     ) -> Any:  # fmt: skip
-        """Return the quantised values.
+        """Return the values of the routine, with those that have a quantizer quantised.
 
         sampled: the values that transforms have wrapped, of which `read_values` has the parts.
-        first_qparams: of the first execution, for a recomputation.
+        first_qparams: of the first execution, for a recomputation; None for the first execution itself.
         Counts the execution, and adds to the noise if the tool measures it, unless `recomputed`.
         """
         tool, results = self._tool, list(values)
-        # By index and item: the quantised parts of a value, and where their gradients pass.
-        parts: dict[tuple[int, int | None], list[Any]] = {}
-        passes: dict[tuple[int, int | None], list[Any]] = {}
+        quantised_parts: dict[_ValueKey, list[Any]] = {}  # one, but for a sampled value
+        pass_masks: dict[_ValueKey, list[Any]] = {}  # of sampled values: where the gradients of parts pass
         with _outside(sampled):
-            for (index, item, value, quantizer), qparams in zip(read_values, first_qparams, strict=True):
+            qparams_of_values = [()] * len(read_values) if first_qparams is None else first_qparams
+            for read_value, qparams in zip(read_values, qparams_of_values, strict=True):
+                index, list_index, value, quantizer = read_value
                 quantised = quantizer(value, tool.is_frozen, qparams)
                 quantizer.executions += not recomputed
                 if tool.measures and not recomputed:
                     quantizer.noise.add(value, quantised)
-                parts.setdefault((index, item), []).append(quantised)
-                if self._options.trains and (index, item) in sampled:
+                quantised_parts.setdefault((index, list_index), []).append(quantised)
+                if self._options.trains and (index, list_index) in sampled:
                     ones = do("ones_like", value)
                     clipped = quantizer.clipped_gradient(value, *quantizer.qparams, gradient=ones)
-                    passes.setdefault((index, item), []).append(clipped > 0)
-        for key, value_parts in parts.items():
-            index, item = key
+                    pass_masks.setdefault((index, list_index), []).append(clipped > 0)
+        for key, parts in quantised_parts.items():
+            index, list_index = key
             if key in sampled:
-                quantised = sampled[key].joined(value_parts)
-                if key in passes:
-                    where = sampled[key].joined(passes[key])
-                    quantised = sampled[key].straight_through(quantised, where)
+                quantised = _join_parts(sampled[key], parts, pass_masks.get(key))
             else:
-                (quantised,) = value_parts
-            if item is not None:  # the routine gets a list at this index
-                quantised = [*results[index][:item], quantised, *results[index][item + 1 :]]
+                (quantised,) = parts
+            if list_index is not None:  # the routine gets a list at this index
+                quantised = [*results[index][:list_index], quantised, *results[index][list_index + 1 :]]
             results[index] = quantised
         self._executions += not recomputed
         # A routine of one position returns its value alone, as routines do.
@@ -281,15 +277,16 @@ class QuantizedOp(OpQuantizers):
     def _quantise_and_save_clipping(self, *values: Any, run: dict[str, Any]) -> Any:
         """Quantise as `_quantise_in_graph`; save for each value a function that clips its gradient."""
         quantised = self._quantise_in_graph(*values)
-        quantizers = {
-            position: quantizer for (position, item), quantizer in self.quantizers.items() if item is None
-        }
-        run[_CLIPPING] = [] if quantised is None else [
-            partial(quantizers[position].clipped_gradient, value, *quantizers[position].qparams)
+        # For `_clip_gradients`, in the order of `_positions`.
+        clip_functions: list[Any] = []
+        run[_CLIPPING] = clip_functions
+        if quantised is None:  # the values calibrate
+            return None
+        for position, value in zip(self._positions, values, strict=True):
             # Tensors of a list have no gradient of their own position.
-            if position in quantizers else None
-            for position, value in zip(self._positions, values, strict=True)
-        ]  # fmt: skip
+            quantizer = self.quantizers.get((position, None))
+            clip = quantizer and partial(quantizer.clipped_gradient, value, *quantizer.qparams)
+            clip_functions.append(clip)
         return quantised
 
     def _clip_gradients(self, *gradients: Any, run: dict[str, Any]) -> Any:
@@ -316,22 +313,35 @@ class QuantizedOp(OpQuantizers):
             exact = self._recompute(inputs)
             exact_outputs = exact if isinstance(exact, (list, tuple)) else [exact]
             for exact_output, output in zip(exact_outputs, outputs, strict=True):
-                self._output.add(_data_of(exact_output), _data_of(output))
+                self._output_noise.add(_data_of(exact_output), _data_of(output))
 
     def rows(self) -> Iterator[Quantized]:
         """Yield a result row for each quantised tensor."""
         for quantizer in self.created:
-            grid, qparams = quantizer.grid, (quantizer.scale() or (None, None))[:2]
-            scale, zero_point = (None if a is None else tuple(map(float, a.reshape(-1))) for a in qparams)
+            grid, fixed_scale = quantizer.grid, quantizer.scale()
             yield Quantized(
                 *self._columns, quantizer.name, grid.bits, grid.symmetric, grid.low, grid.high,
-                quantizer.axes, scale, zero_point, quantizer.group_size, grid.dtype,
-                quantizer.executions, quantizer.noise.sqnr, self._output.sqnr,
+                quantizer.axes,
+                None if fixed_scale is None else tuple(map(float, fixed_scale.scale.reshape(-1))),
+                None if fixed_scale is None else tuple(map(float, fixed_scale.zero_point.reshape(-1))),
+                quantizer.group_size, grid.dtype,
+                quantizer.executions, quantizer.noise.sqnr, self._output_noise.sqnr,
             )  # fmt: skip
 
 
+_ValueKey = tuple[int, int | None]
+"""Index of a value among those that the routine gets, and index of the tensor in a list there, else None."""
 _ReadValue = tuple[int, "int | None", Any, Quantizer]
-"""Index of a value among those of the routine, index in a list there, the value, and its quantizer."""
+"""A value to quantise: the two indices of its _ValueKey, the value or a part of it, and its quantizer."""
+
+
+def _join_parts(whole: SampledValue, quantised_parts: Sequence[Any], pass_masks: Any) -> Any:
+    """Return the quantised value of its parts, wrapped as `whole`.
+
+    pass_masks: of each part, where its gradient passes to `whole`; None without training.
+    """
+    quantised = whole.joined(quantised_parts)
+    return quantised if pass_masks is None else whole.straight_through(quantised, whole.joined(pass_masks))
 
 
 def _outside(sampled: Mapping[Any, SampledValue]) -> AbstractContextManager[None]:

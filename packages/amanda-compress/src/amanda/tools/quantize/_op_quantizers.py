@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from amanda.tools.quantize._tool import QuantizeOptions, QuantizeTool
 
 
+OperandKey = tuple[int, int | None]
+"""Position of an input, and index of the tensor where the input is a list of tensors, else None."""
+
 PartQuantizer = Callable[[Any, "ParameterSlice | None"], "Quantizer | None"]
 """Returns the quantizer of a value, from the value and the part of a parameter that the op reads."""
 
@@ -29,11 +32,11 @@ LEARNED = "its scale is learned, and a transform such as vmap has wrapped the va
 
 
 class OpQuantizers:
-    """The quantizers of the inputs of an op.
+    """The quantizers of the tensors that an op reads, by OperandKey, created at the op's analysis.
 
-    created: all quantizers of this op.  skip_reason: why the weight is not quantised.
-    quantizers: by position of the input and index in a list of tensors there.
-    model_quantizers: likewise, of an op whose weight differs among the samples of a vmap.
+    created: all quantizers of this op, also of other parts and models.  skip_reason: why a tensor has none.
+    quantizers: of tensors that have one; `_part_quantizers` may find another for the part that is read.
+    model_quantizers: of an ensemble, an op whose weight differs among the samples of a vmap.
     batched_weight: position of the weight of such an op; None for other ops.
     """
 
@@ -42,9 +45,9 @@ class OpQuantizers:
         self.name = f"{context['type']} of {context.get_scope() or context.get_source()}"
         self.skip_reason = ""
         self.created: list[Quantizer] = []
-        self._part_quantizers: dict[tuple[int, int | None], PartQuantizer] = {}
-        self.quantizers: dict[tuple[int, int | None], Quantizer] = {}
-        self.model_quantizers: dict[tuple[int, int | None], ModelQuantizers] = {}
+        self._part_quantizers: dict[OperandKey, PartQuantizer] = {}
+        self.quantizers: dict[OperandKey, Quantizer] = {}
+        self.model_quantizers: dict[OperandKey, ModelQuantizers] = {}
         self.batched_weight: int | None = None
         self._create_quantizers(context)
 
@@ -54,28 +57,30 @@ class OpQuantizers:
         # In a file, a weight that cannot be followed is an activation as any other.
         if read is not None and read.is_lost and context.is_static():
             read = None
-        levels: tuple[int, ...] = ()
+        model_levels: tuple[int, ...] = ()  # of vmaps whose samples have a weight each, as in an ensemble
         if read is not None and context.is_eager():
             value = context.get_inputs()[read.index]
             samples = tensors_of(value).samples(value)
-            levels = () if samples is None else samples.levels
-            self.batched_weight = read.index if levels else None
+            model_levels = () if samples is None else samples.levels
+            self.batched_weight = read.index if model_levels else None
         for position in context["operands"]:
             value = context.get_inputs()[position]
-            for item, tensor in enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)]:
-                weight = read if read is not None and (position, item) == (read.index, None) else None
-                self._create_quantizer(context, read, weight, (position, item), tensor, levels)
+            if not isinstance(value, (list, tuple)):
+                self._create_quantizer(context, read, (position, None), value, model_levels)
+                continue
+            for list_index, tensor in enumerate(value):
+                self._create_quantizer(context, read, (position, list_index), tensor, model_levels)
 
     def _create_quantizer(
-        self, context: amanda.OpContext, read: WeightInput | None, weight: WeightInput | None,
-        key: tuple[int, int | None], tensor: Any, levels: Sequence[int],
+        self, context: amanda.OpContext, read: WeightInput | None, key: OperandKey, tensor: Any,
+        model_levels: Sequence[int],
     ) -> None:  # fmt: skip
         """Create the quantizer of a tensor, or a maker of quantizers for each model of an ensemble.
 
         Creates none for a tensor that is not quantised; sets `skip_reason` where a user would expect one.
-        weight: the weight input if it is the tensor, else None.  levels: of vmaps whose samples have a weight
-        of their own each.
+        model_levels: of vmaps whose samples have a weight each.
         """
+        weight = read if read is not None and key == (read.index, None) else None
         dtype = str(context["dtype"](tensor))
         if weight is not None and dtype.endswith("]"):
             self.skip_reason = f"it is packed, {dtype}"
@@ -88,7 +93,7 @@ class OpQuantizers:
                 self.skip_reason = LEARNED
                 return
             # A vmap over the weights maps this tensor too: each model of the ensemble has a scale.
-            is_of_models = not {*levels}.isdisjoint(samples.levels)
+            is_of_models = not {*model_levels}.isdisjoint(samples.levels)
             tensor = samples.first
         elif context.is_eager():
             unread_reason = tensors_of(tensor).unread(tensor)
@@ -97,29 +102,30 @@ class OpQuantizers:
                 return
         if self._options.bits(weight is not None) is None:
             return
-        make: Callable[[str], Quantizer | None]
+        create: Callable[[str], Quantizer | None]  # takes the suffix of a model's name
         if weight is None:
-            name = f"input {key[0]}" if key[1] is None else f"input {key[0]}.{key[1]}"
-            make = partial(self._create_activation_quantizer, context, read, name, key, tensor)
+            position, list_index = key
+            name = f"input {position}" if list_index is None else f"input {position}.{list_index}"
+            create = partial(self._create_activation_quantizer, context, read, name, key, tensor)
         else:
-            make = partial(self._create_weight_quantizer, context, weight, tensor)
+            create = partial(self._create_weight_quantizer, context, weight, tensor)
         if is_of_models:
-            self.model_quantizers[key] = ModelQuantizers(make)
+            self.model_quantizers[key] = ModelQuantizers(create)
         else:
-            quantizer = make("")
+            quantizer = create("")
             if quantizer is not None:
                 self.quantizers[key] = quantizer
 
     def _create_activation_quantizer(
-        self, context: amanda.OpContext, read: WeightInput | None, name: str, key: tuple[int, int | None],
-        value: Any, suffix: str = "",
+        self, context: amanda.OpContext, read: WeightInput | None, name: str, key: OperandKey, value: Any,
+        suffix: str = "",
     ) -> Quantizer:  # fmt: skip
         """Return the quantizer of an activation, which has a scale for each weight that the op reads.
 
         suffix: of its name, the number of a model of an ensemble.
         Registers the quantizers for other slices or parts in `_part_quantizers`.
         """
-        # A function of the suffix: an activation is no weight, and has one scale for all channels.
+        # Takes the suffix.  No `read` and no axes: an activation is no weight, and has one scale for all.
         make_quantizer = partial(self._make_quantizer, name, None, (), value, context)
         if read is not None:
             first_of_slices = self._create_slice_quantizers(read, make_quantizer, key)
@@ -130,29 +136,29 @@ class OpQuantizers:
         # A loop runs one line with several weights: activations have a scale for each weight at each line.
         line = context.get_scope(), context.get_op_type(), context.get_source(), key
 
-        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+        def quantizer_of_part(value: Any, part: ParameterSlice | None) -> Quantizer | None:
             """Return the quantizer for a part of a parameter; None where the op reads no part."""
             make = partial(self._make_activation_quantizer_of_part, context, name, value)
-            quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, make, line)
+            quantizer: Quantizer | None = self._tool.parts.state_of(context, part, make, line)
             return quantizer
 
         self._part_quantizers[key] = quantizer_of_part
         # The first execution is at hand in the analysis; later ones are found in the routine.
-        first = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
-        return make_quantizer() if first is None else first
+        first_quantizer = quantizer_of_part(value, ParameterSlice.of_input(context, read.index))
+        return make_quantizer() if first_quantizer is None else first_quantizer
 
     def _make_activation_quantizer_of_part(
         self, context: amanda.OpContext, name: str, value: Any, reader: amanda.OpContext, suffix: str
     ) -> Quantizer:
         """Create the quantizer of an activation that an op multiplies by a part of a parameter.
 
-        reader, suffix: see `SharedState.state_of`.
+        reader, suffix: the op under which its state is saved, and the end of its name there.
         Raises QuantizeError for loaded state of an older version.
         """
         # The name under which older versions saved one scale for all rounds.
         old_name = f"{self._tool.place(context)}/{name}.scale".replace(" ", "")
         try:
-            return self._make_quantizer(name, None, (), value, reader, suffix)
+            return self._make_quantizer(name, read=None, axes=(), value=value, reader=reader, suffix=suffix)
         except ToolError as error:
             if old_name not in self._tool.waiting_state():
                 raise
@@ -162,18 +168,22 @@ class OpQuantizers:
             ) from error
 
     def _create_slice_quantizers(
-        self, read: WeightInput, make: Callable[[str], Quantizer], key: tuple[int, int | None]
+        self, read: WeightInput, make: Callable[[str], Quantizer], key: OperandKey
     ) -> Quantizer | None:
-        """Create quantizers for all slices of a stack; return that of the first, None without a stack."""
+        """Create quantizers for all slices of a stack; return that of the first, None without a stack.
+
+        The op reads a slice at each execution, such as a layer of a scan.
+        """
         holder = read.holder
         slices = () if holder is None else parameter_store(holder).slices(holder)
         if not slices:
             return None
-        quantizers = {parameter: make(f" of {parameter.path}") for parameter in slices}
-        self._part_quantizers[key] = lambda value, origin: quantizers.get(
+        quantizer_by_slice = {parameter: make(f" of {parameter.path}") for parameter in slices}
+        # Value and part are not needed: the driver knows which slice is read.
+        self._part_quantizers[key] = lambda _value, _part: quantizer_by_slice.get(
             parameter_store(holder).current_slice(holder)
         )
-        return quantizers[slices[0]]
+        return quantizer_by_slice[slices[0]]
 
     def _create_weight_quantizer(
         self, context: amanda.OpContext, read: WeightInput, value: Any, suffix: str = ""
@@ -190,13 +200,14 @@ class OpQuantizers:
         groups = None
         if self._options.group_size is not None:
             groups = self._find_groups(context, read, value)
-            if groups is None:
+            if groups is None:  # they do not fit
                 return None
         # A transposed convolution in groups counts outputs along two axes, of which no product of axes gives
         # one scale each.
         if groups is None and self._options.per_channel:
-            groups = _output_groups(context["shape"](value), _weight_layout(context, read))
+            groups = _groups_of_outputs(context["shape"](value), _weight_layout(context, read))
         axes = self._find_scale_axes(context, read, value)
+        # Takes a value, the op under which state is saved, and the suffix of the quantizer's name.
         make = partial(self._make_quantizer, f"weight{suffix}", read, axes, groups=groups)
         first_of_slices = self._create_slice_quantizers(
             read, partial(make, value, context), (read.index, None)
@@ -206,9 +217,9 @@ class OpQuantizers:
         if not read.is_part:
             return make(value, context)
 
-        def quantizer_of_part(value: Any, part_of: ParameterSlice | None) -> Quantizer | None:
+        def quantizer_of_part(value: Any, part: ParameterSlice | None) -> Quantizer | None:
             """Return the quantizer for a part of the parameter; None where the op reads no part."""
-            quantizer: Quantizer | None = self._tool.parts.state_of(context, part_of, partial(make, value))
+            quantizer: Quantizer | None = self._tool.parts.state_of(context, part, partial(make, value))
             return quantizer
 
         if read.is_followed:
@@ -238,15 +249,16 @@ class OpQuantizers:
         """
         layout = _weight_layout(context, read) or ""
         # Selected experts come as a batch of weights, each with scales of its own.
-        batch = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
-        letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
-        return (*range(batch), *(batch + i for i, letter in enumerate(layout) if letter in letters))
+        batch_axes = len(context["shape"](value) or ()) - len(layout) if read.varies else 0
+        output_letters = ("O" if "O" in layout else "IM") if self._options.per_channel else ""
+        output_axes = (batch_axes + i for i, letter in enumerate(layout) if letter in output_letters)
+        return (*range(batch_axes), *output_axes)
 
     def _make_quantizer(
         self, name: str, read: WeightInput | None, axes: Sequence[int], value: Any,
         reader: amanda.OpContext, suffix: str = "", groups: Groups | None = None,
     ) -> Quantizer:  # fmt: skip
-        """Create a quantizer whose state is saved under the op `reader`.
+        """Create a quantizer, of a weight if there is a `read`, whose state is saved under the op `reader`.
 
         Raises QuantizeError for a learned scale that no optimizer can train.
         """
@@ -255,14 +267,15 @@ class OpQuantizers:
                 f"{self.name} is of {reader.namespace[0]}, where no optimizer trains a tool's scales: "
                 f'method {self._options.method!r} is for PyTorch and TensorFlow; let it be "qat"'
             )
-        default = QUANTIZERS[self._options.method, read is not None]
+        is_weight = read is not None
+        quantizer_class, parts = QUANTIZERS[self._options.method, is_weight]
         # What data select has no scale that could be kept from one execution to the next.
-        quantizer_class, state = (DynamicQuantizer, {}) if read is not None and read.varies else default
+        if read is not None and read.varies:
+            quantizer_class, parts = DynamicQuantizer, {}
         keep = partial(self._tool.keep, reader)
-        self.created.append(quantizer_class(
-            name + suffix, read is not None, axes, self._options, state, value, keep, groups,
-        ))  # fmt: skip
-        return self.created[-1]
+        quantizer = quantizer_class(name + suffix, is_weight, axes, self._options, parts, value, keep, groups)
+        self.created.append(quantizer)
+        return quantizer
 
 
 class ModelQuantizers:
@@ -301,19 +314,19 @@ class SampledValue:
 
     def joined(self, parts: Sequence[Any]) -> Any:
         """Stack plain new values of the parts, and wrap them in the transforms again; without a gradient."""
-        front = tuple(range(len(self._axes)))
+        leading_axes = tuple(range(len(self._axes)))  # of the batches, once the parts are stacked
         # Within a transform the result of each operation belongs to its level.
         with self.samples.outside():
             data = do("reshape", do("stack", tuple(parts)), (*self._sizes, *shape(parts[0])))
-            data = do("moveaxis", data, front, tuple(self._axes))
+            data = do("moveaxis", data, leading_axes, tuple(self._axes))
         return self.samples.wrapped(data)
 
     def straight_through(self, quantised: Any, passes: Any) -> Any:
         """Return quantised values with a gradient, which passes to the value where `passes` is true."""
         xp = tensors_of(self._value)
-        passed = xp.where(passes, self._value, do("zeros_like", self._value))
+        unclipped = xp.where(passes, self._value, do("zeros_like", self._value))
         # A difference of 0 at every level of transforms, whose gradient is that of the value.
-        return quantised + (passed - xp.detach(passed))
+        return quantised + (unclipped - xp.detach(unclipped))
 
 
 def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:
@@ -321,7 +334,7 @@ def _weight_layout(context: amanda.OpContext, read: WeightInput) -> str | None:
     return "OI" if context["type"] == "embedding" else read.layout
 
 
-def _output_groups(extents: Sequence[int] | None, layout: str | None) -> Groups | None:
+def _groups_of_outputs(extents: Sequence[int] | None, layout: str | None) -> Groups | None:
     """Return a group for each output of a transposed convolution in groups; None where axes count outputs."""
     if layout is None or extents is None or "M" not in layout:
         return None

@@ -49,7 +49,7 @@ class StoredWeight(NamedTuple):
     scale: NDArray[Any]
     zero_point: NDArray[Any]
     axis: int | None
-    block: int
+    block: int = 0
     unfolding: Unfolding | None = None
 
 
@@ -61,11 +61,11 @@ def stored_weight(weight: NDArray[Any], scale: Scale, rounding: Any) -> StoredWe
     # By the simulation itself, so that the file holds exactly the numbers that were simulated.
     dequantized = np.asarray(fake_quantize_fixed(weight, {None: scale}, rounding))
     if scale.groups is None:
-        return _store_channels(dequantized, scale)
-    return _store_groups(dequantized, scale, scale.groups)
+        return _weight_stored_by_channel(dequantized, scale)
+    return _weight_stored_in_groups(dequantized, scale, scale.groups)
 
 
-def _store_channels(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
+def _weight_stored_by_channel(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
     """Return the stored form of a weight with one scale, or with a scale for each channel of one axis."""
     scales, zero_points, grid, axes, _ = scale
     # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
@@ -77,26 +77,28 @@ def _store_channels(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
         )
     if not scale_axes:
         numbers = dequantized / scales + zero_points
-        return StoredWeight(_grid_numbers(numbers, grid), scales, zero_points, None, 0)
-    broadcast_shape = [-1 if axis == scale_axes[0] else 1 for axis in range(dequantized.ndim)]
+        return StoredWeight(_grid_numbers(numbers, grid), scales, zero_points, axis=None)
+    (scale_axis,) = scale_axes
+    broadcast_shape = [-1 if axis == scale_axis else 1 for axis in range(dequantized.ndim)]
     numbers = dequantized / scales.reshape(broadcast_shape) + zero_points.reshape(broadcast_shape)
-    return StoredWeight(_grid_numbers(numbers, grid), scales, zero_points, scale_axes[0], 0)
+    return StoredWeight(_grid_numbers(numbers, grid), scales, zero_points, axis=scale_axis)
 
 
-def _store_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
-    """Return the stored form of a weight with a scale for each group of inputs: a matrix with blocks."""
-    s, z, grid, _, _ = scale
-    group_rows = groups.split(dequantized) / s[:, None] + z[:, None]
+def _weight_stored_in_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
+    """Return the stored form of a weight with a scale for each group: a matrix, in blocks of inputs."""
+    scales, zero_points, grid, _, _ = scale
+    group_rows = groups.split(dequantized) / scales[:, None] + zero_points[:, None]
     unfolding = Unfolding.of(dequantized.shape, groups.layout)
     # One group for each output: scales of one axis, without blocks.
     if groups.are_outputs:
-        return StoredWeight(_grid_numbers(group_rows, grid), s, z, 0, 0, unfolding)
+        codes = _grid_numbers(group_rows, grid)
+        return StoredWeight(codes, scales, zero_points, axis=0, unfolding=unfolding)
     outputs = prod(unfolding.canonical[: unfolding.outputs])
-    matrix, s, z = (array.reshape(outputs, -1) for array in (group_rows, s, z))
+    matrix, scales, zero_points = (a.reshape(outputs, -1) for a in (group_rows, scales, zero_points))
     # A weight (inputs, outputs) is stored as it is, which saves the nodes that would transpose it.
     if unfolding.order == (1, 0):
-        return StoredWeight(_grid_numbers(matrix.T, grid), s.T, z.T, 0, groups.size)
-    return StoredWeight(_grid_numbers(matrix, grid), s, z, 1, groups.size, unfolding)
+        return StoredWeight(_grid_numbers(matrix.T, grid), scales.T, zero_points.T, axis=0, block=groups.size)
+    return StoredWeight(_grid_numbers(matrix, grid), scales, zero_points, 1, groups.size, unfolding)
 
 
 def _grid_numbers(numbers: NDArray[Any], grid: Grid) -> NDArray[Any]:
@@ -183,7 +185,8 @@ class QdqWriter:
         rewritten = self._rewrite_graph(self._model.graph)
         # A scale that finds no node would be lost silently.
         if missing_keys := self._nodes.keys() - rewritten:
-            raise QuantizeError(f"{next(iter(missing_keys))[:2]} is no node of the model that is written")
+            op_type, name, _, _ = next(iter(missing_keys))
+            raise QuantizeError(f"{(op_type, name)} is no node of the model that is written")
         remove_unread(self._model.graph)
 
     def _rewrite_graph(self, graph: GraphProto) -> set[NodeKey]:

@@ -52,7 +52,7 @@ class Quantizer:
     A weight without a calibration gets the scale of its first value.
     name: "weight", or "input 0" by its position in the op's schema.  axes: of the channels that have scales
     of their own.  groups: of a weight that has scales for groups, whose rows then have the scales.
-    parts: names of the state, each with True if it is trained.  keep: `Tool.keep` for the op.
+    parts: names of the state, such as "scale", each with True if trained.  keep: `Tool.keep` for the op.
     has_scale: True once there is a scale.  calibrated, executions: numbers of values that calibrated it, and
     that were quantised.
     qparams: arguments of the last `fake_quantize` after the value.
@@ -116,7 +116,7 @@ class Quantizer:
         return quantised if full is x else distributed(quantised, x, placed=True)
 
     def clipped_gradient(self, x: Any, *qparams: Any, gradient: Any) -> Any:
-        """Return the straight-through gradient: 0 where the value was clipped."""
+        """Return the straight-through gradient, 0 where the value was clipped; in shards as `gradient` is."""
         clipped = fake_quantize_gradient(
             self._to_groups(whole(gradient)), self._to_groups(whole(x)), *qparams
         )
@@ -224,9 +224,8 @@ class DynamicQuantizer(Quantizer):
         observer.observe(x)
         # Observers return arrays of NumPy, and the values may be on a GPU.
         wide = self.xp.wide(x)
-        return self._fake_quantise(
-            x, *(self.xp.cast(parameter, wide) for parameter in self._choose_qparams(*observer.range()))
-        )
+        scale, zero_point = self._choose_qparams(*observer.range())
+        return self._fake_quantise(x, self.xp.cast(scale, wide), self.xp.cast(zero_point, wide))
 
 
 class QatQuantizer(Quantizer):

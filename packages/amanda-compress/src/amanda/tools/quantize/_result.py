@@ -146,8 +146,9 @@ class QuantizeResult(Result):
         bits = " and ".join(sorted({f"{tensor.bits} bits" for tensor in self.tensors}))
         ops = len({(tensor.phase, tensor.type, tensor.module, tensor.source) for tensor in self.tensors})
         text = f"{len(self.tensors)} tensors of {ops} ops in {bits}, {self.method}"
-        for module, kind, ratio in self.worst(1):
-            text += f"; the least output SQNR is {ratio:.1f} dB, {kind}" + f" in {module}" * bool(module)
+        for module, kind, ratio in self.worst(1):  # none without measurements
+            place = f"{kind} in {module}" if module else kind
+            text += f"; the least output SQNR is {ratio:.1f} dB, {place}"
         return f"{text}."
 
     def notes(self) -> Sequence[str]:

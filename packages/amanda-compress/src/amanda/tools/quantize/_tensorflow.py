@@ -52,37 +52,37 @@ def _quantise_into(
 ) -> NDArray[np.intp]:
     """Write the quantised array piece by piece; return the flat positions of clipped values, and of NaN.
 
-    x, target: contiguous.
+    x, target: contiguous.  axes: of the channels, adjacent.
     """
     first, end = (axes[0], axes[-1] + 1) if axes else (x.ndim, x.ndim)
     qparam_shape = x.shape[first:end] + (1,) * (x.ndim - end)
-    rows, out_rows = x, target
+    rows, target_rows = x, target
     # Pieces are cut along the first axis: of channels, which a piece then has a part of, or of all that lies
     # in front of the channels.
     rows_are_channels = bool(axes) and first == 0
     if not rows_are_channels:
-        rows, out_rows = x.reshape(-1, *x.shape[first:]), target.reshape(-1, *x.shape[first:])
+        rows, target_rows = x.reshape(-1, *x.shape[first:]), target.reshape(-1, *x.shape[first:])
         qparam_shape = (1, *qparam_shape)
-    s = np.asarray(scale, np.float32).reshape(qparam_shape)
-    z = np.asarray(zero_point, np.float32).reshape(qparam_shape)
-    inverse, row_size = np.float32(1) / s, prod(rows.shape[1:])
+    scales = np.asarray(scale, np.float32).reshape(qparam_shape)
+    zero_points = np.asarray(zero_point, np.float32).reshape(qparam_shape)
+    inverse_scales, row_size = np.float32(1) / scales, prod(rows.shape[1:])
     # All passes over a piece find it in the cache, where passes over the whole array would go to memory.
     rows_per_piece = max(1, _PIECE // row_size)
-    clipped = []
+    clipped_positions = []
     for start in range(0, len(rows), rows_per_piece):
-        piece, out = rows[start : start + rows_per_piece], out_rows[start : start + rows_per_piece]
-        channels = slice(start, start + rows_per_piece) if len(s) > 1 else slice(None)
-        np.multiply(piece, inverse[channels], out=out)
+        piece, out = rows[start : start + rows_per_piece], target_rows[start : start + rows_per_piece]
+        channels = slice(start, start + rows_per_piece) if len(scales) > 1 else slice(None)
+        np.multiply(piece, inverse_scales[channels], out=out)
         np.rint(out, out=out)
-        np.add(out, z[channels], out=out)
+        np.add(out, zero_points[channels], out=out)
         clamped = np.clip(out, np.float32(grid.low), np.float32(grid.high))
         is_clipped = clamped != out
         # Most pieces clip nothing, and positions are fewer bytes than a mask.
         if is_clipped.any():
-            clipped.append(np.flatnonzero(is_clipped) + start * row_size)
-        np.subtract(clamped, z[channels], out=clamped)
-        np.multiply(clamped, s[channels], out=out)
-    return np.concatenate(clipped) if clipped else np.empty(0, np.intp)
+            clipped_positions.append(np.flatnonzero(is_clipped) + start * row_size)
+        np.subtract(clamped, zero_points[channels], out=clamped)
+        np.multiply(clamped, scales[channels], out=out)
+    return np.concatenate(clipped_positions) if clipped_positions else np.empty(0, np.intp)
 
 
 def _record_on_tape(tensor: Any, source: Any, clipped: NDArray[Any]) -> Any:

@@ -98,14 +98,14 @@ class QuantizeOptions:
 
     def for_modules(self, paths: Sequence[str]) -> QuantizeOptions | None:
         """Return the options for an op in modules with these paths; None for no quantisation."""
-        weight_bits, activation_bits = (_bits_of_layer(option, paths) for option in self._by_layer)
+        weight_bits, activation_bits = (_bits_for_paths(option, paths) for option in self._bits_options)
         if weight_bits is None and activation_bits is None:
             return None
         return replace(self, weight_bits=weight_bits, activation_bits=activation_bits)
 
     @cached_property
-    def _by_layer(self) -> list[Any]:
-        """Return each of the two options of bits, a mapping as pairs of globs and bits."""
+    def _bits_options(self) -> list[Any]:
+        """Return `weight_bits` and `activation_bits`; a mapping as a list of (paths of a glob, bits)."""
         options = {"weight_bits": self.weight_bits, "activation_bits": self.activation_bits}
         return [
             [(Paths(name, glob), bits) for glob, bits in bits_option.items()]
@@ -115,12 +115,8 @@ class QuantizeOptions:
 
     def unmatched(self) -> list[str]:
         """Return sentences on globs of `weight_bits` and `activation_bits` that matched no op."""
-        return unmatched(
-            layers
-            for bits_option in self._by_layer
-            if isinstance(bits_option, list)
-            for layers, _ in bits_option
-        )
+        mappings = [option for option in self._bits_options if isinstance(option, list)]
+        return unmatched(paths for mapping in mappings for paths, _ in mapping)
 
     def bits(self, weight: bool) -> Any:
         """Return the bits of weights, or of activations; None for no quantisation."""
@@ -139,15 +135,15 @@ class QuantizeOptions:
         return make_observer(name, self.grid(weight), axes, self.rounding, self.percentile)
 
 
-def _bits_of_layer(option: Any, paths: Sequence[str]) -> Any:
+def _bits_for_paths(option: Any, paths: Sequence[str]) -> Any:
     """Return the bits that an option of bits gives to an op in modules with these paths; None for none.
 
-    option: pairs of globs and bits, or bits for all layers.
+    option: of `QuantizeOptions._bits_options`: pairs (paths of a glob, bits), or the bits of all ops.
     """
     if not isinstance(option, list):
         return option
     # The first glob that matches counts, so that "*" at the end is a default.
-    return next((bits for is_of_layer, bits in option if is_of_layer(*paths)), None)
+    return next((bits for matches, bits in option if matches(*paths)), None)
 
 
 def operand_rules() -> MappingTool:
@@ -170,7 +166,7 @@ def _write_is_called_back(is_called_back: bool, context: amanda.OpContext) -> No
 
 
 def _write_operands(context: amanda.OpContext) -> None:
-    """Write the positions of the factors of a product, of the first input, or of all inputs."""
+    """Write `operands`: positions of a product's factors, of the only input with data, or of all inputs."""
     product, count = product_of(context), len(context.get_inputs())
     positions: Sequence[int] = range(count)
     if product and product.factors:  # the factors of an einsum are one list, and have no positions

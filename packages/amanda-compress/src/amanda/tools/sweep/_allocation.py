@@ -31,10 +31,10 @@ class OpCosts(amanda.Tool):
 
     def __init__(self) -> None:
         super().__init__()
-        self._flops: dict[int, Cost] = {}
-        self._sizes: dict[int, dict[Hashable, int]] = {}
-        self._weights: dict[int, Hashable] = {}
-        self._numbers: dict[Hashable, int] = {}
+        self._cost_by_op: dict[int, Cost] = {}
+        self._sizes_by_op: dict[int, dict[Hashable, int]] = {}
+        self._weight_by_op: dict[int, Hashable] = {}
+        self._element_counts: dict[Hashable, int] = {}
         self.depends_on(FlopsTool())
         # Costs depend on shapes: an op is analysed again when these change.
         self.add_inst_for_op(self._record_costs, require_outputs=True, guard="shape")
@@ -44,32 +44,32 @@ class OpCosts(amanda.Tool):
         if context["phase"] != "forward":
             return
         cost, op_id, inputs = context.get("cost"), context.get_op_id(), context.get_inputs()
-        self._flops[op_id] = cost if isinstance(cost, Cost) else Cost()
+        self._cost_by_op[op_id] = cost if isinstance(cost, Cost) else Cost()
         for position in parameter_inputs(context):
-            numbers = prod(context["shape"](inputs[position]))
+            element_count = prod(context["shape"](inputs[position]))
             # Unknown types count as float32.
-            size = numbers * (itemsize(context["dtype"](inputs[position])) or 4)
+            size = element_count * (itemsize(context["dtype"](inputs[position])) or 4)
             variable = context.get_variable(position)
             parameter = parameter_store(variable).identity(variable)
-            self._sizes.setdefault(op_id, {})[parameter] = size
+            self._sizes_by_op.setdefault(op_id, {})[parameter] = size
             if position == context["weight_index"]:
-                self._weights[op_id] = parameter
-                self._numbers[parameter] = numbers
+                self._weight_by_op[op_id] = parameter
+                self._element_counts[parameter] = element_count
 
     @property
     def is_empty(self) -> bool:
         """Return True if no op was recorded."""
-        return not self._flops
+        return not self._cost_by_op
 
     def of_ops(self, op_ids: Iterable[int]) -> tuple[int, dict[Hashable, WeightSize]]:
         """Return the FLOPs of the products of some ops, and the sizes of the weights that they read."""
-        recorded = [op_id for op_id in op_ids if op_id in self._flops]
+        recorded = [op_id for op_id in op_ids if op_id in self._cost_by_op]
         weights = {
-            parameter: WeightSize(self._numbers[parameter], self._sizes[op_id][parameter])
+            parameter: WeightSize(self._element_counts[parameter], self._sizes_by_op[op_id][parameter])
             for op_id in recorded
-            if (parameter := self._weights.get(op_id)) is not None
+            if (parameter := self._weight_by_op.get(op_id)) is not None
         }
-        return sum(2 * self._flops[op_id].macs for op_id in recorded), weights
+        return sum(2 * self._cost_by_op[op_id].macs for op_id in recorded), weights
 
     def flops(
         self, shares: Mapping[int, tuple[float, float]] | None = None, skipped: Collection[int] = ()
@@ -81,7 +81,7 @@ class OpCosts(amanda.Tool):
             skipped: Ops that do not run.
         """
         total = 0.0
-        for op_id, cost in self._flops.items():
+        for op_id, cost in self._cost_by_op.items():
             products_share, _ = (shares or {}).get(op_id, (1.0, 1.0))
             # A bias or an activation runs in full as long as the op runs.
             if op_id not in skipped and products_share > 0:
@@ -98,11 +98,11 @@ class OpCosts(amanda.Tool):
             skipped: Ops that do not run.
         """
         remaining: dict[Hashable, float] = {}
-        for op_id, sizes in self._sizes.items():
+        for op_id, sizes in self._sizes_by_op.items():
             products_share, weight_share = (shares or {}).get(op_id, (1.0, 1.0))
             for parameter, size in sizes.items():
                 # Without products that are left, other parameters such as a bias go with the weight.
-                goes_with_weight = parameter == self._weights.get(op_id) or products_share == 0
+                goes_with_weight = parameter == self._weight_by_op.get(op_id) or products_share == 0
                 share = weight_share if goes_with_weight else 1.0
                 bytes_left = 0.0 if op_id in skipped else share * size
                 # A parameter is stored once, for the reader that needs most of it.
@@ -158,12 +158,12 @@ class SweepCost:
             # A weight that several ops share is saved once.
             sizes = {parameter: size for site in sites for parameter, size in self.weights(site).items()}
             return sum(size.size * (1 - remaining_share(level, size)) for size in sizes.values())
-        site_costs = [self.op_costs.of_ops(site.op_ids) for site in sites]
-        return sum(
-            flops * (1 - remaining_share(level, next(iter(weights.values()))))
-            for flops, weights in site_costs
-            if weights
-        )
+        saved_flops = []
+        for flops, weights in (self.op_costs.of_ops(site.op_ids) for site in sites):
+            if weights:
+                first_weight = next(iter(weights.values()))
+                saved_flops.append(flops * (1 - remaining_share(level, first_weight)))
+        return sum(saved_flops)
 
 
 KEEP = "keep"
@@ -194,7 +194,8 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
     An assignment that saves no more than another at no smaller drop is not in the list. The front is exact
     up to 20,000 partial assignments; each further group may lose up to a 20,000th of the largest saving.
     """
-    saved, drop = np.zeros(1), np.zeros(1)
+    saved, drop = np.zeros(1), np.zeros(1)  # of each partial assignment on the front
+    # Of each group its outcomes, and by assignment the row of the one before and the outcome's index.
     steps = []
     for outcomes in groups:
         # Every partial assignment with every outcome of the next group, of which the dominated ones go at
@@ -214,14 +215,16 @@ def pareto_assignments(groups: Sequence[Sequence[LevelOutcome]]) -> list[Assignm
         steps.append((outcomes, parent_rows, outcome_indices))
     # Backtrack from the whole assignments to the outcome that each group contributes.
     rows = np.arange(len(saved))
-    labels: list[list[str]] = []
+    levels_of_groups: list[list[str]] = []  # the last group first; of each the level in every assignment
     for outcomes, parent_rows, outcome_indices in reversed(steps):
-        labels.append([outcomes[i].level for i in outcome_indices[rows]])
+        levels_of_groups.append([outcomes[i].level for i in outcome_indices[rows]])
         rows = parent_rows[rows]
-    levels: Iterable[tuple[str, ...]] = zip(*reversed(labels), strict=True) if labels else [()]
+    levels: Iterable[tuple[str, ...]] = zip(*reversed(levels_of_groups), strict=True)
+    if not levels_of_groups:
+        levels = [()]  # without groups the one assignment is empty
     return [
-        Assignment(float(cost), float(loss), chosen_levels)
-        for cost, loss, chosen_levels in zip(saved, drop, levels, strict=True)
+        Assignment(float(saved_cost), float(metric_drop), chosen_levels)
+        for saved_cost, metric_drop, chosen_levels in zip(saved, drop, levels, strict=True)
     ]
 
 

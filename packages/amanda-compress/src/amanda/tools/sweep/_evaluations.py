@@ -30,6 +30,7 @@ class Measurement(NamedTuple):
 class SweepProgram(Generic[Level]):
     """Evaluates the program of a sweep with tools; a pickled copy does so in a worker.
 
+    An architecture has the text of a level by the name of an op; {} is the program without a tool.
     cost: function that measures the cost, or None.  names: of the metric and of the cost.
     """
 
@@ -55,15 +56,15 @@ class SweepProgram(Generic[Level]):
         # Names of places are the same for each new tool of a level, so that points are found again.
         self._place_namer = amanda.Tool()
         self._ops_met: set[str] = set()
-        self._is_copy = False
+        self._is_in_worker = False
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker names ops anew. With the report it does not log again what this process has logged.
-        return {**vars(self), "sites": {}, "_place_namer": amanda.Tool(), "_is_copy": True}
+        return {**vars(self), "sites": {}, "_place_namer": amanda.Tool(), "_is_in_worker": True}
 
     def load(self) -> Callable[[Mapping[str, str]], Measurement]:
         """Return `measure`; in a worker, raise SweepError if the program differs there."""
-        if self._is_copy:
+        if self._is_in_worker:
             metric, dense = self.measure_dense().metric, self.dense
             if dense is None or not is_same(metric, dense):
                 raise SweepError(
@@ -140,7 +141,7 @@ class SweepProgram(Generic[Level]):
         tool.depends_on(StandardMapping())
 
         def admits(context: amanda.OpContext) -> bool:
-            """Name an op, and return True if the tool may act there."""
+            """Return True if the tool may act at an op; record that the op was met."""
             # Every op gets its name here, also where no tool acts: names count equal ops of a module, and a
             # worker that never has the tool at all ops has to count alike.
             name = self._place_namer.place(context)
@@ -235,9 +236,9 @@ class SweepRecords:
             for key, record in self._records.items():
                 self._write(file, key, record)
             for key, record in file_records.items():
-                is_without_tool, is_of_all_ops = not architectures[key], ALL.name in architectures[key]
-                # These evaluations find the ops: each process runs them itself.
-                if not (is_without_tool or is_of_all_ops):
+                architecture = architectures[key]
+                # Evaluations without a tool, and at all ops, find the ops: each process runs them itself.
+                if architecture and ALL.name not in architecture:
                     self._records.setdefault(key, record)
             self._file = file
             try:

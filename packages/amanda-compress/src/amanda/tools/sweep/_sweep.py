@@ -82,7 +82,7 @@ class Sweep(Generic[Level]):
             raise SweepError(
                 f"levels is {list(levels)}; give one number at least, all different in six digits"
             )
-        self._progress, self._names = progress, (level, metric)
+        self._progress, self._level_name, self._metric_name = progress, level, metric
         self._cost_model = SweepCost(cost, left)
         measure_cost = cost if callable(cost) else None
         self._program: SweepProgram[Level] = SweepProgram(
@@ -97,7 +97,9 @@ class Sweep(Generic[Level]):
         """The measurements so far."""
         points = self._points
         complete = self._program.dense is not None and len(points) == self._count - 1
-        return SweepResult(list(points.values()), self._program.dense, *self._names, complete)
+        return SweepResult(
+            list(points.values()), self._program.dense, self._level_name, self._metric_name, complete
+        )
 
     @checked(error=SweepError)
     def run(
@@ -155,7 +157,7 @@ class Sweep(Generic[Level]):
         Raises:
             SweepError: Without a cost, and for a budget below the cost of the harshest levels.
         """
-        name, program = self._cost_model.name, self._program
+        cost_name, program = self._cost_model.name, self._program
         if self._cost_model.cost is None:
             raise SweepError("search: the sweep has no cost; give it one, such as cost='size'")
         self.run(retries, jobs, resume)
@@ -164,23 +166,25 @@ class Sweep(Generic[Level]):
         allocation = Allocation(
             program.sites, list(program.levels.values()), points, program.dense, self._cost_model
         )
-        architectures = [allocation.choose(budget) for budget in budgets]  # a level for each op
+        # One for each budget: a level for each op.
+        architectures = [allocation.choose(budget) for budget in budgets]
         with self._open_records(jobs, resume), Progress(self._progress) as progress:
             # Several budgets may choose the same levels, which are evaluated once.
             choices = {record_key(architecture): architecture for architecture in architectures}
             self._measure(list(choices.values()), progress, retries, jobs, len(choices))
         unchanged = dict.fromkeys(program.sites, KEEP)
-        trials = [Trial(unchanged, program.dense, {name: self._cost_model.total}, 0.0)]
+        trials = [Trial(unchanged, program.dense, {cost_name: self._cost_model.total}, 0.0)]
         for architecture in architectures:
             record = self._records.get(architecture)
             assert record is not None
             cost = allocation.cost(architecture) if record.cost is None else record.cost
-            trials.append(Trial(architecture, record.metric, {name: cost}, record.seconds, record.error))
+            costs = {cost_name: cost}
+            trials.append(Trial(architecture, record.metric, costs, record.seconds, record.error))
         for label, level in program.levels.items():
             uniform, point = dict.fromkeys(program.sites, label), points[ALL.name, level]
             cost = allocation.cost(uniform) if point.cost is None else point.cost
-            trials.append(Trial(uniform, point.metric, {name: cost}, point.seconds, point.error))
-        return SearchResult(trials, self._names[1], [name], "")
+            trials.append(Trial(uniform, point.metric, {cost_name: cost}, point.seconds, point.error))
+        return SearchResult(trials, self._metric_name, [cost_name], stopped="")
 
     def tools(self, architecture: Mapping[str, str]) -> list[amanda.Tool]:
         """Return new tools for an architecture: for each level a tool that acts at the ops with this level.
@@ -214,10 +218,9 @@ class Sweep(Generic[Level]):
         """Return the context of a run that keeps its records in a file; raise AmandaError for wrong jobs."""
         # Without trials it only checks the jobs, ahead of evaluations that may take hours.
         run_trials(self._program.load, [], jobs)
-        level, metric = self._names
         options = {
-            "sweep": type(self).__name__, "level": level, "metric": metric, "cost": self._cost_model.name,
-            **option_words(self._tool_options),
+            "sweep": type(self).__name__, "level": self._level_name, "metric": self._metric_name,
+            "cost": self._cost_model.name, **option_words(self._tool_options),
         }  # fmt: skip
         return self._records.write_to(resume, options)
 
@@ -232,10 +235,10 @@ class Sweep(Generic[Level]):
         progress.begin(self._count, "without a tool")
         begin = perf_counter()
         recorders = [self._cost_model.op_costs] if self._cost_model.cost is not None else []
-        measured = self._program.measure_dense(*recorders)
-        self._records.add({}, Record(measured.metric, "", perf_counter() - begin, measured.cost))
-        self._program.dense, self._cost_model.measured = measured
-        progress.done(f"{self._names[1]} {measured.metric:g}")
+        metric, cost = self._program.measure_dense(*recorders)
+        self._records.add({}, Record(metric, "", perf_counter() - begin, cost))
+        self._program.dense, self._cost_model.measured = metric, cost
+        progress.done(f"{self._metric_name} {metric:g}")
 
     def _measure_all_ops(self, label: str, progress: Progress, retries: int) -> None:
         """Evaluate all ops at a level, unless an earlier evaluation succeeded."""
@@ -246,11 +249,11 @@ class Sweep(Generic[Level]):
                 progress.begin(self._count, description, 1 + len(self._points))
                 measured, error = Progress.attempt(
                     partial(self._program.measure_all_ops, self._program.levels[label]),
-                    f"no {self._names[1]} of {description}",
+                    f"no {self._metric_name} of {description}",
                 )
-                metric, cost = measured or (None, None)
+                metric, cost = measured or (None, None)  # without a metric the attempt failed
                 self._records.add(architecture, Record(metric, error, perf_counter() - begin, cost))
-                progress.done(error or f"{self._names[1]} {metric:g}")
+                progress.done(error or f"{self._metric_name} {metric:g}")
 
     def _measure(
         self,
@@ -275,12 +278,12 @@ class Sweep(Generic[Level]):
             for outcome in run_trials(self._program.load, due, jobs):
                 description = self._describe(outcome.trial)
                 if outcome.error:
-                    logger.warning("no %s of %s: %s", self._names[1], description, outcome.error)
+                    logger.warning("no %s of %s: %s", self._metric_name, description, outcome.error)
                 metric, cost = outcome.value or (None, None)
                 record = Record(metric, outcome.error, outcome.seconds, cost)
                 self._records.add(outcome.trial, record)
                 progress.begin(total, description, total - len(pending))
-                progress.done(outcome.error or f"{self._names[1]} {metric:g}")
+                progress.done(outcome.error or f"{self._metric_name} {metric:g}")
                 del pending[record_key(outcome.trial)]
                 if pending:
                     # In this process the next; of several the one that began first.
@@ -291,7 +294,7 @@ class Sweep(Generic[Level]):
         if len(architecture) > 1:
             return " ".join(architecture.values())
         ((name, label),) = architecture.items()
-        return f"{name or 'all ops'}, {self._names[0]} {label}"
+        return f"{name or 'all ops'}, {self._level_name} {label}"
 
 
 Number = TypeVar("Number", int, float)

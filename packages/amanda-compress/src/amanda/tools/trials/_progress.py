@@ -148,8 +148,8 @@ class TrialFile:
         with naming(self.path):
             self._file = self.path.open("a+", encoding="utf-8")
         try:
-            self._hold()
-            self._read(header)
+            self._lock()
+            self._read_records(header)
         except BaseException:
             self._file.close()
             raise
@@ -170,7 +170,7 @@ class TrialFile:
         self.records[key] = record
         self._write([key, record])
 
-    def _hold(self) -> None:
+    def _lock(self) -> None:
         """Lock the file until it is closed; raise ArtefactError if another process has it."""
         if sys.platform == "win32":
             return
@@ -181,7 +181,7 @@ class TrialFile:
         except OSError:  # a file system without locks
             pass
 
-    def _read(self, header: Mapping[str, Any]) -> None:
+    def _read_records(self, header: Mapping[str, Any]) -> None:
         """Read the records; write the header of a new file."""
         with naming(self.path, "read"):
             self._file.seek(0)
@@ -190,20 +190,20 @@ class TrialFile:
                 entries = [json.loads(line) for line in lines]
             except ValueError as error:
                 raise ArtefactError(f"{self.path} is no file of trials: {error}") from error
-        if unfinished:
+        if unfinished:  # a line that an interrupt has cut: the next record begins in its place
             with naming(self.path):
                 size = sum(len(line.encode()) + 1 for line in lines)
                 os.truncate(self.path, size)
         if not entries:
             self._write(header)
             return
-        self._check(entries[0], header)
+        self._check_header(entries[0], header)
         try:
             self.records = dict(entries[1:])
         except (TypeError, ValueError) as error:
             raise ArtefactError(f"{self.path} is no file of trials: {error}") from error
 
-    def _check(self, first_entry: Any, header: Mapping[str, Any]) -> None:
+    def _check_header(self, first_entry: Any, header: Mapping[str, Any]) -> None:
         """Raise ArtefactError unless the first entry of the file is the header."""
         if first_entry == header:
             return
@@ -222,6 +222,7 @@ class TrialFile:
         )
 
     def _write(self, entry: Any) -> None:
+        """Append an entry as a line of JSON, on disk before this returns."""
         with naming(self.path):
             self._file.write(json.dumps(entry) + "\n")
             self._file.flush()

@@ -125,12 +125,12 @@ def _measure(measure: Callable[[T], R], trial: T) -> Outcome[T, R]:
         return Outcome(trial, None, f"{type(error).__name__}: {error}", perf_counter() - begin)
 
 
-_Answer: TypeAlias = tuple[int, "Outcome[Any, Any] | Exception"]
-"""The number of a trial, with its outcome or an exception that is to reach the caller of `run_trials`."""
+_NumberedOutcome: TypeAlias = tuple[int, "Outcome[Any, Any] | Exception"]
+"""The number of a trial, and its outcome, or an exception that the caller of `run_trials` has to get."""
 
 
 class _Engine(NamedTuple):
-    """Processes of joblib.
+    """The processes that joblib is configured for: its own, those of Dask or Ray, or of another engine.
 
     jobs: as joblib's `n_jobs`.  workers: the number of processes.  backend: joblib's object.
     """
@@ -141,7 +141,7 @@ class _Engine(NamedTuple):
 
     @classmethod
     def configured(cls, jobs: int | None) -> _Engine | None:
-        """Return the engine that joblib is configured to have; None for one process, this one.
+        """Return the engine that joblib is configured for; None where trials run in this process.
 
         Raises AmandaError for threads, which share the model.
         """
@@ -165,8 +165,10 @@ class _Engine(NamedTuple):
         """Return True for joblib's own processes, which read a large array from one file."""
         return type(self.backend).__module__.startswith("joblib.") and self._dask_client() is None
 
-    def run(self, worker: _PickledFunction, trials: Mapping[int, T]) -> Generator[_Answer, None, None]:
-        """Yield what came of each trial, as trials end."""
+    def run(
+        self, worker: _PickledFunction, trials: Mapping[int, T]
+    ) -> Generator[_NumberedOutcome, None, None]:
+        """Yield the numbered outcome of each trial, as trials end."""
         client = self._dask_client()
         if client is not None:
             yield from _run_on_dask(client, worker, trials)
@@ -177,10 +179,11 @@ class _Engine(NamedTuple):
 
     def _run_on_joblib(
         self, worker: _PickledFunction, trials: Mapping[int, T]
-    ) -> Generator[_Answer, None, None]:
-        """Yield what came of each trial from joblib's own processes, or from an engine of others."""
+    ) -> Generator[_NumberedOutcome, None, None]:
+        """Yield numbered outcomes from joblib's own processes, or from an engine that the user registered."""
         import joblib
 
+        # joblib's own processes read a large array from one file, instead of a copy with each task.
         payload = np.frombuffer(worker.payload, np.uint8) if self.maps_arrays else worker.payload
         tasks = [
             joblib.delayed(_PickledFunction.run)(payload, worker.digest, worker.threads, number, trial)
@@ -198,8 +201,9 @@ class _Engine(NamedTuple):
                     answers.close()
             return
         # An engine of others may return lists alone.  In rounds, an interrupt loses little.
-        for i in range(0, len(tasks), 4 * self.workers):
-            yield from joblib.Parallel(self.jobs, batch_size=1)(tasks[i : i + 4 * self.workers])
+        round_size = 4 * self.workers
+        for start in range(0, len(tasks), round_size):
+            yield from joblib.Parallel(self.jobs, batch_size=1)(tasks[start : start + round_size])
 
     def _dask_client(self) -> Any:
         """Return the client of Dask; None for another engine."""
@@ -208,17 +212,17 @@ class _Engine(NamedTuple):
 
 def _run_on_dask(
     client: Any, worker: _PickledFunction, trials: Mapping[int, Any]
-) -> Generator[_Answer, None, None]:
-    """Yield what came of each trial from a cluster of Dask; then raise an exception of the cluster."""
+) -> Generator[_NumberedOutcome, None, None]:
+    """Yield numbered outcomes from a cluster of Dask; then raise an exception of the cluster."""
     # Not by joblib's engine: it waits for ever for a task whose worker died too often, and scatters large
     # arguments to one worker, with which they are lost.
     from distributed import WorkerPlugin, as_completed
 
     class Payload(WorkerPlugin):  # type: ignore[misc]
-        """Gives each worker, also one that starts later, what it runs."""
+        """Gives each worker of Dask, also one that starts later, the pickled function, in `_payloads`."""
 
-        def __init__(self, worker: _PickledFunction) -> None:
-            self.payload, self.digest = worker.payload, worker.digest
+        def __init__(self, pickled: _PickledFunction) -> None:
+            self.payload, self.digest = pickled.payload, pickled.digest
 
         def setup(self, worker: Any) -> None:
             # Imported there: this class travels with copies of its globals.
@@ -254,8 +258,8 @@ def _run_on_dask(
 
 def _run_on_ray(
     workers: int, worker: _PickledFunction, trials: Mapping[int, Any]
-) -> Generator[_Answer, None, None]:
-    """Yield what came of each trial from a cluster of Ray; then raise an exception of the cluster."""
+) -> Generator[_NumberedOutcome, None, None]:
+    """Yield numbered outcomes from a cluster of Ray; then raise an exception of the cluster."""
     # Not by Ray's engine for joblib: it waits for ever for a worker that died, and starts processes anew for
     # each list of tasks.
     import ray
@@ -293,14 +297,14 @@ def _run_in_workers(
     remaining = dict(enumerate(trials))
     while remaining:
         try:
-            yield from _collect(engine.run(worker, remaining), remaining)
+            yield from _collect_outcomes(engine.run(worker, remaining), remaining)
         except _ProcessEnded:
             # One of the trials that were running has ended its process, and nothing tells which: each of
-            # these runs again alone.
+            # these, at most two a worker, runs again alone.
             for number in list(remaining)[: 2 * engine.workers]:
                 alone = {number: remaining[number]}
                 try:
-                    yield from _collect(engine.run(worker, alone), alone)
+                    yield from _collect_outcomes(engine.run(worker, alone), alone)
                 except _ProcessEnded as error:
                     yield Outcome(remaining[number], None, str(error))
                 del remaining[number]
@@ -316,32 +320,37 @@ _EXIT_CODES = re.compile(r"exit codes? of the workers? (?:are|is) \{(.*?)\}")
 """Of loky's message, such as `{SIGKILL(-9)}`."""
 
 
-def _engine_error(error: Exception) -> Exception:
-    """Return what an exception of joblib, Dask or Ray means, which no trial has raised."""
+def _classify_engine_error(error: Exception) -> Exception:
+    """Return the error for an exception of joblib, Dask or Ray, which no trial has raised.
+
+    _ProcessEnded where a process that ran trials has died, AmandaError otherwise.
+    """
     if type(error).__name__ not in _DEATHS:
         return AmandaError(f"the processes of joblib failed: {type(error).__name__}: {error}")
     codes = _EXIT_CODES.search(str(error))
     return _ProcessEnded("its process ended" + (f": {codes[1]}" if codes else ""))
 
 
-def _collect(answers: Generator[_Answer, None, None], remaining: dict[int, T]) -> Iterator[Outcome[T, Any]]:
-    """Yield the outcomes of an engine, and drop their trials.
+def _collect_outcomes(
+    numbered_outcomes: Generator[_NumberedOutcome, None, None], remaining: dict[int, T]
+) -> Iterator[Outcome[T, Any]]:
+    """Yield the outcomes of an engine, and remove their trials from the remaining ones.
 
     Raises _ProcessEnded, AmandaError for other exceptions of the engine, and errors of workers.
     """
     # Closing ends the trials that run when the caller has enough, or is interrupted.
-    with closing(answers):
+    with closing(numbered_outcomes):
         while True:
             try:
-                number, answer = next(answers)
+                number, outcome = next(numbered_outcomes)
             except StopIteration:
                 return
             except Exception as error:
-                raise _engine_error(error) from error
-            if isinstance(answer, BaseException):
-                raise answer
+                raise _classify_engine_error(error) from error
+            if isinstance(outcome, BaseException):
+                raise outcome
             del remaining[number]
-            yield answer
+            yield outcome
 
 
 _lock = threading.Lock()
@@ -352,7 +361,10 @@ _payloads: dict[str, bytes] = {}
 
 
 class _PickledFunction(NamedTuple):
-    """The function `load`, pickled for a worker.  payload: its bytes.  threads: PyTorch's number, or None."""
+    """`load` of `run_trials`, pickled for workers: bytes, and their digest.
+
+    threads: PyTorch's number of threads in this process; None without PyTorch.
+    """
 
     payload: bytes
     digest: str
@@ -360,7 +372,10 @@ class _PickledFunction(NamedTuple):
 
     @classmethod
     def of(cls, load: Callable[[], Any]) -> _PickledFunction:
-        """Pickle a function.  Raises AmandaError where that is not possible."""
+        """Pickle a function, with this process's number of PyTorch's threads.
+
+        Raises AmandaError where that is not possible.
+        """
         import cloudpickle
 
         try:
@@ -376,25 +391,26 @@ class _PickledFunction(NamedTuple):
     @staticmethod
     def run(
         payload: bytes | NDArray[Any] | None, digest: str, threads: int | None, number: int, trial: Any
-    ) -> _Answer:
-        """Measure a trial; return its number with its outcome, or with an exception for the caller.
+    ) -> _NumberedOutcome:
+        """Measure a trial in a worker; return its number and outcome, or an exception for the caller.
 
-        payload: None where Dask has brought it.
+        An exception of the trial is in its outcome; those of `load` and of Amanda are for the caller.
+        payload: None where Dask has brought it, see `_payloads`.
         """
         # A worker with several threads, as Dask's are, has one model for all of them.
         with _lock:
             try:
                 if digest not in _measures:
-                    _measures.clear()
-                    _measures[digest] = _load(
+                    _measures.clear()  # the model of an earlier run is released
+                    _measures[digest] = _load_measure(
                         _payloads[digest] if payload is None else bytes(payload), threads
                     )
                 return number, _measure(_measures[digest], trial)
             except Exception as error:
-                return number, _sendable(error)
+                return number, _make_sendable(error)
 
 
-def _load(payload: bytes, threads: int | None) -> Callable[[Any], Any]:
+def _load_measure(payload: bytes, threads: int | None) -> Callable[[Any], Any]:
     """Return the function that measures, with as many threads as in the process that sent it."""
     import cloudpickle
 
@@ -407,8 +423,8 @@ def _load(payload: bytes, threads: int | None) -> Callable[[Any], Any]:
     return measure
 
 
-def _sendable(error: Exception) -> Exception:
-    """Return an exception, or one with its text if it cannot be pickled and made again."""
+def _make_sendable(error: Exception) -> Exception:
+    """Return an exception, or an AmandaError with its text if it cannot be pickled and made again."""
     import cloudpickle
 
     try:

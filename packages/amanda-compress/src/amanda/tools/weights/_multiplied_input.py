@@ -1,4 +1,4 @@
-"""The input of an op that the op's weight multiplies, and its rows."""
+"""The input of an op that the op's weight multiplies, and that input as a matrix of rows."""
 
 from __future__ import annotations
 
@@ -48,18 +48,23 @@ class MultipliedInput(NamedTuple):
         # batch of one.
         layout = self.layout if "N" in self.layout else f"N{self.layout}"
         plain = plain if len(shape(plain)) == len(layout) else plain[None]
+        # In one order for all layouts: batch, spatial axes, channels.
         plain = do("transpose", plain, (layout.index("N"), *spatial_axes(layout), layout.index("C")))
         _, *sizes, channels = shape(plain)
-        windows = list(zip(windows_of(self.attributes, layout, extents[2:]), sizes, strict=True))
+        windows_and_sizes = list(zip(windows_of(self.attributes, layout, extents[2:]), sizes, strict=True))
         # Padded here and not by an index outside of the input: a product with a mask would turn Inf beside
         # the padding into NaN.
-        plain = do("pad", plain, ((0, 0), *(window.pads(size) for window, size in windows), (0, 0)))
+        pads = [window.pads(size) for window, size in windows_and_sizes]
+        plain = do("pad", plain, ((0, 0), *pads, (0, 0)))
+        # Each spatial axis becomes one of positions, and its window a new axis behind the channels.
         # Axis by axis, a window of 7x7 is 7 + 7 copies of slices.  As 49 slices each copy would touch every
         # cache line of the rows for one element of it, and an index of all positions is slower still.
-        for axis, (window, size) in reversed(list(enumerate(windows, 1))):
+        for axis, (window, size) in reversed(list(enumerate(windows_and_sizes, 1))):
             slices = [plain[(slice(None),) * axis + (step,)] for step in window.slices(size)]
-            plain = do("stack", slices, axis - len(windows) - 1)
-        rows = do("reshape", plain, (-1, channels // extents[1], prod(extents[1:])))
+            window_axis = axis - len(windows_and_sizes) - 1  # from the end
+            plain = do("stack", slices, window_axis)
+        inputs_of_group = extents[1]
+        rows = do("reshape", plain, (-1, channels // inputs_of_group, prod(extents[1:])))
         return do("moveaxis", rows, 1, 0)
 
 
@@ -79,14 +84,16 @@ def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput 
         layout: str | None = context["layout"]
         if layout is None or context["type"] not in CONVOLUTIONS:
             return None
-        return MultipliedInput(position, layout.index("C") - len(layout), layout, attributes)
+        channel_axis = layout.index("C") - len(layout)  # from the end
+        return MultipliedInput(position, channel_axis, layout, attributes)
     if "dimension_numbers" in attributes:  # JAX sums over any axis
         contracted_axes, _ = attributes["dimension_numbers"]  # of both factors, and batch axes
         axis, *_ = contracted_axes[position]
-        return MultipliedInput(position, axis - rank, None, attributes)
+        return MultipliedInput(position, axis - rank, layout=None, attributes=attributes)
     if any(are_transposed(attributes)):
         return None
     # With the weight in front (weight @ x) the channels of the input are its rows; a vector has one axis
     # alone.
     is_matrix_behind = weight < position and rank > 1
-    return MultipliedInput(position, -2 if is_matrix_behind else -1, None, attributes)
+    channel_axis = -2 if is_matrix_behind else -1
+    return MultipliedInput(position, channel_axis, layout=None, attributes=attributes)

@@ -1,4 +1,4 @@
-"""Parameters of models between executions: their identities, the parts that ops read, and their values.
+"""Parameters of models between executions: their identities, the parts that ops read, how values are written.
 
 A part of a parameter is what `ParameterStore.locate` returns beside the identity; None for the whole
 parameter in its own shape.  Stores of further frameworks are entry points of the group `amanda.parameters`.
@@ -84,7 +84,7 @@ class StoredParameter:
 
         Args:
             update: Function of the present values that returns new ones.
-            part: Part of the parameter; None for all of it.
+            part: None, for all of the parameter; only subclasses know parts.
             undo: Receives a function that writes the present values back, before new ones are written.
 
         Raises:
@@ -278,7 +278,7 @@ Part = StridedLayout | None
 
 
 class MindSporeParameters(StridedStore):
-    """Parameters, and views of all or a part of one."""
+    """The parameters of MindSpore: a part is a layout in the parameter's memory."""
 
     def read(self, parameter: Any, part: Part) -> NDArray[Any]:
         """Return a part as an array."""
@@ -294,9 +294,9 @@ class MindSporeParameters(StridedStore):
         return bool(self._shared_element_mask(part, other_part, whole).all())
 
     def _shared_element_mask(self, part: Part, other_part: Part, whole: StridedLayout) -> NDArray[Any]:
-        """Return which elements of another part are of a part too."""
-        mask = np.ones((part or whole).extents, bool)
-        return self.transfer([(mask, part)], other_part, whole, False)
+        """Return a mask of another part, True at elements that a part has too."""
+        all_true = np.ones((part or whole).extents, bool)
+        return self.transfer([(all_true, part)], other_part, whole, fill=False)
 
     def transfer(
         self, pieces: Sequence[tuple[Any, Any]], part: Part, whole: StridedLayout, fill: Any
@@ -304,10 +304,10 @@ class MindSporeParameters(StridedStore):
         """Return the values of a part, from values of other parts, `fill` where no piece has an element."""
         # Pieces are tensors where an op has read them, and arrays where they are state.
         arrays = [value.asnumpy() if hasattr(value, "asnumpy") else np.asarray(value) for value, _ in pieces]
-        memory = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
+        parameter_memory = np.full(int(np.prod(whole.extents)), fill, arrays[0].dtype)
         for array, (_, layout) in zip(arrays, pieces, strict=True):
-            _view_in_layout(memory, layout or whole)[...] = array
-        values: NDArray[Any] = _view_in_layout(memory, part or whole).copy()
+            _view_in_layout(parameter_memory, layout or whole)[...] = array
+        values: NDArray[Any] = _view_in_layout(parameter_memory, part or whole).copy()
         return values
 
     def parameters(self, model: Any) -> Iterator[MindSporeParameter]:
@@ -414,13 +414,13 @@ class SharedState:
             part: Slice that the op reads; None for a value that was computed or selected, of which there is
                 no state.
             make: Function of the first reader's context and a suffix, see `key_for`, that returns the state.
-            line: Of the op, where each line that reads the part has state of its own; the suffix of all lines
-                but the first has the line's number.
+            line: Identifies the line of the program that runs the op, where lines that read one part have
+                separate states: the second line's suffix is "~1".  None: the lines share the state.
 
         Returns:
             The state; None without a part.
         """
-        if part is None or part.form is None:
+        if part is None or part.form is None:  # computed, or selected by indices
             return None
         identity, form = interceptor.ordinal(part.holder), part.form
         reader, suffix = self.key_for(context, identity, form, StridedLayout.of(part.holder))
@@ -443,9 +443,9 @@ class SharedState:
         whole: StridedLayout,
         is_named: bool = False,
     ) -> tuple[amanda.OpContext, str]:
-        """Return the context of the first reader of the parameter's parts, and a suffix for names of state.
+        """Return the op under which a parameter's state is saved, and a suffix for names of state there.
 
-        The reader is `context` itself where all of a parameter is read.
+        The op is the first reader of any part of the parameter; `context` itself where all of it is read.
 
         Args:
             context: Context of an op that reads the parameter.
@@ -462,7 +462,7 @@ class SharedState:
         parameters = self._parameters_by_reader.setdefault(reader, [])
         if identity not in parameters:
             parameters.append(identity)
-        # A line that reads several unnamed parameters needs a number for each; the order of first reads is
+        # An op that reads several unnamed parameters needs a number for each; the order of first reads is
         # the same in another process.
         number = 0 if is_named else parameters.index(identity)
         offset = f"@{part.offset}" if is_part and part is not None else ""
@@ -507,7 +507,7 @@ def einsum_parameters(context: amanda.OpContext) -> list[Any]:
 
 
 def _parameter_size(context: amanda.OpContext, holder: Any, value: Any) -> int | None:
-    """Return the number of elements of a holder, or of a value whose holder is a handle; None if unknown."""
+    """Return the elements of a holder, or of the value where the holder is a handle; None if unknown."""
     for candidate in (holder, value):
         extents: Sequence[int] | None = (
             None if isinstance(candidate, (list, tuple)) else context["shape"](candidate)

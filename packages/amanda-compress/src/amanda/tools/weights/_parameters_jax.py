@@ -94,8 +94,9 @@ def _merge_stack_changes(
     slot_changes: list[tuple[Any, Any, ValueUpdate]] = []
     updates_by_stack: dict[Any, list[tuple[Any, ValueUpdate]]] = {}
     for holder, part, update in changes:
-        if hasattr(holder, "stack"):
-            updates_by_stack.setdefault(holder.stack, []).append((holder.place(), update))
+        if hasattr(holder, "stack"):  # the slot of a slice, such as a layer of a scan
+            slice_index = holder.place()
+            updates_by_stack.setdefault(holder.stack, []).append((slice_index, update))
         else:
             slot_changes.append((holder, part, update))
     for stack, updates in updates_by_stack.items():

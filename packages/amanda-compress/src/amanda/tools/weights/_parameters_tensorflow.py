@@ -1,4 +1,4 @@
-"""Variables of TensorFlow, which ops read transposed and reshaped, and what ops select out of them."""
+"""Variables of TensorFlow, the forms (transposed, reshaped) that ops read, and what ops select of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from amanda.tools.weights._parameters import (
 )
 
 Array = NDArray[Any]
-Part = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
+Form = tuple[Sequence[int], Sequence[int], Sequence[int]] | None
 """The form in which an op reads a variable: a transpose and a reshape after it.
 
 The order of the variable's axes, the shape that the op reads, and the variable's own shape; None for the
@@ -60,7 +60,7 @@ class Variables(ParameterStore):
         match = _NAME.search(str(parameter))
         return match[1] if match is not None else ""
 
-    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Part] | None:
+    def locate(self, parameter: Any, weight: Any) -> tuple[Any, Form] | None:
         """Return the variable that a weight was read of, and its form; None where the form is not found."""
         # The ops between a variable and a symbol of a graph can be followed backwards; an eager tensor has no
         # record of them.
@@ -68,18 +68,18 @@ class Variables(ParameterStore):
         form = _form_in_graph(weight) if is_symbol else _form_of_value(parameter, weight)
         return None if form is NotImplemented else (self.identity(parameter), form)
 
-    def read(self, parameter: Any, part: Part) -> Any:
+    def read(self, parameter: Any, part: Form) -> Any:
         """Return the present value in a form, in eager mode."""
         # By the op that reads a handle: programs pass handles to ops, and not the objects of variables.
-        return _to_form(_read_variable(parameter).numpy(), part)
+        return _apply_form(_read_variable(parameter).numpy(), part)
 
-    def transfer(self, pieces: Sequence[tuple[Array, Part]], part: Part, whole: Any, fill: Any) -> Array:
+    def transfer(self, pieces: Sequence[tuple[Array, Form]], part: Form, whole: Any, fill: Any) -> Array:
         """Return the values of a variable in one form, from the values in another form.
 
         whole, fill: unused, since each form has all elements.
         """
         values, form = pieces[-1]
-        return _to_form(_from_form(np.asarray(values), form), part)
+        return _apply_form(_invert_form(np.asarray(values), form), part)
 
     def parameters(self, model: Any) -> Iterator[TFVariable]:
         """Yield each variable of a model, a layer or a list."""
@@ -107,14 +107,14 @@ class TFVariable(StoredParameter):
         value: Array = self._session().run(self._parameter)
         return value
 
-    def change(self, update: ValueUpdate, part: Part = None, undo: Undo | None = None) -> None:
+    def change(self, update: ValueUpdate, part: Form = None, undo: Undo | None = None) -> None:
         """Write the values that `update` returns for the present values of a part.
 
         Raises ParameterError for a variable of a graph outside its session.
         """
         old = self.read()
         # Each form has every element of the variable, so that its inverse gives the whole value back.
-        new = _from_form(np.asarray(update(_to_form(old.copy(), part))), part)
+        new = _invert_form(np.asarray(update(_apply_form(old.copy(), part))), part)
         if not self._is_in_graph():
             assign = self._parameter.assign
         else:
@@ -157,7 +157,7 @@ def _form_in_graph(weight: Any) -> Any:
         if tensor.op.type in _RESHAPING:
             argument = tf.get_static_value(tensor.op.inputs[1])
             moves.append((tensor.op.type, tensor.shape.as_list() if argument is None else argument))
-            start_shape = tensor.op.inputs[0].shape  # finally that at the first of the moves
+            start_shape = tensor.op.inputs[0].shape  # in the end of what the first executed move reads
         tensor = tensor.op.inputs[0]
     if not moves:
         return None
@@ -203,19 +203,20 @@ def _are_equal(value: Array, target: Array) -> bool:
     return np.array_equal(value, target, equal_nan=value.dtype.kind == "f")
 
 
-def _to_form(value: Array, part: Part) -> Array:
-    if part is None:
+def _apply_form(value: Array, form: Form) -> Array:
+    """Return the value of a variable transposed and reshaped to a form."""
+    if form is None:
         return value
-    axes, read_shape, _ = part
+    axes, read_shape, _ = form
     read_value: Array = value.transpose(axes).reshape(read_shape)
     return read_value
 
 
-def _from_form(value: Array, part: Part) -> Array:
+def _invert_form(value: Array, form: Form) -> Array:
     """Return the value of a variable from its value in a form."""
-    if part is None:
+    if form is None:
         return value
-    axes, _, extents = part
+    axes, _, extents = form
     restored: Array = value.reshape([extents[axis] for axis in axes]).transpose(np.argsort(axes))
     return restored
 
@@ -256,13 +257,17 @@ class VariableSlices:
         if name not in _SELECTIONS | _FOLLOWED or not context.namespace.matches("tensorflow/*/eager"):
             return
         inputs = context.get_inputs()
-        reads_variable = name in _SELECTIONS and any(
+        selects_of_variable = name in _SELECTIONS and any(
             context.get_variable(i) is not None for i in range(len(inputs))
         )
-        selections = [selection for value in inputs if (selection := self._selection_of(value)) is not None]
-        if reads_variable or selections:
-            by_data = name in _SELECTIONS - _FIXED_SELECTIONS or any(by_data for _, by_data in selections)
-            context.insert_after_op(self._record_selection, by_data=by_data)
+        earlier_selections = [
+            selection for selection in map(self._selection_of, inputs) if selection is not None
+        ]
+        if selects_of_variable or earlier_selections:
+            # A selection by data of a fixed one, or the other way round, is one by data.
+            is_by_data = name in _SELECTIONS - _FIXED_SELECTIONS
+            is_by_data = is_by_data or any(was_by_data for _, was_by_data in earlier_selections)
+            context.insert_after_op(self._record_selection, by_data=is_by_data)
 
     def is_selection(self, context: amanda.OpContext, index: int, only_by_data: bool) -> bool:
         """Return True if an input of an op was selected out of a variable.

@@ -63,18 +63,18 @@ class TorchParameters(StridedStore):
         return part is None or bool(self._shared_element_mask(part, other_part or whole).all())
 
     def _shared_element_mask(self, part: StridedLayout, other_part: StridedLayout) -> Tensor:
-        """Return which elements of another part are of a part too."""
+        """Return a mask of another part, True at elements that a part has too."""
         import torch
 
-        mask = torch.ones((), dtype=torch.bool).expand(tuple(part.extents))
-        return self.transfer([(mask, part)], other_part, other_part, False)
+        all_true = torch.ones((), dtype=torch.bool).expand(tuple(part.extents))
+        return self.transfer([(all_true, part)], other_part, other_part, fill=False)
 
     def transfer(
         self, pieces: Sequence[tuple[Tensor, Part]], part: Part, whole: StridedLayout, fill: Any
     ) -> Tensor:
-        """Return the values of a part, from values of other parts, `fill` where no piece has an element.
+        """Return the values of a part, from values of other parts; `fill` where no piece has an element.
 
-        pieces: values, each with the part that they are of.  whole: layout of the parameter.
+        pieces: values, each with the part that they are of; the last counts.  whole: layout of the parameter.
         """
         import torch
 
@@ -82,18 +82,18 @@ class TorchParameters(StridedStore):
         layouts = [whole if layout is None else layout for layout in parts]
         # The memory spans the parts alone: a slice of an embedding of gigabytes costs what the slice has.
         start = min(layout.offset for layout in layouts)
+        end = max(layout.end for layout in layouts)
         part_layout, *piece_layouts = [layout._replace(offset=layout.offset - start) for layout in layouts]
         # State that is created in inference mode could not be used in training afterwards.
         with torch.inference_mode(False):
             like, _ = pieces[0]
-            end = max(layout.end for layout in layouts)
             memory = torch.full((end - start,), fill, dtype=like.dtype, device=like.device)
             for layout, (values, _) in zip(piece_layouts, pieces, strict=True):
-                places = memory.as_strided(*layout)
+                view = memory.as_strided(*layout)
                 for axis, stride in enumerate(layout.strides):
-                    if stride == 0:  # of an expanded parameter, of which each element has one place
-                        places, values = places.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
-                places.copy_(values)
+                    if stride == 0:  # of an expanded parameter: all places along the axis are one element
+                        view, values = view.narrow(axis, 0, 1), values.narrow(axis, 0, 1)
+                view.copy_(values)
             return memory.as_strided(*part_layout).clone()
 
     def sum_repeats(self, gradient: Tensor, part: Part) -> Tensor:
@@ -157,6 +157,7 @@ class TorchParameter(StoredParameter):
         # The way back is registered before the write, so that an interrupt in between is undone too.
         undo = [] if undo is None else undo
         with torch.no_grad():
+            # Neither offloaded by accelerate nor in shards.
             is_plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
             if is_plain and hasattr(self._parameter, "__tensor_flatten__"):
                 kind = type(self._parameter.data).__name__

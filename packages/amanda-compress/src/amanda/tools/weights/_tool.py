@@ -79,7 +79,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         # Two tools of one class may be in one scope; a key of the class alone would mix their weights in a
         # context.
         number = next(_instance_numbers)
-        self._key, self._state_key = f"weight of {number}", f"state of {number}"
+        # Of contexts and executions: the view of the weight that an op reads, and its constant state.
+        self._view_key, self._state_key = f"weight of {number}", f"state of {number}"
         # WeightReads runs first: behind a tool that has changed a weight its parameter cannot be told.
         self.depends_on(StandardMapping(), WeightReads())
         if not callable(getattr(self, "transform", None)):
@@ -117,7 +118,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         if not weight.is_ready:
             value = weight.plain(present())
             self.update(weight, value if self.elementwise else weight.canonical(value))
-            weight.updated = 0
+            weight.updated = 0  # a step: the weight is ready from here on
 
     def update(self, weight: W, value: Any) -> None:
         """Compute the state of a weight from its value.
@@ -265,7 +266,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         """Write finalized weights into a model; return the model and the written weights."""
         written: list[W] = []
 
-        def finalize_weight(weight: W, value: Any) -> Any:
+        def finalize_weight(weight: W, value: Any) -> Any:  # called for weights that the model has
             written.append(weight)
             return self.finalized(weight, value)
 
@@ -326,8 +327,8 @@ class WeightTool(amanda.Tool, Generic[W]):
         if read is None:
             self.weights.record_unweighted(context)
             return
-        view, find = self.weights.view_of_read(context, read)
-        if view is None and find is None:
+        view, find_view = self.weights.view_of_read(context, read)
+        if view is None and find_view is None:  # skipped
             return
         # Only here, where a weight is selected: NumPy or ONNX Runtime beside the model are not a mistake.
         if self.framework and not context.namespace.matches(self.framework.lower()):
@@ -338,17 +339,18 @@ class WeightTool(amanda.Tool, Generic[W]):
         if context.is_static():
             self._inline_in_file(context, read, view)
             return
-        self._insert_read(context, read, view, find)
+        self._insert_read(context, read, view, find_view)
 
     def _insert_read(
-        self, context: amanda.OpContext, read: WeightInput, view: WeightView | None, find: FindView | None
-    ) -> None:
+        self, context: amanda.OpContext, read: WeightInput, view: WeightView | None,
+        find_view: FindView | None,
+    ) -> None:  # fmt: skip
         """Insert the routine by which an op reads its weight; leave view and constant state to its backward.
 
-        view, find: see `Weights.view_of_read`.
+        view, find_view: see `Weights.view_of_read`.
         """
         # Indexed rows hold tensors of one execution, which a context would keep alive.
-        context[self._key] = None if isinstance(view, IndexedRows) else view
+        context[self._view_key] = None if isinstance(view, IndexedRows) else view
         state = context[self._state_key] = self._constant_state(context, read, view)
         # Eager PyTorch differentiates `transform` by autograd; elsewhere `_analyse_backward` does so.
         in_autograd = self.transforms_gradients and context.namespace.matches("pytorch/*/eager")
@@ -357,9 +359,9 @@ class WeightTool(amanda.Tool, Generic[W]):
         if state is not None:
             apply = self._adapt_to_read_value(self.transform, view)
             context.insert_before_op(_apply_transform, inputs=[read.index], apply=apply, **state)
-        elif find is not None:
+        elif find_view is not None:
             find_and_read = self._find_and_read_in_autograd if in_autograd else self._find_and_read
-            context.insert_before_op(find_and_read, inputs=[read.index], find=find)
+            context.insert_before_op(find_and_read, inputs=[read.index], find_view=find_view)
         else:
             read_view = self._read_in_autograd if in_autograd else self._read
             context.insert_before_op(read_view, inputs=[read.index], view=view)
@@ -412,9 +414,9 @@ class WeightTool(amanda.Tool, Generic[W]):
     def _analyse_backward(self, context: amanda.OpContext) -> None:
         """Insert the routine that reads or changes the weight gradient of a backward op, if any is wanted."""
         index = context["weight_grad_index"]
-        if self._key not in context or index is None:
+        if self._view_key not in context or index is None:
             return
-        view, state = context[self._key], context[self._state_key]
+        view, state = context[self._view_key], context[self._state_key]
         # In eager PyTorch autograd has differentiated `transform`, and a second change of the gradient would
         # apply masks twice.
         in_autograd = context.namespace.matches("pytorch/*/eager")
@@ -435,13 +437,13 @@ class WeightTool(amanda.Tool, Generic[W]):
     def _read_in_autograd(self, value: Any, view: WeightView) -> Any:
         return self._read(value, view)
 
-    def _find_and_read(self, value: Any, find: FindView, run: dict[str, Any]) -> Any:
-        view = run[self._key] = find(value, ParameterSlice.of_execution(run))
+    def _find_and_read(self, value: Any, find_view: FindView, run: dict[str, Any]) -> Any:
+        view = run[self._view_key] = find_view(value, ParameterSlice.of_execution(run))
         return None if view is None else self._read(value, view)
 
     @amanda.differentiable
-    def _find_and_read_in_autograd(self, value: Any, find: FindView, run: dict[str, Any]) -> Any:
-        return self._find_and_read(value, find, run)
+    def _find_and_read_in_autograd(self, value: Any, find_view: FindView, run: dict[str, Any]) -> Any:
+        return self._find_and_read(value, find_view, run)
 
     def _read_gradient(
         self,
@@ -453,7 +455,7 @@ class WeightTool(amanda.Tool, Generic[W]):
     ) -> Any:
         """Pass the gradient of each weight to `on_gradient`; return the transformed gradient or None."""
         # Where executions read different weights, `_find_and_read` has left the view of this one in `run`.
-        view = run.get(self._key, view)
+        view = run.get(self._view_key, view)
         # The analysis of one backward pass serves all: another pass may have no gradient of the weight there,
         # or one of another shape.
         if view is None or not is_weight_gradient(gradient):

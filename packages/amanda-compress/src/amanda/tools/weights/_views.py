@@ -34,8 +34,8 @@ class AliasedWeightView(WeightView):
     def __init__(self, store: ParameterStore, part: Any, whole: Any, weights: Sequence[Weight]) -> None:
         super().__init__()
         self._store, self._part, self._whole, self._weights = store, part, whole, weights
-        self._versions: list[int] = []
-        self._are_covered: list[bool] = []
+        self._change_counts: list[int] = []
+        self._coverage: list[bool] = []  # for as many of `weights` as were compared with the view
 
     @property
     def _ready_weights(self) -> list[Weight]:
@@ -50,19 +50,18 @@ class AliasedWeightView(WeightView):
         """Return True if the view overlaps a weight with one of these ids."""
         return any(id(weight) in weights for weight in self._weights)
 
-    def _coverage(self) -> Iterator[tuple[Weight, bool]]:
+    def _weights_with_coverage(self) -> Iterator[tuple[Weight, bool]]:
         """Return pairs of each weight of the parameter, and True if the view has every element of it."""
         # The list of weights grows as ops read further parts; what was compared once is not compared again,
         # since each comparison takes a pass over elements.
-        new_weights = self._weights[len(self._are_covered) :]
-        self._are_covered += [
-            self._store.covers(self._part, weight.part, self._whole) for weight in new_weights
-        ]
-        return zip(self._weights, self._are_covered, strict=False)
+        new_weights = self._weights[len(self._coverage) :]
+        self._coverage += [self._store.covers(self._part, weight.part, self._whole) for weight in new_weights]
+        # Not strict: the list may grow while a caller iterates.
+        return zip(self._weights, self._coverage, strict=False)
 
     def whole_weights(self, value: Any) -> Iterator[tuple[Weight, Present]]:
         """Yield the weights of which the view has every element, each with a function for its value."""
-        for weight, is_covered in self._coverage():
+        for weight, is_covered in self._weights_with_coverage():
             if is_covered:
                 yield weight, partial(self.value_of, weight, value)
 
@@ -78,7 +77,7 @@ class AliasedWeightView(WeightView):
         return self._transfer([(weight.plain(value), self._part)], weight.part, 0)
 
     def arrays(self, names: Iterable[str]) -> dict[str, Array]:
-        """Return state of elements by name, for names that a weight keeps."""
+        """Return elementwise state, see `Weight.keep_elements`, by name; other state has no form here."""
         arrays = {}
         for name in names:
             weights = [weight for weight in self._ready_weights if name in weight.fills]
@@ -90,14 +89,17 @@ class AliasedWeightView(WeightView):
     def tensors_like(self, value: Any, names: Iterable[str]) -> Any:
         """Return state by name in the element type of a tensor, on its device."""
         # The cached tensors are outdated once the state of any weight has changed.
-        versions = [weight.change_count for weight in self._ready_weights]
-        if versions != self._versions:
+        change_counts = [weight.change_count for weight in self._ready_weights]
+        if change_counts != self._change_counts:
             self._tensors.clear()
-            self._versions = versions
+            self._change_counts = change_counts
         return super().tensors_like(value, names)
 
     def _transform(self, tool: WeightTool[Any], value: Any, state: Mapping[str, Any]) -> Any:
-        """Return what `transform` of an elementwise tool returns; None of another tool under a transform."""
+        """Return what `transform` of an elementwise tool returns, for a value in a function transform.
+
+        None for another tool, which would need whole weights; records the reason.
+        """
         if tool.elementwise:
             return super()._transform(tool, value, state)
         for weight in self._ready_weights:
@@ -111,7 +113,7 @@ class AliasedWeightView(WeightView):
         # The value itself first: elements of no weight stay as they are.
         view_piece = (value, self._part)
         pieces = [view_piece]
-        for weight, is_covered in self._coverage():
+        for weight, is_covered in self._weights_with_coverage():
             if not weight.is_ready:
                 continue
             # A view with a part of the weight alone cannot give its whole value to a transform that is not
@@ -128,7 +130,7 @@ class AliasedWeightView(WeightView):
             return super().transformed_gradient(tool, gradient)
         view_piece = (gradient, self._part)
         pieces = [view_piece]
-        for weight, is_covered in self._coverage():
+        for weight, is_covered in self._weights_with_coverage():
             # The gradient of a partly visible weight is incomplete, and its transform may mix elements.
             if is_covered and weight.is_ready:
                 weight_gradient = self._transfer([view_piece], weight.part, 0)
@@ -150,7 +152,7 @@ class WeightsOfSamples(WeightView):
     def __init__(self, sizes: Sequence[int], weights: Sequence[Weight]) -> None:
         super().__init__()
         self._sizes, self.weights = tuple(sizes), weights
-        self._versions: list[int] = []
+        self._change_counts: list[int] = []
 
     @property
     def is_ready(self) -> bool:
@@ -181,10 +183,10 @@ class WeightsOfSamples(WeightView):
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
         """Return state by name in the element type of a tensor, on its device."""
-        versions = [weight.change_count for weight in self.weights]
-        if versions != self._versions:
+        change_counts = [weight.change_count for weight in self.weights]
+        if change_counts != self._change_counts:
             self._tensors.clear()
-            self._versions = versions
+            self._change_counts = change_counts
         return super().tensors_like(value, names)
 
     def read_by(self, tool: WeightTool[Any], value: Any) -> Any:
@@ -209,7 +211,8 @@ class IndexedRows(WeightView):
 
     def __init__(self, rows: AliasedWeightView, origin: ParameterSlice) -> None:
         super().__init__()
-        self._rows, self._holder, self._of = rows, origin.holder, origin.of
+        self._rows, self._holder = rows, origin.holder
+        self._select_rows = origin.of  # of any tensor in the parameter's shape
 
     @property
     def is_ready(self) -> bool:
@@ -230,11 +233,11 @@ class IndexedRows(WeightView):
     def transformed(self, tool: WeightTool[Any], value: Tensor) -> Any:
         """Return the rows as the op reads them instead; None for no change."""
         if not tool.elementwise:
-            return self._of(self._rows.transformed(tool, self._holder.detach())).to(value.dtype)
-        state = self._rows.tensors_like(self._holder, tool.state_names)
-        return tool.transform(
-            value, **{name: self._of(tensor).to(value.dtype) for name, tensor in state.items()}
-        )
+            whole = self._rows.transformed(tool, self._holder.detach())
+            return self._select_rows(whole).to(value.dtype)
+        whole_state = self._rows.tensors_like(self._holder, tool.state_names)
+        state = {name: self._select_rows(tensor).to(value.dtype) for name, tensor in whole_state.items()}
+        return tool.transform(value, **state)
 
 
 def _row_of(whole: Tensor, part: Any) -> Tensor:
@@ -253,10 +256,13 @@ def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None
     row_extents = holder.shape[1:]
     # Numbered elements show where an op's indexing has put each axis; indices of programs cannot be analysed
     # otherwise.
-    places = origin.of(torch.arange(holder.numel(), device=holder.device).reshape(holder.shape))
-    if places.dim() < len(row_extents):
+    element_numbers = origin.of(torch.arange(holder.numel(), device=holder.device).reshape(holder.shape))
+    if element_numbers.dim() < len(row_extents):
         return None
-    read_rows = places.reshape(-1, *places.shape[places.dim() - len(row_extents) :])
+    # The last axes are those of a row; all before them count the rows.
+    read_rows = element_numbers.reshape(
+        -1, *element_numbers.shape[element_numbers.dim() - len(row_extents) :]
+    )
     row_size = row_extents.numel()
     # Rows may be selected in any order, and repeatedly: only the order within each row counts.
     row_numbers = read_rows.reshape(len(read_rows), -1)[:, 0] // row_size

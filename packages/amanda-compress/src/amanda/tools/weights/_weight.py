@@ -60,7 +60,7 @@ class WeightView:
     """The weight that an op reads through a transform, or another form of a parameter that holds weights."""
 
     def __init__(self) -> None:
-        self._tensors: dict[Any, dict[str, Any]] = {}
+        self._tensors: dict[Any, dict[str, Any]] = {}  # casts of state by name, see `tensors_like`
 
     @property
     def is_ready(self) -> bool:
@@ -101,7 +101,7 @@ class WeightView:
         """
         # State that is computed within a transform would be of this call alone.
         with samples.outside():
-            if not samples.sizes:
+            if not samples.sizes:  # no batch: the samples share the weight
                 for weight, present in self.whole_weights(samples.data):
                     tool.on_read(weight, present)
             state = self.tensors_like(samples.first, tool.state_names) if self.is_ready else None
@@ -144,11 +144,11 @@ class WeightView:
         tensors = tensors_of(value)
         # Element type and device: mixed precision and several devices read one weight in several forms.
         key = tensors, *tensors.kind(value)
-        cached = self._tensors.get(key)
-        if cached is None:
-            cached = {name: tensors.cast(array, value) for name, array in self.arrays(names).items()}
-            self._tensors[key] = cached
-        return cached
+        state = self._tensors.get(key)
+        if state is None:
+            state = {name: tensors.cast(array, value) for name, array in self.arrays(names).items()}
+            self._tensors[key] = state
+        return state
 
 
 class Weight(WeightView):
@@ -194,9 +194,9 @@ class Weight(WeightView):
         self.change_count = 0
         self.state: list[Array] = []
         self._xp, self.store, self._holder = tensors_of(value), store, holder
-        # A transposed view lies in memory as the parameter does: state in that order fits every reader,
-        # whichever comes first.
-        self._order = None if self.part is None or whole is None else axes_in_memory_order(self.part)
+        # Axes of a view from slowest to fastest in memory; None for a whole parameter and a computed weight.
+        # A transposed view lies in memory as the parameter does: state in that order fits every reader.
+        self._memory_order = None if self.part is None or whole is None else axes_in_memory_order(self.part)
         self._keep, self._error, self._whole = keep, error, whole
         self._arrays: dict[str, Array] = {}
         self.fills: dict[str, Any] = {}
@@ -287,10 +287,11 @@ class Weight(WeightView):
             dtype: Element type, such as "float32".
         """
         array = self.keep(name, np.full(self._saved_extents(), fill, dtype))
-        if self._order is not None:
-            # A view, so that writing into the turned state writes into the array that `state_dict` returns.
-            inverse = sorted(range(len(self._order)), key=self._order.__getitem__)
-            array = do("transpose", array.reshape([self.shape[axis] for axis in self._order]), inverse)
+        if self._memory_order is not None:
+            # A view, so that writing into the transposed state writes into the array of `state_dict`.
+            inverse_order = sorted(range(len(self._memory_order)), key=self._memory_order.__getitem__)
+            in_memory_order = array.reshape([self.shape[axis] for axis in self._memory_order])
+            array = do("transpose", in_memory_order, inverse_order)
         self._arrays[name], self.fills[name] = array, fill
         return array
 
@@ -307,14 +308,15 @@ class Weight(WeightView):
 
     def _saved_extents(self) -> tuple[int, ...]:
         """Return the shape in which elementwise state is saved: axes in the order of memory."""
-        if self._order is None:
+        if self._memory_order is None:
             return self.shape
-        whole: Sequence[int] = self._whole[0]
+        parameter_extents, _, _ = self._whole
+        has_axes_in_memory_order = axes_in_memory_order(self._whole) == tuple(range(len(parameter_extents)))
         # A reshaped view of all elements has the parameter's own shape in files, so that a mask fits the
         # parameter.
-        if self.size == prod(whole) and axes_in_memory_order(self._whole) == tuple(range(len(whole))):
-            return tuple(whole)
-        return tuple(self.shape[axis] for axis in self._order)
+        if self.size == prod(parameter_extents) and has_axes_in_memory_order:
+            return tuple(parameter_extents)
+        return tuple(self.shape[axis] for axis in self._memory_order)
 
     def get(self, name: str) -> Array | None:
         """Return state by name; None where there is none."""

@@ -67,7 +67,7 @@ def weight_input(context: amanda.OpContext) -> WeightInput | None:
 
 
 class WeightReads(amanda.Tool):
-    """Follow copies and selections of parameters up to the ops that read them as weights.
+    """Find the input that an op reads as weight; follow copies and selections of parameters up to that op.
 
     A tool that calls `weight_input` depends on this tool.  One instance serves all tools of a scope, and its
     routines run before theirs: once a tool has changed a weight, its parameter cannot be identified.
@@ -107,7 +107,7 @@ class WeightReads(amanda.Tool):
 
     def scope_left(self) -> None:
         """Forget freed tensors."""
-        self.slices.sweep()
+        self.slices.forget_freed_copies()
 
     def __reduce__(self) -> Any:
         return WeightReads, ()
@@ -126,7 +126,7 @@ class WeightReads(amanda.Tool):
         if context.namespace.matches("pytorch"):
             self.slices.follow(context)
             index = self._weight_position(context)
-            if index is not None and self._is_followed(context, index):
+            if index is not None and self._may_read_another_part(context, index):
                 context.insert_before_op(self._record_slice, inputs=[index])
         elif context.namespace.matches("tensorflow"):
             self._variables.follow(context)
@@ -149,12 +149,14 @@ class WeightReads(amanda.Tool):
         # A view of a parameter has the parameter as its variable; a copy or a selection has none, and needs
         # the record.
         is_moved = holder is None and self._is_copied_or_selected(context, index)
-        is_followed = self._is_followed(context, index)
+        is_followed = self._may_read_another_part(context, index)
         # The file of a model has one execution as it were, in which nothing varies.
         varies = is_moved and not context.is_static() and self._is_selected_by_data(context, index)
+        # Only routines in eager PyTorch are told at each execution what was copied or selected.
+        is_lost = is_moved and not context.namespace.matches("pytorch/*/eager")
         return WeightInput(
-            index=index, layout=layout, holder=holder, is_followed=is_followed,
-            is_lost=is_moved and not context.namespace.matches("pytorch/*/eager"), varies=varies,
+            index=index, layout=layout, holder=holder, is_followed=is_followed, is_lost=is_lost,
+            varies=varies,
             is_part=not varies and (is_followed or _is_part_in_graph(context, index)),
             is_handed_in=isinstance(holder, ParameterSlot),
         )  # fmt: skip
@@ -183,13 +185,13 @@ class WeightReads(amanda.Tool):
         positions = [i for i in product.factors if self._is_copied_or_selected(context, i)] if product else []
         return positions[0] if len(positions) == 1 else None
 
-    def _is_followed(self, context: amanda.OpContext, index: int) -> bool:
-        """Return True if each execution of an eager op may read another part of a parameter."""
+    def _may_read_another_part(self, context: amanda.OpContext, index: int) -> bool:
+        """Return True if each execution of an eager op may read another part of a parameter, or of a copy."""
         if not context.namespace.matches("pytorch/*/eager"):
             return False
         if context.get_variable(index) is None:
             return self.slices.copied_slice(context.get_inputs()[index]) is not None
-        if isinstance(context.get_variable(index), ParameterSlot):
+        if isinstance(context.get_variable(index), ParameterSlot):  # always the whole tensor in the slot
             return False
         return may_read_another_weight(context, index)
 
@@ -222,7 +224,7 @@ def _is_part_in_graph(context: amanda.OpContext, index: int) -> bool:
     return variable is not None and context.get_inputs()[index].numel() < variable.numel()
 
 
-def _raise_unknown_part(whole: Any) -> Any:
+def _raise_unknown_part(whole: Any) -> Any:  # `ParameterSlice.of` for a symbol
     raise AmandaError("the part of a parameter that a graph reads is known only while it runs")
 
 
@@ -277,13 +279,13 @@ class _CopiedSlice(NamedTuple):
     """A tensor that was copied or selected out of a parameter, as long as its storage lives.
 
     storage, holder: weak references of its storage and of the parameter.  layout: of the tensor.
-    of, form: see ParameterSlice.
+    select, form: see `of` and `form` of ParameterSlice.
     """
 
     storage: Any
     layout: StridedLayout
     holder: Callable[[], Tensor | None]
-    of: Callable[[Tensor], Tensor]
+    select: Callable[[Tensor], Tensor]
     form: StridedLayout | None
 
 
@@ -304,7 +306,7 @@ class FollowedSlices:
 
     def __init__(self) -> None:
         self._copies: dict[int, _CopiedSlice] = {}
-        self._sweep_at = _FIRST_SWEEP
+        self._copy_count_at_next_sweep = _FIRST_SWEEP
         self._symbols: TensorMap[bool] = TensorMap()
         self._inputs_key = f"inputs {next(_instance_numbers)}"  # several tools may follow one op
 
@@ -321,9 +323,9 @@ class FollowedSlices:
         view = StridedLayout.of(value)
         # The frequent case, in which the copy is read as it was made, needs no composition of layouts.
         if view == copied.layout:
-            return ParameterSlice(holder, copied.of, copied.form)
-        part = None if copied.form is None else _compose_layouts(copied.form, copied.layout, view)
-        return ParameterSlice(holder, partial(_view_elements, copied.of, copied.layout, view), part)
+            return ParameterSlice(holder, copied.select, copied.form)
+        form = None if copied.form is None else _compose_layouts(copied.form, copied.layout, view)
+        return ParameterSlice(holder, partial(_select_and_view, copied.select, copied.layout, view), form)
 
     def follow(self, context: amanda.OpContext) -> None:
         """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
@@ -345,7 +347,8 @@ class FollowedSlices:
         selects = context["type"] in SELECTIONS and context.get_variable(0) is not None
         if selects or self.is_selected(context.get_inputs()[0]):
             for output in context.get_outputs() or ():
-                is_view = getattr(output, "_base", output) is not None  # of the parameter, which is known
+                # A view of the parameter needs no record: the graph names its parameter.
+                is_view = getattr(output, "_base", output) is not None
                 if not is_view:
                     self._symbols[output] = True
 
@@ -361,37 +364,27 @@ class FollowedSlices:
         compute: repeats the op on other inputs, for a selection; None for a copy.
         """
         # Popped: the dict of an execution lives until its backward pass, and would keep the inputs.
-        inputs = run.pop(self._inputs_key)
-        source = self.slice_of(inputs[0])
+        copied_input, *indices = run.pop(self._inputs_key)
+        source = self.slice_of(copied_input)
         tensors, store = _torch_tensors_and_store()
         # `contiguous` and `to` return their input where nothing is to do, which is a view of the parameter
         # and no copy.
         if source is None or not tensors.is_strided(output) or store.owner(output) is not None:
             return
-        # PyTorch's only weak reference to a storage; it is used by its multiprocessing, and imported late for
-        # its cost.
-        from torch.multiprocessing.reductions import StorageWeakRef
-
         # Freed entries go once the table has doubled, so that a copy costs constant time.
-        if len(self._copies) >= self._sweep_at:
-            self.sweep()
-        _REQUIRED.check()
-        of, form = source.of, source.form
+        if len(self._copies) >= self._copy_count_at_next_sweep:
+            self.forget_freed_copies()
+        select, form = source.of, source.form
         if compute is not None:
-            of, form = partial(_select_elements, compute, of, inputs[1:]), None
-        storage = output.untyped_storage()
-        weak_storage = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        # Weak: a record must not keep a model alive that the program has dropped.
-        weak_holder = weakref.ref(source.holder)
-        layout = StridedLayout.of(output)
-        self._copies[storage._cdata] = _CopiedSlice(weak_storage, layout, weak_holder, of, form)
+            select, form = partial(_select_by_indices, compute, select, indices), None
+        self._copies[output.untyped_storage()._cdata] = _copied_slice(output, source.holder, select, form)
 
-    def sweep(self) -> None:
+    def forget_freed_copies(self) -> None:
         """Forget freed copies, and with them the indices that selected them."""
         for key, copied in list(self._copies.items()):  # other threads may write meanwhile
             if copied.storage.expired() and self._copies.get(key) is copied:
                 self._copies.pop(key, None)
-        self._sweep_at = max(_FIRST_SWEEP, 2 * len(self._copies))
+        self._copy_count_at_next_sweep = max(_FIRST_SWEEP, 2 * len(self._copies))
 
     def slice_of(self, value: Any) -> ParameterSlice | None:
         """Return the slice of a parameter that an input views, copies or selects; None for another value."""
@@ -402,9 +395,22 @@ class FollowedSlices:
         if holder is None:
             return self.copied_slice(value)
         form = StridedLayout.of(value)
-        return ParameterSlice(
-            holder, partial(_view_elements, _identity, StridedLayout.of(holder), form), form
-        )
+        view_like_value = partial(_select_and_view, _identity, StridedLayout.of(holder), form)
+        return ParameterSlice(holder, view_like_value, form)
+
+
+def _copied_slice(
+    copy: Tensor, holder: Tensor, select: Callable[[Tensor], Tensor], form: StridedLayout | None
+) -> _CopiedSlice:
+    """Return the record of a copy, which keeps neither the copy nor the parameter alive."""
+    # PyTorch's only weak reference to a storage; it is used by its multiprocessing, and imported late for
+    # its cost.
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+    _REQUIRED.check()
+    weak_storage = StorageWeakRef(copy.untyped_storage())  # type: ignore[no-untyped-call]
+    # Weak: a record must not keep a model alive that the program has dropped.
+    return _CopiedSlice(weak_storage, StridedLayout.of(copy), weakref.ref(holder), select, form)
 
 
 @amanda.differentiable
@@ -416,23 +422,23 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _select_elements(
-    compute: Callable[[list[Any]], Tensor], of: Callable[[Tensor], Tensor], indices: Any, whole: Tensor
+def _select_by_indices(
+    compute: Callable[[list[Any]], Tensor], select: Callable[[Tensor], Tensor], indices: Any, whole: Tensor
 ) -> Tensor:
-    """Return what an op selects by indices out of the elements that `of` gives of a whole tensor."""
-    return compute([of(whole), *indices])
+    """Return what an op selects by indices out of the elements that `select` takes of a whole tensor."""
+    return compute([select(whole), *indices])
 
 
-def _view_elements(
-    of: Callable[[Tensor], Tensor], base: StridedLayout, view: StridedLayout, whole: Tensor
+def _select_and_view(
+    select: Callable[[Tensor], Tensor], base: StridedLayout, view: StridedLayout, whole: Tensor
 ) -> Tensor:
-    """Return elements that `of` gives of a whole tensor, viewed as `view` views a tensor in layout `base`.
+    """Return the elements that `select` takes of a tensor, viewed as `view` views a tensor in layout `base`.
 
-    base, view: layouts in one memory.
+    whole: in the parameter's shape.  base, view: layouts in one memory.
     """
     import torch
 
-    elements = of(whole)
+    elements = select(whole)
     # as_strided needs the memory order of `base`, and a computed copy may have another.
     if elements.stride() != base.strides or not elements.is_contiguous():
         memory = torch.empty_strided(base.extents, base.strides, dtype=elements.dtype, device=elements.device)
@@ -454,7 +460,7 @@ def _compose_layouts(part: StridedLayout, copy: StridedLayout, view: StridedLayo
     # Each element is the number of its place in the parameter, which shows where the view lies; strides of
     # views cannot be multiplied in general.
     part_positions = torch.arange(part.offset, part.end).as_strided(part.extents, part.strides)
-    positions = _view_elements(_identity, copy, view, part_positions)
+    positions = _select_and_view(_identity, copy, view, part_positions)
     origin = (0,) * positions.dim()
     first = int(positions[origin])
     # The first two elements along each axis determine its stride, if any strides describe the view.

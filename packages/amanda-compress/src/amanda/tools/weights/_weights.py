@@ -1,4 +1,4 @@
-"""Weights of a tool: selection, the ops that read them, and reasons for skipped weights."""
+"""The weights of a tool: which are selected, the views by which ops read them, reasons for skipped ones."""
 
 from __future__ import annotations
 
@@ -117,30 +117,32 @@ class Weights(Generic[W]):
         self.clear()
 
     def clear(self) -> None:
-        """Forget all weights."""
-        self._by_key: dict[Hashable, W] = {}
+        """Forget all weights, views, reasons and counts."""
+        self._weight_by_key: dict[Hashable, W] = {}
         self.reasons: dict[str, str] = {}
         self.skipped_elements: dict[Hashable, int] = {}
         self.retracted: list[W] = []
-        self._skipped: set[Hashable] = set()
-        self._skip_reasons: dict[Hashable, str] = {}
+        self._skipped_keys: set[Hashable] = set()  # of weights that are not selected, or that the tool skips
+        # Parameters that a lookup or an einsum reads too, which no product changes.
+        self._skip_reason_by_parameter: dict[Hashable, str] = {}
         self._unselected_count, self._has_unweighted_product = 0, False
-        self._views: dict[Hashable, AliasedWeightView | WeightsOfSamples] = {}
-        self._by_parameter: dict[Hashable, list[W]] = {}
+        self._view_by_key: dict[Hashable, AliasedWeightView | WeightsOfSamples] = {}
+        self._weights_by_parameter: dict[Hashable, list[W]] = {}
         # Anew with the weights: numbers of readers count from the first read after `clear`.
-        self._shared = SharedState()
+        self._shared_state = SharedState()
 
     def __iter__(self) -> Iterator[W]:
-        return iter(self._by_key.values())
+        return iter(self._weight_by_key.values())
 
     def has_met(self, identity: Hashable) -> bool:
         """Return True if an op has read a parameter, also one that is left or not selected."""
-        return identity in self._by_parameter or identity in self._skip_reasons
+        return identity in self._weights_by_parameter or identity in self._skip_reason_by_parameter
 
     @property
     def empty_reason(self) -> str:
         """A sentence if no weight was selected, or no op read a weight; "" otherwise."""
-        if self._by_key or self.reasons or not (self._unselected_count or self._has_unweighted_product):
+        nothing_left_out = not (self._unselected_count or self._has_unweighted_product)
+        if self._weight_by_key or self.reasons or nothing_left_out:
             return ""
         if not self._unselected_count:
             return "None of the products that were met reads a parameter that a model holds"
@@ -161,30 +163,27 @@ class Weights(Generic[W]):
             self.skip(context, WeightReads.several_weights)
         if self._tool.selection.leaves_adapter(context):
             self.reasons[describe_op(context)] = ADAPTER
-        reason, parameters = LOOKED_UP, []  # parameters that the op reads and that stay unchanged
-        if context["type"] in LOOKUPS and context.get_variable(0) is not None:
-            parameters = [context.get_variable(0)]
-        elif context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
-            reason, parameters = CONTRACTED, einsum_parameters(context)
-            if parameters and self._tool.selection(context):
-                self.skip(context, EINSUM)
+        reason, parameters = _parameters_read_unchanged(context)
+        if reason == CONTRACTED and parameters and self._tool.selection(context):
+            self.skip(context, EINSUM)
         outdated_ops: set[int] = set()
         for parameter in parameters:
             identity = parameter_store(parameter).identity(parameter)
-            self._skip_reasons[identity] = reason
+            self._skip_reason_by_parameter[identity] = reason
             # A lookup may come after the product, as where the output layer of a language model is tied and
             # runs in another call.
-            keys = [key for key in self._by_parameter if identity in (key, _slot_of_sample(key))]
-            weights = [weight for key in keys for weight in self._by_parameter.pop(key)]
+            keys = [key for key in self._weights_by_parameter if identity in (key, _slot_of_sample(key))]
+            weights = [weight for key in keys for weight in self._weights_by_parameter.pop(key)]
             outdated_ops |= self._retract(context, weights, reason)
         return outdated_ops
 
     def view_of_read(
         self, context: amanda.OpContext, read: WeightInput
     ) -> tuple[WeightView | None, FindView | None]:
-        """Return the weight view of an op, None if skipped, and a function that finds it at each execution.
+        """Return the view of the weight that an op reads, and a function that finds it at each execution.
 
-        The function is None for an op that reads the same weight each time.
+        (view, None) for an op that reads the same weight each time, (None, None) for a skipped one, and
+        (None, function) where only an execution tells what is read.  A weight that is new is added.
         """
         value = context.get_inputs()[read.index]
         if read.is_lost:
@@ -193,15 +192,16 @@ class Weights(Generic[W]):
             return None, None
         slices = () if read.holder is None else parameter_store(read.holder).slices(read.holder)
         if slices:  # of a stack, such as the layers of a scan, of which each execution reads one
-            views = {parameter: self._view_of(context, value, parameter, read.layout) for parameter in slices}
-            return None, partial(_view_of_current_slice, views, read.holder)
-        find_wrapped = partial(self._view_of_wrapped, context, read.layout, read.holder)
-        if read.is_handed_in:
-            return find_wrapped(value, None), find_wrapped
+            views = [self._find_or_add_view(context, value, parameter, read.layout) for parameter in slices]
+            view_by_slice = dict(zip(slices, views, strict=True))
+            return None, partial(_view_of_current_slice, view_by_slice, read.holder)
+        find_view = partial(self._view_of_value, context, read.layout, read.holder)
+        if read.is_handed_in:  # another tensor at each call
+            return find_view(value, None), find_view
         if not read.is_followed:  # the same weight each time
-            return find_wrapped(value, None), None
-        find = partial(self._view_of_slice, context, read.layout)
-        return find(value, ParameterSlice.of_input(context, read.index)), find
+            return find_view(value, None), None
+        find_view = partial(self._view_of_slice, context, read.layout)
+        return find_view(value, ParameterSlice.of_input(context, read.index)), find_view
 
     def _view_of_slice(
         self, context: amanda.OpContext, layout: str | None, value: Any, origin: ParameterSlice | None
@@ -213,31 +213,27 @@ class Weights(Generic[W]):
         if origin.form is None:
             rows = self._view_of_rows(context, origin, value, layout)
             return None if rows is None else IndexedRows(rows, origin)
-        return self._view_of(context, origin.holder.detach().as_strided(*origin.form), origin.holder, layout)
+        part_value = origin.holder.detach().as_strided(*origin.form)
+        return self._find_or_add_view(context, part_value, origin.holder, layout)
 
-    def _view_of_wrapped(
-        self,
-        context: amanda.OpContext,
-        layout: str | None,
-        holder: Any,
-        value: Any,
-        origin: ParameterSlice | None,
-    ) -> WeightView | None:
-        """Return the view of a value that a function transform may have wrapped; None for a skipped one.
+    def _view_of_value(
+        self, context: amanda.OpContext, layout: str | None, holder: Any, value: Any,
+        _origin: ParameterSlice | None,
+    ) -> WeightView | None:  # fmt: skip
+        """Return the view of a value, plain or wrapped by a function transform; None for a skipped one.
 
-        origin: unused, since the holder is known.
+        The samples of a vmap share one weight, or have one each.  _origin: unused, the holder is known.
         """
         samples = tensors_of(value).samples(value) if context.is_eager() else None
         if samples is None:
-            return self._view_of(context, value, holder, layout)
+            return self._find_or_add_view(context, value, holder, layout)
         with samples.outside():
             store = parameter_store(samples.data)
             location = None if holder is None else store.locate(holder, samples.first)
             # One mask for all samples, where the model had one weight in this place before: it may have been
             # adapted in each sample since, as MAML does.
-            was_one_weight = location in self._by_key or location in self._views or location in self._skipped
-            if not samples.sizes or was_one_weight:  # no sizes: all samples have the same weight
-                return self._view_of(context, samples.first, holder, layout)
+            if not samples.sizes or self._is_decided(location):  # no sizes: all samples have the same weight
+                return self._find_or_add_view(context, samples.first, holder, layout)
             if location is None or self._tool.leaves_samples:
                 if self._tool.selection(context):
                     self.skip(context, self._tool.leaves_samples if location else COMPUTED_SAMPLES)
@@ -248,21 +244,21 @@ class Weights(Generic[W]):
         self, context: amanda.OpContext, store: ParameterStore, samples: Samples, location: Any, holder: Any,
         layout: str | None,
     ) -> WeightView | None:  # fmt: skip
-        """Return the view of a batch that has a weight for each sample; None for skipped weights."""
+        """Return the view of a batch with one weight a sample, added when new; None if one is skipped."""
         identity, part = location
         view_key: Hashable = (identity, part, samples.sizes)
-        if identity in self._skip_reasons:
+        if identity in self._skip_reason_by_parameter:
             if self._tool.selection(context):
-                self.skip(context, self._skip_reasons[identity])
-        elif view_key not in self._views and view_key not in self._skipped:
+                self.skip(context, self._skip_reason_by_parameter[identity])
+        elif view_key not in self._view_by_key and view_key not in self._skipped_keys:
             # Skipped until all weights are added: a failure half way leaves the whole batch unchanged.
-            self._skipped.add(view_key)
+            self._skipped_keys.add(view_key)
             weights = self._weights_of_samples(context, store, samples, location, holder, layout)
             if weights is None:
                 return None
-            self._skipped.discard(view_key)
-            self._views[view_key] = WeightsOfSamples(samples.sizes, weights)
-        view = self._views.get(view_key)
+            self._skipped_keys.discard(view_key)
+            self._view_by_key[view_key] = WeightsOfSamples(samples.sizes, weights)
+        view = self._view_by_key.get(view_key)
         for weight in getattr(view, "weights", ()):
             weight.readers.add(context.get_op_id())
         return view
@@ -277,57 +273,62 @@ class Weights(Generic[W]):
         for numbers in np.ndindex(samples.sizes):
             # A batch of another size has the weights of the same numbers.
             sample_location = (identity, numbers), part
-            if sample_location not in self._by_key:
+            if sample_location not in self._weight_by_key:
                 read = _WeightRead(samples.data[numbers], holder, sample_location, layout, numbers)
                 self._add_weight_or_view(context, store, sample_location, read)
-            weight = self._by_key.get(sample_location)
+            weight = self._weight_by_key.get(sample_location)
             if weight is None:
                 return None
             weights.append(weight)
         return weights
 
-    def _view_of(
+    def _find_or_add_view(
         self, context: amanda.OpContext, value: Any, holder: Any, layout: str | None
     ) -> WeightView | None:
-        """Return the weight, or a view of a parameter that holds weights; None if skipped or not selected."""
-        unread = tensors_of(value).unread(value) if context.is_eager() else None
-        if getattr(value, "is_meta", False) or unread is not None:  # it may have numbers later
-            if unread is not None and self._tool.selection(context):
-                self.skip(context, unread)
+        """Return the weight that a plain value is, or a view of weights that it overlaps; add it when new.
+
+        None for a weight that is skipped or not selected, and for a value without numbers.
+        """
+        unread_reason = tensors_of(value).unread(value) if context.is_eager() else None
+        if getattr(value, "is_meta", False) or unread_reason is not None:  # it may have numbers later
+            if unread_reason is not None and self._tool.selection(context):
+                self.skip(context, unread_reason)
             return None
         store = parameter_store(value, holder)
         location = None if holder is None else store.locate(holder, value)
         # A computed weight has no identity that lasts: the place of its op stands for it.
         key: Hashable = self._tool.place(context) if location is None else location
         identity = None if location is None else location[0]
-        if identity is not None and identity in self._skip_reasons:
+        if identity is not None and identity in self._skip_reason_by_parameter:
             if self._tool.selection(context):
-                self.skip(context, self._skip_reasons[identity])
-        # Skipped keys are remembered, so that each execution in a loop pays one look-up and no second
-        # analysis.
-        elif key not in self._by_key and key not in self._views and key not in self._skipped:
+                self.skip(context, self._skip_reason_by_parameter[identity])
+        # Skipped keys are remembered, so that an execution in a loop pays look-ups and no second analysis.
+        elif not self._is_decided(key):
             self._add_weight_or_view(context, store, key, _WeightRead(value, holder, location, layout))
-        view = self._by_key.get(key) or self._views.get(key)
+        view = self._weight_by_key.get(key) or self._view_by_key.get(key)
         if isinstance(view, Weight):
             view.readers.add(context.get_op_id())
         return view
+
+    def _is_decided(self, key: Hashable) -> bool:
+        """Return True if a key has a weight or a view already, or was skipped."""
+        return key in self._weight_by_key or key in self._view_by_key or key in self._skipped_keys
 
     def _add_weight_or_view(
         self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead
     ) -> None:
         """Add the weight of a read, a view if it overlaps other weights, or mark the weight as skipped."""
-        whole = None if read.location is None else store.whole(read.holder)
-        siblings = [] if read.location is None else self._by_parameter.setdefault(read.location[0], [])
-        if read.location is not None and any(
-            store.overlaps(read.location[1], weight.part, whole) for weight in siblings
-        ):
+        is_computed = read.location is None
+        whole = None if is_computed else store.whole(read.holder)
+        siblings = [] if is_computed else self._weights_by_parameter.setdefault(read.identity, [])
+        if any(store.overlaps(read.part, weight.part, whole) for weight in siblings):
             # `siblings` is shared and grows: weights that are met later are in the view too.
-            self._views[key] = AliasedWeightView(store, read.location[1], whole, siblings)
+            self._view_by_key[key] = AliasedWeightView(store, read.part, whole, siblings)
         elif not self._tool.selection(context):
-            self._skipped.add(key)
+            self._skipped_keys.add(key)
             self._unselected_count += 1
         elif not self._add_weight(context, store, key, read, whole):
-            self._skipped.add(key)
+            self._skipped_keys.add(key)
 
     def _view_of_rows(
         self, context: amanda.OpContext, origin: ParameterSlice, value: Any, layout: str | None
@@ -338,29 +339,24 @@ class Weights(Generic[W]):
             return None
         identity = store.identity(holder)
         key: Hashable = (identity, "rows")
-        if identity in self._skip_reasons:
+        if identity in self._skip_reason_by_parameter:
             if self._tool.selection(context):
-                self.skip(context, self._skip_reasons[identity])
-        elif key not in self._views and key not in self._skipped:
+                self.skip(context, self._skip_reason_by_parameter[identity])
+        elif key not in self._view_by_key and key not in self._skipped_keys:
             # Skipped until all rows are added: a failure half way leaves the whole parameter unchanged.
-            self._skipped.add(key)
+            self._skipped_keys.add(key)
             if self._tool.selection(context):
                 self._add_rows(context, store, key, origin, value, layout)
             else:
                 self._unselected_count += 1
-        view = self._views.get(key)
+        view = self._view_by_key.get(key)
         assert view is None or isinstance(view, AliasedWeightView)
         return view
 
     def _add_rows(
-        self,
-        context: amanda.OpContext,
-        store: ParameterStore,
-        key: Any,
-        origin: ParameterSlice,
-        value: Any,
+        self, context: amanda.OpContext, store: ParameterStore, key: Any, origin: ParameterSlice, value: Any,
         layout: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Add a weight for each row of a parameter, and the view of all rows; no view if rows are skipped."""
         holder = origin.holder
         axes = order_of_axes(origin, value) if holder.dim() > 2 else None
@@ -368,18 +364,18 @@ class Weights(Generic[W]):
             self.skip(context, INDEXED if axes is None else self._tool.leaves_rows)
             return
         layout, whole = row_layout(layout, axes), store.whole(holder)
-        siblings = self._by_parameter.setdefault(key[0], [])
+        identity, _ = key
+        siblings = self._weights_by_parameter.setdefault(identity, [])
         for row in holder.detach().unbind():
             read = _WeightRead(row, holder, store.locate(holder, row), layout)
-            _, part = read.location
-            if any(store.overlaps(part, weight.part, whole) for weight in siblings):
+            if any(store.overlaps(read.part, weight.part, whole) for weight in siblings):
                 continue  # the weights of this parameter that were met before stay
             if not self._add_weight(context, store, read.location, read, whole):
                 return
         for weight in siblings:
             weight.readers.add(context.get_op_id())
-        self._skipped.discard(key)
-        self._views[key] = AliasedWeightView(store, None, whole, siblings)
+        self._skipped_keys.discard(key)
+        self._view_by_key[key] = AliasedWeightView(store, None, whole, siblings)
 
     def _add_weight(
         self, context: amanda.OpContext, store: ParameterStore, key: Hashable, read: _WeightRead, whole: Any
@@ -393,9 +389,9 @@ class Weights(Generic[W]):
             self.skip(context, reason)
             return False
         weight.end_setup()
-        self._by_key[key] = weight
+        self._weight_by_key[key] = weight
         if read.location is not None:
-            self._by_parameter.setdefault(read.location[0], []).append(weight)
+            self._weights_by_parameter.setdefault(read.identity, []).append(weight)
         return True
 
     def _make_weight(
@@ -406,22 +402,21 @@ class Weights(Generic[W]):
         variable = None if read.location is None else read.holder
         reader, suffix = context, ""
         if whole is not None and read.location is not None:
-            identity, part = read.location
-            reader, suffix = self._shared.key_for(context, identity, part, whole, path is not None)
-        # As the driver of JAX names the slices of a stack.
-        number = "".join(f"[{number}]" for number in read.numbers)
-        suffix += number
+            is_named = path is not None
+            reader, suffix = self._shared_state.key_for(context, read.identity, read.part, whole, is_named)
+        # As the driver of JAX names the slices of a stack: "[0]" of the first sample.
+        sample_suffix = "".join(f"[{number}]" for number in read.numbers)
         copy = tensors_of(read.value).copy
 
         def keep(name: str, make: Callable[[], Any]) -> Any:
-            return self._tool.keep(reader, name + suffix, make, copy, variable)
+            return self._tool.keep(reader, name + suffix + sample_suffix, make, copy, variable)
 
         if not path:
             path = "" if variable is None else store.name(variable)
         return self._tool.weight_type(
             context, value=read.value, layout=read.layout, store=store, location=read.location, whole=whole,
-            number=len(self._by_key), keep=keep, error=self._tool.error, path=path + number,
-            holder=_weak_reference(variable),
+            number=len(self._weight_by_key), keep=keep, error=self._tool.error,
+            path=path + sample_suffix, holder=_weak_reference(variable),
         )  # fmt: skip
 
     def skip(self, context: amanda.OpContext, reason: str) -> None:
@@ -446,35 +441,52 @@ class Weights(Generic[W]):
             outdated_ops |= weight.readers
         self.retracted += weights
         retracted_ids = {id(weight) for weight in weights}
-        self._by_key = {
-            key: weight for key, weight in self._by_key.items() if id(weight) not in retracted_ids
+        self._weight_by_key = {
+            key: weight for key, weight in self._weight_by_key.items() if id(weight) not in retracted_ids
         }
-        self._views = {key: weight for key, weight in self._views.items() if not weight.is_of(retracted_ids)}
+        self._view_by_key = {
+            key: view for key, view in self._view_by_key.items() if not view.is_of(retracted_ids)
+        }
         return outdated_ops
 
 
+def _parameters_read_unchanged(context: amanda.OpContext) -> tuple[str, list[Any]]:
+    """Return the parameters that a lookup or an einsum reads, which no tool changes there, and the reason."""
+    if context["type"] in LOOKUPS and context.get_variable(0) is not None:
+        return LOOKED_UP, [context.get_variable(0)]
+    if context["type"] == "einsum" and context.namespace.matches("pytorch/*/eager"):
+        return CONTRACTED, einsum_parameters(context)
+    return "", []
+
+
 def _slot_of_sample(identity: Hashable) -> Hashable:
-    """Return the identity of the slot that has a weight for each sample; None for any other identity."""
+    """Return the slot in the identity (slot, numbers) of a sample's weight; None for any other identity."""
     return identity[0] if isinstance(identity, tuple) and len(identity) == 2 else None
 
 
 def _view_of_current_slice(
-    views: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
+    view_by_slice: Mapping[Any, WeightView | None], holder: Any, value: Any, origin: ParameterSlice | None
 ) -> WeightView | None:
     """Return the weight view of the slice of a stack that the op reads now; None for a skipped slice.
 
     value, origin: unused, since the driver knows the slice.
     """
-    return views.get(parameter_store(holder).current_slice(holder))
+    return view_by_slice.get(parameter_store(holder).current_slice(holder))
 
 
 class _WeightRead:
-    """The weight that an op reads: value, parameter, identity and part, layout, and number of the sample."""
+    """A value that an op reads as its weight, and the parameter, `holder`, that has the value.
+
+    location: identity and part, from `ParameterStore.locate`; None for a weight that is computed.
+    numbers: of the sample of a vmap that has the weight, one for each batch; () outside of a vmap.
+    """
 
     def __init__(
         self, value: Any, holder: Any, location: Any, layout: str | None, numbers: Sequence[int] = ()
     ) -> None:
         self.value, self.holder, self.location, self.layout = value, holder, location, layout
+        identity_and_part: tuple[Any, Any] = (None, None) if location is None else location
+        self.identity, self.part = identity_and_part
         self.numbers = numbers
 
 

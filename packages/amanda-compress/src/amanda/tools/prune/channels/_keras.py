@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import amanda
 from amanda.backend import TensorMap
@@ -25,7 +25,7 @@ from amanda.tools.prune.channels._prunable_model import (
 
 
 class KerasModel(PrunableModel):
-    """A functional or sequential model of Keras.
+    """A functional or sequential model of Keras, called in eager TensorFlow.
 
     now: the model that is called, which is a smaller one while a removal is tried.
     Raises PruneError for a model that no config rebuilds, and for Keras on another backend.
@@ -40,7 +40,7 @@ class KerasModel(PrunableModel):
 
         super().__init__(model)
         self.now = model
-        self._original_handles: TensorMap[str] = TensorMap()
+        self._path_by_handle: TensorMap[str] = TensorMap()  # of the model that `masks` is for
         if keras.backend.backend() != "tensorflow":
             raise PruneError(
                 f"ChannelPruneTool.prepare was given a Keras model on {keras.backend.backend()}; it removes "
@@ -66,8 +66,8 @@ class KerasModel(PrunableModel):
         """Return a tool that follows a call."""
         return KerasTracing(self)
 
-    def handles(self) -> TensorMap[str]:
-        """Return the paths of the floating-point weights of the model as it is now, by their handles."""
+    def path_by_handle(self) -> TensorMap[str]:
+        """Return the paths of floating-point weights of the model as it is now, by handle of the variable."""
         paths: TensorMap[str] = TensorMap()
         for path, weight in self._weights().items():
             paths[weight.value.handle] = path
@@ -77,8 +77,9 @@ class KerasModel(PrunableModel):
         """Yield paths of weights of layers whose config says no number of channels, and the reasons."""
         for layer in layers_of(self.now):
             why = why_size_is_unknown(layer)
-            for weight in layer.weights if why else ():
-                yield weight.path, why
+            if why:
+                for weight in layer.weights:
+                    yield weight.path, why
 
     def _weights(self) -> dict[str, Any]:
         """Return the floating-point weights of the model as it is now, by path."""
@@ -95,17 +96,19 @@ class KerasModel(PrunableModel):
     def masks(self, axes: Axes) -> Masks:
         """Return masks of weights, found by path and shape, in the type of what is read."""
         # Within a call of a layer of mixed precision a weight is a cast one, which has no handle.
-        self._original_handles = self.handles()
-        masks: dict[tuple[str, tuple[int | None, ...]], Any] = {}
+        self._path_by_handle = self.path_by_handle()
+        mask_by_weight: dict[tuple[str, tuple[int | None, ...]], Any] = {}
         weights = self._weights()
         for path, axis, keep_mask in axes:
             shape = tuple(weights[path].shape)
             axis_mask = keep_mask.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-            masks[path, shape] = masks.get((path, shape), np.True_) & axis_mask
+            mask_by_weight[path, shape] = mask_by_weight.get((path, shape), np.True_) & axis_mask
 
         def mask(value: Any) -> Any:
             """Return the mask of a weight; None for another value, and for a whole weight."""
-            weight_mask = masks.get((value.path, value.shape)) if isinstance(value, _KerasWeight) else None
+            if not isinstance(value, _KerasWeight):
+                return None
+            weight_mask = mask_by_weight.get((value.path, value.shape))
             # TensorFlow multiplies tensors of one type alone.
             return None if weight_mask is None else weight_mask.astype(value.dtype)
 
@@ -116,11 +119,10 @@ class KerasModel(PrunableModel):
 
         A reshaped weight is another input: the reshape has read the weight, and was masked.
         """
-        handles = self._original_handles
         weights: list[_KerasWeight | None] = []
         for i, value in enumerate(context.get_inputs()):
             variable = None if isinstance(value, (list, tuple)) else context.get_variable(i)
-            path = None if variable is None else handles.get(variable)
+            path = None if variable is None else self._path_by_handle.get(variable)
             if path is None or not value.dtype.is_floating or value.shape.rank is None:
                 weights.append(None)
             else:
@@ -219,9 +221,9 @@ def why_size_is_unknown(layer: Any) -> str:
     kind = type(layer).__name__
     if not isinstance(layer, kinds):
         return f"the config of {kind} says no number of channels that can be made smaller"
-    size = _channel_count_entry(layer)
-    if size is not None and size[0] not in layer.get_config():
-        return f"the config of {kind} has no {size[0]!r} to be made smaller"
+    entry = _channel_count_entry(layer)
+    if entry is not None and entry.key not in layer.get_config():
+        return f"the config of {kind} has no {entry.key!r} to be made smaller"
     return ""
 
 
@@ -232,11 +234,11 @@ def smaller_model(model: KerasModel, plan: RemovalPlan) -> Any:
     """
     import keras
 
-    keep_masks: dict[str, dict[int, Any]] = {}
+    keep_masks: dict[str, dict[int, Any]] = {}  # of weights, by path and axis
     for name, axis, keep_mask in plan.axes():
         keep_masks.setdefault(name, {})[axis] = keep_mask
-    reshaped_extents = {
-        op.module: plan.tracing.kept_extents(op.outputs[0], plan.alive)
+    reshaped_extents = {  # of the outputs of Reshape layers, by their paths
+        op.module: plan.tracing.kept_extents(op.outputs[0], plan.kept_label_mask)
         for op in plan.tracing.traced_ops if op.type == "reshape"
     }  # fmt: skip
 
@@ -279,13 +281,12 @@ def _update_sizes(
 
     entry = _channel_count_entry(layer)
     if entry is not None:
-        key, name, axis = entry
-        keep_mask = keep_masks.get(name, {}).get(axis)
+        keep_mask = keep_masks.get(entry.weight_path, {}).get(entry.axis)
         if keep_mask is not None:
-            old_size, new_size = config[key], int(keep_mask.sum())
-            config[key] = new_size
+            old_size, new_size = config[entry.key], int(keep_mask.sum())
+            config[entry.key] = new_size
             # Whole groups went, so that their number shrinks in the same share.
-            if name in whole_groups:
+            if entry.weight_path in whole_groups:
                 config["groups"] = config["groups"] * new_size // old_size
     elif isinstance(layer, keras.layers.GroupNormalization) and layer.weights:
         keep_mask = keep_masks.get(layer.weights[0].path, {}).get(0)
@@ -308,18 +309,23 @@ def _copy_kept_weights(whole: Any, smaller: Any, keep_masks: Mapping[str, Mappin
         new_weight.assign(value)
 
 
-def _channel_count_entry(layer: Any) -> tuple[str, str, int] | None:
-    """Return the entry of a config, the path of the weight whose axis it is, and that axis.
+class _ChannelCountEntry(NamedTuple):
+    """The key of a layer's config with its number of channels, and the weight and axis that have these."""
 
-    None for a layer whose number of channels follows from its input.
-    """
+    key: str
+    weight_path: str
+    axis: int
+
+
+def _channel_count_entry(layer: Any) -> _ChannelCountEntry | None:
+    """Return the entry of a layer's config; None for a layer whose channels follow from its input."""
     import keras
 
-    sizes = [size for name, size in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))]
-    if not sizes or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
+    keys_and_axes = [pair for name, pair in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))]
+    if not keys_and_axes or isinstance(layer, (keras.layers.DepthwiseConv1D, keras.layers.DepthwiseConv2D)):
         return None
     kernels = [getattr(layer, name) for name in _KERNELS if getattr(layer, name, None) is not None]
     if not kernels:
         return None
-    key, axis = sizes[0]
-    return key, kernels[0].path, axis % len(kernels[0].shape)
+    (key, axis), kernel = keys_and_axes[0], kernels[0]
+    return _ChannelCountEntry(key, kernel.path, axis % len(kernel.shape))

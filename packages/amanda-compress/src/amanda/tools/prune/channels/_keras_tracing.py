@@ -85,32 +85,36 @@ def channels_first(rule: Rule) -> Rule:
 
 
 def depthwise(call: FollowedOp) -> Sequence[Families]:
-    """Match channels with those of the weight, of which each makes as many outputs."""
+    """Match channels with those of the weight, each of which makes as many outputs as the multiplier says."""
     value, weight, output = *call.inputs[:2], call.outputs[0]
     if call.value("data_format") != "NHWC":
         return unknown(call)
+    # The kernel is (height, width, channels, multiplier).
     multiplier_families = [family for family in call.families_of(weight) if family.shape[2] == 1]
     call.labels.leave_whole(multiplier_families, "")
-    channels = call.labels_along(
-        tuple(family for family in call.families_of(weight) if family.shape[2] > 1), 2
-    )
+    channel_families = tuple(family for family in call.families_of(weight) if family.shape[2] > 1)
+    channels = call.labels_along(channel_families, 2)
     call.match(call.labels_along(call.families_of(value), -1), channels)
     # Channel i makes the outputs i * m to i * m + m - 1.
-    outputs = None if channels is None else np.repeat(channels, weight.shape[3])
+    multiplier = weight.shape[3]
+    outputs = None if channels is None else np.repeat(channels, multiplier)
     call.labels.mark_outputs(outputs)
     call.notes.work.append(Work(prod(output.shape) * prod(weight.shape[:2]), outputs, None))
     return [shaped(outputs, output.ndim - 1, output.ndim)]
 
 
 def multiplied(call: FollowedOp) -> Sequence[Families]:
-    """Multiply matrices, either of them transposed."""
+    """Follow a product of matrices, either of them transposed, as one of matrices in order."""
+    first, second, *other_inputs = call.inputs
     factors = [
-        factor.transposed((*range(factor.ndim - 2), factor.ndim - 1, factor.ndim - 2))
-        if call.value(name)
-        else factor
-        for factor, name in zip(call.inputs[:2], ("transposed_a", "transposed_b"), strict=True)
+        _with_swapped_matrix_axes(factor) if call.value(is_transposed) else factor
+        for factor, is_transposed in ((first, "transposed_a"), (second, "transposed_b"))
     ]
-    return product(replace(call, inputs=[*factors, *call.inputs[2:]]))
+    return product(replace(call, inputs=[*factors, *other_inputs]))
+
+
+def _with_swapped_matrix_axes(value: KerasValue) -> KerasValue:
+    return value.transposed((*range(value.ndim - 2), value.ndim - 1, value.ndim - 2))
 
 
 _ELEMENTWISE = (
@@ -127,7 +131,7 @@ _REARRANGED = (
     "BroadcastTo ExpandDims Reshape ReverseV2 Slice SplitV Squeeze StridedSlice Tile Transpose Unpack"
 )
 _LAYOUT = {"data_format": "data_format"}
-_Entry = tuple[Rule, str, Mapping[str, str]]
+_Entry = tuple[Rule, str, Mapping[str, str]]  # a rule, its names of inputs, its names of attributes
 _TABLE: dict[str, _Entry] = {
     **dict.fromkeys(_ELEMENTWISE.split(), (elementwise, "", {})),
     **dict.fromkeys(_SAME_CHANNELS.split(), (same_channels, "input", {})),
@@ -157,7 +161,7 @@ def channel_input_of(type: str) -> int:
 def rule_of(
     type: str, attributes: Mapping[str, Any], values: Sequence[Any]
 ) -> tuple[Rule, list[str], list[Any]]:
-    """Return the rule of an op, and its inputs and attributes as the rule names them.
+    """Return the rule of an op, names of its inputs and attributes for the rule, and their values.
 
     type: TensorFlow's.  values: a KerasValue for each tensor, a list of these where several are one input.
     """
@@ -173,7 +177,7 @@ def rule_of(
     elif type in ("GatherV2", "ResourceGather") and inputs[0].name is not None:
         rule, input_names = embedding, "weight index"
     names = input_names.split()
-    names += ["" for _ in inputs[len(names) :]]  # inputs behind those that rules read
+    names += ["" for _ in inputs[len(names) :]]  # rules do not read the inputs behind
     for i, name in enumerate(names):
         if name == "dim":
             # Axes are tensors in TensorFlow.
@@ -201,7 +205,7 @@ class KerasTracing(Tracing):
         self._model = model
         self._families_of: TensorMap[Families] = TensorMap()
         self._names: TensorMap[str] = TensorMap()
-        self._handles = model.handles()
+        self._path_by_handle = model.path_by_handle()
         self._open_inputs: list[list[Any]] = []
 
     def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
@@ -227,7 +231,7 @@ class KerasTracing(Tracing):
         context.insert_before_op(self._push_inputs)
         context.insert_after_op(
             self._follow_channels,
-            type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
+            tf_type=context.get_op_type(), word=context["type"], op_id=context.get_op_id(),
             attributes=dict(context.get_attrs()), module=context.get_scope(),
         )  # fmt: skip
 
@@ -240,7 +244,7 @@ class KerasTracing(Tracing):
     def _follow_channels(
         self,
         *outputs: Any,
-        type: str,
+        tf_type: str,
         word: str,
         op_id: int,
         attributes: Mapping[str, Any],
@@ -250,22 +254,22 @@ class KerasTracing(Tracing):
 
         Pops the inputs that `_push_inputs` pushed.  A read of a variable is not appended: its output is the
         weight itself for the ops that follow.
+        tf_type: TensorFlow's name of the op.  word: StandardMapping's, by which rules know the op.
         """
         values = self._open_inputs.pop()
         output_tensors = leaves(outputs)
-        if type == "ReadVariableOp":
+        if tf_type == "ReadVariableOp":
             self._follow_read_weight(values[0].tensor, output_tensors[0])
             return
         results = [self._with_channels(value) for value in output_tensors]
         input_values = leaves(values)
-        rule, names, inputs = rule_of(type, attributes, values) if values else (fresh, [], [])
-        move = partial(_move_labels, type, attributes, values)
-        # `word` is the op's name for rules.
+        rule, names, inputs = rule_of(tf_type, attributes, values) if values else (fresh, [], [])
+        move = partial(_move_labels, tf_type, attributes, values)
         if rule is reduced:
             # By TensorFlow's own name rules note no mean over kept channels: a mask finds an op by its key,
             # and ops of a compiled function have no keys of eager ones.
-            word = type
-        elif type == "BiasAdd":
+            word = tf_type
+        elif tf_type == "BiasAdd":
             word = "add"  # as Keras adds the bias once one channel remains, see below
         call = FollowedOp(
             type=word, place=f"{word} of {module or 'the model'}", key=op_id, inputs=inputs, names=names,
@@ -278,7 +282,7 @@ class KerasTracing(Tracing):
         else:  # the op gives no tensor, so that nothing shows what becomes of the channels
             output_families = unknown(call)
         # Mixed precision casts each weight before it is used.
-        passes_weight = type in ("Cast", "Identity") and input_values[0].name is not None
+        passes_weight = tf_type in ("Cast", "Identity") and input_values[0].name is not None
         for output, families in zip(output_tensors, output_families, strict=True):
             if families:
                 self._families_of[output] = families
@@ -286,14 +290,14 @@ class KerasTracing(Tracing):
                 self._names[output] = input_values[0].name
         # The smaller model has to trace the same ops: Keras adds a bias by Squeeze and BiasAdd, and a bias of
         # one channel by an addition alone.
-        if type != "Squeeze":
+        if tf_type != "Squeeze":
             input_parts = [(value.families, value.shape) for value in input_values]
             self.note_op(call, rule, module, module, input_parts, output_families)
 
     def _follow_read_weight(self, handle: Any, tensor: Any) -> None:
-        """Give a tensor the name and families of the weight that was read; nothing for another variable."""
+        """Note that a tensor is a weight, with its name and families; nothing for another variable."""
         # Weights enter the program here: the tensor is the weight for all ops that follow.
-        name = self._handles.get(handle)
+        name = self._path_by_handle.get(handle)
         if name is not None:
             self._names[tensor] = name
             families = self.weight_families.get(name)
@@ -320,9 +324,9 @@ def _name(value: Any) -> str | None:
 def _move_labels(
     type: str, attributes: Mapping[str, Any], values: Sequence[Any], family: Family
 ) -> list[Family]:
-    """Return the outputs of an op, as arrays, for labels in place of the tensor that it moves.
+    """Return a family moved as an op moves elements, for each output: the op runs on labels instead of them.
 
-    family: labels of the tensor, one for each element along its channels, broadcast to its shape.
+    family: of the tensor that the op moves; it is broadcast to the tensor's shape.
     """
     import tensorflow as tf
 

@@ -1,4 +1,4 @@
-"""Labels of channels, and the execution of an op as rules see it.
+"""Labels number channels; families are arrays of labels along a tensor's axes; rules follow ops by families.
 
 place: an index along an axis of a tensor.
 label: a number for a place along an axis of a weight.  Labels in one set are channels that are removed
@@ -29,7 +29,7 @@ Part = tuple[Families, tuple[int, ...]]
 
 
 class ChannelSets:
-    """Disjoint sets of labels; a set that is left whole has a reason."""
+    """Disjoint sets of labels of channels that are removed together, or left whole for a reason."""
 
     def __init__(self) -> None:
         # A union-find over all channels of the model: one array instead of an object for each of a million
@@ -177,29 +177,29 @@ class ChannelSets:
 
         Of a family whose axes are inner ones of another, such as the features of heads, the axes are pinned.
         """
-        i = 0  # position of the next member to compare with
-        while family is not None and i < len(merged):
-            axes, merged_axes = varying(family), varying(merged[i])
+        next_index = 0  # of the member of the result to compare with
+        while family is not None and next_index < len(merged):
+            axes, merged_axes = varying(family), varying(merged[next_index])
             if not axes & merged_axes:  # along other axes: both stay
-                i += 1
+                next_index += 1
             elif _is_inner(axes, merged_axes):
                 # For example a weight of each feature of all heads: heads stay separate.
                 self.pin_axes((family,), axes, reason)
                 return
             elif _is_inner(merged_axes, axes):
                 # The other way round: the new family keeps its outer axes.
-                inner = merged.pop(i)
+                inner = merged.pop(next_index)
                 self.pin_axes((inner,), merged_axes, reason)
-                pinned = self.pin_axes((family,), merged_axes, reason)
-                family = pinned[0] if pinned else None
+                pinned_families = self.pin_axes((family,), merged_axes, reason)
+                family = pinned_families[0] if pinned_families else None
             else:
                 # The same axes, or some in common: both become one family.
-                merged_family = merged.pop(i)
+                merged_family = merged.pop(next_index)
                 self.unite(family, merged_family)
                 united = np.broadcast_arrays(family, merged_family)[0]
                 family = self.without_constant_axes(united, reason)
                 # It varies along other axes than before, so that it is compared with all again.
-                i = 0
+                next_index = 0
         if family is not None:
             merged.append(family)
 
@@ -297,7 +297,7 @@ class Notes:
 
 @dataclass
 class FollowedOp:
-    """An execution of an op, whose inputs have PyTorch's names and order.
+    """An execution of an op as rules see it: its tensors with their families, inputs in PyTorch's order.
 
     names: of the inputs.  find_families: returns a tensor's families.  name_of: returns a weight's name.
     move: moves a family of the first input as the op moves its elements, a result for each output.

@@ -34,7 +34,7 @@ class _CachedSession(NamedTuple):
     """A session of a model as it was, with or without ONNX Runtime's optimisations."""
 
     proto: ModelProto
-    optimized: bool
+    is_optimized: bool
     session: Any
 
 
@@ -69,13 +69,13 @@ class OnnxModel(PrunableModel):
 
     def __call__(self, *example: Any, **named: Any) -> Any:
         """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
-        return self._run(False, example, named)
+        return self._run(example, named, is_optimized=False)
 
     def run_to_completion(self, *example: Any, **named: Any) -> None:
         """Run a session with the optimizations of ONNX Runtime."""
-        self._run(True, example, named)
+        self._run(example, named, is_optimized=True)
 
-    def _run(self, optimized: bool, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def _run(self, example: Sequence[Any], named: Mapping[str, Any], is_optimized: bool) -> Any:
         """Run a session of the model as it is now; raise PruneError for inputs of other names or number."""
         feed = dict(zip(self.inputs, example, strict=False)) | dict(named)
         if len(example) > len(self.inputs) or feed.keys() != set(self.inputs):
@@ -88,38 +88,38 @@ class OnnxModel(PrunableModel):
         options = onnxruntime.SessionOptions()
         # Trials of a removal fail on purpose, and ONNX Runtime would print each failure.
         options.log_severity_level = _FATAL
-        if not optimized:
+        if not is_optimized:
             # Fused nodes have no rules, and round otherwise than the nodes that they replace.
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         # A session takes seconds to build, and a latency budget calls one many times.
         cached = self._session
-        if cached is None or cached.proto is not self.proto or cached.optimized != optimized:
+        if cached is None or cached.proto is not self.proto or cached.is_optimized != is_optimized:
             session = onnxruntime.InferenceSession(
                 self.proto.SerializeToString(), options, ["CPUExecutionProvider"]
             )
-            cached = self._session = _CachedSession(self.proto, optimized, session)
+            cached = self._session = _CachedSession(self.proto, is_optimized, session)
         return cached.session.run(None, {name: np.asarray(array) for name, array in feed.items()})
 
     @contextmanager
     def without_failing_nodes(self, *example: Any, **named: Any) -> Iterator[None]:
         """Return a context in which the model ends before the first node that fails, so that it runs."""
-        whole = self.proto
+        whole_proto = self.proto
         # Numbers of first nodes that run and that fail: halved until they are neighbours.
-        running_count, failing_count = 0, len(whole.graph.node)
+        running_count, failing_count = 0, len(whole_proto.graph.node)
         try:
             while failing_count - running_count > 1:
                 middle = (running_count + failing_count) // 2
-                self.proto = _first_nodes(whole, middle)
+                self.proto = _first_nodes(whole_proto, middle)
                 try:
                     with amanda.disabled():
                         self(*example, **named)
                     running_count = middle
                 except Exception:  # of ONNX Runtime's own kinds, when it loads and when it runs
                     failing_count = middle
-            self.proto = _first_nodes(whole, running_count)
+            self.proto = _first_nodes(whole_proto, running_count)
             yield
         finally:
-            self.proto = whole
+            self.proto = whole_proto
 
     def tracing(self) -> Tracing:
         """Return a tool that follows a run."""
@@ -140,12 +140,13 @@ class OnnxModel(PrunableModel):
 
     def masks(self, axes: Axes) -> Masks:
         """Return masks of initializers, found by name and shape."""
-        masks: dict[tuple[str, tuple[int, ...]], Any] = {}
+        mask_by_initializer: dict[tuple[str, tuple[int, ...]], Any] = {}
         for name, axis, keep_mask in axes:
             shape = self._tensors[name].shape
             axis_mask = keep_mask.reshape([-1 if i == axis else 1 for i in range(len(shape))])
-            masks[name, shape] = masks.get((name, shape), np.True_) & axis_mask
-        return lambda value: None if value is None else masks.get((value.name, value.shape))
+            mask = mask_by_initializer.get((name, shape), np.True_)
+            mask_by_initializer[name, shape] = mask & axis_mask
+        return lambda value: None if value is None else mask_by_initializer.get((value.name, value.shape))
 
     def removal(self, plan: RemovalPlan) -> OnnxRemoval:
         """Return a removal that puts a smaller model in the place of this one."""
@@ -286,19 +287,11 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
     smaller = ModelProto()
     smaller.CopyFrom(whole)
     graph = smaller.graph
-    initializers = {item.name: item for item in graph.initializer}
-    for name, axis, keep_mask in plan.axes():
-        array = np.ascontiguousarray(numpy_helper.to_array(initializers[name]).compress(keep_mask, axis))
-        initializers[name].CopyFrom(numpy_helper.from_array(array, name))
-    for graph_input in graph.input:
-        initializer = initializers.get(graph_input.name)
-        if initializer is not None:  # listed among the inputs too, with its extents
-            tensor_type = onnx.helper.make_tensor_type_proto(initializer.data_type, initializer.dims)
-            graph_input.type.CopyFrom(tensor_type)
+    _shorten_initializers(graph, plan)
     # Initializers that were unread before stay: they are the user's.
-    unread_before = {item.name for item in graph.initializer} - onnx_graph.read_in(graph)
-    sizes = _SizeCorrection(smaller, plan)
-    nodes = [item for node in graph.node for item in (*sizes.correct(node), node)]
+    unread_before = {initializer.name for initializer in graph.initializer} - onnx_graph.read_in(graph)
+    correction = _SizeCorrection(smaller, plan)
+    nodes = [node for old in graph.node for node in (*correction.correct(old), old)]
     if len(nodes) > len(graph.node):
         # Nodes of a graph are in topological order: new ones go in front of their readers.
         copied = onnx.GraphProto(node=nodes)
@@ -310,11 +303,24 @@ def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
     return onnx.shape_inference.infer_shapes(smaller) if has_types else smaller
 
 
+def _shorten_initializers(graph: GraphProto, plan: RemovalPlan) -> None:
+    """Remove the channels that a plan does not keep from the initializers of a graph, in place."""
+    initializers = {initializer.name: initializer for initializer in graph.initializer}
+    for name, axis, keep_mask in plan.axes():
+        array = np.ascontiguousarray(numpy_helper.to_array(initializers[name]).compress(keep_mask, axis))
+        initializers[name].CopyFrom(numpy_helper.from_array(array, name))
+    for graph_input in graph.input:
+        shortened = initializers.get(graph_input.name)
+        if shortened is not None:  # an initializer that is listed among the inputs too, with its extents
+            tensor_type = onnx.helper.make_tensor_type_proto(shortened.data_type, shortened.dims)
+            graph_input.type.CopyFrom(tensor_type)
+
+
 class _SizeCorrection:
-    """Corrects what nodes say of the sizes of their tensors."""
+    """Corrects sizes in attributes and constants of nodes, such as a target shape, for the kept channels."""
 
     def __init__(self, model: ModelProto, plan: RemovalPlan) -> None:
-        self._graph, self._alive = model.graph, plan.alive
+        self._graph, self._kept_label_mask = model.graph, plan.kept_label_mask
         self._opset = next(item.version for item in model.opset_import if item.domain in ("", "ai.onnx"))
         self._tracing = cast(OnnxTracing, plan.tracing)
         self._traced_ops: dict[str, TracedOp] = {op.key: op for op in plan.tracing.traced_ops}
@@ -328,7 +334,7 @@ class _SizeCorrection:
         self._readers = Counter(name for node in model.graph.node for name in node.input)
 
     def correct(self, node: NodeProto) -> Sequence[NodeProto]:
-        """Give a node the new sizes; return new nodes that compute inputs of the node, mostly none."""
+        """Write the kept sizes into a node; return new nodes that compute inputs of the node, mostly none."""
         op = self._traced_ops.get(onnx_graph.first_output_of(node))
         if op is None or not op.inputs or node.domain not in ("", "ai.onnx"):
             return ()
@@ -351,30 +357,32 @@ class _SizeCorrection:
         return ()
 
     def _extents(self, part: Any) -> tuple[int, ...]:
-        return self._tracing.kept_extents(part, self._alive)
+        return self._tracing.kept_extents(part, self._kept_label_mask)
 
     def _update_shape(self, node: NodeProto, index: int, op: TracedOp) -> Sequence[NodeProto]:
         """Write new extents into the shape that a node reads: a constant, or constants that a Concat joins.
 
         Other shapes stay unchanged.  Returns the node's own copy of a Concat that other nodes read too.
+        index: of the node's input that is the shape.
         """
+        # The shape's elements in the traced call; None where they are no integers.
         numbers = self._tracing.numbers.get((op.key, index))
         _, old_extents = op.outputs[0]
         new_extents = self._extents(op.outputs[0])
         if numbers is None or old_extents == new_extents:
             return ()
         # The shape of an Expand may lack leading axes.
-        offset = len(old_extents) - len(numbers)
-        extent_pairs = zip(old_extents[offset:], new_extents[offset:], strict=True)
-        new_numbers = {
-            i: new
-            for i, (number, (old, new)) in enumerate(zip(numbers.tolist(), extent_pairs, strict=True))
+        first_axis = len(old_extents) - len(numbers)
+        changes = zip(numbers.tolist(), old_extents[first_axis:], new_extents[first_axis:], strict=True)
+        new_numbers = {  # by their positions in the shape
+            position: new
+            for position, (number, old, new) in enumerate(changes)
             if number == old and new != old  # a number such as -1 or 0 follows the extents by itself
         }
         if not new_numbers:
             return ()
         if node.input[index] in self._constants:
-            self._set_initializer(node, index, _replace_numbers(numbers, 0, new_numbers))
+            self._set_initializer(node, index, _replace_numbers(numbers, position=0, new_numbers=new_numbers))
             return ()
         producer = self._producers.get(node.input[index])
         if producer is None or producer.op_type != "Concat":
@@ -418,7 +426,7 @@ class _SizeCorrection:
         is_changed = False
         for i, axis in enumerate(axes.tolist()):
             axis %= len(shape)
-            keep_mask = self._tracing.keep_mask_along(families, axis, self._alive)
+            keep_mask = self._tracing.keep_mask_along(families, axis, self._kept_label_mask)
             has_unit_stride = strides is None or strides[i] == 1
             if keep_mask is not None and not keep_mask.all() and has_unit_stride:
                 # A bound becomes the number of kept channels before it.
@@ -428,18 +436,19 @@ class _SizeCorrection:
                 is_changed = True
         if is_changed:
             for index, name, value in ((1, "starts", starts), (2, "ends", ends)):
-                if self._opset < 10:
+                if self._opset < 10:  # bounds became inputs with opset 10
                     onnx_graph.set_attribute(node, name, value.tolist())
                 else:
                     self._set_initializer(node, index, value)
 
     def _update_split(self, node: NodeProto, op: TracedOp) -> None:
         """Write the number of kept channels of each part of a Split, if any changes."""
-        axis = onnx_graph.attribute_of(node, "axis", 0) % len(op.outputs[0][1])
+        _, first_shape = op.outputs[0]
+        axis = onnx_graph.attribute_of(node, "axis", 0) % len(first_shape)
         sizes = [self._extents(part)[axis] for part in op.outputs]
         if sizes == [shape[axis] for _, shape in op.outputs]:
             return
-        if self._opset < 13:
+        if self._opset < 13:  # sizes became an input with opset 13
             onnx_graph.set_attribute(node, "split", sizes)
             return
         onnx_graph.remove_attribute(node, "num_outputs")
@@ -448,7 +457,7 @@ class _SizeCorrection:
         self._set_initializer(node, 1, np.array(sizes, np.int64))
 
     def _constant_numbers(self, node: NodeProto, op: TracedOp, name: str, index: int) -> Any:
-        """Return numbers that are the same for all inputs of the model; None of others."""
+        """Return integers of a Slice, an attribute or an input, if they are constant; None otherwise."""
         if self._opset < 10:
             attribute = onnx_graph.attribute_of(node, name, None)
             return None if attribute is None else np.array(attribute)

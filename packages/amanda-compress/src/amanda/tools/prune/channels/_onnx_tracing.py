@@ -60,7 +60,7 @@ class OnnxValue:
 
 
 def gemm(call: FollowedOp) -> Sequence[Families]:
-    """Multiply two matrices, either transposed, and add a third."""
+    """Follow a product of two matrices, either of them transposed, to which a third is added."""
     first, second, summand = (*call.inputs[:2], call.value("C"))
     first_part = _transposed(call.part_of(first)) if call.value("transA") else call.part_of(first)
     second_part = _transposed(call.part_of(second)) if call.value("transB") else call.part_of(second)
@@ -86,8 +86,9 @@ def from_axis_on(call: FollowedOp) -> Sequence[Families]:
 
 
 def depth_to_space(call: FollowedOp) -> Sequence[Families]:
-    """Move channels into images: those that go to one channel go together."""
-    channels, area = call.labels_along(call.families_of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
+    """Unite the channels that the op moves into the image of one channel: these go together."""
+    channels = call.labels_along(call.families_of(call.inputs[0]), 1)
+    area = int(call.value("blocksize")) ** 2
     if channels is None:
         return [()]
     # Rows of `grouped` are the channels of one output channel; in mode CRD they are neighbours.
@@ -98,12 +99,13 @@ def depth_to_space(call: FollowedOp) -> Sequence[Families]:
 
 
 def space_to_depth(call: FollowedOp) -> Sequence[Families]:
-    """Move images into channels, as many of each."""
-    channels, area = call.labels_along(call.families_of(call.inputs[0]), 1), int(call.value("blocksize")) ** 2
+    """Repeat the channels, of each of which the op makes one for each place of a block."""
+    channels = call.labels_along(call.families_of(call.inputs[0]), 1)
+    area = int(call.value("blocksize")) ** 2
     return [shaped(None if channels is None else np.tile(channels, area), 1, 4)]
 
 
-_Entry = tuple[Rule, str, Mapping[str, str]]
+_Entry = tuple[Rule, str, Mapping[str, str]]  # a rule, its names of inputs, its names of attributes
 _ELEMENTWISE = (
     "Abs Add And Ceil Celu Clip Cos Div Elu Equal Erf Exp Floor Gelu Greater GreaterOrEqual HardSigmoid "
     "HardSwish IsInf IsNaN LeakyRelu Less LessOrEqual Log Max Mean Min Mish Mod Mul Neg Not Or PRelu Pow "
@@ -161,7 +163,7 @@ def rule_of(
     output_count: int,
     opset: int,
 ) -> tuple[Rule, list[str], list[Any]]:
-    """Return the rule of a node, and its inputs and attributes as the rule names them.
+    """Return the rule of a node, names of its inputs and attributes for the rule, and their values.
 
     type: ONNX' one, with a domain where that is not ONNX' own.  opset: version of ONNX' own domain.
     """
@@ -210,13 +212,16 @@ def _has_axes(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None])
     return bool(attributes.get("axes")) or (axes is not None and axes.array.size > 0)
 
 
-def why_unfollowed(type: str, values: Sequence[OnnxValue | None], channels: Sequence[Families]) -> str:
-    """Return why the channels of a layer's weight are not followed; "" of any other node."""
+def why_unfollowed(type: str, values: Sequence[OnnxValue | None], families: Sequence[Families]) -> str:
+    """Return why the channels of a layer's weight are not followed; "" of any other node.
+
+    values, families: of the inputs.
+    """
     if type in _QUANTISED:
         return f"{type} computes with quantized weights"
     if type in ("Conv", "ConvTranspose", "Gemm") and len(values) > 1:
         weight = values[1]
-        if weight is not None and prod(weight.shape) > 1 and not channels[1]:
+        if weight is not None and prod(weight.shape) > 1 and not families[1]:
             return "its weight is no floating-point initializer"
     return ""
 
@@ -271,28 +276,31 @@ class OnnxTracing(Tracing):
         key = self._model.op_key(context)
         if key not in self._model.nodes:  # of a body, where nothing can listen
             return
-        symbols, output_names = context.get_inputs(), [name for name in context.get_op().node.output if name]
-        names = tuple(
-            _map_leaves(symbols, lambda symbol: None if symbol is None else (symbol.name, symbol.root))
+        names_and_roots = tuple(
+            None if symbol is None else (symbol.name, symbol.root) for symbol in leaves(context.get_inputs())
         )
-        context.insert_before_op(self._store_inputs, key=key, names=names)
+        context.insert_before_op(self._store_inputs, key=key, names_and_roots=names_and_roots)
         op = context.get_op()
+        output_names = tuple(name for name in op.node.output if name)
         context.insert_after_op(
             self._follow_channels,
-            key=key, output_names=tuple(output_names), word=context["type"], type=op.type,
+            key=key, output_names=output_names, word=context["type"], type=op.type,
             attributes=dict(context.get_attrs()), module=context.get_scope() or op.name, node=op.name,
             compute=context.get_computation() if only_moves(op.type) else None,
         )  # fmt: skip
 
     @amanda.observer
-    def _store_inputs(self, *inputs: Any, key: str, names: Sequence[Any]) -> None:
-        """Store the arrays of a node's inputs, with the names that they have in the graph."""
-        arrays = list(_map_leaves(inputs, lambda array: array if isinstance(array, np.ndarray) else None))
+    def _store_inputs(self, *inputs: Any, key: str, names_and_roots: Sequence[Any]) -> None:
+        """Store the arrays of a node's inputs, with their names and roots, see OnnxValue, in the graph."""
+        values: list[OnnxValue | None] = []
+        for array, name_and_root in zip(leaves(inputs), names_and_roots, strict=True):
+            if name_and_root is None or not isinstance(array, np.ndarray):
+                values.append(None)  # an input that the node omits
+            else:
+                name, root = name_and_root
+                values.append(OnnxValue(name, array, root))
         # By key and not on a stack: a session may run independent nodes in another order than the file's.
-        self._open_inputs[key] = [
-            None if name is None or array is None else OnnxValue(name[0], array, name[1])
-            for name, array in zip(names, arrays, strict=True)
-        ]
+        self._open_inputs[key] = values
 
     @amanda.observer
     def _follow_channels(
@@ -312,13 +320,11 @@ class OnnxTracing(Tracing):
         Removes the inputs that `_store_inputs` stored, and notes in `unfollowed` why a layer is not followed.
         """
         values = self._open_inputs.pop(key)
-        arrays = (
-            array for array in _map_leaves(outputs, lambda array: array) if isinstance(array, np.ndarray)
-        )
+        arrays = (array for array in leaves(outputs) if isinstance(array, np.ndarray))
         results = [OnnxValue(name, array) for name, array in zip(output_names, arrays, strict=False)]
-        channels = [() if value is None else self._families(value) for value in values]
+        input_families = [() if value is None else self._families(value) for value in values]
         self._note_inputs(key, module, values)
-        why = why_unfollowed(type, values, channels)
+        why = why_unfollowed(type, values, input_families)
         if why:
             self.unfollowed[node] = why
         op_rule, names, inputs = rule_of(type, attributes, values, len(results), self._model.opset)
@@ -327,7 +333,8 @@ class OnnxTracing(Tracing):
             type=word, place=f"{type} {node}", key=key, inputs=inputs, names=names, outputs=results,
             find_families=self._families, move=move, notes=self.notes, name_of=self._name,
         )  # fmt: skip
-        rule = op_rule if any(channels) else fresh
+        # A node without channels computes sizes or masks; one without outputs shows nothing to follow.
+        rule = op_rule if any(input_families) else fresh
         output_families = rule(call) if results else unknown(call)
         self._families_of.update(
             (result.name, families)
@@ -336,7 +343,7 @@ class OnnxTracing(Tracing):
         )
         input_parts = [
             (families, value.shape)
-            for families, value in zip(channels, values, strict=True)
+            for families, value in zip(input_families, values, strict=True)
             if value is not None
         ]
         self.note_op(call, op_rule, module, node, input_parts, output_families)
@@ -361,15 +368,10 @@ class OnnxTracing(Tracing):
         return value.root if isinstance(value, OnnxValue) and value.root in self._weights else None
 
 
-def _map_leaves(values: Sequence[Any], function: Callable[[Any], Any]) -> Sequence[Any]:
-    """Return the results of a function for each value, also for each in a list."""
-    return [function(value) for value in leaves(values)]
-
-
 def _move_labels(
     compute: Callable[[Sequence[Any]], Any] | None, values: Sequence[OnnxValue | None], family: Family
 ) -> list[Family]:
-    """Return the outputs of a node for labels in place of its first input."""
+    """Return a family of the first input, moved as the node moves elements, for each output."""
     assert compute is not None
     assert values[0] is not None
     labels = np.ascontiguousarray(np.broadcast_to(family, values[0].shape))

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from time import perf_counter
 from typing import Any, Literal
 
@@ -68,18 +69,22 @@ class ChannelGroup:
         return slices
 
 
+_WeightAxis = tuple[str, int, bool]
+"""Name of a weight, an axis of it, and True if the places along it are outputs of a layer."""
+
+
 def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     """Return the groups that can be removed, in the order of their first layers."""
     places_by_root = _removable_places(tracing)
     # Channels with as many places along the same axes are a group.
-    roots_by_axes: dict[Any, list[int]] = defaultdict(list)
+    roots_by_signature: dict[tuple[tuple[_WeightAxis, int], ...], list[int]] = defaultdict(list)
     for root, places_by_axis in places_by_root.items():
-        key = tuple((*axis, len(places)) for axis, places in places_by_axis.items())
-        roots_by_axes[key].append(root)
+        signature = tuple((weight_axis, len(places)) for weight_axis, places in places_by_axis.items())
+        roots_by_signature[signature].append(root)
     groups = []
-    for key, roots in roots_by_axes.items():
+    for signature, roots in roots_by_signature.items():
         members = []
-        for name, axis, is_output, _place_count in key:
+        for (name, axis, is_output), _ in signature:
             indices = np.array([places_by_root[root][name, axis, is_output] for root in roots])
             members.append(Member(name, axis, indices, is_output))
         # `ChannelGroup` names itself after the first member, which has to be a layer's outputs.
@@ -88,25 +93,26 @@ def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
     return sorted(groups, key=lambda group: int(group.roots[0]))
 
 
-def _removable_places(tracing: Tracing) -> dict[int, dict[tuple[str, int, bool], list[int]]]:
-    """Return the places of each channel that can be removed, by its root.
-
-    The places are positions along axes of weights, by name, axis, and True for outputs of a layer.
-    """
+def _removable_places(tracing: Tracing) -> dict[int, dict[_WeightAxis, list[int]]]:
+    """Return the positions along axes of weights that each removable channel has, by the channel's root."""
     labels = tracing.notes.labels
     output_roots, whole_roots = labels.output_roots(), labels.whole_roots()
     output_labels = labels.output_labels()
-    places_by_root: dict[int, dict[tuple[str, int, bool], list[int]]] = defaultdict(dict)
+    places_by_root: dict[int, dict[_WeightAxis, list[int]]] = defaultdict(dict)
     for name, families in tracing.weight_families.items():
         for family in families:
             (axis,) = varying(family)
-            pairs = zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
-            for position, (label, root) in enumerate(pairs):
+            for position, (label, root) in enumerate(_labels_and_roots(labels, family)):
                 # A channel that no layer makes, as of an input image, cannot be removed.
                 if root in output_roots and root not in whole_roots:
-                    axis_key = name, axis, label in output_labels
-                    places_by_root[root].setdefault(axis_key, []).append(position)
+                    weight_axis = name, axis, label in output_labels
+                    places_by_root[root].setdefault(weight_axis, []).append(position)
     return places_by_root
+
+
+def _labels_and_roots(labels: ChannelSets, family: Family) -> Iterator[tuple[int, int]]:
+    """Yield each label of a family with its root, in the order of their places."""
+    return zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
 
 
 def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
@@ -116,8 +122,7 @@ def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for name, families in tracing.weight_families.items():
         for family in families:
-            pairs = zip(family.reshape(-1).tolist(), labels.roots(family).reshape(-1).tolist(), strict=True)
-            for label, root in pairs:
+            for label, root in _labels_and_roots(labels, family):
                 if label in output_labels and root in whole_roots:
                     reasons.setdefault(name, whole_roots[root])
     return reasons
@@ -213,15 +218,16 @@ class ChannelBudget:
         """
         if self.of == "channels" or not groups:
             return self._keep_masks_at(self.sparsity, groups, importances)
-        low, high = 0.0, 1.0  # shares of channels: too few and enough
+        too_low, high_enough = 0.0, 1.0  # shares of channels that are removed
         for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            alive = alive_labels(labels, groups, self._keep_masks_at(middle, groups, importances))
-            if kept_share_of_work(work, alive) > 1 - self.sparsity:
-                low = middle
+            share = (too_low + high_enough) / 2
+            keep_masks = self._keep_masks_at(share, groups, importances)
+            kept_label_mask = mask_of_kept_labels(labels, groups, keep_masks)
+            if kept_share_of_work(work, kept_label_mask) > 1 - self.sparsity:
+                too_low = share
             else:
-                high = middle
-        return self._keep_masks_at(high, groups, importances)
+                high_enough = share
+        return self._keep_masks_at(high_enough, groups, importances)
 
     def _keep_masks_at(
         self, sparsity: float, groups: Sequence[ChannelGroup], importances: Sequence[Any]
@@ -231,6 +237,7 @@ class ChannelBudget:
         guarded_importances = [
             np.where(np.arange(len(scores)) == scores.argmax(), np.inf, scores) for scores in importances
         ]
+        # A channel is a unit, see `unit_keep_masks`, of as many elements as it has places along the axis.
         units = [(scores, group.width) for scores, group in zip(guarded_importances, groups, strict=True)]
         if self._scope == "global":
             keep_masks = unit_keep_masks(units, sparsity) if units else []
@@ -251,19 +258,21 @@ class ChannelBudget:
         return rounded_mask
 
 
-def alive_labels(labels: ChannelSets, groups: Sequence[ChannelGroup], keep_masks: Sequence[Any]) -> Any:
-    """Return a mask of all labels: True for those whose channel is kept."""
+def mask_of_kept_labels(
+    labels: ChannelSets, groups: Sequence[ChannelGroup], keep_masks: Sequence[Any]
+) -> Any:
+    """Return a mask of all labels, True for those whose channel is kept; keep_masks: of each group."""
     dropped_roots = [group.roots[~keep_mask] for group, keep_mask in zip(groups, keep_masks, strict=True)]
     roots = labels.roots(np.arange(labels.count))
     return ~np.isin(roots, np.concatenate([np.zeros(0, np.int64), *dropped_roots]))
 
 
-def kept_share_of_work(work: Sequence[Work], alive: Any) -> float:
+def kept_share_of_work(work: Sequence[Work], kept_label_mask: Any) -> float:
     """Return the share of multiplications that remain."""
 
     def kept_share(channels: Family | None) -> float:
         """Return the share of channels that is kept."""
-        return 1.0 if channels is None else float(alive[channels].mean())
+        return 1.0 if channels is None else float(kept_label_mask[channels].mean())
 
     total = sum(product.multiplications for product in work)
     remaining = sum(
@@ -292,11 +301,11 @@ class ChannelOptions:
 
 @dataclass
 class RemovalPlan:
-    """A choice of channels to remove of a model.
+    """Which channels of a model are kept and which removed, from a tracing of the model.
 
     groups, keep_masks: the groups, and masks of their kept channels.  whole_layers: weights whose outputs
-    are left whole, and the reasons.  alive: mask of the labels whose channels are kept.  remaining_work:
-    share of multiplications.  latency: share of the time of a call, where that was measured.
+    are left whole, and the reasons.  kept_label_mask: by label, True where its channel is kept.
+    remaining_work: share of multiplications.  latency: share of the time of a call, where it was measured.
     """
 
     subject: PrunableModel
@@ -304,7 +313,7 @@ class RemovalPlan:
     groups: list[ChannelGroup] = field(default_factory=list)
     keep_masks: list[Any] = field(default_factory=list)
     whole_layers: dict[str, str] = field(default_factory=dict)
-    alive: Any = None
+    kept_label_mask: Any = None
     remaining_work: float = 1.0
     latency: float | None = None
 
@@ -320,8 +329,8 @@ class RemovalPlan:
             for i, group in enumerate(self.groups)
         ]
         self.keep_masks = choice.budget.choose_keep_masks(self.groups, importances, labels, work)
-        self.alive = alive_labels(labels, self.groups, self.keep_masks)
-        self.remaining_work = kept_share_of_work(work, self.alive)
+        self.kept_label_mask = mask_of_kept_labels(labels, self.groups, self.keep_masks)
+        self.remaining_work = kept_share_of_work(work, self.kept_label_mask)
         self.whole_layers = reasons_left_whole(self.tracing) | self.tracing.unfollowed
 
     def axes(self) -> Iterator[tuple[str, int, Any]]:
@@ -329,7 +338,7 @@ class RemovalPlan:
         for name, families in self.tracing.weight_families.items():
             for family in families:
                 (axis,) = varying(family)
-                keep_mask = self.alive[family].reshape(-1)
+                keep_mask = self.kept_label_mask[family].reshape(-1)
                 if not keep_mask.all():
                     yield name, axis, keep_mask
 
@@ -337,28 +346,27 @@ class RemovalPlan:
 def leave_unselected(plan: RemovalPlan, choice: ChannelOptions) -> None:
     """Leave whole what the options do not select; raise PruneError for an option that fits no weight."""
     labels = plan.tracing.notes.labels
-    outputs_by_layer = _outputs_by_layer(plan.tracing)
+    output_families_by_layer = _outputs_by_layer(plan.tracing)
     is_chosen, is_excluded = Paths("module", choice.module), Paths("exclude", choice.exclude or ())
-    chosen_paths = {path for path in outputs_by_layer if is_chosen(path)}
-    excluded_paths = {path for path in outputs_by_layer if is_excluded(path)}
+    chosen_paths = {path for path in output_families_by_layer if is_chosen(path)}
+    excluded_paths = {path for path in output_families_by_layer if is_excluded(path)}
     noun = "layer with channels"
     texts = [*unmatched([is_chosen], noun=noun), *unmatched([is_excluded], "excluded", noun)]
     if texts:
         raise PruneError("; ".join(texts))
-    for path, outputs in outputs_by_layer.items():
+    for path, output_families in output_families_by_layer.items():
         if path in excluded_paths:
-            labels.leave_whole(outputs, f"{path} is excluded")
+            labels.leave_whole(output_families, f"{path} is excluded")
     if choice.module is None:
         return
     # Layers that share channels with a selected layer lose them too.
     chosen_roots: set[int] = set()
     for path in chosen_paths:
-        for family in outputs_by_layer[path]:
+        for family in output_families_by_layer[path]:
             chosen_roots.update(labels.roots(family).reshape(-1).tolist())
-    for outputs in outputs_by_layer.values():
-        for family in outputs:
-            unselected = family[~np.isin(labels.roots(family), list(chosen_roots))]
-            labels.leave_whole(unselected, "`module` does not select it")
+    for family in chain.from_iterable(output_families_by_layer.values()):
+        unselected = family[~np.isin(labels.roots(family), list(chosen_roots))]
+        labels.leave_whole(unselected, "`module` does not select it")
 
 
 def _outputs_by_layer(tracing: Tracing) -> dict[str, list[Family]]:
@@ -405,15 +413,15 @@ def _meet_latency(
         budget = choice.budget.of_channels(sparsity)
         return _try_until_it_runs(plan, replace(choice, budget=budget), example, named)
 
-    low, high = 0.0, 1.0  # shares of channels: too few and enough
+    too_low, high_enough = 0.0, 1.0  # shares of channels that are removed
     for _ in range(_TIMED_HALVINGS):
-        middle = (low + high) / 2
-        try_sparsity(middle)
+        share = (too_low + high_enough) / 2
+        try_sparsity(share)
         if _share_of_time(plan, example, named) > 1 - choice.budget.sparsity:
-            low = middle
+            too_low = share
         else:
-            high = middle
-    result = try_sparsity(high)
+            high_enough = share
+    result = try_sparsity(high_enough)
     plan.latency = _share_of_time(plan, example, named)
     return result
 
@@ -426,10 +434,10 @@ def _try_until_it_runs(
     Raises PruneError where nothing further can be left whole.
     """
     tracing = plan.tracing
-    while True:
+    while True:  # each round leaves more channels whole
         plan.choose_channels(choice)
         trial_ops: Sequence[TracedOp] = ()
-        result, error = None, ""
+        result, error = None, ""  # error: of the trial, "" for one that ran
         removal = plan.subject.removal(plan)
         try:
             removal.apply()
@@ -440,7 +448,7 @@ def _try_until_it_runs(
             error = f"{type(raised).__name__}: {raised}"
         finally:
             removal.undo()
-        unfit_op = first_unfit_op(tracing, plan.alive, trial_ops)
+        unfit_op = first_unfit_op(tracing, plan.kept_label_mask, trial_ops)
         if unfit_op is None and not error:
             return result
         if unfit_op is None or not _leave_op_whole(tracing, unfit_op, error):

@@ -144,7 +144,7 @@ class TracedOp:
 
 
 class Tracing(amanda.Tool):
-    """Follows channels from op to op.
+    """Follows channels from op to op in one call of a model: families of weights, ops with their families.
 
     traced_ops: in their order.  weight_families: families of parameters and buffers, by their names.
     result: of the call.  unfollowed: why layers are left whose weights have no channels, by layer.
@@ -208,25 +208,25 @@ class Tracing(amanda.Tool):
         move = call.move if rule in MOVES else None
         self.traced_ops.append(TracedOp(call.type, module, source, call.key, input_parts, output_parts, move))
 
-    def kept_extents(self, part: Part, alive: Any) -> tuple[int, ...]:
-        """Return the extents of a tensor without removed channels.  alive: mask of the kept labels."""
+    def kept_extents(self, part: Part, kept_label_mask: Any) -> tuple[int, ...]:
+        """Return the extents of a tensor without removed channels.  kept_label_mask: by label."""
         families, shape = part
         extents = list(shape)
         for axis in range(len(extents)):
-            keep_mask = self.keep_mask_along(families, axis, alive)
+            keep_mask = self.keep_mask_along(families, axis, kept_label_mask)
             # An axis without channels keeps its extent.
             if keep_mask is not None:
                 extents[axis] = int(keep_mask.sum())
         return tuple(extents)
 
-    def keep_mask_along(self, families: Families, axis: int, alive: Any) -> Any:
+    def keep_mask_along(self, families: Families, axis: int, kept_label_mask: Any) -> Any:
         """Return the mask of the places along an axis that are kept; None for an axis without channels."""
         for family in families:
             # One family at most varies along an axis.  A place stays if any channel at it is kept: of heads
             # and features a place along either axis has several channels.
             if family.shape[axis] > 1:
                 other_axes = tuple(i for i in range(family.ndim) if i != axis)
-                return np.any(alive[family], axis=other_axes)
+                return np.any(kept_label_mask[family], axis=other_axes)
         return None
 
 
@@ -235,15 +235,15 @@ def tensors_in(value: Any) -> list[Any]:
     return [leaf for leaf in leaves([value], structures=True) if hasattr(leaf, "shape")]
 
 
-def first_unfit_op(expected: Tracing, alive: Any, trial_ops: Sequence[TracedOp]) -> TracedOp | None:
+def first_unfit_op(expected: Tracing, kept_label_mask: Any, trial_ops: Sequence[TracedOp]) -> TracedOp | None:
     """Return the first op of which a trial of the smaller model has other results than the kept channels.
 
     Also the first op that the trial has not run; None for a trial without a difference.
-    expected: the tracing of the whole model.  alive: mask of the kept labels.
+    expected: the tracing of the whole model.  kept_label_mask: by label.
     """
     # Op by op: the first difference is the cause, and those after it follow from it.
     for i, op in enumerate(expected.traced_ops):
-        if i >= len(trial_ops):
+        if i >= len(trial_ops):  # the trial failed here
             return op
         trial_op = trial_ops[i]
         if (op.type, op.module) != (trial_op.type, trial_op.module):
@@ -253,39 +253,42 @@ def first_unfit_op(expected: Tracing, alive: Any, trial_ops: Sequence[TracedOp])
         for part, (_, trial_shape) in zip(op.outputs, trial_op.outputs, strict=True):
             _, shape = part
             has_elements = prod(trial_shape) > 0 or prod(shape) > 0
-            if has_elements and expected.kept_extents(part, alive) != trial_shape:
+            if has_elements and expected.kept_extents(part, kept_label_mask) != trial_shape:
                 return op
         # Extents alone miss an op that moves channels elsewhere.
-        if not _moves_alike(op, trial_op, expected, alive):
+        if not _moves_alike(op, trial_op, expected, kept_label_mask):
             return op
     return None
 
 
-def _moves_alike(op: TracedOp, trial_op: TracedOp, expected: Tracing, alive: Any) -> bool:
-    """Return True if an op of the trial moves the kept channels as the same op moved them among all."""
+def _moves_alike(op: TracedOp, trial_op: TracedOp, expected: Tracing, kept_label_mask: Any) -> bool:
+    """Return True if an op of the trial moves the kept channels as the same op moved them among all.
+
+    True for an op that computes instead of moving elements.
+    """
     if op.move is None or trial_op.move is None:
         return True
     roots = expected.notes.labels.roots
     families, _ = op.inputs[0]
     for family in families:
-        if alive[family].all():
+        if kept_label_mask[family].all():
             continue
-        kept_family = _without_removed(family, ((family,), family.shape), expected, alive)
+        kept_family = _without_removed(family, ((family,), family.shape), expected, kept_label_mask)
         outputs = zip(op.move(family), op.outputs, trial_op.move(kept_family), strict=True)
         for whole_labels, part, trial_labels in outputs:
             # Roots: united channels may come in another order and still be the same.
-            expected_roots = roots(_without_removed(whole_labels, part, expected, alive))
+            expected_roots = roots(_without_removed(whole_labels, part, expected, kept_label_mask))
             if expected_roots.size and not np.array_equal(expected_roots, roots(trial_labels)):
                 return False
     return True
 
 
-def _without_removed(array: Any, part: Part, expected: Tracing, alive: Any) -> Any:
+def _without_removed(array: Any, part: Part, expected: Tracing, kept_label_mask: Any) -> Any:
     """Return an array without the places at which a tensor of its shape has channels that are not kept."""
     families, _ = part
     positions = []
     for axis, extent in enumerate(array.shape):
-        keep_mask = expected.keep_mask_along(families, axis, alive)
+        keep_mask = expected.keep_mask_along(families, axis, kept_label_mask)
         positions.append(np.arange(extent) if keep_mask is None else np.flatnonzero(keep_mask))
     return array[np.ix_(*positions)]
 
@@ -320,6 +323,7 @@ def compute_array_over_kept(
     *inputs: Any, axis: int, indices: Any, compute: Callable[[Sequence[Any]], Any], names: Sequence[str]
 ) -> Any:
     """Return the output of a normalisation of ONNX over the kept channels, with 0 for the others."""
+    # names: of the inputs.  compute: the op on other inputs.
     value, *parameters = inputs
     kept_inputs = [value.take(indices, axis)]
     for name, parameter in zip(names[1:], parameters, strict=False):

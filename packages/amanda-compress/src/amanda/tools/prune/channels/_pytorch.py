@@ -71,7 +71,7 @@ class TorchModel(PrunableModel):
 
     def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
         """Return a removal that also shortens the state of an optimizer."""
-        sizes = new_size_attributes(self.model, plan.tracing, plan.alive)
+        sizes = new_size_attributes(self.model, plan.tracing, plan.kept_label_mask)
         keep_masks = {(name, axis): keep_mask for name, axis, keep_mask in plan.axes()}
         whole_groups = frozenset(plan.tracing.notes.whole_groups)
         return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
@@ -152,7 +152,7 @@ class FastPath:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Return a context without fused ops; the switch is as it was when the last of several ends."""
+        """Return a context without fused ops; the last of several that overlap restores the switch."""
         import torch
 
         with self._lock:
@@ -260,8 +260,8 @@ class ModuleTracing(Tracing):
         output_tensors = [tensor for tensor in leaves(outputs) if _is_tensor(tensor)]
         place = f"{type} of {module or 'the model'}"
         # With its strides, on which it depends whether the op can make a view.
-        value = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
-        move = partial(_move_labels, compute, inputs[1:], tuple(value.shape), value.stride())
+        moved_tensor = inputs[0] if inputs and _is_tensor(inputs[0]) else torch.empty(0)
+        move = partial(_move_labels, compute, inputs[1:], tuple(moved_tensor.shape), moved_tensor.stride())
         call = FollowedOp(
             type=type, place=place, key=op_id, inputs=inputs, names=names, outputs=output_tensors,
             find_families=self._families, move=move, notes=self.notes, name_of=self._name,
@@ -269,13 +269,15 @@ class ModuleTracing(Tracing):
         op_rule = self.rule(type)
         # Most ops of a model compute sizes and masks without channels.
         rule = op_rule if any(families for families, _ in input_parts) else fresh
-        output_families = rule(call) if output_tensors else self.rule("")(call)
+        if not output_tensors:  # nothing shows what becomes of the channels, as for an op without a rule
+            rule = self.rule("")
+        output_families = rule(call)
         for output, families in zip(output_tensors, output_families, strict=True):
             # An op in place without channels overwrites those that the tensor had.
             if families or self._families_of.get(output):
                 self._families_of[output] = families
-        recorded_families = [self._families_of.get(tensor) or () for tensor in output_tensors]
-        self.note_op(call, op_rule, module, source, input_parts, recorded_families)
+        present_families = [self._families_of.get(tensor) or () for tensor in output_tensors]
+        self.note_op(call, op_rule, module, source, input_parts, present_families)
 
     def _note_unregistered(self, inputs: Sequence[Any], module: str) -> None:
         """Note in `unfollowed` a module whose op reads a parameter without a name in the model."""
@@ -312,7 +314,10 @@ def _move_labels(
     strides: Any,
     family: Family,
 ) -> list[Family]:
-    """Return the outputs of an op, as arrays, for labels in place of its first input."""
+    """Return a family of an op's first input, moved as the op moves elements, for each output.
+
+    shape, strides: of the first input.
+    """
     import torch
 
     labels = torch.from_numpy(np.ascontiguousarray(family)).expand(shape)

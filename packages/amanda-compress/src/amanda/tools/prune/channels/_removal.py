@@ -68,7 +68,7 @@ class ModuleRemoval:
     ) -> None:
         self._model, self._optimizer = model, optimizer
         self._keep_masks, self._sizes, self._whole_groups = keep_masks, sizes, whole_groups
-        self._before: list[tuple[Any, str, Any]] = []
+        self._before: list[tuple[Any, str, Any]] = []  # owner, attribute or key, and former value, in order
 
     def apply(self) -> None:
         """Remove channels from the model.
@@ -136,7 +136,10 @@ class ModuleRemoval:
                 state[name] = select_kept(value)
 
     def _update_extents(self, path: str, module: Any) -> None:
-        """Set the attributes of a layer that say how long its axes are; none without a weight or averages."""
+        """Set the attributes that say how long a layer's axes are, such as `out_channels`, from its weight.
+
+        Does nothing for a module without a weight or running averages.
+        """
         import torch
 
         weight = getattr(module, "weight", None)
@@ -199,7 +202,7 @@ def _set_data(tensor: Any, data: Any) -> None:
     tensor.data = data
 
 
-def new_size_attributes(model: Any, tracing: Tracing, alive: Any) -> dict[str, dict[str, Any]]:
+def new_size_attributes(model: Any, tracing: Tracing, kept_label_mask: Any) -> dict[str, dict[str, Any]]:
     """Return new values for attributes that modules reshape by, such as the number of heads.
 
     An attribute is such if its name speaks of sizes and it has the extent of an axis that changes, but of no
@@ -207,19 +210,19 @@ def new_size_attributes(model: Any, tracing: Tracing, alive: Any) -> dict[str, d
     no part of the model, count as ops of the module that calls it.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    changes, unchanged_sizes = _changes_of_extents(modules, tracing, alive)
+    new_extents_by_path, unchanged_by_path = _changes_of_extents(modules, tracing, kept_label_mask)
     sizes: dict[str, dict[str, Any]] = {}
-    for path, new_extents in changes.items():
+    for path, new_extents_by_old in new_extents_by_path.items():
         for name, value in vars(modules[path]).items():
             speaks_of_size = _SIZE_NAMES.search(name) and not _RATIO_NAMES.search(name)
             if not speaks_of_size or name in _EXTENTS:  # those are set with the layer's weight
                 continue
-            unchanged = set() if _HEAD_COUNT_NAMES.search(name) else unchanged_sizes.get(path, set())
+            unchanged = set() if _HEAD_COUNT_NAMES.search(name) else unchanged_by_path.get(path, set())
             # Where one extent becomes two different ones, no attribute says which it means.
             new_sizes = {
-                old: next(iter(new))
-                for old, new in new_extents.items()
-                if len(new) == 1 and old not in unchanged
+                old: next(iter(new_extents))
+                for old, new_extents in new_extents_by_old.items()
+                if len(new_extents) == 1 and old not in unchanged
             }
             # `type` and not isinstance: True is an int, and an attribute such as `use_head` no size.
             if type(value) is int and value in new_sizes:
@@ -230,25 +233,25 @@ def new_size_attributes(model: Any, tracing: Tracing, alive: Any) -> dict[str, d
 
 
 def _changes_of_extents(
-    modules: Mapping[str, Any], tracing: Tracing, alive: Any
+    modules: Mapping[str, Any], tracing: Tracing, kept_label_mask: Any
 ) -> tuple[dict[str, dict[int, set[int]]], dict[str, set[int]]]:
     """Return the new extents for each old one, and extents of reshapes that stay, by a module's path."""
-    changes: dict[str, dict[int, set[int]]] = {}
-    unchanged_sizes: dict[str, set[int]] = {}
+    new_extents_by_path: dict[str, dict[int, set[int]]] = {}
+    unchanged_by_path: dict[str, set[int]] = {}
     for op in tracing.traced_ops:
         path = op.module
         # An op of a module that `forward` has made belongs to the module around it.
         while path not in modules:
             path = path.rpartition(".")[0]
         for families, shape in (*op.inputs, *op.outputs):
-            new_shape = tracing.kept_extents((families, shape), alive)
+            new_shape = tracing.kept_extents((families, shape), kept_label_mask)
             for family in families:
                 for axis, extent in enumerate(family.shape):  # 1 where the family does not vary
                     if extent > 1 and new_shape[axis] != extent:
-                        new_extents = changes.setdefault(path, {}).setdefault(extent, set())
-                        new_extents.add(new_shape[axis])
+                        new_extents_by_old = new_extents_by_path.setdefault(path, {})
+                        new_extents_by_old.setdefault(extent, set()).add(new_shape[axis])
             if op.type in ("reshape", "expand"):
                 # An extent that also stays, such as a number of classes that equals a width, is left.
                 unchanged = {old for old, new in zip(shape, new_shape, strict=True) if old == new}
-                unchanged_sizes.setdefault(path, set()).update(unchanged)
-    return changes, unchanged_sizes
+                unchanged_by_path.setdefault(path, set()).update(unchanged)
+    return new_extents_by_path, unchanged_by_path

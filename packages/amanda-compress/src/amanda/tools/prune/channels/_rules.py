@@ -1,7 +1,7 @@
-"""Rules by an op's word: which channels of its inputs and weights are those of its outputs.
+"""Rules by op: unite labels of channels that go together, return the families (label arrays) of each output.
 
-A rule unites and leaves labels of the op's inputs, and returns the families of each output; for the words see
-`_labels`.  Axes of channels count from the end where an input may lack the axis of a batch.
+For the words see `_labels`.  A label that is left whole belongs to a channel that stays.  Axes of channels
+count from the end where an input may lack the axis of a batch.
 """
 
 from __future__ import annotations
@@ -46,24 +46,25 @@ def _match_groups(
     Input or output channels without the other are left whole.
     input_channels: of the data.  outputs, inputs: of the weight, which has the inputs of one group.
     """
-    depth = weight.shape[1]
+    inputs_per_group = weight.shape[1]
     if input_channels is None or outputs is None:
-        call.match(input_channels, None)
+        call.match(input_channels, None)  # leaves them whole
         call.match(outputs, None)
         return None
-    input_groups = input_channels.reshape(groups, depth)  # a row for each group
-    output_groups = outputs.reshape(groups, -1)
+    grouped_inputs = input_channels.reshape(groups, inputs_per_group)  # a row for each group
+    grouped_outputs = outputs.reshape(groups, -1)
     # Many small groups (depthwise among them) go as wholes; few large ones lose the same places in each.
-    if groups >= depth:
-        call.labels.unite(input_groups, input_groups[:, :1])
-        call.labels.unite(output_groups, input_groups[:, :1])
+    if groups >= inputs_per_group:
+        first_of_each_group = grouped_inputs[:, :1]
+        call.labels.unite(grouped_inputs, first_of_each_group)
+        call.labels.unite(grouped_outputs, first_of_each_group)
         # What remains of a group keeps all its inputs.
         call.labels.leave_whole(inputs if inputs is not None else (), "")
         call.note_whole_groups(weight)
         return None
-    call.labels.unite(input_groups, input_groups[:1])
-    call.labels.unite(output_groups, output_groups[:1])
-    call.match(input_groups[0], inputs)
+    call.labels.unite(grouped_inputs, grouped_inputs[:1])
+    call.labels.unite(grouped_outputs, grouped_outputs[:1])
+    call.match(grouped_inputs[0], inputs)
     return inputs
 
 
@@ -130,7 +131,7 @@ def product(call: FollowedOp) -> Sequence[Families]:
 
 
 def matrix_product_plus(call: FollowedOp) -> Sequence[Families]:
-    """Multiply matrices, and add a third."""
+    """Follow a product of matrices, to which a third is added."""
     summand, first, second = call.inputs[:3]
     shape = tuple(call.outputs[0].shape)
     product_families = matrix_product(call, call.part_of(first), call.part_of(second), second)
@@ -180,9 +181,8 @@ def layer_norm(call: FollowedOp) -> Sequence[Families]:
     # alone.
     if len(extents) > 1:
         axes = range(value.ndim - len(extents), value.ndim)
-        call.labels.leave_whole(
-            [family for name in ("weight", "bias") for family in call.families_of(call.value(name))], ""
-        )
+        for name in ("weight", "bias"):
+            call.labels.leave_whole(call.families_of(call.value(name)), "")
         return [call.labels.pin_axes(families, axes, f"{call.place} computes over several axes")]
     features, other_families = call.split_axis(families, -1)
     call.match_vector(features, call.value("weight"), call.value("bias"))
@@ -201,14 +201,14 @@ def group_norm(call: FollowedOp) -> Sequence[Families]:
     call.match_vector(channels, call.value("weight"), call.value("bias"))
     if channels is not None:
         grouped = channels.reshape(groups, -1)
-        channels_of_group = grouped[:, :1]  # broadcast over a group
-        same_places = grouped[:1]  # broadcast over the groups
+        first_of_each_group = grouped[:, :1]  # broadcast over a group
+        first_group = grouped[:1]  # broadcast over the groups
         # The same choice as in grouped convolutions, so that both fit where one follows the other.
         if groups >= grouped.shape[1]:
-            call.labels.unite(grouped, channels_of_group)
+            call.labels.unite(grouped, first_of_each_group)
             call.note_whole_groups(call.value("weight"))
         else:
-            call.labels.unite(grouped, same_places)
+            call.labels.unite(grouped, first_group)
             # Fewer channels in each group: mean and variance are over these alone, which masks do not give.
             call.note_reduction(1, channels)
     return [shaped(channels, 1, value.ndim)]
@@ -230,7 +230,7 @@ def attention(call: FollowedOp) -> Sequence[Families]:
 
     Where several queries share a key and value, they go together.
     """
-    query, key, value = (call.part_of(tensor) for tensor in call.inputs[:3])
+    query, key, value = (call.part_of(tensor) for tensor in call.inputs[:3])  # families and extents of each
     reason = f"{call.place} is scaled by how many there are"
     # The scale is 1 / sqrt(features), which the op computes from the features that it receives.
     query, key = ((call.labels.pin_axes(families, [-1], reason), shape) for families, shape in (query, key))
@@ -276,7 +276,7 @@ def elementwise(call: FollowedOp) -> Sequence[Families]:
 
 def same_channels(call: FollowedOp) -> Sequence[Families]:
     """Pass channels on along axes that keep their extents."""
-    families = []
+    families_by_output = []
     for output in call.outputs:
         output_families: list[Any] = []
         for family in call.families_of(call.inputs[0]):
@@ -287,8 +287,8 @@ def same_channels(call: FollowedOp) -> Sequence[Families]:
                 output_families.append(family)
             else:
                 call.labels.leave_whole(family, f"{call.place} changes how many there are")
-        families.append(tuple(output_families))
-    return families
+        families_by_output.append(tuple(output_families))
+    return families_by_output
 
 
 def over_axis(call: FollowedOp) -> Sequence[Families]:
@@ -302,7 +302,10 @@ def over_axis(call: FollowedOp) -> Sequence[Families]:
 
 
 def reduced(call: FollowedOp) -> Sequence[Families]:
-    """Drop the axes over which the op computes; a mean or sum is over the channels that are kept."""
+    """Leave channels whole along axes over which the op computes; a mean or sum is noted instead.
+
+    A mean or sum is over the channels that are kept.  Other axes pass on.
+    """
     value = call.inputs[0]
     rank, dim = len(value.shape), call.value("dim")
     if dim is None or dim == []:
@@ -324,31 +327,31 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
 
 
 def concatenated(call: FollowedOp) -> Sequence[Families]:
-    """Put the channels of tensors one after another, or, along another axis, make them the same."""
+    """Concatenate the labels of tensors along the op's axis; unite those along other axes."""
     # Tensors without elements add no places, and may have another rank.
     tensors = [tensor for tensor in call.inputs[0] if prod(tensor.shape)]
     if not tensors:
         return fresh(call)
     rank = tensors[0].ndim
     axis = call.value("dim", 0) % rank
-    parts: list[Part] = []
-    labels_of_tensors: list[Any] = []
+    parts_of_other_axes: list[Part] = []
+    labels_along_axis: list[Any] = []  # of each tensor, None without channels there
     for tensor in tensors:
         families = call.families_of(tensor)
         other_families = tuple(family for family in families if family.shape[axis] == 1)
         axis_families = tuple(family for family in families if family.shape[axis] > 1)
-        parts.append((other_families, (*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])))
-        labels_of_tensors.append(call.labels_along(axis_families, axis))
+        parts_of_other_axes.append((other_families, (*tensor.shape[:axis], 1, *tensor.shape[axis + 1 :])))
+        labels_along_axis.append(call.labels_along(axis_families, axis))
     # Along the other axes all tensors have the same channels.
-    merged = call.labels.unite_elementwise(parts, call.lacking_reason)
-    if all(labels is None for labels in labels_of_tensors):
+    merged = call.labels.unite_elementwise(parts_of_other_axes, call.lacking_reason)
+    if all(labels is None for labels in labels_along_axis):
         return [merged]
-    for i, (labels, tensor) in enumerate(zip(labels_of_tensors, tensors, strict=True)):
+    for i, (labels, tensor) in enumerate(zip(labels_along_axis, tensors, strict=True)):
         if labels is None:
             # Places without channels have labels too, or those behind them would move.
-            labels_of_tensors[i] = call.labels.new_labels(tensor.shape[axis])
-            call.labels.leave_whole(labels_of_tensors[i], f"{call.place} has channels beside them that stay")
-    return [merged + shaped(np.concatenate(labels_of_tensors), axis, rank)]
+            labels_along_axis[i] = call.labels.new_labels(tensor.shape[axis])
+            call.labels.leave_whole(labels_along_axis[i], f"{call.place} has channels beside them that stay")
+    return [merged + shaped(np.concatenate(labels_along_axis), axis, rank)]
 
 
 def glu(call: FollowedOp) -> Sequence[Families]:
@@ -374,7 +377,7 @@ def prelu(call: FollowedOp) -> Sequence[Families]:
 
 
 def stacked(call: FollowedOp) -> Sequence[Families]:
-    """Make the channels of tensors the same that are stacked along a new axis."""
+    """Unite the channels of tensors that are stacked along a new axis, which has none."""
     axis = call.value("dim", 0) % call.outputs[0].ndim
     families = call.labels.unite_elementwise(
         [call.part_of(tensor) for tensor in call.inputs[0]], call.lacking_reason
@@ -383,7 +386,7 @@ def stacked(call: FollowedOp) -> Sequence[Families]:
 
 
 def rearranged(call: FollowedOp) -> Sequence[Families]:
-    """Move labels as the op moves elements; leave all whole if indices have channels themselves."""
+    """Move labels as the op moves elements; leave all whole if indices, as of a gather, have channels."""
     if any(call.families_of(call.value(name)) for name in _INDICES):
         return unknown(call)
     families_by_output: list[list[Any]] = [[] for _ in call.outputs]

@@ -229,7 +229,7 @@ class ChannelPruneTool(amanda.Tool):
         Raises:
             PruneError: Before `prepare`, for another model, and where masks do not compute what removal does.
         """
-        plan, result = self._plan_of(model, optimizer), self.result
+        plan, result = self._checked_plan(model, optimizer), self.result
         if remove:
             extents = plan.subject.extents()
             pruned_model = plan.subject.make_smaller(plan, optimizer)
@@ -239,7 +239,7 @@ class ChannelPruneTool(amanda.Tool):
                 for name, extent in extents.items()
                 if smaller_extents[name] != extent
             }
-        # Zeros count in a mean over channels; the mask in the scope left them out.
+        # Zeros count in a mean over channels; the routines of the scope left them out.
         elif self._reductions:
             types = ", ".join(sorted({reduction.type for reduction in plan.tracing.notes.reductions}))
             raise PruneError(
@@ -253,7 +253,7 @@ class ChannelPruneTool(amanda.Tool):
         self._finalized = result
         return result
 
-    def _plan_of(self, model: Any, optimizer: Any) -> RemovalPlan:
+    def _checked_plan(self, model: Any, optimizer: Any) -> RemovalPlan:
         """Return the plan; raise PruneError for another model, and for an optimizer that cannot follow."""
         plan = self._plan
         if plan is None or not plan.subject.is_same_model(model):
@@ -290,14 +290,15 @@ class ChannelPruneTool(amanda.Tool):
         self.analyse_again()
 
     def _set_plan(self, plan: RemovalPlan) -> None:
-        """Set a plan, its masks, and the ops that compute over removed channels."""
+        """Set a plan, its masks, and in `_reductions` the ops that compute over channels, some removed."""
         self._plan = plan
         self._masks = plan.subject.masks(plan.axes())
         for reduction in plan.tracing.notes.reductions:
-            keep_mask = plan.alive[reduction.labels]
+            keep_mask = plan.kept_label_mask[reduction.labels]
             if not keep_mask.all():
+                kept_indices = np.flatnonzero(keep_mask)
                 self._reductions.setdefault(reduction.key, []).append(
-                    (reduction.type, reduction.axis, np.flatnonzero(keep_mask))
+                    (reduction.type, reduction.axis, kept_indices)
                 )
         self.analyse_again()
 
@@ -310,15 +311,15 @@ class ChannelPruneTool(amanda.Tool):
             masks = self._masks_of(value)
             if masks is not None:
                 context.insert_before_op(masked, inputs=[i], mask=masks)
-        for type, axis, indices in self._reductions.get(subject.op_key(context), ()):
-            if type in ("mean", "sum"):
-                context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=indices)
+        for op_type, axis, kept_indices in self._reductions.get(subject.op_key(context), ()):
+            if op_type in ("mean", "sum"):
+                context.insert_before_op(subject.selected, inputs=[0], axis=axis, indices=kept_indices)
             else:
                 # Replaced and not masked: mean and variance of a normalisation over channels would include
                 # the zeros.
                 compute, names = context.get_computation(), context.get_input_names()
                 context.replace_op(
-                    subject.compute_over_kept, axis=axis, indices=indices, compute=compute, names=names
+                    subject.compute_over_kept, axis=axis, indices=kept_indices, compute=compute, names=names
                 )
 
     def _masks_of(self, value: Any) -> Any:
@@ -362,9 +363,14 @@ def _no_mask(value: Any) -> None:
     """Return None: before `prepare` every weight stays as it is."""
 
 
-def _check_same_results(masked: Iterator[Any], smaller: Iterator[Any]) -> None:
-    """Raise PruneError where two models do not compute the same, within rounding."""
-    for (masked_output, epsilon), (smaller_output, _) in zip(masked, smaller, strict=True):
+def _check_same_results(
+    masked_arrays: Iterator[tuple[Any, float]], smaller_arrays: Iterator[tuple[Any, float]]
+) -> None:
+    """Raise PruneError where results of the masked and the smaller model differ by more than rounding.
+
+    Both are arrays, each with the epsilon of its type.
+    """
+    for (masked_output, epsilon), (smaller_output, _) in zip(masked_arrays, smaller_arrays, strict=True):
         if masked_output.size:
             # Sums over fewer channels are added in another order: half of the digits may differ, which a
             # wrong removal exceeds by far.

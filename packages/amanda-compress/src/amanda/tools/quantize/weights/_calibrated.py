@@ -87,7 +87,10 @@ class CalibratedWeight(Weight):
 
 
 class CalibratedTool(WeightTool[CalibratedWeight]):
-    """Change weights of products in PyTorch by the inputs of a calibration; a subclass has `solve`."""
+    """Change weights of products in PyTorch by the inputs of a calibration; a subclass has `solve`.
+
+    finished: weights whose inputs in the running or last calibration are complete.
+    """
 
     error = QuantizeError
     weight_type = CalibratedWeight
@@ -145,7 +148,10 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     @contextmanager
     def _new_calibration(self) -> Iterator[None]:
-        """Return a context of a new calibration; call `finish_calibration` for each weight within."""
+        """Return a context of a new calibration; call `finish_calibration` for each weight within.
+
+        State of earlier calibrations is outdated from the start, also if an exception ends this one.
+        """
         self._expire()
         for weight in self.weights:
             weight.is_skipped = False
@@ -206,7 +212,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         if view is None and find_weight is None:
             return
         multiplied = read.multiplied_input(context)
-        reason = _why_unsupported(context, read, multiplied is not None)
+        reason = _why_unsupported(context, read, has_multiplied_input=multiplied is not None)
         if multiplied is None or reason:
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
@@ -215,7 +221,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             find_weight = partial(_fixed_weight, view)
         inputs = [multiplied.position, read.index]
         context.insert_before_op(
-            self._add_inputs, inputs=inputs, find_weight=find_weight, rows_of=multiplied.rows,
+            self._add_inputs, inputs=inputs, find_weight=find_weight, make_rows=multiplied.rows,
             layout=read.layout,
         )  # fmt: skip
         self.on_product(context, inputs, multiplied.axis, find_weight)
@@ -231,18 +237,18 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         """
 
     def _add_inputs(
-        self, x: Any, value: Any, find_weight: Any, rows_of: Any, layout: str, run: dict[str, Any]
+        self, x: Any, value: Any, find_weight: Any, make_rows: Any, layout: str, run: dict[str, Any]
     ) -> None:
-        """Add the rows that an execution multiplies to the sums of the weight, if these count.
+        """Add the input `x` of a weight's `value` to the sums of the weight, during its calibration.
 
-        find_weight: see `on_product`.  rows_of, layout: of the input, and of the weight.
+        find_weight: see `on_product`.  make_rows: `MultipliedInput.rows`.  layout: of the weight.
         """
         weight = find_weight(value, ParameterSlice.of_execution(run)) if self.is_calibrating else None
         # A batch may send no token to an expert.
         if not isinstance(weight, CalibratedWeight) or weight in self.finished or not x.numel():
             return
         # Groups of convolutions were refused at analysis, so that there is one matrix.
-        rows = rows_of(x, canonical_extents(tuple(value.shape), layout))[0]
+        rows = make_rows(x, canonical_extents(tuple(value.shape), layout))[0]
         if not self.calibrates_with(weight, rows):
             return
         if weight.input_sums is None:
@@ -255,12 +261,12 @@ def _fixed_weight(weight: Any, value: Any, source: Any) -> Any:
     return weight
 
 
-def _why_unsupported(context: amanda.OpContext, read: WeightInput, is_followed: bool) -> str:
+def _why_unsupported(context: amanda.OpContext, read: WeightInput, has_multiplied_input: bool) -> str:
     """Return why an op is not a product with one matrix; "" for a product with one matrix."""
     kind, groups = context["type"], context["weight_groups"]
     rank = len(context["shape"](context.get_inputs()[read.index]) or ())
     if kind in MATRIX_PRODUCTS and rank != 2:
         return f"its weight has {rank} axes, and a product of matrices is expected"
-    if not is_followed or read.layout is None:
+    if not has_multiplied_input or read.layout is None:
         return f"it is a {kind}; the method is for linear layers, products of matrices and convolutions"
     return "" if groups == 1 else f"its convolution has {groups} groups, each of which reads other inputs"

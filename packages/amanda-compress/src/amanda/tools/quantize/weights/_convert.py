@@ -90,7 +90,8 @@ def linear_layers(model: nn.Module, tool: IntegerTool) -> tuple[Layers, dict[str
             continue
         quantised_count += 1
         is_linear = bool(owners) and all(isinstance(module, torch.nn.Linear) for _, module in owners)
-        if not is_linear or weight.part is not None or weight.layout != "OI":
+        is_whole_matrix = weight.part is None and weight.layout == "OI"
+        if not (is_linear and is_whole_matrix):
             place = f"{weight.type} of {weight.module or weight.source}"
             skipped[place] = COMPUTED if is_computed else ELSEWHERE
         elif weight.holder in tool.other_readers:
@@ -204,34 +205,34 @@ def convert_module(model: nn.Module, tool: IntegerTool) -> ConvertResult:
         hint = "pip install 'amanda-compress[torchao]'"
         raise QuantizeError(f"convert makes tensors of torchao: {hint}") from error
     layers, skipped = linear_layers(model, tool)
-    parameters, reasons = _packed_parameters(layers, tool, Int8Tensor)
+    packed_by_weight, reason_by_weight = _packed_parameters(layers, tool, Int8Tensor)
     before, rows = model_bytes(model), []
-    converted: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
+    converted_layers: dict[int, tuple[nn.Linear, nn.Parameter]] = {}
     for name, (layer, weight) in layers.items():
         # A layer under two names is converted once.
-        if id(layer) in converted:
+        if id(layer) in converted_layers:
             continue
-        if id(weight) in reasons:
-            skipped[f"{weight.type} of {name}"] = reasons[id(weight)]
+        if id(weight) in reason_by_weight:
+            skipped[f"{weight.type} of {name}"] = reason_by_weight[id(weight)]
             continue
-        parameter = parameters[id(weight)]
-        converted[id(layer)] = layer, parameter
+        parameter = packed_by_weight[id(weight)]
+        converted_layers[id(layer)] = layer, parameter
         kind, group_size = type(parameter.data).__name__, tool.group_size_of(weight)
         bytes_before, bytes_after = weight_bytes(layer.weight), weight_bytes(parameter)
         rows.append((name, kind, tool.grid.bits, group_size, bytes_before, bytes_after))
     # Last step that may raise; layers are replaced when nothing can fail any more.
-    tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in parameters])
-    for layer, parameter in converted.values():
+    tool.write_rounded(model, [weight for weight in tool.weights if id(weight) not in packed_by_weight])
+    for layer, parameter in converted_layers.values():
         layer.weight = parameter
     for name, module in model.named_modules():
-        is_left = isinstance(module, torch.nn.Linear) and id(module) not in converted
+        is_left = isinstance(module, torch.nn.Linear) and id(module) not in converted_layers
         if is_left and not tool.weights.has_met(tool.identity_of(module.weight, module)):
             skipped.setdefault(f"linear of {name}", "no op has read it in a scope of the tool")
     return ConvertResult(model, rows, before, model_bytes(model), skipped)
 
 
 def _packed_parameters(
-    layers: Layers, tool: IntegerTool, int8: Any
+    layers: Layers, tool: IntegerTool, int8_class: Any
 ) -> tuple[dict[int, nn.Parameter], dict[int, str]]:
     """Return a packed parameter for each weight, by its id, and reasons for weights without one.
 
@@ -244,7 +245,7 @@ def _packed_parameters(
     for layer, weight in layers.values():
         if id(weight) in parameters or id(weight) in reasons:
             continue
-        tensor = _torchao_tensor(layer.weight, weight, tool, int8)
+        tensor = _torchao_tensor(layer.weight, weight, tool, int8_class)
         if isinstance(tensor, str):
             reasons[id(weight)] = tensor
         else:
@@ -253,9 +254,12 @@ def _packed_parameters(
 
 
 def _torchao_tensor(
-    parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8: Any
+    parameter: Tensor, weight: CalibratedWeight, tool: IntegerTool, int8_class: Any
 ) -> Tensor | str:
-    """Return the tensor of torchao for a weight, or a reason why none can be built."""
+    """Return the tensor of torchao for a weight, or a reason why none can be built.
+
+    int8_class: torchao's `Int8Tensor`, for all but 4 bits that the host has kernels for.
+    """
     import torch
 
     state = weight.tensors_like(torch.empty(0, device=parameter.device), tool.state_names)
@@ -269,7 +273,7 @@ def _torchao_tensor(
         return _int4_tensor(codes - tool.grid.low, scale, zero_point - tool.grid.low, size, dtype, pre_scale)
     if not tool.grid.symmetric:
         return "torchao's tensors of 8 bits are symmetric"
-    tensor: Tensor = int8(
+    tensor: Tensor = int8_class(
         codes.to(torch.int8), scale.to(dtype), [1, size], dtype,
         act_pre_scale=None if pre_scale is None else pre_scale.to(dtype),
     )  # fmt: skip
@@ -334,7 +338,7 @@ def convert_checkpoint(
     `convert` does; and FileError.
     """
     layers, skipped = linear_layers(model, tool)
-    _check_layout_holds(layers, [place for place in skipped if place not in tool.left], tool)
+    _check_fits_format(layers, [place for place in skipped if place not in tool.left], tool)
     if not force and any((folder / name).exists() for name in (_TENSORS, _CONFIG)):
         raise QuantizeError(f"{folder} is there already, with a checkpoint; force=True replaces it")
     # safetensors writes contiguous tensors alone.
@@ -356,8 +360,11 @@ def convert_checkpoint(
     return ConvertResult(folder, rows, model_bytes(model), after, skipped)
 
 
-def _check_layout_holds(layers: Layers, unsupported: Sequence[str], tool: IntegerTool) -> None:
-    """Raise QuantizeError for quantised weights of others than linear layers, and scales of inputs."""
+def _check_fits_format(layers: Layers, unsupported: Sequence[str], tool: IntegerTool) -> None:
+    """Raise QuantizeError for what the format of checkpoints has no place for.
+
+    That is quantised weights of others than linear layers, `unsupported`, and scales of inputs.
+    """
     if unsupported:
         raise QuantizeError(
             f"the layout holds integers of linear layers alone; exclude {', '.join(unsupported)} of the tool"
@@ -378,14 +385,14 @@ def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool
     numbers = weight.numbers(("codes", "scale", "zero_point"))
     codes = numbers["codes"].astype(np.int64) - tool.grid.low
     tensors = {
-        "weight_packed": torch.from_numpy(packed(codes, tool.grid.bits)),
+        "weight_packed": torch.from_numpy(packed_in_int32(codes, tool.grid.bits)),
         "weight_scale": torch.from_numpy(numbers["scale"]).to(layer.weight.dtype),
         "weight_shape": torch.tensor(layer.weight.shape),
     }
     if not tool.grid.symmetric:
         # The layout packs zero points along the outputs.
         zeros = numbers["zero_point"].astype(np.int64).T - tool.grid.low
-        tensors["weight_zero_point"] = torch.from_numpy(packed(zeros, tool.grid.bits).T.copy())
+        tensors["weight_zero_point"] = torch.from_numpy(packed_in_int32(zeros, tool.grid.bits).T.copy())
     return tensors
 
 
@@ -404,7 +411,7 @@ def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> No
     write_file(folder / _CONFIG, config)
 
 
-def packed(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
+def packed_in_int32(codes: NDArray[Any], bits: int) -> NDArray[np.int32]:
     """Return rows of integers of so many bits, from 0, as rows of int32, the lowest bits first.
 
     An integer may begin in one int32 and end in the next; zeros fill the last.

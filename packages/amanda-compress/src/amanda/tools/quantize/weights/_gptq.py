@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from amanda.options import PositiveInt, Range, checked
@@ -86,6 +86,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         calls = done_count = 0
         try:
             with self._new_calibration(), Progress(progress) as display:
+                # Each run shows one group of weights further: those behind it read changed inputs.
                 while batch_run is None or batch_run.waiting:
                     self._batch_run = batch_run = _BatchRun()
                     run()
@@ -99,12 +100,8 @@ class GPTQTool(IntegerTool, CalibratedTool):
                     done_count += len(batch_run.weights)
                     names = ", ".join(weight.name for weight in batch_run.weights)
                     display.begin(done_count + len(batch_run.waiting), names, done_count - 1)
-                    for weight in batch_run.weights:
-                        self.finish_calibration(weight)
-                        # The gram of a finished weight is released before the next run gathers.
-                        weight.input_sums = None
-                    are_skipped = all(weight.is_skipped for weight in batch_run.weights)
-                    display.done("left" if are_skipped else "quantised")
+                    are_quantised = self._quantise_after_run(batch_run.weights)
+                    display.done("quantised" if are_quantised else "left")
                 for weight in self.weights:
                     if weight not in self.finished:  # no run has read it: this records the reason
                         self.finish_calibration(weight)
@@ -115,6 +112,14 @@ class GPTQTool(IntegerTool, CalibratedTool):
         finally:
             self._batch_run = None
         self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
+
+    def _quantise_after_run(self, weights: Sequence[CalibratedWeight]) -> bool:
+        """Quantise weights by the inputs of a run; return False if all were skipped."""
+        for weight in weights:
+            self.finish_calibration(weight)
+            # The gram of a finished weight is released before the next run gathers.
+            weight.input_sums = None
+        return not all(weight.is_skipped for weight in weights)
 
     def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
@@ -141,7 +146,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
 class _BatchRun:
     """Weights that one run of all batches calibrates: the first that is read, and all that share its input.
 
-    weights: in order.  waiting: weights for later runs.
+    weights: of this run, in the order of their reads.  waiting: weights that later runs calibrate.
     """
 
     def __init__(self) -> None:

@@ -94,6 +94,7 @@ class AWQTool(IntegerTool, FoldingTool):
         """Return the scales of an input with the least error of all weights that multiply it."""
         import torch
 
+        # slots: see `Fold`; None for a weight without a fold.
         weights, matrices, input_sums = zip(*calibrated, strict=True)
         count = sum(weight_sums.count for weight_sums in input_sums)
         magnitudes = sum(weight_sums.magnitudes for weight_sums in input_sums) / count
@@ -122,7 +123,7 @@ class AWQTool(IntegerTool, FoldingTool):
         the result name the weights whose scales cannot be folded, and why.
         Raises QuantizeError as `WeightTool.finalize` does; after an exception model and tool are as before.
         """
-        if self._fold_by_weight is None:
+        if self._fold_by_weight is None:  # without `prepare`
             return super().finalize(model)
         self.check_model(model)
         with amanda.disabled(), ParameterStore.undone_on_error() as undo:
@@ -258,7 +259,8 @@ class SmoothQuantTool(FoldingTool):
         """Return the factors of weights of one input, by the maxima of channels over all their places."""
         import torch
 
-        channels = calibrated[0][0].canonical_shape[1]
+        first_weight, _, _ = calibrated[0]
+        channels = first_weight.canonical_shape[1]
         input_maxima = [
             input_sums.max_magnitudes.reshape(channels, -1).amax(1) for _, _, input_sums in calibrated
         ]
@@ -266,10 +268,10 @@ class SmoothQuantTool(FoldingTool):
         weight_maxima = [
             matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
         ]
-        most = reduce_by_slot(torch.stack(input_maxima).amax(0), slots, "amax")
+        input_most = reduce_by_slot(torch.stack(input_maxima).amax(0), slots, "amax")
         weight_most = reduce_by_slot(torch.stack(weight_maxima).amax(0), slots, "amax")
         # `smoothing` takes a weight: one with a single output has the maxima themselves.
-        return smoothing(most, weight_most[None], self._alpha)
+        return smoothing(input_most, weight_most[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
         """Return a weight (outputs, channels, ...) times the factors."""

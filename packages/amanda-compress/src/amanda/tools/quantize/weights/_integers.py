@@ -136,7 +136,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self._storages.clear()
 
     def _record_other_readers(self, context: amanda.OpContext) -> None:
-        """Record ops that read a parameter other than as the whole weight of a linear layer."""
+        """Record in `other_readers` an op that reads a parameter, unless as the weight of a linear layer."""
         if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
         kind, place = context["type"], context.get_scope() or context.get_source()
@@ -170,7 +170,8 @@ class IntegerTool(WeightTool[CalibratedWeight]):
             if holder is not None:
                 location = parameter_store(holder).locate(holder, tensor)
                 assert location is not None  # the storage of a parameter that holds the tensor
-                self._storages[storage] = location[0]
+                identity, _ = location
+                self._storages[storage] = identity
                 yield location
             elif storage in self._storages:  # of what `detach` gave, which is not a view of the parameter
                 yield self._storages[storage], parameter_store(tensor).whole(tensor)
@@ -183,13 +184,13 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         """Create the state for the integers of a weight; return a reason if groups do not fit."""
         if weight.layout is None:
             return "which of its axes are inputs is not known"
-        outputs, *inputs = weight.canonical_shape
-        count, size = int(np.prod(inputs)), self.group_size_of(weight)
-        if count % size:
-            return f"its {count} inputs are no multiple of group_size {size}"
-        weight.keep("codes", np.zeros((outputs, count), "int8" if self.grid.symmetric else "uint8"))
-        weight.keep("scale", np.ones((outputs, count // size), "float32"))
-        weight.keep("zero_point", np.zeros((outputs, count // size), "float32"))
+        outputs, *input_extents = weight.canonical_shape
+        input_count, size = int(np.prod(input_extents)), self.group_size_of(weight)
+        if input_count % size:
+            return f"its {input_count} inputs are no multiple of group_size {size}"
+        weight.keep("codes", np.zeros((outputs, input_count), "int8" if self.grid.symmetric else "uint8"))
+        weight.keep("scale", np.ones((outputs, input_count // size), "float32"))
+        weight.keep("zero_point", np.zeros((outputs, input_count // size), "float32"))
         # Saved with the integers, which mean nothing without it.
         low, high = map(int, weight.keep("grid", np.array([self.grid.low, self.grid.high])))
         if (low, high) != (self.grid.low, self.grid.high):
@@ -287,11 +288,9 @@ def _has_unchanged_value(tool: IntegerTool, weight: CalibratedWeight, whole: Ten
     # Elements that were cast to bfloat16 differ by up to 2 ** -9; sums of float64 by their rounding alone.
     tolerance = 1e-9 if str(value.dtype).endswith(weight.dtype) else 2**-7
     present_sums = sum_and_norm_of(weight.plain(value))
-    sums_before, sums_dequantized = (
-        weight["sums"],
-        sum_and_norm_of(weight.plain(tool.finalized(weight, value))),
-    )
-    for expected_sums in (sums_before.to(present_sums.device), sums_dequantized):
+    quantised_sums = weight["sums"].to(present_sums.device)  # of the value that was quantised
+    dequantised_sums = sum_and_norm_of(weight.plain(tool.finalized(weight, value)))
+    for expected_sums in (quantised_sums, dequantised_sums):
         _, norm = expected_sums
         if (present_sums - expected_sums).abs().max() <= tolerance * norm:
             return True

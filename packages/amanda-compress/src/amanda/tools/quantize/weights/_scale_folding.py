@@ -74,8 +74,8 @@ class FoldingTool(CalibratedTool):
 
     def __init__(self, **selected: Unpack[SelectionOptions]) -> None:
         super().__init__(**selected)
-        self._fold_by_weight: dict[int, Fold] | None = None
-        self._unfolded: dict[int, str] = {}
+        self._fold_by_weight: dict[int, Fold] | None = None  # by identity; None before `prepare`
+        self._reason_by_unfolded: dict[int, str] = {}
         self._factors_by_fold: dict[Fold, Tensor] = {}
 
     def compute_factors(
@@ -125,21 +125,21 @@ class FoldingTool(CalibratedTool):
         # Outside of all tools, as the reference for the trial.
         with subject.evaluating(), amanda.disabled():
             result = model(*example, **named)
-            expected = list(subject.float_arrays(result))
+            expected_arrays = list(subject.float_arrays(result))
         with subject.evaluating():
             tracing.follow(example, named)
-        identities = {  # of parameters, by each of their names
+        identity_by_name = {  # of parameters; tied ones have several names
             f"{path}.{name}" if path else name: self.identity_of(parameter, module)
             for path, module in model.named_modules(remove_duplicate=False)
             for name, parameter in module.named_parameters(recurse=False)
         }
         # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
-        folds, unfolded = find_folds(tracing, identities)
+        folds, reason_by_unfolded = find_folds(tracing, identity_by_name)
         with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
-            actual = list(subject.float_arrays(model(*example, **named)))
-        _check_trial(model, expected, actual)
+            trial_arrays = list(subject.float_arrays(model(*example, **named)))
+        _check_trial(model, expected_arrays, trial_arrays)
         self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
-        self._unfolded = unfolded
+        self._reason_by_unfolded = reason_by_unfolded
         return result
 
     @deprecated(use="finalize", since="amanda-compress 0.2", gone="0.4")
@@ -159,7 +159,7 @@ class FoldingTool(CalibratedTool):
         The model computes the same within the rounding of its parameters, and no op divides by a factor that
         is written.  Weights whose factors have no such place stay, and ops go on dividing their inputs in a
         scope of the tool: see `left` of the result.
-        undo: what undoes the changes is added to it.  Raises QuantizeError for another model.
+        undo: receives functions that take the changes back.  Raises QuantizeError for another model.
         """
         try:
             return self._write_folds(model, self._fold_by_weight or {}, undo)
@@ -170,46 +170,48 @@ class FoldingTool(CalibratedTool):
         self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
     ) -> FoldResult:
         """Scale all parameters of the folds that can be written; return the result."""
-        parameters = {
+        parameter_by_identity = {
             parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
         }
         # A part has factors for a part of the inputs, which no axis of the parameter takes.
-        weights = {
+        weight_by_identity = {
             weight.holder: weight for weight in self.weights if weight.is_ready and weight.part is None
         }
-        if not parameters.keys() & weights.keys():
+        if not parameter_by_identity.keys() & weight_by_identity.keys():
             raise QuantizeError(
                 f"{type(self).__name__} has calibrated no weight of this {type(model).__name__}: call it "
                 "within tool.calibrating() first"
             )
-        written_folds, skipped = self._select_folds(folds, weights, parameters)
-        # All factors of a parameter first: it is written once, and rounded once.
-        scales: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
+        written_folds, skipped = self._select_folds(folds, weight_by_identity, parameter_by_identity)
+        # All multipliers of a parameter first: it is written once, and rounded once.
+        scales_by_identity: dict[int, list[tuple[int, Tensor]]] = defaultdict(list)
         for fold in written_folds:
             # All readers of a fold have the same factors.
             first_reader, _ = fold.readers[0]
-            for identity, axis, scale in fold.scales(weights[first_reader]["smoothing"]):
-                scales[identity].append((axis, scale))
-        for identity, parameter_scales in scales.items():
-            parameters[identity].change(partial(_scale_axes, scales=parameter_scales), undo=undo)
+            for identity, axis, scale in fold.scales(weight_by_identity[first_reader]["smoothing"]):
+                scales_by_identity[identity].append((axis, scale))
+        for identity, scales in scales_by_identity.items():
+            parameter_by_identity[identity].change(partial(_scale_axes, scales=scales), undo=undo)
+        # The state of weights has to follow their parameters.
         readers = {identity for fold in written_folds for identity, _ in fold.readers}
-        for identity, parameter_scales in scales.items():
-            if identity in weights:
+        for identity, scales in scales_by_identity.items():
+            if identity in weight_by_identity:
                 # State and parameters are undone together.
-                weight = weights[identity]
+                weight = weight_by_identity[identity]
                 undo.append(_state_restorer(weight))
-                self.on_folded(weight, parameters[identity].read(), parameter_scales, identity in readers)
+                new_value, inputs_are_folded = parameter_by_identity[identity].read(), identity in readers
+                self.on_folded(weight, new_value, scales, inputs_are_folded)
         return FoldResult(model, written_folds, skipped)
 
     def _select_folds(
-        self, folds: Mapping[int, Fold], weights: Mapping[Any, CalibratedWeight],
-        parameters: Mapping[int, StoredParameter],
+        self, folds: Mapping[int, Fold], weight_by_identity: Mapping[Any, CalibratedWeight],
+        parameter_by_identity: Mapping[int, StoredParameter],
     ) -> tuple[list[Fold], dict[str, str]]:  # fmt: skip
         """Return the folds that can be written, and reasons for the other calibrated weights, by name."""
         if self._fold_by_weight is None:
-            no_fold = "prepare(model, example) was not called before the calibration"
+            default_reason = "prepare(model, example) was not called before the calibration"
         else:
-            no_fold = "prepare met no product with the whole parameter"
+            default_reason = "prepare met no product with the whole parameter"
         selected: list[Fold] = []
         skipped: dict[str, str] = {}
         for weight in self.weights:
@@ -218,9 +220,9 @@ class FoldingTool(CalibratedTool):
             if fold in selected:  # by another weight of the same input
                 continue
             if fold is None:
-                why: str | None = self._unfolded.get(weight.holder, no_fold)
+                why: str | None = self._reason_by_unfolded.get(weight.holder, default_reason)
             else:
-                why = self._why_not_writable(fold, weights, parameters)
+                why = self._why_not_writable(fold, weight_by_identity, parameter_by_identity)
                 if why is None:
                     selected.append(fold)
             if why is not None and weight.is_ready:
@@ -245,7 +247,7 @@ class FoldingTool(CalibratedTool):
         if fold is None:
             weight["smoothing"] = self.compute_factors([(weight, matrix, input_sums)], None)
             return
-        # The first weight of a fold computes for all; `_factors_by_fold` lasts for one calibration.
+        # The first weight of a fold computes for its siblings; `_factors_by_fold` lasts for one calibration.
         if fold not in self._factors_by_fold:
             calibrated = []
             for sibling in self.weights:
@@ -279,25 +281,28 @@ class FoldingTool(CalibratedTool):
         return fold
 
     def _why_not_writable(
-        self, fold: Fold, weights: Mapping[Any, CalibratedWeight], parameters: Mapping[int, StoredParameter]
-    ) -> str | None:
+        self, fold: Fold, weight_by_identity: Mapping[Any, CalibratedWeight],
+        parameter_by_identity: Mapping[int, StoredParameter],
+    ) -> str | None:  # fmt: skip
         """Return why the factors of a fold cannot be written; None if they can."""
         part_holders = {weight.holder for weight in self.weights if weight.part is not None}
         for identity, _ in (*fold.readers, *fold.producers):
-            if identity not in parameters:
+            if identity not in parameter_by_identity:
                 return f"{fold.names[identity]} is no parameter of the model"
             if identity in part_holders:
                 return f"ops read {fold.names[identity]} in parts"
         for identity, _ in fold.readers:
-            if identity not in weights:
+            if identity not in weight_by_identity:
                 return f"the product with {fold.names[identity]} reads its input too, which has no factors"
-            if len(weights[identity]["smoothing"]) != len(fold.slots):
+            if len(weight_by_identity[identity]["smoothing"]) != len(fold.slots):
                 return "its factors differ within the window of a convolution"
-        first, *further = [weights[identity]["smoothing"] for identity, _ in fold.readers]
+        first_factors, *further_factors = [
+            weight_by_identity[identity]["smoothing"] for identity, _ in fold.readers
+        ]
         # All channels of a slot have to have the factor of the first channel of the slot.
         _, first_channels = np.unique(fold.slots, return_index=True)
-        factors_by_slot = first[first_channels[fold.slots]]
-        if not all(bool((factors == first).all()) for factors in [*further, factors_by_slot]):
+        factors_by_slot = first_factors[first_channels[fold.slots]]
+        if not all(bool((factors == first_factors).all()) for factors in [*further_factors, factors_by_slot]):
             return "its factors are of a calibration before prepare, and others of the same input differ"
         return None
 
@@ -319,10 +324,10 @@ def reduce_by_slot(values: Tensor, slots: NDArray[Any] | None, reduction: str) -
 
 
 def _check_trial(
-    model: Any, expected: Sequence[tuple[Any, float]], actual: Sequence[tuple[Any, float]]
+    model: Any, expected_arrays: Sequence[tuple[Any, float]], trial_arrays: Sequence[tuple[Any, float]]
 ) -> None:
-    """Raise QuantizeError if a model computes something else with factors; both have arrays and rounding."""
-    for (expected_values, epsilon), (values, _) in zip(expected, actual, strict=True):
+    """Raise QuantizeError if a model computes something else with factors; arrays: each with its epsilon."""
+    for (expected_values, epsilon), (values, _) in zip(expected_arrays, trial_arrays, strict=True):
         if not expected_values.size:
             continue
         # Half of the digits may differ, as sums are rounded otherwise.
@@ -340,14 +345,18 @@ def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
     """Return a context with trial factors in the parameters: powers of two, which round nothing."""
     import torch
 
-    parameters = {parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)}
+    parameter_by_identity = {
+        parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
+    }
     undo: list[Callable[[], Any]] = []
     try:
         for fold in folds:
             # Neighbours differ, so that a permutation of channels shows too.
             factors = torch.as_tensor(2.0 ** (fold.slots % 3 - 1))
             for identity, axis, scale in fold.scales(factors):
-                parameters[identity].change(partial(_scale_axes, scales=[(axis, scale)]), undo=undo)
+                parameter_by_identity[identity].change(
+                    partial(_scale_axes, scales=[(axis, scale)]), undo=undo
+                )
         yield
     finally:
         for write_back in reversed(undo):
@@ -355,7 +364,7 @@ def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
 
 
 def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
-    """Return a tensor times vectors along axes, rounded once to its own type."""
+    """Return a tensor times vectors, rounded once to its own type.  scales: pairs of axis and vector."""
     import torch
 
     # Apple's GPUs have no float64.

@@ -1,4 +1,4 @@
-"""Rules that trace factors of channels from the parameters that compute a tensor to products that read it.
+"""Rules by op: pass factors of channels on, from parameters that compute a tensor to products that read it.
 
 Channels have labels: if the channels of a parameter are divided by factors, so are all tensors with its
 labels, until a product whose weight has the same labels and is multiplied by the factors.  To leave labels
@@ -46,7 +46,7 @@ Axis = tuple[int, int]
 def stop_factors(call: FollowedOp) -> Sequence[Families]:
     """Stop factors at an op: leave its inputs, and mark its outputs with the reason for their readers."""
     # An op without a rule is taken to compute something nonlinear.
-    call.leave_inputs_whole(f"{call.place} reads its input too")
+    call.leave_inputs_whole(_reads_too(call))
     reason = f"{call.place} makes its input, through which no factor passes"
     return [_families_without_factors(call, output, reason) for output in call.outputs]
 
@@ -59,24 +59,30 @@ def _families_without_factors(call: FollowedOp, output: Any, reason: str) -> Fam
     return (label,)
 
 
-def _match_input(call: FollowedOp, value: Any, axis: int, inputs: Family | None) -> None:
+def _match_input(call: FollowedOp, value: Any, axis: int, weight_inputs: Family | None) -> None:
     """Match the channels of a product's input with those of its weight; without either, leave the other.
 
-    axis: of the input's channels.  inputs: labels of the weight's inputs, None for a weight without any.
+    axis: of the input's channels.  weight_inputs: labels of the weight's inputs, None for a weight without.
     """
     families = call.families_of(value)
     along_other_axes = [family for family in families if varying(family) - {axis % value.ndim}]
-    call.labels.leave_whole(along_other_axes, f"{call.place} reads its input too")
+    call.labels.leave_whole(along_other_axes, _reads_too(call))
     channels = call.labels_along(tuple(family for family in families if family.size > 1), axis)
-    if inputs is not None and channels is not None:
-        call.labels.unite(channels, inputs)
-    elif inputs is not None:
+    if weight_inputs is not None and channels is not None:
+        call.labels.unite(channels, weight_inputs)
+    elif weight_inputs is not None:
         # The single label of an input without factors has a reason, which then is that of the weight.
         if families:
-            call.labels.unite(inputs, families[0].reshape(-1)[:1])
-        call.labels.leave_whole(inputs, UNMADE)
+            single_label = families[0].reshape(-1)[:1]
+            call.labels.unite(weight_inputs, single_label)
+        call.labels.leave_whole(weight_inputs, UNMADE)
     elif channels is not None:
-        call.labels.leave_whole(channels, f"{call.place} reads its input too")
+        call.labels.leave_whole(channels, _reads_too(call))
+
+
+def _reads_too(call: FollowedOp) -> str:
+    """Return the reason of channels that an op reads which no factor passes."""
+    return f"{call.place} reads its input too"
 
 
 def layer(call: FollowedOp) -> Sequence[Families]:
@@ -90,10 +96,10 @@ def layer(call: FollowedOp) -> Sequence[Families]:
         return stop_factors(call)
     # In front of the window, from the end, as an input may have no axis of a batch.
     axis = 1 - weight.ndim if call.type != "linear" else -1
-    inputs = [family.reshape(-1) for family in call.families_of(weight) if family.shape[1] > 1]
-    _match_input(call, value, axis, inputs[0] if inputs else None)
-    outputs = (linear if call.type == "linear" else convolution)(call)
-    return [tuple(family for family in outputs[0] if family.shape[axis] > 1)]
+    weight_inputs = [family.reshape(-1) for family in call.families_of(weight) if family.shape[1] > 1]
+    _match_input(call, value, axis, weight_inputs[0] if weight_inputs else None)
+    (output_families,) = (linear if call.type == "linear" else convolution)(call)
+    return [tuple(family for family in output_families if family.shape[axis] > 1)]
 
 
 def product(call: FollowedOp) -> Sequence[Families]:
@@ -102,12 +108,14 @@ def product(call: FollowedOp) -> Sequence[Families]:
     value, weight = (call.inputs[position] for position in roles.factors)
     summands = [] if roles.bias is None else [call.inputs[roles.bias]]
     output = call.outputs[0]
-    if call.name_of(weight) is not None and weight.ndim == 2:
+    is_parameter = call.name_of(weight) is not None
+    if is_parameter and weight.ndim == 2:
         inputs, outputs = _labels_along(call, weight, 0), _labels_along(call, weight, 1)
         _match_input(call, value, -1, inputs)
         call.labels.mark_outputs(outputs)
         call.match_vector(outputs, *summands)
-        call.notes.work.append(Work(0, outputs, inputs))
+        # `find_folds` reads which inputs are multiplied, not how often.
+        call.notes.work.append(Work(multiplications=0, outputs=outputs, inputs=inputs))
         return [shaped(outputs, output.ndim - 1, output.ndim)]
     if summands or min(value.ndim, weight.ndim) < 2:
         return stop_factors(call)
@@ -131,18 +139,16 @@ def attention(call: FollowedOp) -> Sequence[Families]:
     return _pass_columns(call, families, [query, key, *masks])
 
 
-def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) -> Sequence[Families]:
+def _pass_columns(call: FollowedOp, families: Families, other_tensors: Iterable[Any]) -> Sequence[Families]:
     """Pass on the factors of columns of a tensor, whose rows the op sums; factors of rows stop.
 
-    factors: the other tensors of the op, which are the weights of the sum, or decide them.
+    families: of the tensor.  other_tensors: of the op, which are the weights of the sum, or decide them.
     """
-    for tensor in factors:
-        call.labels.leave_whole(call.families_of(tensor), f"{call.place} reads its input too")
+    for tensor in other_tensors:
+        call.labels.leave_whole(call.families_of(tensor), _reads_too(call))
     # Rows are summed with weights that differ by column: factors along rows would not come out of the sum.
     column_families = [family for family in families if family.shape[-2] == 1]
-    call.labels.leave_whole(
-        [family for family in families if family.shape[-2] > 1], f"{call.place} reads its input too"
-    )
+    call.labels.leave_whole([family for family in families if family.shape[-2] > 1], _reads_too(call))
     if not column_families:
         return stop_factors(call)
     rank = call.outputs[0].ndim
@@ -151,7 +157,7 @@ def _pass_columns(call: FollowedOp, families: Families, factors: Iterable[Any]) 
 
 def normalization(call: FollowedOp) -> Sequence[Families]:
     """Leave the input of a normalisation, and match its outputs with its weight and bias."""
-    call.labels.leave_whole(call.families_of(call.inputs[0]), f"{call.place} reads its input too")
+    call.labels.leave_whole(call.families_of(call.inputs[0]), _reads_too(call))
     weight, output = call.value("weight"), call.outputs[0]
     if weight is None or weight.ndim != 1 or not varies(call.families_of(weight)):
         return [
@@ -182,12 +188,13 @@ def scaling(call: FollowedOp) -> Sequence[Families]:
     if len(tensors) > 1:
         # The square of a tensor, x * x, has no other one.
         other_tensor = next((tensor for tensor in tensors if tensor is not carrier), carrier)
-        call.labels.leave_whole(call.families_of(other_tensor), f"{call.place} reads its input too")
+        call.labels.leave_whole(call.families_of(other_tensor), _reads_too(call))
     return [_with_rank(call.families_of(carrier), call.outputs[0].ndim)]
 
 
 def addition(call: FollowedOp) -> Sequence[Families]:
     """Make the factors of two added tensors the same; stop unless both vary along the same single axis."""
+    # A scalar `alpha` multiplies the second term, and is none.  Names may be fewer than inputs.
     terms = dict(zip(call.names, call.inputs, strict=False))
     terms.pop("alpha", None)
     rank = call.outputs[0].ndim
@@ -233,9 +240,7 @@ def rearrangement(call: FollowedOp) -> Sequence[Families]:
         for families, moved_family, output in zip(output_families, moved_families, call.outputs, strict=True):
             if not is_single:
                 # Axes along which factors do not change are dropped.
-                moved_family = call.labels.without_constant_axes(
-                    moved_family, f"{call.place} reads its input too"
-                )
+                moved_family = call.labels.without_constant_axes(moved_family, _reads_too(call))
             if moved_family is None:
                 continue
             if moved_family.size <= 1:
@@ -263,9 +268,9 @@ def _with_rank(families: Families, rank: int) -> Families:
 
 def _produce_and_follow(rule: Rule, call: FollowedOp) -> Sequence[Families]:
     """Follow an op by a rule, and note the parameters that it reads: their channels can take factors."""
-    for value in leaves(call.inputs):
-        for family in call.families_of(value) if call.name_of(value) is not None else ():
-            call.labels.mark_outputs(family)
+    parameters = [value for value in leaves(call.inputs) if call.name_of(value) is not None]
+    for family in (family for parameter in parameters for family in call.families_of(parameter)):
+        call.labels.mark_outputs(family)
     return rule(call)
 
 
@@ -333,43 +338,47 @@ class Fold:
             yield identity, axis, factors
         slot_count = int(self.slots.max()) + 1
         # One element more, which stays 1: the slot -1, of positions without a factor, selects it.
-        by_slot = factors.new_ones(slot_count + 1)
-        by_slot[self.slots] = factors
+        factor_by_slot = factors.new_ones(slot_count + 1)
+        factor_by_slot[self.slots] = factors
         for (identity, axis), slots in self.producers.items():
-            yield identity, axis, 1 / by_slot[slots]
+            yield identity, axis, 1 / factor_by_slot[slots]
 
 
-def find_folds(tracing: FactorTracing, identities: Mapping[str, int]) -> tuple[list[Fold], dict[int, str]]:
-    """Return the folds of a traced call, and reasons for weights without a fold, by identity."""
+def find_folds(
+    tracing: FactorTracing, identity_by_name: Mapping[str, int]
+) -> tuple[list[Fold], dict[int, str]]:
+    """Return the folds of a traced call, and reasons for weights without a fold, by identity.
+
+    A root stands for all channels that have one factor, see `ChannelSets`.
+    """
     # A tied parameter has the first of its names: backwards, the first is the last to be set.
-    names = {identity: name for name, identity in reversed(list(identities.items()))}
+    name_by_identity = {identity: name for name, identity in reversed(list(identity_by_name.items()))}
     multiplied_labels = {
         label for work in tracing.notes.work if work.inputs is not None for label in work.inputs.tolist()
     }
-    reasons = _reasons_by_root(tracing, multiplied_labels)
-    readers, producers = _reading_and_producing_axes(tracing, identities, multiplied_labels)
+    reason_by_root = _reasons_by_root(tracing, multiplied_labels)
+    readers, producers = _reading_and_producing_axes(tracing, identity_by_name, multiplied_labels)
     produced_roots = {root for roots in producers.values() for root in roots.tolist()}
     # Weights whose inputs have the same roots multiply one input.
     readers_by_input: dict[tuple[int, ...], list[Axis]] = defaultdict(list)
     for parameter_axis, roots in readers.items():
         readers_by_input[tuple(roots.tolist())].append(parameter_axis)
-    inputs_with_root = Counter(root for roots in readers_by_input for root in set(roots))
+    input_count_by_root = Counter(root for roots in readers_by_input for root in set(roots))
     folds: list[Fold] = []
-    unfolded: dict[int, str] = {}
+    reason_by_unfolded: dict[int, str] = {}
     for input_roots, reader_axes in readers_by_input.items():
-        why: str | None = None
-        root_reasons = [reasons[root] for root in input_roots if root in reasons]
-        if root_reasons:
-            why = root_reasons[0]
+        reasons = [reason_by_root[root] for root in input_roots if root in reason_by_root]
+        if reasons:
+            why = reasons[0]
         elif not produced_roots.issuperset(input_roots):
             why = UNMADE
-        elif any(inputs_with_root[root] > 1 for root in input_roots):
+        elif any(input_count_by_root[root] > 1 for root in input_roots):
             why = "another product reads a part of its input, or more than that"
-        if why is None:
-            folds.append(_fold_of_input(input_roots, reader_axes, producers, names))
         else:
-            unfolded.update({identity: why for identity, _ in reader_axes})
-    return folds, unfolded
+            folds.append(_fold_of_input(input_roots, reader_axes, producers, name_by_identity))
+            continue
+        reason_by_unfolded.update({identity: why for identity, _ in reader_axes})
+    return folds, reason_by_unfolded
 
 
 def _reasons_by_root(tracing: FactorTracing, multiplied_labels: set[int]) -> dict[int, str]:
@@ -384,7 +393,7 @@ def _reasons_by_root(tracing: FactorTracing, multiplied_labels: set[int]) -> dic
 
 
 def _reading_and_producing_axes(
-    tracing: FactorTracing, identities: Mapping[str, int], multiplied_labels: set[int]
+    tracing: FactorTracing, identity_by_name: Mapping[str, int], multiplied_labels: set[int]
 ) -> tuple[dict[Axis, NDArray[Any]], dict[Axis, NDArray[Any]]]:
     """Return the axes of weights along which inputs are multiplied, and all other axes of parameters.
 
@@ -393,17 +402,19 @@ def _reading_and_producing_axes(
     readers: dict[Axis, NDArray[Any]] = {}
     producers: dict[Axis, NDArray[Any]] = {}
     for name, families in tracing.weight_families.items():
-        for family in families if name in identities else ():
+        if name not in identity_by_name:  # a buffer
+            continue
+        for family in families:
             # A family of a parameter varies along one axis.
             axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
             axes = readers if int(channels[0]) in multiplied_labels else producers
-            axes[identities[name], axis] = tracing.notes.labels.roots(channels)
+            axes[identity_by_name[name], axis] = tracing.notes.labels.roots(channels)
     return readers, producers
 
 
 def _fold_of_input(
     input_roots: Sequence[int], reader_axes: Sequence[Axis], producers: Mapping[Axis, NDArray[Any]],
-    names: Mapping[int, str],
+    name_by_identity: Mapping[int, str],
 ) -> Fold:  # fmt: skip
     """Return the fold of an input with these roots of its channels; slots are in the order of channels."""
     slot_of_root = {root: slot for slot, root in enumerate(dict.fromkeys(input_roots))}
@@ -411,6 +422,6 @@ def _fold_of_input(
         parameter_axis: np.array([slot_of_root.get(root, -1) for root in roots.tolist()])
         for parameter_axis, roots in producers.items() if not slot_of_root.keys().isdisjoint(roots.tolist())
     }  # fmt: skip
-    fold_names = {identity: names[identity] for identity, _ in (*reader_axes, *producer_slots)}
+    fold_names = {identity: name_by_identity[identity] for identity, _ in (*reader_axes, *producer_slots)}
     slots = np.array([slot_of_root[root] for root in input_roots])
     return Fold(slots, reader_axes, producer_slots, fold_names)
