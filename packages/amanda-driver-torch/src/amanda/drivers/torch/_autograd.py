@@ -154,11 +154,11 @@ class Autograd(EagerDriver):
 
 
 def _pass_options(
-    gradients: Sequence[Any] = (), retain_graph: bool = False, create_graph: bool = False,
-    inputs: Sequence[Any] = (), *_: Any, accumulate_grad: bool = False, **__: Any,
+    grad_tensors: Sequence[Any] = (), keep_graph: bool = False, create_graph: bool = False,
+    inputs: Sequence[Any] = (), allow_unreachable: bool = False, accumulate_grad: bool = False,
 ) -> tuple[Sequence[Any], bool, bool, Sequence[Any], bool]:  # fmt: skip
-    """Return gradients, retain_graph, create_graph, inputs and accumulate_grad of a call of the engine."""
-    return gradients, bool(retain_graph), bool(create_graph), inputs, bool(accumulate_grad)
+    """Return gradients, keep_graph, create_graph, inputs and accumulate_grad of a call of the engine."""
+    return grad_tensors, bool(keep_graph), bool(create_graph), inputs, bool(accumulate_grad)
 
 
 def _is_run_by_transform(caller: FrameType) -> bool:
