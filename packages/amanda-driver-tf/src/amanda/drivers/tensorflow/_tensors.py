@@ -16,7 +16,7 @@ from tensorflow.python.framework.ops import EagerTensor
 
 
 class EagerTensorOps:
-    """`TensorOps` for eager tensors; `GraphTensorOps` derives from it."""
+    """`TensorOps` of eager tensors for the core: signatures, replacement, isolation from tapes."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a tensor or a variable."""

@@ -26,7 +26,7 @@ from ._unseen_ops import DATASET_FUNCTIONS_REPORT, Datasets
 
 
 class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
-    """TensorFlow, eager mode."""
+    """Instruments TensorFlow's eager ops: patches the functions that call ops, and describes their calls."""
 
     api = 1
     framework = "tensorflow"

@@ -1,4 +1,4 @@
-"""Operations that call functions: rewritten functions take the execution's number as an argument."""
+"""Operations that call functions, such as While: rewritten functions take the execution's number."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routines at the operations of control flow of version 1, some of whose values are dead.
+"""Routines at Switch, Merge, Enter, ...: control flow of TensorFlow 1, some of whose values are dead.
 
 Routines before and after an Enter or NextIteration are all ahead of it, outside of the frame that it enters.
 At a Switch or Merge each tensor has its own node with routines: a node that reads a dead tensor does not run.

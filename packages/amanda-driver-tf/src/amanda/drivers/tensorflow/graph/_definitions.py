@@ -1,4 +1,4 @@
-"""Definitions of functions with edited bodies, and the execution's number in them.
+"""FunctionDefs of edited functions, and nodes that bring the execution's number to them and to loops.
 
 In a loop the number is a vector of the execution's number and the round of each loop. A loop that computes
 gradients counts from the last round of its forward loop back to the first. So gradients find the values of

@@ -1,4 +1,4 @@
-"""The body of a function: its nodes that run, and the values and captures of its symbols."""
+"""The body of a function: its nodes that run, and the values and captured tensors of its symbols."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gradients in a body: inputs and outputs of backward operations, and operations that pass them on."""
+"""The gradients in a graph: inputs and outputs of backward operations, and operations that pass them on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PLACEHOLDERS = ("Placeholder", "PlaceholderWithDefault", "_Arg", "Arg")
 
 
 class GradientEdges:
-    """The gradients that backward operations of a body read and compute.
+    """Finds which tensors that backward operations of a graph read and compute are gradients, and of what.
 
     backward_ops: the backward operations of each forward operation, in order.
     """
@@ -42,7 +42,7 @@ class GradientEdges:
                 self._reads_by_tensor.setdefault(tensor_key(tensor), []).append((op, i))
 
     def _record_gradient_inputs(self, op: tf.Operation) -> None:
-        """Record which inputs of a backward operation are gradients, if any; earlier ones are recorded."""
+        """Record which inputs of a backward operation are gradients, if any; called in their order."""
         # Zeros stand for a gradient that no operation computes: their output is one, and their input is none.
         if op.type == "ZerosLike":
             self._gradient_positions_by_op[op] = []

@@ -50,7 +50,7 @@ class _ObserverPack:
 
 
 class Insertions:
-    """The nodes inserted into one body.
+    """Adds nodes that call routines to one body, with control inputs that keep the order of the routines.
 
     nodes: the inserted nodes.
     inserted_names_by_op: their names, by the name of the operation with which they run.

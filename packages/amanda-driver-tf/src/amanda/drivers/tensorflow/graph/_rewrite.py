@@ -1,4 +1,4 @@
-"""Analysis of a body's operations in order, and edits of its nodes for the recorded actions."""
+"""Rewrite of the operations of a graph: tools analyse each, and its node is edited for their actions."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def rewrite(body: Body, rewriting: TensorFlowRewriting) -> RewrittenBody:
 
 
 class BodyRewriter(RoutineRewriter):
-    """Edits the nodes of a body.
+    """Brings each operation of a body to the tools, and edits its node, and what gradients of it read.
 
     refs: the refs that nodes read at present.
     forward_ops: by a gradient operation, its forward operation.
@@ -71,7 +71,7 @@ class BodyRewriter(RoutineRewriter):
     def _make_routines_at_gradients_wait(self, forward_names: Mapping[str, str]) -> None:
         """Make routines at gradient operations wait for the routines at their forward operations.
 
-        They do by `insertions.forward_names`, which get those of `forward_names` that run.
+        Fills `insertions.forward_names` with those of `forward_names`, by gradient operation, that run.
         """
         body = self.body
         for op, forward in self.forward_ops.items():

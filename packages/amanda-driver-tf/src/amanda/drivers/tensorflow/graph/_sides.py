@@ -106,9 +106,9 @@ def group_tensors(flat: Sequence[Any], layout: Sequence[tuple[str, int | None]])
 
 
 class PresentRefs:
-    """The refs of the tensors that the nodes of a body read at present.
+    """The refs, such as "x:1", that the nodes of a body read after redirections to changed values.
 
-    current: by the ref of a tensor that all readers read elsewhere, the ref that they read instead.
+    current_refs: by the ref of a tensor that all readers read elsewhere, the ref that they read instead.
     forward_names: by the name of a gradient operation's node, that of its forward operation in this body.
     redirected: refs of redirected inputs, by the node's name and flat position.
     gradient_reads: by an operation and a tensor that it reads or computes, the ref that its gradient
@@ -120,11 +120,11 @@ class PresentRefs:
     def __init__(
         self,
         body: Body,
-        current: Mapping[Any, Any],
+        current_refs: Mapping[Any, Any],
         forward_names: Mapping[str, str],
         gradient_edges: GradientEdges,
     ) -> None:
-        self.current = current
+        self.current_refs = current_refs
         self.forward_names = forward_names
         self.redirected: dict[tuple[str, int], str] = {}
         self.gradient_reads: dict[tuple[str, Edge], str] = {}
@@ -206,7 +206,7 @@ class PresentRefs:
 
     def _of_edge(self, edge: Edge) -> str:
         ref = self._body.syntax.write(edge)
-        return str(self.current.get(ref, ref))
+        return str(self.current_refs.get(ref, ref))
 
     def _node(self, op: tf.Operation) -> Any:
         return self._body.nodes[self._body.node_name(op)]

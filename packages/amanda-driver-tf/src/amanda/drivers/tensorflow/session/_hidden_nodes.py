@@ -228,15 +228,15 @@ def is_hidden(name: str) -> bool:
 
 def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
     """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call."""
-    hidden = getattr(graph._as_graph_def, "functions", None)
-    if hidden is not None:
-        hidden.update(functions)
+    hidden_names = getattr(graph._as_graph_def, "functions", None)
+    if hidden_names is not None:
+        hidden_names.update(functions)
         return
-    hidden = set(functions)
+    hidden_names = set(functions)
     reference = weakref.ref(graph)
     # Attributes of the instance hide the methods of this graph alone. They hold the graph weakly, since a
     # cycle with a C graph in it would keep the graph until the garbage collector runs.
-    as_graph_def = _with_interface(type(graph)._as_graph_def, _VisibleGraphInterface(reference, hidden))
+    as_graph_def = _with_interface(type(graph)._as_graph_def, _VisibleGraphInterface(reference, hidden_names))
 
     def _as_graph_def(*args: Any, **kwargs: Any) -> Any:
         return as_graph_def(reference(), *args, **kwargs)
@@ -246,7 +246,7 @@ def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
         operations = type(graph).new_operations(graph)
         return [operation for operation in operations if not is_hidden(_C_API.TF_OperationName(operation))]
 
-    _as_graph_def.functions = hidden  # type: ignore[attr-defined]
+    _as_graph_def.functions = hidden_names  # type: ignore[attr-defined]
     graph._as_graph_def = _as_graph_def
     graph.new_operations = new_operations
 

@@ -1,4 +1,4 @@
-"""The division of a rewritten graph into hidden copies and the user's nodes.
+"""Which nodes of a rewritten graph run as hidden copies: those whose kernels hold state stay the user's.
 
 Copied nodes find state that has a name, such as variables, by that name. State within a kernel (generators,
 iterators, queues, tables) cannot be copied: such nodes, and all nodes that they depend on, stay the user's,
