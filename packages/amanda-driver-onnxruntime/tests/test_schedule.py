@@ -63,7 +63,7 @@ def test_what_observers_see_is_kept_within_a_budget() -> None:
         items += [compute(str(i), f"v{i}", f"v{i + 1}"), RoutineCall(i, [f"v{i + 1}"], [], [])]
     steps = schedule(items, (), {"v6"}, lambda name: 10, budget=25)
     assert [len(step.nodes) for step in steps] == [3, 3, 0]
-    assert steps[1].done == ["v1", "v2", "v3"]
+    assert steps[1].names_to_drop == ["v1", "v2", "v3"]
 
 
 def test_values_are_let_go_of_after_the_step_that_reads_them_last() -> None:
@@ -72,4 +72,4 @@ def test_values_are_let_go_of_after_the_step_that_reads_them_last() -> None:
         ["c"], ["d"], []), compute("e", "d a", "e"),
     ]  # fmt: skip
     steps = schedule(items, (), {"e"})
-    assert [step.done for step in steps] == [["x"], ["b"], ["a", "c", "d"]]
+    assert [step.names_to_drop for step in steps] == [["x"], ["b"], ["a", "c", "d"]]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def computation_of(node: NodeProto, inputs: Side, model: Model) -> Callable[[], Computation] | None:
-    """Return a function that creates the computation of a node; None for a node with bodies."""
+    """Return a function that creates the computation of a node of a model; None for a node with bodies."""
     if any(attribute.type in (attribute.GRAPH, attribute.GRAPHS) for attribute in node.attribute):
         return None
     sizes, imports, version = tuple(inputs.sizes), list(model.proto.opset_import), model.proto.ir_version
@@ -73,12 +73,13 @@ class Computation:
 
 
 def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> Array | None:
-    """Return the result of a node that only rearranges a constant; None for other nodes and inputs."""
+    """Return the read-only result of a node that only rearranges a constant; None for other nodes."""
     rearrange = REARRANGEMENTS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     arrays = [None if symbol is None else symbol.constant for symbol in inputs]
     if rearrange is None or not arrays or any(array is None for array in arrays):
         return None
-    if arrays[0] is None or arrays[0].dtype.type.__module__ != "numpy":  # a dtype that NumPy lacks
+    rearranged = arrays[0]
+    if rearranged is None or rearranged.dtype.type.__module__ != "numpy":  # a dtype that NumPy lacks
         return None
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     array = np.asarray(rearrange(*arrays, **attributes))

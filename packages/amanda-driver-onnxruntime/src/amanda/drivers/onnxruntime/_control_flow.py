@@ -31,7 +31,7 @@ def is_runnable(node: NodeProto, opset: int) -> bool:
 
 @dataclass
 class ControlFlowBody:
-    """The rewritten graph of a body.
+    """The rewritten graph of a branch, or of the body of a loop.
 
     inputs: symbols of its inputs.  outputs: names of its outputs in the rewritten graph.
     declared: symbols of its outputs as the model declares them.  items: the rewritten graph, in order.
@@ -50,13 +50,14 @@ class ControlFlowBody:
         """True if a routine in the body, or in a body within, runs as Python."""
         return any(isinstance(item, (RoutineCall, ControlFlowNode)) for item in self.items)
 
-    def captured(self) -> Iterable[str]:
+    def captured_names(self) -> Iterable[str]:
         """Yield the names of the values of graphs around that the body reads."""
-        inner = {symbol.name for symbol in self.inputs} | self.constants.keys()
+        inner_names = {symbol.name for symbol in self.inputs} | self.constants.keys()
         for item in self.items:
-            yield from (name for name in item.all_reads() if name not in inner)
-            inner.update(item.all_outputs())
-        yield from (name for name in self.outputs if name not in inner)
+            yield from (name for name in item.all_reads() if name not in inner_names)
+            # Until an item has computed a name, it is that of a value of a graph around.
+            inner_names.update(item.all_outputs())
+        yield from (name for name in self.outputs if name not in inner_names)
 
 
 @dataclass
@@ -73,7 +74,7 @@ class ControlFlowNode:
     @property
     def reads(self) -> list[str]:
         """Names of the values that the node reads, also in its bodies."""
-        captured = (name for body in self.bodies.values() for name in body.captured())
+        captured = (name for body in self.bodies.values() for name in body.captured_names())
         return list(dict.fromkeys((*filter(None, self.node.input), *captured)))
 
     @property
@@ -112,7 +113,7 @@ class RunnableControlFlow:
     def run(
         self, execution: Execution, values: Mapping[str, Any], options: Any, rounds: Sequence[int]
     ) -> list[Any]:
-        """Run the node; return its outputs.  values: of the graphs around, by name."""
+        """Run the node; return its outputs that have a name.  values: of the graphs around, by name."""
         inputs = [as_array(values[name]) if name else None for name in self._flow.node.input]
         outer_values = {name: values[name] for name in self.reads if name in values}
 
@@ -120,16 +121,15 @@ class RunnableControlFlow:
             """Return a function that runs a body on its inputs and on the values of graphs around."""
             body, runner = self._flow.bodies[name], self._body_runners[name]
 
-            def run(body_inputs: Sequence[Any], inner_rounds: Sequence[int]) -> list[Any]:
-                """Run the body in a round of each loop inside this node; return the body's outputs."""
-                inputs_by_name = {
-                    symbol.name: value for symbol, value in zip(body.inputs, body_inputs, strict=True)
-                }
-                values_by_name = {**outer_values, **inputs_by_name}
+            def run_body(body_inputs: Sequence[Any], round_of_node: Sequence[int]) -> list[Any]:
+                """Run the body once, in this round if the node is a loop; return the body's outputs."""
+                body_values = dict(outer_values)
+                for symbol, value in zip(body.inputs, body_inputs, strict=True):
+                    body_values[symbol.name] = value
                 # The rounds of all loops around select the `run` of routines in the body.
-                return runner.run(execution, values_by_name, body.outputs, options, (*rounds, *inner_rounds))
+                return runner.run(execution, body_values, body.outputs, options, (*rounds, *round_of_node))
 
-            return run
+            return run_body
 
         results = self._run(self._flow, self._attributes, run_body_of, inputs)
         return [value for name, value in zip(self._flow.node.output, results, strict=False) if name]
@@ -151,28 +151,28 @@ def _run_loop(
     run_body_of: Callable[[str], RunBody],
     inputs: Sequence[Any],
 ) -> list[Any]:
-    """Run rounds while the condition holds, up to the limit; stack each round's scan outputs."""
-    body, run = flow.bodies["body"], run_body_of("body")
+    """Run rounds while the condition holds, up to the limit; return carried values and stacked scans."""
+    body, run_body = flow.bodies["body"], run_body_of("body")
     limit, condition, *carried = inputs  # the first two are None where they are left out
     # ONNX allows scalars and tensors with one element for both.
     limit_rounds = np.inf if limit is None else int(np.asarray(limit).reshape(()))
     goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))
     # The session of the body refuses an input of another rank than the body declares.
-    number, flag = (_scalar_maker(symbol) for symbol in body.inputs[:2])
+    make_round_number, make_condition = (_scalar_maker(symbol) for symbol in body.inputs[:2])
     # The body returns the condition, the carried values, and the values of this round that are stacked.
-    first_stacked = 1 + len(carried)
-    stacks: list[list[Any]] = [[] for _ in body.outputs[first_stacked:]]
-    i = 0
-    while goes_on and i < limit_rounds:
-        body_inputs = [number(i, np.int64), flag(goes_on, np.bool_), *carried]
-        condition, *results = run(body_inputs, (i,))
-        carried, round_values = results[: len(carried)], results[len(carried) :]
-        for stack, value in zip(stacks, round_values, strict=True):
-            stack.append(value)
+    declared_scans = body.declared[1 + len(carried) :]
+    scans: list[list[Any]] = [[] for _ in declared_scans]
+    round_number = 0
+    while goes_on and round_number < limit_rounds:
+        number, flag = make_round_number(round_number, np.int64), make_condition(goes_on, np.bool_)
+        condition, *results = run_body([number, flag, *carried], (round_number,))
+        carried, round_scans = results[: len(carried)], results[len(carried) :]
+        for scan, value in zip(scans, round_scans, strict=True):
+            scan.append(value)
         goes_on = bool(np.asarray(condition).reshape(()))
-        i += 1
-    pairs = zip(stacks, body.declared[first_stacked:], strict=True)
-    return [*carried, *(_stack_rounds(stack, symbol, 0) for stack, symbol in pairs)]
+        round_number += 1
+    stacked = [_stack_rounds(scan, symbol, 0) for scan, symbol in zip(scans, declared_scans, strict=True)]
+    return [*carried, *stacked]
 
 
 def _run_scan(
@@ -181,34 +181,32 @@ def _run_scan(
     run_body_of: Callable[[str], RunBody],
     inputs: Sequence[Any],
 ) -> list[Any]:
-    """Run a round for each slice of the scanned inputs; stack each round's scan outputs."""
-    body, run = flow.bodies["body"], run_body_of("body")
-    count = int(attributes["num_scan_inputs"])
-    state, scanned = list(inputs[: len(inputs) - count]), inputs[len(inputs) - count :]
-    declared = body.declared[len(state) :]
-    axes = attributes.get("scan_input_axes") or [0] * count
-    directions = attributes.get("scan_input_directions") or [0] * count  # 1 scans from the last slice
-    stacks: list[list[Any]] = [[] for _ in declared]
+    """Run a round for each slice of the scanned inputs; return the state and the stacked scan outputs."""
+    body, run_body = flow.bodies["body"], run_body_of("body")
+    scan_count = int(attributes["num_scan_inputs"])
+    state, scanned = list(inputs[: len(inputs) - scan_count]), inputs[len(inputs) - scan_count :]
+    declared_scans = body.declared[len(state) :]
+    axes = attributes.get("scan_input_axes") or [0] * scan_count
+    directions = attributes.get("scan_input_directions") or [0] * scan_count  # 1 scans from the last slice
+    scans: list[list[Any]] = [[] for _ in declared_scans]
     length = scanned[0].shape[axes[0]]
-    for i in range(length):
-        positions = [length - 1 - i if is_reverse else i for is_reverse in directions]
+    for round_number in range(length):
+        positions = [length - 1 - round_number if is_reverse else round_number for is_reverse in directions]
         slices = [
             np.ascontiguousarray(np.take(value, position, axis))
             for value, position, axis in zip(scanned, positions, axes, strict=True)
         ]
-        results = run([*state, *slices], (i,))
-        state, round_values = results[: len(state)], results[len(state) :]
-        for stack, value in zip(stacks, round_values, strict=True):
-            stack.append(value)
-    output_axes = attributes.get("scan_output_axes") or [0] * len(stacks)
-    output_directions = attributes.get("scan_output_directions") or [0] * len(stacks)
-    stacked = [
-        _stack_rounds(stack[::-1] if is_reverse else stack, symbol, axis)
-        for stack, symbol, axis, is_reverse in zip(
-            stacks, declared, output_axes, output_directions, strict=True
-        )
-    ]
-    return [*state, *stacked]
+        results = run_body([*state, *slices], (round_number,))
+        state, round_scans = results[: len(state)], results[len(state) :]
+        for scan, value in zip(scans, round_scans, strict=True):
+            scan.append(value)
+    output_axes = attributes.get("scan_output_axes") or [0] * len(scans)
+    output_directions = attributes.get("scan_output_directions") or [0] * len(scans)
+    for i, is_reverse in enumerate(output_directions):
+        if is_reverse:
+            scans[i].reverse()
+    outputs = zip(scans, declared_scans, output_axes, strict=True)
+    return [*state, *(_stack_rounds(scan, symbol, axis) for scan, symbol, axis in outputs)]
 
 
 def _run_sequence_map(
@@ -218,11 +216,11 @@ def _run_sequence_map(
     inputs: Sequence[Any],
 ) -> list[Any]:
     """Run a round for each element of the first sequence, with that of other sequences, and all tensors."""
-    run = run_body_of("body")
+    run_body = run_body_of("body")
     sequences: list[list[Any]] = [[] for _ in flow.node.output]
     for i in range(len(inputs[0])):
         body_inputs = [value[i] if isinstance(value, list) else value for value in inputs]
-        for sequence, value in zip(sequences, run(body_inputs, (i,)), strict=True):
+        for sequence, value in zip(sequences, run_body(body_inputs, (i,)), strict=True):
             sequence.append(value)
     return list(sequences)
 
@@ -247,6 +245,7 @@ def _stack_rounds(values: Sequence[Any], symbol: OnnxSymbol, axis: int) -> Any:
         return np.stack([np.asarray(value) for value in values], position)
     # Without a value the declared type alone tells shape and dtype.
     extents = [extent or 0 for extent in symbol.shape or ()]
+    # The axis of the rounds has extent 0.
     extents.insert(axis if axis >= 0 else len(extents) + 1 + axis, 0)
     return np.zeros(extents, symbol.dtype or np.float32)
 

@@ -63,7 +63,7 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
         super().__init__()
         self._boundary = Boundary(self._prepare_session)
         # Weak, so that a model is dropped with its session.
-        self._models: WeakKeyDictionary[Any, Model | CannotInstrument] = WeakKeyDictionary()
+        self._models_or_errors: WeakKeyDictionary[Any, Model | CannotInstrument] = WeakKeyDictionary()
 
     def attach(self) -> None:
         """Patch the methods through which sessions run."""
@@ -71,23 +71,23 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
 
     def self_test_program(self) -> SelfTestProgram:
         """Return a program of a session with one op."""
-        return SelfTestProgram(run_tanh, "Tanh")
+        return SelfTestProgram(compute_tanh, "Tanh")
 
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
-        """Rewrite the model of a session."""
-        model = self._models.get(graph)
-        if model is None:
+        """Rewrite the model of the session `graph`; raise CannotInstrument if the model cannot be read."""
+        # A model that cannot be read is remembered by its error, so that it is not read at each run.
+        model_or_error = self._models_or_errors.get(graph)
+        if model_or_error is None:
             try:
-                model = model_of(graph)
+                model_or_error = model_of(graph)
             except CannotInstrument as error:
-                model = error
-            # A model that cannot be read is remembered, too, so that it is not read at each run.
-            self._models[graph] = model
-        if isinstance(model, CannotInstrument):
-            raise CannotInstrument(*model.args)
+                model_or_error = error
+            self._models_or_errors[graph] = model_or_error
+        if isinstance(model_or_error, CannotInstrument):
+            raise CannotInstrument(*model_or_error.args)
         identity = digest("onnxruntime/graph", interceptor.ordinal(graph))
         rewriting = ModelRewriting(
-            analysis=analysis, namespace=self.namespace, model=model, identity=identity
+            analysis=analysis, namespace=self.namespace, model=model_or_error, identity=identity
         )
         rewriting.run()
         return rewriting
@@ -171,7 +171,7 @@ class Boundary:
     def _run_copy(
         self, run: Any, session: Any, names: Sequence[str] | None, feed: Mapping[str, Any], options: Any
     ) -> Any:
-        """Run the copy, or the session itself if nothing is inserted; return the results."""
+        """Run the copy, or the session if nothing is inserted or, with a report, inputs do not fit."""
         activation = interceptor.active()
         prepared = self._prepare(session, activation.state) if activation else None
         if activation is None or prepared is None:
@@ -181,9 +181,9 @@ class Boundary:
         output_names = list(names) if names else list(copy.outputs)
         if not copy.fits(output_names, feed):
             # The session raises its own error for a wrong input, or accepts it after all.
-            result = run(session, names, feed, options)
+            results = run(session, names, feed, options)
             activation.state.report("a run of a session", "it is given what is not as the model says")
-            return result
+            return results
         return copy.run(execution, output_names, feed, options)
 
 
@@ -207,13 +207,8 @@ def _method_with_original(stand_in: Callable[..., Any], original: Callable[..., 
 
 
 _RANDOM_OPS = (
-    "Bernoulli",
-    "Multinomial",
-    "RandomNormal",
-    "RandomNormalLike",
-    "RandomUniform",
-    "RandomUniformLike",
-)
+    "Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike",
+)  # fmt: skip
 
 
 class ModelCopy:
@@ -251,13 +246,13 @@ class ModelCopy:
         }
         self._defaults = {name: constants[name] for name in model.overridable}
 
-    def fits(self, names: Sequence[str], feed: Mapping[str, Any]) -> bool:
+    def fits(self, output_names: Sequence[str], feed: Mapping[str, Any]) -> bool:
         """Return True if the copy can run for these outputs and inputs.
 
         All outputs must exist, and all inputs must be fed with values of their types; one with a default may
         be missing.  False also for an input that the model does not have.
         """
-        if not (set(names) <= self.outputs.keys() and feed.keys() <= self._inputs.keys()):
+        if not (set(output_names) <= self.outputs.keys() and feed.keys() <= self._inputs.keys()):
             return False
         missing = self._inputs.keys() - feed.keys() - self._defaults.keys()
         return not missing and all(self._inputs[name].admits(as_array(value)) for name, value in feed.items())
@@ -272,9 +267,9 @@ class ModelCopy:
 
 
 def model_of(session: Any) -> Model:
-    """Read the model of a session, from its path or its bytes.
+    """Read the model of a session, from its path or its bytes, and infer the types of its values.
 
-    Raises CannotInstrument where the model is out of reach.
+    Raises CannotInstrument where the model is out of reach, or has changed since the session was created.
     """
     path, data = session._model_path, session._model_bytes
     overridable = [argument.name for argument in session.get_overridable_initializers()]
@@ -305,8 +300,8 @@ def model_of(session: Any) -> Model:
     return model
 
 
-def run_tanh() -> list[float]:
-    """Return what a session of a model with one op gives."""
+def compute_tanh() -> list[float]:
+    """Return the tanh of two numbers, from a session of a model with that op alone."""
     x, y = (make_tensor_value_info(name, TensorProto.DOUBLE, [2]) for name in "xy")
     graph = make_graph([make_node("Tanh", ["x"], ["y"])], "exercise", [x], [y])
     # Versions that every runtime which the driver supports can read.

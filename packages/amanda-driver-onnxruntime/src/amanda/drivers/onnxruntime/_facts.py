@@ -71,14 +71,15 @@ def facts_of(
     """Return the facts of a node.  names: of its inputs.  graph: the identity of its graph."""
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     operation = OnnxOperation(node, name, graph)
-    roots = tuple(symbol.root for symbol in inputs.symbols if symbol is not None and symbol.root is not None)
+    roots = (symbol.root for symbol in inputs.symbols if symbol is not None)
+    initializers_read = tuple(name for name in roots if name is not None)
     parameter_positions = [
         i for i, value in enumerate(inputs.values) if _initializer_key(graph, value) is not None
     ]
     return OpFacts(
         operation, op_id, namespace, names, inputs.values, attributes=OnnxAttributes(node),
         scope=scope_of(name, metadata), source=source_of(metadata), read_value=read_value,
-        op_type=operation.type, graph=graph, read_variables=lambda: roots, original=original,
+        op_type=operation.type, graph=graph, read_variables=lambda: initializers_read, original=original,
         variable_positions=parameter_positions, variable_of=lambda value: _initializer_key(graph, value),
         scope_aliases=[name.lstrip("/")],
     )  # fmt: skip
@@ -86,7 +87,9 @@ def facts_of(
 
 def _initializer_key(graph: Hashable, value: Any) -> tuple[Hashable, str] | None:
     """Return a key of the initializer that a value is computed from alone: graph and name; else None."""
-    return (graph, value.root) if isinstance(value, OnnxSymbol) and value.root is not None else None
+    if not isinstance(value, OnnxSymbol) or value.root is None:
+        return None
+    return graph, value.root
 
 
 def scope_of(name: str, metadata: Mapping[str, str]) -> str:
@@ -110,7 +113,10 @@ def source_of(metadata: Mapping[str, str]) -> str:
     frames = _FRAME.findall(metadata.get("pkg.torch.onnx.stack_trace", ""))
     # torch.onnx writes the whole stack, with PyTorch's own frames innermost.
     user_frames = [(file, line) for file, line in frames if not _FRAMEWORK.search(file)]
-    return ":".join((user_frames or frames)[-1]) if frames else ""
+    if not frames:
+        return ""
+    file, line = (user_frames or frames)[-1]
+    return f"{file}:{line}"
 
 
 class OnnxAttributes(Mapping[str, Any]):
@@ -180,12 +186,11 @@ def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
 
 
 def _layout(parameters: Sequence[Any], count: int) -> Layout:
-    """Return names and lengths of `count` values, with numbers as names of those without a parameter."""
+    """Return names and lengths of inputs or outputs, with numbers as names of those without a parameter."""
     names: list[str] = []
     sizes: list[int | None] = []
     for parameter in parameters:
-        # Optional values at the end may be left out, and the last parameter may stand for any number of
-        # values.
+        # Optional values at the end may be left out, and the last parameter may stand for any number.
         remaining = count - len(sizes)
         if parameter.option == OpSchema.FormalParameterOption.Variadic:
             return Layout((*names, parameter.name), (*sizes, remaining))
@@ -193,6 +198,5 @@ def _layout(parameters: Sequence[Any], count: int) -> Layout:
             break
         names.append(parameter.name)
         sizes.append(None)
-    extra = count - len(sizes)
-    numbers = (str(i) for i in range(len(names), len(names) + extra))
-    return Layout((*names, *numbers), (*sizes, *[None] * extra))
+    numbers = [str(i) for i in range(len(names), count)]
+    return Layout((*names, *numbers), (*sizes, *(None for _ in numbers)))

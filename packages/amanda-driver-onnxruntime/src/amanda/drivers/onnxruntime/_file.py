@@ -51,9 +51,9 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
         ArtefactError: For a file whose external data lie outside of its folder.
     """
     source = model if isinstance(model, ModelProto) else _read_with_data(Path(model))
-    parsed = Model(source)
-    parsed.infer_types(types_by_onnxruntime)
-    identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in parsed.proto.graph.node))
+    copy = Model(source)
+    copy.infer_types(types_by_onnxruntime)
+    identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in copy.proto.graph.node))
     with amanda.apply(*tools):
         activation = interceptor.active()
         assert activation is not None
@@ -61,7 +61,7 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
         with interceptor.Suspension():
             analysis = GraphAnalysis(activation.state, OnnxTensorOps())
             rewriting = ModelRewriting(
-                analysis=analysis, namespace=namespace(), is_for_file=True, model=parsed, identity=identity
+                analysis=analysis, namespace=namespace(), is_for_file=True, model=copy, identity=identity
             )
             try:
                 rewriting.run()
@@ -86,7 +86,7 @@ def namespace() -> Namespace:
 
 
 def _not_traceable(refusals: Sequence[tuple[str, str, str, str, str]]) -> NotTraceableError:
-    """Return the error that lists the refused routines."""
+    """Return the error that lists refused routines, each with op, path, tool and reason."""
     lines = [
         f"  {op} {path!r}: {routine} of {tool}: {reason}" for op, path, tool, routine, reason in refusals
     ]
@@ -134,14 +134,14 @@ class OnnxFile(Artefact):
         self._instrumented: ModelProto | None = None
 
     def instrument(self, inlining: Inlining) -> None:
-        """Rewrite the graph, its bodies of control flow and its local functions."""
+        """Rewrite the graph, its bodies and its local functions; hold no model if a routine was refused."""
         graph = self._model.proto.graph
         # The ids of ops must not depend on the file's path, nor on its weights.
         identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
-        tags = Namespace(f"{namespace()}/static")
+        file_namespace = Namespace(f"{namespace()}/static")
         rewriting = ModelRewriting(
-            analysis=inlining.analysis(OnnxTensorOps()), namespace=tags, is_for_file=True, model=self._model,
-            identity=identity,
+            analysis=inlining.analysis(OnnxTensorOps()), namespace=file_namespace, is_for_file=True,
+            model=self._model, identity=identity,
         )  # fmt: skip
         try:
             rewriting.run()
@@ -184,10 +184,10 @@ def write_model(source: ModelProto, rewriting: ModelRewriting) -> ModelProto:
     model = inliner.inline_local_functions(source) if source.functions else copy_model(source)
     graph = model.graph
     equal_names = _equal_constants(rewriting, graph)
-    new_names, identities = _rename_outputs(rewriting, equal_names, graph)
+    new_name_by_name, identities = _rename_outputs(rewriting, equal_names, graph)
     nodes = [item.node for item in rewriting.items if isinstance(item, ComputedNode)]
     del graph.node[:]
-    graph.node.extend(rename_values(nodes, new_names))
+    graph.node.extend(rename_values(nodes, new_name_by_name))
     graph.node.extend(identities)
     new_constants = {name: array for name, array in rewriting.constants.items() if name not in equal_names}
     graph.initializer.extend(
@@ -238,21 +238,24 @@ def _only_moves_constants(node: NodeProto) -> bool:
 
 
 def _equal_constants(rewriting: ModelRewriting, graph: GraphProto) -> dict[str, str]:
-    """Return, for each constant of a routine that equals an initializer or an earlier constant, its name."""
+    """Return, by a routine's constant, the name of an equal initializer or earlier constant, if any."""
     # Digests of all weights would take long, so only those with the layout of a new constant are compared.
     layouts = {_dtype_and_shape(array) for array in rewriting.constants.values()}
     # A default may be overridden at run time, and a name in a body may hide the constant.
-    excluded = rewriting.model.overridable | set(_inner_names(graph))
-    names = [tensor.name for tensor in graph.initializer if tensor.name not in excluded]
-    initializers = {name: rewriting.model.constants[name] for name in names}
-    initializers = {name: array for name, array in initializers.items() if _dtype_and_shape(array) in layouts}
-    names_by_content: dict[Any, str] = {}
-    equal_names = {}
+    excluded_names = rewriting.model.overridable | set(_inner_names(graph))
+    initializers = {}
+    for tensor in graph.initializer:
+        if tensor.name not in excluded_names:
+            array = rewriting.model.constants[tensor.name]
+            if _dtype_and_shape(array) in layouts:
+                initializers[tensor.name] = array
+    first_name_by_content: dict[Any, str] = {}
+    equal_name_by_name = {}
     for name, array in (initializers | rewriting.constants).items():
-        first_name = names_by_content.setdefault((_dtype_and_shape(array), _digest(array)), name)
+        first_name = first_name_by_content.setdefault((_dtype_and_shape(array), _digest(array)), name)
         if first_name != name and name not in initializers:
-            equal_names[name] = first_name
-    return equal_names
+            equal_name_by_name[name] = first_name
+    return equal_name_by_name
 
 
 def _dtype_and_shape(array: Any) -> tuple[str, tuple[int, ...]]:
@@ -273,35 +276,37 @@ def _inner_names(graph: GraphProto) -> Iterator[str]:
     for node in graph.node:
         for body in bodies_of(node):
             yield from (entry.name for entry in (*body.input, *body.initializer))
-            yield from (name for inner in body.node for name in inner.output)
+            yield from (name for inner_node in body.node for name in inner_node.output)
             yield from _inner_names(body)
 
 
 def _rename_outputs(
     rewriting: ModelRewriting, equal_names: Mapping[str, str], graph: GraphProto
 ) -> tuple[dict[str, str], list[NodeProto]]:
-    """Return new names of values, so that the model's outputs keep theirs, and Identity nodes.
+    """Return new names of values by the present ones, so that outputs keep their names, and Identity nodes.
 
     An Identity gives an output its name where no node that computes the output's value can take the name.
     equal_names: by a constant's name, the name of an equal constant that is stored instead.
     """
     outputs = [value.name for value in graph.output]
-    current_names = {name: rewriting.renamed.get(name, name) for name in outputs}
-    changed = {name: current for name, current in current_names.items() if current != name}
+    # By an output whose value routines have changed, the name of the changed value.
+    present_names = {name: rewriting.renamed.get(name, name) for name in outputs}
+    changed_outputs = {output: name for output, name in present_names.items() if name != output}
     # The node that computes the original value gives up the output's name.
-    new_names = {name: f"{rewriting.new_name('original')}/{name}" for name in changed}
-    new_names |= {name: new_names.get(equal, equal) for name, equal in equal_names.items()}
+    new_name_by_name = {name: f"{rewriting.new_name('original')}/{name}" for name in changed_outputs}
+    for name, equal_name in equal_names.items():
+        new_name_by_name[name] = new_name_by_name.get(equal_name, equal_name)
     nodes = [item.node for item in rewriting.items if isinstance(item, ComputedNode)]
     computed_names = {name for node in nodes for name in node.output}
     identities = []
-    for output, current in changed.items():
+    for output, name in changed_outputs.items():
         # A value that is an output itself, or has taken a name already, cannot take this one.
-        if current in computed_names and current not in new_names and current not in outputs:
-            new_names[current] = output
+        if name in computed_names and name not in new_name_by_name and name not in outputs:
+            new_name_by_name[name] = output
         else:
-            source = new_names.get(current, current)
+            source = new_name_by_name.get(name, name)
             identities.append(onnx.helper.make_node("Identity", [source], [output]))
-    return new_names, identities
+    return new_name_by_name, identities
 
 
 def _value_info(name: str, array: Any) -> ValueInfoProto:

@@ -19,11 +19,11 @@ from ._values import OnnxSymbol, as_array, names_read
 
 
 class _RunnableStep(NamedTuple):
-    """Routines and control flow, then a session, if any; `done` names values that nothing reads later."""
+    """Routines and control flow, then a session, if any; and the names of values that nothing reads later."""
 
     calls: Sequence[RoutineCall | RunnableControlFlow]
     session: PartSession | None
-    done: Sequence[str]
+    names_to_drop: Sequence[str]
 
 
 class GraphRunner:
@@ -54,29 +54,22 @@ class GraphRunner:
                 RunnableControlFlow(call, self._body_runner) if isinstance(call, ControlFlowNode) else call
                 for call in step.calls
             ]
-            done = [name for name in step.done if name not in constant_names]
-            self._steps.append(_RunnableStep(calls, session, done))
+            names_to_drop = [name for name in step.names_to_drop if name not in constant_names]
+            self._steps.append(_RunnableStep(calls, session, names_to_drop))
         read_by_calls = {name for step in steps for call in step.calls for name in call.reads}
         read_in_python = (read_by_calls & constants.keys()) | {*fetched}
         self._defaults = {name: constants[name] for name in read_in_python & {*constant_names}}
 
     def _body_runner(self, body: ControlFlowBody) -> GraphRunner:
         """Return the runner of a body; its inputs hide constants of the same name."""
+        input_names = {symbol.name for symbol in body.inputs}
         constants = {**self._constants, **body.constants}
-        for symbol in body.inputs:
-            constants.pop(symbol.name, None)
-        constant_names = ({*self._constant_names} | body.constants.keys()) - {
-            symbol.name for symbol in body.inputs
-        }
+        constants = {name: array for name, array in constants.items() if name not in input_names}
+        constant_names = ({*self._constant_names} | body.constants.keys()) - input_names
         return GraphRunner(
-            self._sessions,
-            body.items,
-            constants,
-            constant_names,
-            body.outputs,
-            body.symbol,
+            self._sessions, body.items, constants, constant_names, body.outputs, body.symbol,
             extents_vary=True,
-        )
+        )  # fmt: skip
 
     def run(
         self,
@@ -89,7 +82,9 @@ class GraphRunner:
         """Run the graph; return the values of these names.
 
         values: the inputs of the graph, and values of graphs around that it reads.
+        rounds: of the loops around the graph.
         """
+        # By name, those that a later step still reads.
         present_values = {**self._defaults, **values}
         for step in self._steps:
             for call in step.calls:
@@ -102,7 +97,7 @@ class GraphRunner:
             if step.session is not None:
                 with interceptor.Suspension():
                     present_values.update(step.session.run(present_values, options))
-            for name in step.done:
+            for name in step.names_to_drop:
                 # Arrays are freed as soon as no later step reads them, as a session would free them.
                 present_values.pop(name, None)
         return [present_values[name] for name in names]
@@ -117,7 +112,7 @@ class ScheduledStep:
     """Routines and control flow, and then the nodes of a session.
 
     inputs, outputs, constants: names of the session's values.
-    done: names of values that nothing reads after this step.
+    names_to_drop: of values that nothing reads after this step.
     """
 
     calls: list[RoutineCall | ControlFlowNode] = field(default_factory=list)
@@ -125,7 +120,7 @@ class ScheduledStep:
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
-    done: list[str] = field(default_factory=list)
+    names_to_drop: list[str] = field(default_factory=list)
 
 
 def schedule(
@@ -144,32 +139,34 @@ def schedule(
     nbytes: returns the size of a value.
     """
     steps: defaultdict[int, ScheduledStep] = defaultdict(ScheduledStep)
-    in_session: dict[str, int] = {}  # the first step whose session can read a value
-    in_python: dict[str, int] = {}  # the first step whose routines can read a value
-    observed_nbytes: defaultdict[int, int] = defaultdict(int)
+    # By a value's name, the number of the first step whose session, or whose routines, can read the value.
+    session_step: dict[str, int] = {}
+    python_step: dict[str, int] = {}
+    observed_nbytes: defaultdict[int, int] = defaultdict(int)  # by the number of a step
     earliest_number = 0  # the first step that nodes may still be added to
     for item in items:
         if isinstance(item, ComputedNode):
-            first_number = max((in_session.get(name, 0) for name in names_read(item.node)), default=0)
+            first_number = max((session_step.get(name, 0) for name in names_read(item.node)), default=0)
             # Not before the observers have run whose values exceed the budget.
             number = max(first_number, earliest_number)
             steps[number].nodes.append(item.node)
-            in_session.update(dict.fromkeys(item.node.output, number))
-            in_python.update(dict.fromkeys(item.node.output, number + 1))
+            for name in item.node.output:
+                session_step[name], python_step[name] = number, number + 1
             continue
         assert isinstance(item, (RoutineCall, ControlFlowNode))
-        number = max((in_python.get(name, 0) for name in (*item.reads, *item.waits_for)), default=0)
+        number = max((python_step.get(name, 0) for name in (*item.reads, *item.waits_for)), default=0)
         steps[number].calls.append(item)
-        in_session.update(dict.fromkeys(item.outputs, number))
-        in_python.update(dict.fromkeys(item.outputs, number))
+        # The routines of a step run in order, and ahead of its session.
+        for name in item.outputs:
+            session_step[name] = python_step[name] = number
         # Routines with results end a session anyway; values for observers alone pile up until it ends.
         observed_nbytes[number] += 0 if item.outputs else sum(nbytes(name) for name in item.reads)
         if observed_nbytes[number] > budget:
             # Later nodes go to later sessions, so that observers run, and the values they keep are freed.
             earliest_number = max(earliest_number, number)
-    ordered = [steps[number] for number in sorted(steps)]
-    _set_passed_values(ordered, constants, fetched)
-    return ordered
+    ordered_steps = [steps[number] for number in sorted(steps)]
+    _set_passed_values(ordered_steps, constants, fetched)
+    return ordered_steps
 
 
 def _set_passed_values(
@@ -180,12 +177,13 @@ def _set_passed_values(
     # From the last step back, since an output is needed only if a later step reads it.
     for step in reversed(steps):
         computed = {name for node in step.nodes for name in node.output}
-        read = dict.fromkeys(name for node in step.nodes for name in names_read(node) if name not in computed)
+        nodes_read = [name for node in step.nodes for name in names_read(node) if name not in computed]
+        session_reads = dict.fromkeys(nodes_read)
         step.outputs = [name for name in dict.fromkeys(_output_names(step.nodes)) if name in read_later]
-        step.constants = [name for name in read if name in constants]
-        step.inputs = [name for name in read if name not in constants]
+        step.constants = [name for name in session_reads if name in constants]
+        step.inputs = [name for name in session_reads if name not in constants]
         read_here = {*step.inputs, *(name for call in step.calls for name in call.reads)}
-        step.done = sorted(read_here - read_later)
+        step.names_to_drop = sorted(read_here - read_later)
         read_later |= read_here
 
 

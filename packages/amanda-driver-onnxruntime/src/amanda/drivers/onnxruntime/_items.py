@@ -30,7 +30,7 @@ class TypedInsertion(Insertion):
         # Sessions own the memory of results and share the weights, so routines must not write into them.
         views = [_read_only(value) for value in flat]
         # A view that a routine returns unchanged stands for the original array.
-        originals = {id(view): value for view, value in zip(views, flat, strict=True)}
+        original_by_view_id = {id(view): value for view, value in zip(views, flat, strict=True)}
         results = super().run(execution, views, rounds)
         if len(results) != len(self.dtypes):
             action = self.actions[0]
@@ -39,12 +39,13 @@ class TypedInsertion(Insertion):
             )
             raise self.facts.annotate_error(error, action)
         results = [_as_dtype(value, dtype) for value, dtype in zip(results, self.dtypes, strict=True)]
-        return [originals.get(id(value), value) for value in results]
+        return [original_by_view_id.get(id(value), value) for value in results]
 
     def check_results(self, action: Action, before: Sequence[Any], values: Sequence[Any]) -> None:
         """Raise RoutineError if a routine changed a value without tensors, or of an unknown type."""
-        fixed = () if action.observer else [i for i in self.input_positions if i not in self.output_positions]
-        for position in fixed:
+        if action.observer:
+            return
+        for position in [i for i in self.input_positions if i not in self.output_positions]:
             if not _is_same(values[position], before[position]):
                 error = RoutineError(
                     f"{action} changed value {position} of {self.facts.name}, which holds no tensor, "
@@ -53,19 +54,20 @@ class TypedInsertion(Insertion):
                 raise self.facts.annotate_error(error, action)
 
     def flat_results(self, values: Sequence[Any]) -> list[Any]:
-        """Return the flat results: the elements of a list of inputs, but a sequence as a whole."""
-        flat: list[Any] = []
-        size_by_position = dict(zip(self.input_positions, self.list_lengths, strict=True))
+        """Return the flat results among `values`: the elements of a list, but a sequence as a whole."""
+        flat_results: list[Any] = []
+        # None for a single value, the number of elements for a variadic input.
+        length_by_position = dict(zip(self.input_positions, self.list_lengths, strict=True))
         remaining_dtypes = iter(self.dtypes)
         for position in self.output_positions:
-            size = size_by_position[position]
-            dtypes = [next(remaining_dtypes) for _ in range(1 if size is None else size)]
+            length = length_by_position[position]
+            dtypes = [next(remaining_dtypes) for _ in range(1 if length is None else length)]
             value = values[position]
             # A list is one value where the graph has a sequence, and several where an input is variadic.
-            is_sequence = size is None and dtypes[0] is None
+            is_sequence = length is None and dtypes[0] is None
             is_single = is_sequence or not isinstance(value, (list, tuple))
-            flat += [value] if is_single else value
-        return flat
+            flat_results += [value] if is_single else value
+        return flat_results
 
 
 def _is_same(value: Any, before: Any) -> bool:

@@ -98,24 +98,26 @@ class Model:
         graph = infer_shapes(self.proto).graph
         self.proto.graph.CopyFrom(graph)
         self.types = types_in(graph)
-        unknown = [
-            name for node in graph.node for name in node.output if name and not is_typed(self.types.get(name))
-        ]
-        if unknown:
-            self.types.update(other_types(self.proto, unknown, self.constants))
+        computed_names = [name for node in graph.node for name in node.output if name]
+        untyped_names = [name for name in computed_names if not is_typed(self.types.get(name))]
+        if untyped_names:
+            self.types.update(other_types(self.proto, untyped_names, self.constants))
         self._infer_in_bodies(self.proto.graph, self.types, other_types)
 
     def _infer_in_bodies(
-        self, graph: GraphProto, outer: Mapping[str, TypeProto], other_types: TypesOf
+        self, graph: GraphProto, outer_types: Mapping[str, TypeProto], other_types: TypesOf
     ) -> None:
-        """Add types to the values in bodies, as far as `other_types` infers them."""
+        """Add types to the untyped values in the bodies of a graph, as far as `other_types` infers them.
+
+        outer_types: of the values of the graph and the graphs around.
+        """
         for node in graph.node:
             for body in bodies_of(node):
-                types = {**outer, **types_in(body)}
-                computed = [name for inner in body.node for name in inner.output if name]
-                unknown = [name for name in computed if not is_typed(types.get(name))]
-                if unknown:
-                    inferred = other_types(self._model_of_body(body, types), unknown, self.constants)
+                types = {**outer_types, **types_in(body)}
+                computed_names = [name for inner_node in body.node for name in inner_node.output if name]
+                untyped_names = [name for name in computed_names if not is_typed(types.get(name))]
+                if untyped_names:
+                    inferred = other_types(self._model_of_body(body, types), untyped_names, self.constants)
                     body.value_info.extend(
                         ValueInfoProto(name=name, type=type) for name, type in inferred.items()
                     )
@@ -138,7 +140,10 @@ class Model:
         return model
 
     def symbol(self, name: str) -> OnnxSymbol:
-        """Return the symbol of a value of the outermost graph."""
+        """Return a new symbol of a value of the outermost graph.
+
+        A value with a default, which a run may override, has the initializer's value as its default alone.
+        """
         constant = self.constants.get(name)
         type = self.types.get(name)
         if constant is None:
@@ -194,7 +199,8 @@ def dense_array(tensor: SparseTensorProto) -> Array:
     values, indices = numpy_helper.to_array(tensor.values), numpy_helper.to_array(tensor.indices)
     array = np.zeros(tuple(tensor.dims), values.dtype)
     # ONNX stores indices flat, or as rows of coordinates.
-    array[np.unravel_index(indices, array.shape) if indices.ndim == 1 else tuple(indices.T)] = values
+    coordinates = np.unravel_index(indices, array.shape) if indices.ndim == 1 else tuple(indices.T)
+    array[coordinates] = values
     array.flags.writeable = False
     return array
 
@@ -227,7 +233,7 @@ def move_values_out(tensor: TensorProto) -> None:
 
 
 def initializer_of(name: str, array: Array) -> TensorProto:
-    """Return an initializer of an array; the values of a large one are passed apart."""
+    """Return an initializer of an array; a large one lacks its values, which sessions get externally."""
     if array.nbytes <= SMALL or not is_shared(array):
         return numpy_helper.from_array(np.asarray(array), name)
     element = onnx.helper.np_dtype_to_tensor_dtype(array.dtype)
@@ -257,7 +263,7 @@ _CONSTANT_DTYPES: dict[str, Any] = {
 
 
 def infer_shapes(proto: ModelProto) -> ModelProto:
-    """Return the model with the types that ONNX infers."""
+    """Return the model with the types that ONNX infers, or as it is where the inference fails."""
     try:
         # Data propagation infers shapes that other nodes compute.
         return onnx.shape_inference.infer_shapes(proto, data_prop=True)
@@ -319,17 +325,17 @@ def types_by_onnxruntime(
     probe = ModelProto()
     probe.CopyFrom(proto)
     add_outputs(probe.graph, names)
-    settings = session_options()
-    external = {
+    options = session_options()
+    external_values = {
         tensor.name: onnxruntime.OrtValue.ortvalue_from_numpy(constants[tensor.name])
         for tensor in probe.graph.initializer
         if tensor.data_location == onnx.TensorProto.EXTERNAL
     }
-    if external:
-        settings.add_external_initializers(list(external), list(external.values()))
+    if external_values:
+        options.add_external_initializers(list(external_values), list(external_values.values()))
     try:
         session = onnxruntime.InferenceSession(
-            probe.SerializeToString(), settings, providers=["CPUExecutionProvider"]
+            probe.SerializeToString(), options, providers=["CPUExecutionProvider"]
         )
     except Exception:  # the error comes up again when the user loads the model
         return {}

@@ -103,8 +103,8 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return map(NamedNode, self.graph.node, _unique_names(self.graph.node))
 
     def symbol(self, name: str) -> OnnxSymbol:
-        """Return the symbol of a value of this graph, or of a graph around."""
-        # Each value has one symbol, since tools recognise a value by it.
+        """Return the one symbol of a value of this graph, or of a graph around."""
+        # Tools recognise a value by its symbol. The outermost graph keeps those that the model creates.
         symbol = self._symbols.get(name)
         if symbol is None:
             symbol = self._outer_symbol(name)
@@ -132,16 +132,20 @@ class OnnxRewriter(Rewriter[NamedNode]):
         )  # fmt: skip
 
     def write_node(self, node: NamedNode, inputs: Side, outputs: Side) -> None:
-        """Add a copy of a node; a node that only rearranges a constant is computed here instead."""
-        # A copy, since the model is rewritten again for other tools; `leave` rewrites the copy's bodies.
+        """Add a copy of a node; a node that only rearranges a constant is computed here instead.
+
+        The latter's result is a constant of the model, but in bodies and files, which have the node, too.
+        """
+        # A copy, since the model is rewritten again for others; `rewrite_inner_graphs` edits its bodies.
         self._copied_node = copy = NodeProto()
         copy.CopyFrom(node.proto)
         copy.input[:] = inputs.refs
         array = rearrange_constant(copy, inputs.symbols)
         if array is not None:
-            name, source = copy.output[0], inputs.symbols[0]
-            root = None if source is None else source.root
-            self._symbols[name] = outputs.symbols[0] = OnnxSymbol.of_array(name, array, root)
+            name, operand = copy.output[0], inputs.symbols[0]
+            root = None if operand is None else operand.root
+            symbol = OnnxSymbol.of_array(name, array, root)
+            self._symbols[name] = outputs.symbols[0] = symbol
             # A constant in a body cannot be a constant of the model: other bodies may use the same name.
             if not self.rewriting.is_for_file and not self.path:
                 self.rewriting.constants[name] = array
@@ -149,19 +153,23 @@ class OnnxRewriter(Rewriter[NamedNode]):
         self.items.append(ComputedNode(copy))
 
     def note_effects(self, node: NamedNode, inputs: Side, outputs: Side, replaced: bool) -> None:
-        """Record the initializer that a node casts or rearranges, and a function that computes the result."""
+        """Record at a node's result the initializer that the node casts or rearranges, if it does.
+
+        If all operands have values before the model runs, also a function that computes the result.
+        """
         result = outputs.symbols[0] if outputs.symbols and not replaced else None
         operands = [symbol for symbol in inputs.symbols if symbol is not None]
         if result is None or result.root is not None or not keeps_elements(node.proto):
             return
-        if not operands or not all(symbol.root for symbol in operands):
+        is_of_initializers = bool(operands) and all(symbol.root for symbol in operands)
+        if not is_of_initializers:
             return
         result.root = operands[0].root
-        make_computation = computation_of(node.proto, inputs, self.rewriting.model)
+        create_computation = computation_of(node.proto, inputs, self.rewriting.model)
         are_static = all(symbol.constant is not None or symbol.compute for symbol in operands)
         # Computed when a tool reads the value, not for each weight that a graph casts or rearranges.
-        if make_computation is not None and are_static:
-            result.compute = partial(_compute_constant, make_computation, list(inputs.symbols))
+        if create_computation is not None and are_static:
+            result.compute = partial(_compute_from_static, create_computation, list(inputs.symbols))
 
     def rewrite_inner_graphs(self, node: NamedNode, replaced: bool) -> None:
         """Rewrite the bodies of a node; Python runs the node if a routine in them runs as Python."""
@@ -169,24 +177,19 @@ class OnnxRewriter(Rewriter[NamedNode]):
             return
         copied_node = self._copied_node
         opset = self.rewriting.model.opsets.get("", 1)
-        calls_python = (
+        may_call_python = (
             self.calls_python and not self.rewriting.is_for_file and is_runnable(copied_node, opset)
         )
-        bodies: dict[str, list[ControlFlowBody]] = {}
+        body_by_attribute: dict[str, ControlFlowBody] = {}
         for attribute in copied_node.attribute:
-            graphs = [attribute.g] if attribute.HasField("g") else attribute.graphs
-            for graph in graphs:
-                path = (*self.path, node.name, attribute.name)
-                bodies.setdefault(attribute.name, []).append(
-                    self._rewrite_body(
-                        graph,
-                        path=path,
-                        calls_python=calls_python and is_all_typed(graph),
-                        op_type=copied_node.op_type,
-                    )
-                )
-        if any(body.calls_python for body_list in bodies.values() for body in body_list):
-            runnable = ControlFlowNode(copied_node, {name: body for name, (body,) in bodies.items()})
+            # Nodes that Python can run have attributes of one graph each.
+            for graph in [attribute.g] if attribute.HasField("g") else attribute.graphs:
+                body_by_attribute[attribute.name] = self._rewrite_body(
+                    graph, path=(*self.path, node.name, attribute.name),
+                    calls_python=may_call_python and is_all_typed(graph), op_type=copied_node.op_type,
+                )  # fmt: skip
+        if any(body.calls_python for body in body_by_attribute.values()):
+            runnable = ControlFlowNode(copied_node, body_by_attribute)
             # Routines after the node may follow the node among the items, so it need not be the last one.
             for i, item in enumerate(self.items):
                 if isinstance(item, ComputedNode) and item.node is copied_node:
@@ -207,7 +210,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         inputs_side: Side,
         outputs_side: Side,
     ) -> Insertion:
-        """Set the dtypes of an insertion's results."""
+        """Set the dtypes of an insertion's results, and the number of loops around it; return it."""
         assert isinstance(insertion, TypedInsertion)
         insertion.dtypes = tuple(None if symbol is None else symbol.dtype for symbol in symbols)
         insertion.loop_depth = self.depth
@@ -220,7 +223,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return symbol.static_value if self.rewriting.is_for_file else symbol.constant
 
     def store_constant(self, constant: Any) -> Value:
-        """Add an array to the model's constants."""
+        """Add an array to the model's constants under a new name; return it as a value."""
         name = self.rewriting.new_name("constant")
         self.rewriting.constants[name] = constant
         self.rewriting.has_insertions = True
@@ -230,16 +233,16 @@ class OnnxRewriter(Rewriter[NamedNode]):
     def inline(
         self, insertion: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
     ) -> list[Value]:
-        """Record routines as nodes, and add these.
+        """Run routines on traced arrays, add the nodes that these record, and return the results.
 
         Raises NotTraceable for routines that cannot be recorded, and RoutineError as the routine raises it.
         """
         assert isinstance(insertion, TypedInsertion)
         rewriting = self.rewriting
         recorder = NodeRecorder(rewriting.new_name("traced"), rewriting.model.opsets.get("", 1))
-        arrays = [_as_traced(recorder, *value) for value in values]
+        traced_values = [_as_traced(recorder, *value) for value in values]
         try:
-            results = self.run_routines(insertion, arrays)
+            results = self.run_routines(insertion, traced_values)
         except (NotTraceable, RoutineError):
             raise
         # A traced array fails where a routine needs a real one; the routine may still run as Python.
@@ -262,17 +265,16 @@ class OnnxRewriter(Rewriter[NamedNode]):
     def write_call(
         self, insertion: Insertion, values: Sequence[Value], symbols: Sequence[OnnxSymbol], side: Side
     ) -> list[Value]:
-        """Add routines that Python runs between two sessions."""
+        """Add routines that Python runs between two sessions; return their results."""
         rewriting = self.rewriting
         slot = rewriting.add_slot(insertion)
         shape_is_kept = not self.may_change_shapes(insertion)
         results = [symbol.like(rewriting.new_name("given"), shape_is_kept) for symbol in symbols]
         self._symbols |= {symbol.name: symbol for symbol in results}
         # No node reads from routines without results; they still run only when the values of their op exist.
-        waits_for = [] if results else [ref for ref in (*side.original_refs, *side.refs) if ref]
-        self.items.append(
-            RoutineCall(slot, [value.ref for value in values], [symbol.name for symbol in results], waits_for)
-        )
+        awaited_refs = [] if results else [ref for ref in (*side.original_refs, *side.refs) if ref]
+        refs, result_names = [value.ref for value in values], [symbol.name for symbol in results]
+        self.items.append(RoutineCall(slot, refs, result_names, awaited_refs))
         return [Value(symbol.name, symbol) for symbol in results]
 
     def _declare_body_values(self) -> None:
@@ -294,9 +296,9 @@ class OnnxRewriter(Rewriter[NamedNode]):
     def _rewrite_body(
         self, graph: GraphProto, path: tuple[str, ...], calls_python: bool, op_type: str
     ) -> ControlFlowBody:
-        """Rewrite a graph in place, unless routines in it call Python; return it as a body.
+        """Rewrite a graph, in place unless routines in it run as Python; return it as a body.
 
-        path: of the body, names of nodes and attributes around it.  calls_python: whether routines in it may
+        path: of the body, names of nodes and attributes around it.  calls_python: True if routines in it may
         run as Python.  op_type: of the node that has the body.
         """
         # Of the graph as it is before the rewrite.
@@ -342,12 +344,13 @@ def _symbols_of(entries: Iterable[ValueInfoProto]) -> list[OnnxSymbol]:
     return [OnnxSymbol(entry.name, entry.type if entry.HasField("type") else None) for entry in entries]
 
 
-def _compute_constant(
-    make_computation: Callable[[], Computation], symbols: Sequence[OnnxSymbol | None]
+def _compute_from_static(
+    create_computation: Callable[[], Computation], operands: Sequence[OnnxSymbol | None]
 ) -> Array:
-    """Compute a node from static values."""
-    values = [None if symbol is None else symbol.static_value for symbol in symbols]
-    array: Array = np.asarray(make_computation()(values))
+    """Return the result, read-only, of a node whose operands have values before the model runs."""
+    values = [None if symbol is None else symbol.static_value for symbol in operands]
+    compute = create_computation()
+    array: Array = np.asarray(compute(values))
     array.flags.writeable = False
     return array
 
@@ -366,15 +369,15 @@ def _last_number(graph: GraphProto) -> int:
 
 
 def _unique_names(nodes: Sequence[NodeProto]) -> list[str]:
-    """Return the nodes' names; type and number for a node without a name of its own."""
-    counted = Counter(node.name for node in nodes)
-    numbers: Counter[str] = Counter()
+    """Return the nodes' names, with a number where they share one; without a name, type and number."""
+    node_count_by_name = Counter(node.name for node in nodes)
+    next_number: Counter[str] = Counter()
     names = []
     for node in nodes:
-        if node.name and counted[node.name] == 1:
+        if node.name and node_count_by_name[node.name] == 1:
             names.append(node.name)
             continue
         stem = node.name or node.op_type
-        names.append(f"{stem}:{numbers[stem]}")
-        numbers[stem] += 1
+        names.append(f"{stem}:{next_number[stem]}")
+        next_number[stem] += 1
     return names

@@ -40,7 +40,7 @@ PassedValues = dict[str, PassedValue]
 
 
 class PartSession:
-    """The session of a step.
+    """A session of the nodes of a step, which reads and computes values of the whole model.
 
     inputs, outputs: the values that pass into the session and out of it.
     weights: values of its weights, which the session does not own, and which have to stay alive.
@@ -100,16 +100,17 @@ class SessionFactory:
         constants: Mapping[str, Any],
         extents_vary: bool,
     ) -> PartSession:
-        """Return the session of a step.
+        """Return the session of a step: its nodes between casts of values whose dtype NumPy lacks.
 
+        symbol: returns the symbol of a value.  constants: by name, those that sessions may hold.
         extents_vary: True if extents may differ from the model's, because a routine or a loop changes them.
         """
         graph = onnx.GraphProto(name="amanda")
-        input_names = set(self._model.inputs) | self._model.overridable
+        model_inputs = set(self._model.inputs) | self._model.overridable
         inputs, outputs = passed_values(step.inputs, symbol), passed_values(step.outputs, symbol)
         for name, (session_name, dtype) in inputs.items():
             # Inputs of the model keep the extents that it declares: `ModelCopy.fits` has checked them.
-            passed_symbol = symbol(name).like(name, shape_is_kept=not extents_vary or name in input_names)
+            passed_symbol = symbol(name).like(name, shape_is_kept=not extents_vary or name in model_inputs)
             type = passed_symbol.type
             if dtype is not None:
                 type = tensor_type(carrier_dtype(dtype), passed_symbol.shape)
@@ -120,37 +121,40 @@ class SessionFactory:
             if dtype is not None:
                 graph.node.append(_cast_node(name, session_name, carrier_dtype(dtype)))
             graph.output.append(ValueInfoProto(name=session_name))
-        session, weights = self._create_session(graph, {name: constants.get(name) for name in step.constants})
-        return PartSession(session, inputs, outputs, weights)
+        step_constants = {name: constants.get(name) for name in step.constants}
+        session, large_weights = self._create_session(graph, step_constants)
+        return PartSession(session, inputs, outputs, large_weights)
 
     def infer_types(
         self, proto: ModelProto, names: Sequence[str], constants: Mapping[str, Any]
     ) -> dict[str, TypeProto]:
-        """Return the types of values of the outermost graph, from a session like the user's."""
+        """Return the types of values of the outermost graph, from a session like the user's, or {}."""
         graph = onnx.GraphProto()
         graph.CopyFrom(proto.graph)
         weights = {
             tensor.name: constants[tensor.name] if tensor.name in constants else array_of(tensor)
             for tensor in graph.initializer
         }
+        # `_create_session` takes sparse ones from the model.
         weights |= {tensor.values.name: None for tensor in graph.sparse_initializer}
         for field in ("initializer", "sparse_initializer", "value_info"):
             graph.ClearField(field)
         add_outputs(graph, names)
         try:
-            return output_types(self._create_session(graph, weights)[0], names)
+            session, _ = self._create_session(graph, weights)
+            return output_types(session, names)
         except Exception:  # the error comes up again when the copy is created, and is reported then
             return {}
 
     def _create_session(self, graph: onnx.GraphProto, constants: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """Create a session of a graph; return it with the values of its large weights."""
+        """Create a session of a graph; return it with its large weights, which have to outlive it."""
         source = self._model.proto
         proto = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, graph=graph)
-        sparse = {entry.values.name: entry for entry in source.graph.sparse_initializer}
-        external: dict[str, Any] = {}
+        sparse_by_name = {entry.values.name: entry for entry in source.graph.sparse_initializer}
+        large_weights: dict[str, Any] = {}
         for name, array in constants.items():
-            if name in sparse:
-                proto.graph.sparse_initializer.append(sparse[name])
+            if name in sparse_by_name:
+                proto.graph.sparse_initializer.append(sparse_by_name[name])
                 continue
             # Custom ops need the user's own options, to which no weights of the copy may be added.
             if self._has_custom_ops:
@@ -159,15 +163,15 @@ class SessionFactory:
             tensor = initializer_of(name, array)
             proto.graph.initializer.append(tensor)
             if tensor.data_location == TensorProto.EXTERNAL:
-                external[name] = self._ort_value(name, array)
-        with self._session_settings() as options:
-            if external:
-                options.add_external_initializers(list(external), list(external.values()))
+                large_weights[name] = self._ort_value(name, array)
+        with self._session_options() as options:
+            if large_weights:
+                options.add_external_initializers(list(large_weights), list(large_weights.values()))
             # No fallback: the copy runs on the providers of the user's session, or is refused.
             session = onnxruntime.InferenceSession(
                 proto.SerializeToString(), options, self._providers, self._provider_options, enable_fallback=0
             )
-        return session, list(external.values())
+        return session, list(large_weights.values())
 
     def _ort_value(self, name: str, array: Any) -> Any:
         """Return the OrtValue of a weight, which all sessions share."""
@@ -179,19 +183,19 @@ class SessionFactory:
         return value
 
     @contextmanager
-    def _session_settings(self) -> Iterator[Any]:
-        """Return a context with options for a session."""
+    def _session_options(self) -> Iterator[Any]:
+        """Return a context with options for a session: a copy of the user's, or those, writing no file."""
         # Custom ops need the user's own options object: copies do not know the registered library.
         user_options = self._user_options
         if not self._has_custom_ops or user_options is None:
             yield self.options()
             return
-        before = user_options.optimized_model_filepath, user_options.enable_profiling
+        options_before = user_options.optimized_model_filepath, user_options.enable_profiling
         user_options.optimized_model_filepath, user_options.enable_profiling = "", False
         try:
             yield user_options
         finally:
-            user_options.optimized_model_filepath, user_options.enable_profiling = before
+            user_options.optimized_model_filepath, user_options.enable_profiling = options_before
 
 
 def _is_custom(node: NodeProto) -> bool:
@@ -202,7 +206,7 @@ def _is_custom(node: NodeProto) -> bool:
 
 
 def passed_values(names: Sequence[str], symbol: Callable[[str], OnnxSymbol]) -> PassedValues:
-    """Return the names and dtypes with which values pass into a session, or out of it."""
+    """Return how values pass into a session, or out of it, by their names in the whole model."""
     values = {}
     for name in names:
         dtype = symbol(name).dtype

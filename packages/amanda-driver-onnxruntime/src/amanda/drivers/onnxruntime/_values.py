@@ -1,4 +1,4 @@
-"""Values of a graph: symbols at analysis, arrays at execution, and the names by which nodes read them."""
+"""Values of an ONNX graph: symbols at analysis, arrays at execution, and names by which nodes read them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Shape = tuple[int | None, ...] | None
 
 
 class OnnxSymbol:
-    """A value of a graph.
+    """A value of a graph as tools see it before a run: type, shape, and its constant value, if any.
 
     type: its TypeProto; None if unknown.  dtype: dtype of a tensor; None for other values.
     shape: extents, with None for an unknown one; None for an unknown rank.
     constant: the value of a constant; None for other values.  default: the value of an input that is not fed.
-    root: name of the initializer that the value is, or is computed from alone.
+    root: name of the initializer that the value is, or is a cast or rearrangement of.
     compute: computes a value from initializers alone; None for other values.
     """
 
@@ -61,17 +61,16 @@ class OnnxSymbol:
         return OnnxSymbol(name, tensor_type(self.dtype, None))
 
     def admits(self, value: Any) -> bool:
-        """Return True if a value agrees with the known type and shape."""
+        """Return True if a fed value agrees with what is known of the dtype and shape."""
         if self.dtype is None:
             return True
         # Strings come as NumPy objects, text or bytes.
         if not isinstance(value, np.ndarray) or (value.dtype != self.dtype and self.dtype.kind not in "OUS"):
             return False
-        return self.shape is None or (
-            len(self.shape) == value.ndim
-            and all(
-                expected in (None, extent) for expected, extent in zip(self.shape, value.shape, strict=True)
-            )
+        if self.shape is None:
+            return True
+        return len(self.shape) == value.ndim and all(
+            expected in (None, extent) for expected, extent in zip(self.shape, value.shape, strict=True)
         )
 
     @property
@@ -176,7 +175,7 @@ def names_captured(graph: GraphProto) -> Iterator[str]:
 
 
 def rename_values(nodes: Iterable[NodeProto], names: Mapping[str, str]) -> list[NodeProto]:
-    """Return copies of nodes with renamed values."""
+    """Return copies of nodes with renamed values.  names: the new names by the old ones."""
     copies = []
     for node in nodes:
         copy = NodeProto()
@@ -194,13 +193,13 @@ def _rename(node: NodeProto, names: Mapping[str, str]) -> None:
     node.output[:] = [names.get(name, name) for name in node.output]
     for body in bodies_of(node):
         inner_names = {value.name for value in (*body.input, *body.initializer)}
-        inner_names |= {name for inner in body.node for name in inner.output}
+        inner_names |= {name for inner_node in body.node for name in inner_node.output}
         # A name of the body hides the value of that name outside.
-        outer = {name: new for name, new in names.items() if name not in inner_names}
-        for inner in body.node:
-            _rename(inner, outer)
+        outer_names = {name: new_name for name, new_name in names.items() if name not in inner_names}
+        for inner_node in body.node:
+            _rename(inner_node, outer_names)
         for output in body.output:
-            output.name = outer.get(output.name, output.name)
+            output.name = outer_names.get(output.name, output.name)
 
 
 def bodies_of(node: NodeProto) -> Iterator[GraphProto]:

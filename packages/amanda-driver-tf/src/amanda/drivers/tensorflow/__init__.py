@@ -10,13 +10,7 @@ if TYPE_CHECKING:
     from amanda.drivers.tensorflow.function import FunctionDriver
     from amanda.drivers.tensorflow.session import GraphDriver
 
-__all__ = [
-    "FunctionDriver",
-    "GraphDriver",
-    "TensorFlowEagerDriver",
-    "session_config",
-    "without_fusion",
-]
+__all__ = ["FunctionDriver", "GraphDriver", "TensorFlowEagerDriver", "session_config", "without_fusion"]
 
 # TensorFlow is imported with the first of these names.
 __getattr__ = lazy_getattr(

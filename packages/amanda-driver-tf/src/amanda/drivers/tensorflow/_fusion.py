@@ -11,7 +11,7 @@ from amanda.errors import DriverError
 from amanda.options import checked
 from tensorflow.python.util import _pywrap_util_port
 
-_OPTION = "disable_meta_optimizer"
+_DISABLE_META_OPTIMIZER = "disable_meta_optimizer"
 
 
 @contextmanager
@@ -31,12 +31,12 @@ def without_fusion() -> Iterator[None]:
     _check_that_onednn_does_not_fuse()
     # The options are of the process: functions that other threads call in the meantime run without fusion,
     # too.
-    was_disabled = tf.config.optimizer.get_experimental_options().get(_OPTION, False)
-    tf.config.optimizer.set_experimental_options({_OPTION: True})
+    was_disabled = tf.config.optimizer.get_experimental_options().get(_DISABLE_META_OPTIMIZER, False)
+    tf.config.optimizer.set_experimental_options({_DISABLE_META_OPTIMIZER: True})
     try:
         yield
     finally:
-        tf.config.optimizer.set_experimental_options({_OPTION: was_disabled})
+        tf.config.optimizer.set_experimental_options({_DISABLE_META_OPTIMIZER: was_disabled})
 
 
 @checked
@@ -58,7 +58,7 @@ def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
 
 
 def _check_that_onednn_does_not_fuse() -> None:
-    """Raise DriverError if oneDNN is on."""
+    """Raise DriverError if TensorFlow runs ops by oneDNN, which fuses them."""
     # The optimizer's options do not reach oneDNN, which fuses in a pass of its own.
     if _pywrap_util_port.IsMklEnabled():
         raise DriverError(

@@ -1,4 +1,4 @@
-"""Layers and modules: their paths and names in the model, and their calls as regions of the program."""
+"""Keras layers and `tf.Module`s: their paths in the model, and patches that put the paths into op ids."""
 
 import sys
 import types
@@ -11,18 +11,19 @@ import tensorflow as tf
 from amanda.backend import Patches, path_of_call, place_by_path, type_as_path
 from amanda.interceptor import Enclosure
 
-LAYERS = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
+LAYER_CLASS_NAMES = (("keras.src.layers.layer", "Layer"), ("tf_keras.src.engine.base_layer", "Layer"))
+"""Module and name of the base class of layers, by version of Keras."""
 
 
 def layer_classes() -> tuple[type, ...]:
     """Return the base classes of layers of the versions of Keras that are imported."""
-    classes = (getattr(sys.modules.get(module), name, None) for module, name in LAYERS)
+    classes = (getattr(sys.modules.get(module), name, None) for module, name in LAYER_CLASS_NAMES)
     return tuple(layer_class for layer_class in classes if layer_class is not None)
 
 
 def is_of_keras_3(layer: Any) -> bool:
     """Return True for a layer of Keras 3, False for one of tf_keras."""
-    module, name = LAYERS[0]
+    module, name = LAYER_CLASS_NAMES[0]
     return isinstance(layer, getattr(sys.modules.get(module), name, ()))
 
 
@@ -54,7 +55,7 @@ def module_path(subjects: Sequence[Any]) -> str:
 
 
 def attribute_path(outer: Any, inner: Any) -> str:
-    """Return the attributes that lead from an object to another, or a layer's name where none do."""
+    """Return the attributes that lead from one object to another, "" for the object itself."""
     if inner is outer:
         return ""
     try:
@@ -70,31 +71,34 @@ def attribute_path(outer: Any, inner: Any) -> str:
 
 
 def _search_attribute_path(outer: Any, inner: Any) -> str:
-    """Search breadth first for the attributes that lead to `inner`; "(Type)" where there are none."""
-    queue: list[tuple[str, Any]] = [("", outer)]
+    """Search breadth first for the public attributes that lead to `inner`.
+
+    Without any: the name of a layer of a functional model, else a private attribute, else "(Type)".
+    """
+    pending: list[tuple[str, Any]] = [("", outer)]
     visited: set[int] = {id(outer)}
-    while queue:
-        path, holder = queue.pop(0)
-        for name, value in _submodules(holder):
-            if id(value) in visited:
+    while pending:
+        path, module = pending.pop(0)
+        for name, submodule in _named_submodules(module):
+            if id(submodule) in visited:
                 continue
-            visited.add(id(value))
-            value_path = f"{path}.{name}" if path else name
-            if value is inner:
-                return value_path
-            queue.append((value_path, value))
+            visited.add(id(submodule))
+            submodule_path = f"{path}.{name}" if path else name
+            if submodule is inner:
+                return submodule_path
+            pending.append((submodule_path, submodule))
     # The layers of a functional model are in no attribute.
     layers = getattr(outer, "layers", None)
     if isinstance(layers, list) and any(layer is inner for layer in layers):
         return str(inner.name)
-    private_names = (name for name, value in getattr(outer, "__dict__", {}).items() if value is inner)
     # Keras' attention layers hold their projections in private attributes.
+    private_names = (name for name, value in getattr(outer, "__dict__", {}).items() if value is inner)
     return next(private_names, type_as_path(inner))
 
 
-def _submodules(holder: Any) -> Iterator[tuple[str, Any]]:
+def _named_submodules(module: Any) -> Iterator[tuple[str, Any]]:
     """Yield the modules in public attributes, and in lists and dicts there, each with its path."""
-    for name, value in list(getattr(holder, "__dict__", {}).items()):
+    for name, value in list(getattr(module, "__dict__", {}).items()):
         # Paths consist of names that users see.
         if name.startswith("_"):
             continue
@@ -110,45 +114,47 @@ def _is_module(value: Any) -> bool:
     return isinstance(value, (tf.Module, *layer_classes()))
 
 
-_PLACE = place_by_path(attribute_path)
+_PLACE_BY_PATH = place_by_path(attribute_path)
 _attribute_paths: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
 """By an outer object, the paths of the objects in it."""
 
 
 def enclose_modules(patches: Patches) -> None:
-    """Make each call of a module or layer a region; the path of the module enters the ids of its ops."""
+    """Patch `__call__` of layers and modules: the ids of ops in a call contain the path of the module."""
 
     def enclose_layers(module: str, name: str) -> None:
-        """Enclose the calls of the layers of a version of Keras, unless they are enclosed already."""
-        kind = getattr(sys.modules[module], name, None)
-        if kind is not None and not isinstance(vars(kind)["__call__"], Enclosure):
-            patches.set(kind, "__call__", Enclosure(vars(kind)["__call__"], _PLACE))
+        """Patch the base class of the layers of a version of Keras, unless it is patched already."""
+        layer_class = getattr(sys.modules[module], name, None)
+        if layer_class is not None and not isinstance(vars(layer_class)["__call__"], Enclosure):
+            call = Enclosure(vars(layer_class)["__call__"], _PLACE_BY_PATH)
+            patches.set(layer_class, "__call__", call)
 
-    def enclose(kind: type) -> None:
-        """Enclose the calls of a subclass of `tf.Module` that defines `__call__`."""
-        if isinstance(vars(kind).get("__call__"), types.FunctionType):
-            patches.set(kind, "__call__", _wrap_module_call(vars(kind)["__call__"]))
+    def enclose_module_class(module_class: type) -> None:
+        """Patch a subclass of `tf.Module`, if it defines `__call__` itself."""
+        call = vars(module_class).get("__call__")
+        if isinstance(call, types.FunctionType):
+            patches.set(module_class, "__call__", _wrap_module_call(call))
 
-    for module, name in LAYERS:
+    for module, name in LAYER_CLASS_NAMES:
         patches.when_imported(module, partial(enclose_layers, module, name))
     # tf.Module has no `__call__`, so each subclass that defines one is patched, now or when it is created.
-    for kind in _modules_without_keras():
-        enclose(kind)
-    patches.on_new_subclass(tf.Module, enclose)
+    for module_class in _module_classes_without_keras():
+        enclose_module_class(module_class)
+    patches.on_new_subclass(tf.Module, enclose_module_class)
 
 
 def _wrap_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a call of a `tf.Module` as a region that AutoGraph converts as it converts the call itself."""
+    """Return a stand-in for `__call__` of a `tf.Module`, which AutoGraph converts as it would `call`."""
     # AutoGraph cannot convert an Enclosure: it would run the call unconverted, and do so for this module ever
     # after. So AutoGraph gets a function, which converts the call within the region.
     autograph = tf.__internal__.autograph
 
-    def converted(*args: Any, **kwargs: Any) -> Any:
+    def call_converted(*args: Any, **kwargs: Any) -> Any:
         context = autograph.control_status_ctx()
-        converts = context.status.name == "ENABLED"
-        return (autograph.tf_convert(call, context) if converts else call)(*args, **kwargs)
+        is_converting = context.status.name == "ENABLED"
+        return (autograph.tf_convert(call, context) if is_converting else call)(*args, **kwargs)
 
-    enclosure = Enclosure(converted, _PLACE)
+    enclosure = Enclosure(call_converted, _PLACE_BY_PATH)
 
     @wraps(call)
     def enclosed(*args: Any, **kwargs: Any) -> Any:
@@ -157,19 +163,19 @@ def _wrap_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
     return enclosed
 
 
-def _modules_without_keras() -> Iterator[type]:
-    """Yield the subclasses of `tf.Module`, without those of Keras, whose base class is enclosed."""
-    bases: list[type] = [tf.Module]
+def _module_classes_without_keras() -> Iterator[type]:
+    """Yield all subclasses of `tf.Module` but those of Keras, whose base class of layers is patched."""
+    unvisited_classes: list[type] = [tf.Module]
     subclass: type
-    while bases:
-        for subclass in type.__subclasses__(bases.pop()):
+    while unvisited_classes:
+        for subclass in type.__subclasses__(unvisited_classes.pop()):
             if subclass in _keras_classes:
                 continue
             if subclass.__module__.startswith(("keras.", "tf_keras.")):
                 # Cached, since Keras has hundreds of classes and each scope asks again.
                 _keras_classes.add(subclass)
                 continue
-            bases.append(subclass)
+            unvisited_classes.append(subclass)
             yield subclass
 
 

@@ -116,23 +116,23 @@ PRIVATE_NAMES = {
 }
 
 
-_VALUES = (0.5, -0.25)
+_INPUT_VALUES = (0.5, -0.25)
 """The input of the programs of one op and its gradient."""
 
 
 def eager_self_test() -> SelfTestProgram | None:
     """Return the program for eager mode; None where the program has switched eager mode off."""
-    return SelfTestProgram(lambda: _run_eagerly(tf.tanh), "Tanh", "Tanh") if _is_eager() else None
+    return SelfTestProgram(lambda: _compute_eagerly(tf.tanh), "Tanh", "Tanh") if _is_eager() else None
 
 
 def function_self_test() -> SelfTestProgram | None:
     """Return the program for functions; None where the program has switched eager mode off."""
-    return SelfTestProgram(lambda: _run_eagerly(_new_function()), "Tanh", "Tanh") if _is_eager() else None
+    return SelfTestProgram(lambda: _compute_eagerly(_new_function()), "Tanh", "Tanh") if _is_eager() else None
 
 
 def session_self_test() -> SelfTestProgram:
     """Return the program for sessions."""
-    return SelfTestProgram(_run_session, "Tanh", "Tanh")
+    return SelfTestProgram(_compute_tanh_in_session, "Tanh", "Tanh")
 
 
 def _new_function() -> Callable[[Any], Any]:
@@ -145,22 +145,22 @@ def _is_eager() -> bool:
     return bool(tf.compat.v1.executing_eagerly_outside_functions())
 
 
-def _run_eagerly(function: Callable[[Any], Any]) -> list[float]:
-    """Return a function's result and gradient, outside of a graph that may be under construction."""
+def _compute_eagerly(function: Callable[[Any], Any]) -> list[float]:
+    """Return a function's result and gradient at `_INPUT_VALUES`, also while a graph is being built."""
     # Not `tf.init_scope`, in which no tape records.
     with context.eager_mode(), tf.device("CPU"):
-        x = tf.constant(_VALUES, tf.float64)
+        x = tf.constant(_INPUT_VALUES, tf.float64)
         with tf.GradientTape() as tape:
             tape.watch(x)
             y = function(x)
         return [*y.numpy().tolist(), *tape.gradient(y, x).numpy().tolist()]
 
 
-def _run_session() -> list[float]:
-    """Return the op's result and gradient from a session of a graph of its own."""
+def _compute_tanh_in_session() -> list[float]:
+    """Return the tanh of `_INPUT_VALUES` and its gradient, from a session of a new graph."""
     graph = tf.Graph()
     with graph.as_default(), tf.device("CPU"):
-        x = tf.constant(_VALUES, tf.float64)
+        x = tf.constant(_INPUT_VALUES, tf.float64)
         y = tf.tanh(x)
         (gradient,) = tf.gradients(y, x)
     with tf.compat.v1.Session(graph=graph) as session:

@@ -16,7 +16,7 @@ from tensorflow.python.framework.ops import EagerTensor
 
 
 class EagerTensorOps:
-    """`TensorOps` for eager tensors; `GraphTensorOps` derives from it."""
+    """`TensorOps` of eager tensors for the core: signatures, replacement, isolation from tapes."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a tensor or a variable."""
@@ -44,13 +44,14 @@ class EagerTensorOps:
         return [None] * len(values)
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """Return `value` in the floating type of `original`, which gets its gradient straight through."""
-        recording = not pywrap_tfe.TFE_Py_TapeSetIsEmpty() and not pywrap_tfe.TFE_Py_TapeSetIsStopped()
-        if not recording:
+        """Return `value` in the type of `original`; a tape passes its gradient to `original` unchanged."""
+        is_recording = not pywrap_tfe.TFE_Py_TapeSetIsEmpty() and not pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        if not is_recording:
             return cast_like(original, value)
         with Unrecorded():
             # The tape may watch `value` itself, so the edge to `original` starts at a new tensor.
             alias = tf.raw_ops.Identity(input=cast_like(original, value))
+        # An identity's gradient function, and its function for forward-mode gradients.
         pywrap_tfe.TFE_Py_TapeSetRecordOperation(
             "Identity", [alias], [original], _gradient_unchanged, _gradient_unchanged
         )
@@ -74,7 +75,7 @@ class EagerTensorOps:
     # A hot path: native calls for eager tensors, which nearly all values are, and lists, since a tuple is
     # made from a list faster than from a generator.
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype, rank and device of each tensor, also in lists."""
+        """Return dtype, rank and device of each tensor, a tuple of these for a list, else None."""
         return tuple(
             [
                 (value._datatype_enum(), value._rank(), value.device) if type(value) is EagerTensor
@@ -111,9 +112,10 @@ def _shape(value: Any) -> Hashable:
 
 
 def cast_like(original: Any, value: Any) -> Any:
-    """Return `value` as a tensor of the floating type of `original`.
+    """Return `value` as a tensor, cast to the dtype of `original` if that is floating or complex.
 
-    Raises RoutineError for another shape, for a real value instead of a complex one, and for the reverse.
+    Raises RoutineError for another shape, and for an integer instead of a floating type, or a real value
+    instead of a complex one and the reverse.  For an integer `original` the dtype of `value` stays.
     """
     value = tf.convert_to_tensor(value)
     if not original.shape.is_compatible_with(value.shape):
@@ -128,13 +130,13 @@ def cast_like(original: Any, value: Any) -> Any:
     return value
 
 
-class _UnrecordedDepth(threading.local):
+class _UnrecordedCount(threading.local):
     """The number of open `Unrecorded` contexts of a thread."""
 
-    depth = 0
+    count = 0
 
 
-_unrecorded = _UnrecordedDepth()
+_open_unrecorded = _UnrecordedCount()
 
 
 class Unrecorded:
@@ -144,16 +146,16 @@ class Unrecorded:
 
     def __enter__(self) -> None:
         """Stop recording, unless it is stopped already: then leaving the context does not restart it."""
-        stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-        self._was_stopped = stopped
-        _unrecorded.depth += 1
-        if not stopped:
+        was_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+        self._was_stopped = was_stopped
+        _open_unrecorded.count += 1
+        if not was_stopped:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
     def __exit__(self, *_: object) -> None:
-        stopped, self._was_stopped = self._was_stopped, None
-        _unrecorded.depth -= 1
-        if not stopped:
+        was_stopped, self._was_stopped = self._was_stopped, None
+        _open_unrecorded.count -= 1
+        if not was_stopped:
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
 
     def __del__(self) -> None:
@@ -170,22 +172,23 @@ def allow_tapes_in_routines(patches: Patches) -> None:
     computed it.
     """
     # Recording is stopped in native code, which has no switch for a single tape.
-    push, pop = backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
+    push_original, pop_original = backprop.GradientTape._push_tape, backprop.GradientTape._pop_tape
 
-    @functools.wraps(push)
+    @functools.wraps(push_original)
     def _push_tape(tape: Any) -> None:
         """Stand-in for `GradientTape._push_tape`: restarts recording within a routine."""
-        if _unrecorded.depth and pywrap_tfe.TFE_Py_TapeSetIsStopped():
+        # A routine runs in an `Unrecorded` context, unless no tape was recording anyway.
+        if _open_unrecorded.count and pywrap_tfe.TFE_Py_TapeSetIsStopped():
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
             # The tape remembers that it restarted recording: tapes may be closed in another order than they
             # were opened.
             tape._amanda_restarted = True
-        push(tape)
+        push_original(tape)
 
-    @functools.wraps(pop)
+    @functools.wraps(pop_original)
     def _pop_tape(tape: Any) -> None:
         """Stand-in for `GradientTape._pop_tape`: stops recording again if this tape restarted it."""
-        pop(tape)
+        pop_original(tape)
         if getattr(tape, "_amanda_restarted", False):
             tape._amanda_restarted = False
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()

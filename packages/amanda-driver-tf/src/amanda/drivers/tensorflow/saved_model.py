@@ -47,8 +47,9 @@ class SavedModelFolder(Artefact):
         _check_files(path)
         self._path = path
         self._file = _read(path)
-        self._changed: dict[str, Any] = {}
-        self._added: dict[str, Any] = {}
+        # FunctionDefs by name: edited functions of the file, and edited copies that these call.
+        self._edited_by_name: dict[str, Any] = {}
+        self._added_by_name: dict[str, Any] = {}
         try:
             self._library = FunctionLibrary(self._file.meta_graphs[0].graph_def)
             self._objects = LoadedObjects(self._file, path)
@@ -58,27 +59,27 @@ class SavedModelFolder(Artefact):
 
     def instrument(self, inlining: Inlining) -> None:
         """Edit each function that an object of the SavedModel has, except those that save and restore."""
-        self._changed, self._added = {}, {}
-        for name in self._functions():
+        self._edited_by_name, self._added_by_name = {}, {}
+        for name in self._function_names():
             self._edit(name, inlining)
-        _reuse_equal_functions(self._changed, self._added)
+        _reuse_equal_functions(self._edited_by_name, self._added_by_name)
         if (self._path / _KERAS).exists():
             inlining.record_uninstrumented(
                 _KERAS, "is left out: Keras would make layers anew by it, without routines"
             )
 
-    def _functions(self) -> Iterator[str]:
+    def _function_names(self) -> Iterator[str]:
         """Yield the names of the functions, without those that save and restore."""
         objects = self._file.meta_graphs[0].object_graph_def
-        saving: set[str] = set()
+        saving_names: set[str] = set()
         for node in objects.nodes:
             for saveable in node.saveable_objects.values():
-                for index in (saveable.save_function, saveable.restore_function):
-                    saving.update(_concrete_names(objects.nodes[index]))
-        return (name for name in sorted(objects.concrete_functions) if name not in saving)
+                for node_index in (saveable.save_function, saveable.restore_function):
+                    saving_names.update(_concrete_names(objects.nodes[node_index]))
+        return (name for name in sorted(objects.concrete_functions) if name not in saving_names)
 
     def _edit(self, name: str, inlining: Inlining) -> None:
-        """Rewrite a function and those that it calls; collect the edited definitions.
+        """Rewrite a function and those that it calls; collect the edited definitions, if there are any.
 
         Raises ArtefactError for a function that the file lacks.
         """
@@ -86,48 +87,58 @@ class SavedModelFolder(Artefact):
         if function is None:
             raise ArtefactError(f"{self._path} has an object with a function {name}, which is not in it")
         # `context.is_static()` reads the last tag: ops of a file have no execution while tools look at them.
-        tags = Namespace(f"tensorflow/{tf.__version__}/function/static")
+        namespace = Namespace(f"tensorflow/{tf.__version__}/function/static")
         rewriting = TensorFlowRewriting(
             analysis=inlining.analysis(GraphTensorOps()),
-            namespace=tags,
+            namespace=namespace,
             is_for_file=True,
             find_function=self._library.find,
         )
-        captured = self._objects.captured_inputs(name)
-        first = len(function.arguments) - len(captured)
-        read_argument = _argument_lookup(captured, first)
+        # The captured tensors are the last arguments.
+        captured_inputs = self._objects.captured_inputs(name)
+        first_position = len(function.arguments) - len(captured_inputs)
+        read_argument = _argument_lookup(captured_inputs, first_position)
         body = function_body(function, digest("saved_model", name), rewriting, read_argument)
         rewritten = rewrite(body, rewriting)
         rewriting.analysis.release_symbols()
         inlining.record_rewriting(rewriting)
-        if rewritten.changed:
-            self._changed[name] = edited_definition(function.definition, rewritten)
-            self._added.update({definition.signature.name: definition for definition in rewriting.library})
+        if rewritten.is_changed:
+            self._edited_by_name[name] = edited_definition(function.definition, rewritten)
+            self._added_by_name.update(
+                {definition.signature.name: definition for definition in rewriting.library}
+            )
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
         """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
         # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make
         # layers by them, without routines.
         shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))
-        file = type(self._file)()
-        file.CopyFrom(self._file)
-        library = file.meta_graphs[0].graph_def.library
-        for definition in library.function:
-            name = definition.signature.name
-            if name in self._changed:
-                definition.CopyFrom(self._changed[name])
-                definition.signature.name = name
-        # The name of an added function tells its content, so an equal name is an equal function.
-        present = {definition.signature.name for definition in library.function}
-        library.function.extend(added for name, added in self._added.items() if name not in present)
+        model = self._edited_model()
         _append_description(path / ABOUT, about)
         try:
-            (path / _MODEL).write_bytes(file.SerializeToString(deterministic=True))
+            (path / _MODEL).write_bytes(model.SerializeToString(deterministic=True))
         except Exception as error:
             # Protocol buffers end at 2 GB, and the type of the error depends on their version.
             raise ArtefactError(f"{path.name} cannot be written as {_MODEL}: {error}") from error
         if (self._path / _FINGERPRINT).exists():
             fingerprinting_utils.write_fingerprint(str(path))
+
+    def _edited_model(self) -> Any:
+        """Return a copy of the SavedModel's protocol buffer with the edited functions."""
+        model = type(self._file)()
+        model.CopyFrom(self._file)
+        library = model.meta_graphs[0].graph_def.library
+        for definition in library.function:
+            name = definition.signature.name
+            if name in self._edited_by_name:
+                definition.CopyFrom(self._edited_by_name[name])
+                definition.signature.name = name
+        # The name of an added function tells its content, so an equal name is an equal function.
+        present_names = {definition.signature.name for definition in library.function}
+        library.function.extend(
+            added for name, added in self._added_by_name.items() if name not in present_names
+        )
+        return model
 
 
 def _append_description(path: Path, about: Mapping[str, Any]) -> None:
@@ -175,20 +186,23 @@ def _argument_lookup(captured: Sequence[Any], first: int) -> Callable[[int], Any
     return lambda position: captured[position - first] if position >= first else None
 
 
-def _reuse_equal_functions(changed: Mapping[str, Any], added: dict[str, Any]) -> None:
-    """Make calls of an edited copy call the function of the SavedModel, if that has the same content."""
-    names_by_content = {_content_without_name(function): name for name, function in changed.items()}
-    contents = {name: _content_without_name(function) for name, function in added.items()}
-    equal_names = {
-        name: names_by_content[content] for name, content in contents.items() if content in names_by_content
+def _reuse_equal_functions(edited_by_name: Mapping[str, Any], added_by_name: dict[str, Any]) -> None:
+    """Drop added copies with the content of an edited function of the file, which their callers call then."""
+    edited_name_by_content = {
+        _content_without_name(definition): name for name, definition in edited_by_name.items()
     }
-    for name in equal_names:
-        del added[name]
-    for definition in (*changed.values(), *added.values()):
-        for value in [value for node in definition.node_def for value in node.attr.values()]:
-            references = [value.func] if value.HasField("func") else value.list.func
-            for reference in references:
-                reference.name = equal_names.get(reference.name, reference.name)
+    edited_name_by_added = {}
+    for name, definition in added_by_name.items():
+        edited_name = edited_name_by_content.get(_content_without_name(definition))
+        if edited_name is not None:
+            edited_name_by_added[name] = edited_name
+    for name in edited_name_by_added:
+        del added_by_name[name]
+    for definition in (*edited_by_name.values(), *added_by_name.values()):
+        for node in definition.node_def:
+            for value in node.attr.values():
+                for reference in [value.func] if value.HasField("func") else value.list.func:
+                    reference.name = edited_name_by_added.get(reference.name, reference.name)
 
 
 def _content_without_name(definition: Any) -> bytes:

@@ -185,7 +185,7 @@ LEAST_OPSET = 13
 
 
 class NodeRecorder:
-    """Records nodes of an opset.
+    """Records nodes of an opset, with the constants that they read and traced arrays for their outputs.
 
     nodes: the recorded nodes, in order.  constants: arrays that they read, by name.
     values: all traced arrays.  prefix: prefix of all names.
@@ -261,24 +261,26 @@ def record_getitem(array: TracedArray, key: Any) -> TracedArray:
     Raises NotTraceable for other keys.
     """
     keys = _expand_ellipsis(key if isinstance(key, tuple) else (key,), array.ndim)
-    sliced: list[tuple[int, slice]] = []
-    dropped_axes, gathered = [], []
+    slice_by_axis: dict[int, slice] = {}
+    indices_by_axis: dict[int, TracedArray] = {}
+    dropped_axes = []
     axis = 0
     for entry in keys:
         if entry is None:
             continue
         if isinstance(entry, slice):
-            sliced.append((axis, entry))
+            slice_by_axis[axis] = entry
         elif isinstance(entry, (int, np.integer)):
-            # An integer is a slice of extent 1, whose axis is dropped at the end; -1 has no end.
-            sliced.append((axis, slice(int(entry), int(entry) + 1 or None)))
+            # An integer is a slice of extent 1, whose axis is dropped at last. That of -1 ends with the axis.
+            end = None if entry == -1 else int(entry) + 1
+            slice_by_axis[axis] = slice(int(entry), end)
             dropped_axes.append(axis)
         else:
-            gathered.append((axis, _index_array(array, entry)))
+            indices_by_axis[axis] = _as_indices(array, entry)
         axis += 1
     # All axes stay in place until here, so the order of keys does not matter.
-    result = _record_slices(array, sliced)
-    for axis, indices in gathered:
+    result = _record_slices(array, slice_by_axis)
+    for axis, indices in indices_by_axis.items():
         result = array.recorder.add("Gather", result, indices, axis=axis)
     result = _record_squeeze(result, dropped_axes)
     return _record_new_axes(result, keys)
@@ -286,17 +288,17 @@ def record_getitem(array: TracedArray, key: Any) -> TracedArray:
 
 def _expand_ellipsis(keys: tuple[Any, ...], ndim: int) -> list[Any]:
     """Return keys with full slices instead of an ellipsis, and for axes without a key."""
-    named = sum(entry is not None and entry is not Ellipsis for entry in keys)
-    if named > ndim:
-        raise NotTraceable(f"{named} indices for a value of {ndim} axes")
-    full_slices = [slice(None)] * (ndim - named)
-    ellipses = [i for i, entry in enumerate(keys) if entry is Ellipsis]
-    if not ellipses:
-        return [*keys, *full_slices]
-    return [*keys[: ellipses[0]], *full_slices, *keys[ellipses[0] + 1 :]]
+    index_count = sum(entry is not None and entry is not Ellipsis for entry in keys)
+    if index_count > ndim:
+        raise NotTraceable(f"{index_count} indices for a value of {ndim} axes")
+    full_slices = [slice(None)] * (ndim - index_count)
+    for i, entry in enumerate(keys):
+        if entry is Ellipsis:
+            return [*keys[:i], *full_slices, *keys[i + 1 :]]
+    return [*keys, *full_slices]
 
 
-def _index_array(array: TracedArray, key: Any) -> TracedArray:
+def _as_indices(array: TracedArray, key: Any) -> TracedArray:
     """Return an index as a traced array of int64; raise NotTraceable for masks and for several axes."""
     indices = key if isinstance(key, TracedArray) else array.recorder.constant(np.asarray(key))
     if indices.dtype.kind not in "iu" or indices.ndim > 1:
@@ -304,22 +306,23 @@ def _index_array(array: TracedArray, key: Any) -> TracedArray:
     return indices.astype(np.int64)
 
 
-def _record_slices(array: TracedArray, slices: list[tuple[int, slice]]) -> TracedArray:
+def _record_slices(array: TracedArray, slice_by_axis: dict[int, slice]) -> TracedArray:
     """Record slices along axes; full slices need no node."""
-    partial = [(axis, entry) for axis, entry in slices if entry != slice(None)]
-    if not partial:
-        return array
-    starts, ends, steps = [], [], []
-    for _, entry in partial:
+    starts, ends, axes, steps = [], [], [], []
+    for axis, entry in slice_by_axis.items():
+        if entry == slice(None):
+            continue
         step = 1 if entry.step is None else int(entry.step)
         # Slice of ONNX clamps positions, so the largest number stands for an end that is left out.
-        first, last = (0, _LAST) if step > 0 else (_LAST, -_LAST)
-        starts.append(first if entry.start is None else int(entry.start))
-        ends.append(last if entry.stop is None else int(entry.stop))
+        default_start, default_end = (0, _LAST) if step > 0 else (_LAST, -_LAST)
+        starts.append(default_start if entry.start is None else int(entry.start))
+        ends.append(default_end if entry.stop is None else int(entry.stop))
+        axes.append(axis)
         steps.append(step)
+    if not axes:
+        return array
     constants = [
-        array.recorder.constant(np.array(numbers, np.int64))
-        for numbers in (starts, ends, [axis for axis, _ in partial], steps)
+        array.recorder.constant(np.array(numbers, np.int64)) for numbers in (starts, ends, axes, steps)
     ]
     return array.recorder.add("Slice", array, *constants)
 
@@ -331,9 +334,10 @@ def _record_squeeze(array: TracedArray, axes: list[int]) -> TracedArray:
 
 
 def _record_new_axes(array: TracedArray, keys: list[Any]) -> TracedArray:
-    """Record new axes at the positions of None among the keys that leave an axis."""
-    remaining = [entry for entry in keys if not isinstance(entry, (int, np.integer))]
-    new_axes = [i for i, entry in enumerate(remaining) if entry is None]
+    """Record new axes at the positions of None among the keys."""
+    # An integer leaves no axis, so it does not count.
+    axis_keys = [entry for entry in keys if not isinstance(entry, (int, np.integer))]
+    new_axes = [i for i, entry in enumerate(axis_keys) if entry is None]
     if not new_axes:
         return array
     return array.recorder.add("Unsqueeze", array, array.recorder.constant(np.array(new_axes, np.int64)))
@@ -348,15 +352,16 @@ def apply_ufunc(
     """
     name = {"absolute": "abs", "true_divide": "divide"}.get(ufunc.__name__, ufunc.__name__)
     if method == "reduce" and name in _REDUCTIONS:
-        return _REDUCTIONS[name](inputs[0], **{"axis": 0, **kwargs})
+        options_with_axis = {"axis": 0, **kwargs}  # the default of ufuncs
+        return _REDUCTIONS[name](inputs[0], **options_with_axis)
     dtype = kwargs.pop("dtype", None)
     where = kwargs.pop("where", True)
     if method != "__call__" or kwargs or where is not True:
         options = ", ".join(kwargs) or "where"
         raise NotTraceable(f"numpy.{name}{'' if method == '__call__' else f'.{method}'} with {options}")
-    arrays, result = _promote_inputs(recorder, ufunc, name, inputs)
+    arrays, result_dtype = _promote_inputs(recorder, ufunc, name, inputs)
     recorded = _record_ufunc(recorder, name, arrays)
-    return recorded.astype(result if dtype is None else dtype)
+    return recorded.astype(result_dtype if dtype is None else dtype)
 
 
 def _record_ufunc(recorder: NodeRecorder, name: str, arrays: list[TracedArray]) -> TracedArray:
@@ -385,20 +390,20 @@ def _promote_inputs(
         for value in inputs
     ]
     with np.errstate(all="ignore"):
-        result = np.asarray(ufunc(*samples)).dtype
-        computed = np.result_type(*samples)
+        result_dtype = np.asarray(ufunc(*samples)).dtype
+        input_dtype = np.result_type(*samples)
     # NumPy computes true division and functions such as `sqrt` of integers in a floating type.
-    if name == "divide" or (result.kind == "f" and computed.kind != "f"):
-        computed = result
+    if name == "divide" or (result_dtype.kind == "f" and input_dtype.kind != "f"):
+        input_dtype = result_dtype
     if name in _ON_BOOLS:
-        computed = np.dtype(bool)
+        input_dtype = np.dtype(bool)
     arrays = [
-        value.astype(computed)
+        value.astype(input_dtype)
         if isinstance(value, TracedArray)
-        else recorder.constant(np.asarray(value).astype(computed))
+        else recorder.constant(np.asarray(value).astype(input_dtype))
         for value in inputs
     ]
-    return arrays, result
+    return arrays, result_dtype
 
 
 def _dtype(value: Any) -> np.dtype[Any]:
@@ -406,7 +411,7 @@ def _dtype(value: Any) -> np.dtype[Any]:
 
 
 def _floor_divide(x: TracedArray, y: TracedArray) -> Any:
-    """Record a floor division."""
+    """Record a floor division of arrays of one dtype."""
     if x.dtype.kind == "f":
         return np.floor(x / y)
     quotient = x.recorder.add("Div", x, y)  # ONNX truncates integers towards zero, NumPy floors

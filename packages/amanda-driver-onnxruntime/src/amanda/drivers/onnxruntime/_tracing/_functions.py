@@ -148,7 +148,10 @@ def size(a: Any, axis: int | None = None) -> Any:
 @records(np.reshape)
 def reshape(a: Any, *shape: Any, **kwargs: Any) -> Any:
     """Record an array in another shape; one extent may be -1."""
-    target = kwargs.pop("shape", kwargs.pop("newshape", shape[0] if shape else None))
+    target = shape[0] if shape else None
+    # NumPy has called the keyword `newshape` before version 2.1.
+    target = kwargs.pop("newshape", target)
+    target = kwargs.pop("shape", target)
     _require_row_major("reshape", kwargs.pop("order", "C"))
     kwargs.pop("copy", None)
     refuse_options("reshape", kwargs)
@@ -256,9 +259,9 @@ def _record_reduction(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -
     """Record a reduction, with its axes as an input or as an attribute, as the opset has them."""
     recorder = a.recorder
     keep = int(bool(keepdims) and keepdims is not np._NoValue)
-    axes = None if axis is None else [axis] if isinstance(axis, int) else list(axis)
-    if axes is None:
+    if axis is None:
         return recorder.add(op_type, a, keepdims=keep)
+    axes = [axis] if isinstance(axis, int) else list(axis)
     # Empty axes mean all axes in ONNX, and none in NumPy.
     if not axes:
         return a

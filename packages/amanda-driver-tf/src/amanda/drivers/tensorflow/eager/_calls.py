@@ -27,6 +27,7 @@ class EagerCall(Call):
     """A call of an op, with inputs in the order of the op's schema.
 
     identities: variables among the arguments, which the op reads or writes.
+    attrs: names and values of attributes, in turn.
     """
 
     __slots__ = ("attrs", "identities", "schema")
@@ -52,7 +53,7 @@ class EagerCall(Call):
     def variable_positions(self) -> Sequence[int]:
         """Return the positions of the inputs that were read from a variable."""
         return tuple(
-            [i for i, value in enumerate(self.inputs) if getattr(value, "_id", None) in variables.read]
+            [i for i, value in enumerate(self.inputs) if getattr(value, "_id", None) in variables.reads_by_id]
         )
 
     def op_type(self) -> str:
@@ -66,27 +67,27 @@ class EagerCall(Call):
         return None if result is None else _as_tensor(result)
 
     def invoke(self, inputs: list[Any]) -> Any:
-        """Run the op, and mark it on the tapes if a tool has routines for its backward ops."""
+        """Run the op; if tools may have routines for its backward ops, record it on the tapes with a mark."""
         # TensorFlow converts an input that is not a tensor by calling the op a second time, which tools would
         # see as another op.
         if inputs is not self.inputs:
             inputs = [
                 _as_tensor(value, original) for value, original in zip(inputs, self.inputs, strict=True)
             ]
-        marking = local.marking
+        marking = local.marking  # None without such tools
         if marking is None or self.schema.type in UNSTOPPABLE:
             return self.run(inputs)
         local.marking = None  # an op that this op calls gets its own marks
         try:
-            result, results = self.run_unrecorded(inputs)
+            result, output_tensors = self.run_unrecorded(inputs)
         finally:
             local.marking = marking
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
         # Gradient functions read types and list lengths from the attributes, which the fast path infers
         # natively.
         inferred = self.schema.infer_attributes(inputs, attributes)
-        attrs = self.attrs + tuple(value for pair in inferred.items() for value in pair)
-        record_on_tapes(self.schema.type, flatten(inputs), attrs, results, marking.mark())
+        attrs = self.attrs + tuple(entry for name_and_value in inferred.items() for entry in name_and_value)
+        record_on_tapes(self.schema.type, flatten(inputs), attrs, output_tensors, marking.mark())
         return result
 
     def invoke_for_replacement(self, inputs: Sequence[Any]) -> Any:
@@ -131,29 +132,29 @@ class EagerCall(Call):
 class FastCall(EagerCall):
     """A call of `TFE_Py_FastPathExecute`."""
 
-    __slots__ = ("_execute", "_head")
+    __slots__ = ("_context_type_name", "_execute")
 
     def __init__(
         self, schema: Schema, execute: Execute, args: tuple[Any, ...], identities: tuple[Any, ...] = ()
     ) -> None:
         super().__init__(schema, identities)
         self._execute = execute
-        self._head = args[:3]
-        self.inputs = list(args[3 : 3 + schema.count])
-        self.attrs = args[3 + schema.count :]
+        self._context_type_name = args[:3]
+        self.inputs = list(args[3 : 3 + schema.input_count])
+        self.attrs = args[3 + schema.input_count :]
 
     def run(self, inputs: list[Any]) -> Any:
         """Run the op, which TensorFlow's fast path records."""
         try:
-            return self._execute((*self._head, *inputs, *self.attrs))
+            return self._execute((*self._context_type_name, *inputs, *self.attrs))
         except core._FallbackException:
             # An attribute needs conversion, such as "float32" to a type. TensorFlow's Python code would
             # convert it and call `execute`, which the driver would take for another call of the op.
             self.attrs = self.schema.convert_attributes(self.attrs)
-            return self._execute((*self._head, *inputs, *self.attrs))
+            return self._execute((*self._context_type_name, *inputs, *self.attrs))
 
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
-        """Run the op while recording on tapes is stopped."""
+        """Run the op while recording on tapes is stopped; return its result, and the result's tensors."""
         if pywrap_tfe.TFE_Py_TapeSetIsStopped():
             result = self.run(inputs)
         else:
@@ -171,14 +172,14 @@ class FastCall(EagerCall):
 class SlowCall(EagerCall):
     """A call of `execute.execute`, whose caller would record it on the tapes."""
 
-    __slots__ = ("_ctx", "_execute", "_name", "_outputs", "_type")
+    __slots__ = ("_ctx", "_execute", "_name", "_output_count", "_type")
 
     def __init__(
         self, schema: Schema, execute: Execute, args: tuple[Any, ...], identities: tuple[Any, ...] = ()
     ) -> None:
         super().__init__(schema, identities)
         self._execute = execute
-        self._type, self._outputs, tensors, attrs, self._ctx, self._name = args
+        self._type, self._output_count, tensors, attrs, self._ctx, self._name = args
         self.attrs = tuple(attrs) if attrs else ()
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
         self.inputs = schema.group_inputs(tensors, attributes)
@@ -197,16 +198,16 @@ class SlowCall(EagerCall):
         return self.schema.group_outputs(result, self.attributes), flatten
 
     def run(self, inputs: list[Any]) -> Any:
-        """Run the op and record it."""
-        result, results = self.run_unrecorded(inputs)
+        """Run the op and record it on the tapes, without a mark."""
+        result, output_tensors = self.run_unrecorded(inputs)
         if not pywrap_tfe.TFE_Py_TapeSetIsEmpty():
-            record_on_tapes(self.schema.type, flatten(inputs), self.attrs, results, None)
+            record_on_tapes(self.schema.type, flatten(inputs), self.attrs, output_tensors, mark=None)
         return result
 
     def run_unrecorded(self, inputs: list[Any]) -> tuple[Any, list[Any]]:
-        """Run the op without recording it; its caller does not record it either."""
+        """Run the op without recording it; the caller of `execute` does not record it either."""
         tensors = flatten(inputs)
-        result = self._execute((self._type, self._outputs, tensors, self.attrs, self._ctx, self._name))
+        result = self._execute((self._type, self._output_count, tensors, self.attrs, self._ctx, self._name))
         local.op_is_recorded = True
         return result, list(result)
 
@@ -230,7 +231,7 @@ def with_structure_of(structure: Any, tensors: Iterator[Any]) -> Any:
 def record_on_tapes(
     type: str, inputs: list[Any], attrs: tuple[Any, ...], outputs: list[Any], mark: TapeMark | None
 ) -> None:
-    """Record an op on the tapes, with a mark by which the backward pass finds the op's execution."""
+    """Record an op on the tapes, with or without a mark, by which backward passes find its execution."""
     if mark is not None:
         # A tape passes attributes to the gradient function unread, so the mark lives and dies with the tape's
         # record.
@@ -261,32 +262,34 @@ class Variable:
 class VariableTable:
     """The variables that ops have used.
 
-    read: by the id of a living tensor, the tensor and the variable that it was read from.
+    reads_by_id: for a living tensor, a weak reference to it, and the variable that it was read from.
     """
 
     def __init__(self) -> None:
-        self._by_handle: dict[int, Variable] = {}
-        self.read: dict[int, tuple[Any, Variable]] = {}
+        self._variable_by_handle_id: dict[int, Variable] = {}
+        self.reads_by_id: dict[int, tuple[Any, Variable]] = {}
         interceptor.add_identity_type(Variable)
 
     def variable_of(self, tensor: Any) -> Variable | None:
         """Return the variable that a tensor is the handle of or was read from; None for other tensors."""
-        key = tensor._id
-        if key in self.read:
-            return self.read[key][1]
+        tensor_id = tensor._id
+        if tensor_id in self.reads_by_id:
+            _, variable = self.reads_by_id[tensor_id]
+            return variable
         if tensor._datatype_enum() != _RESOURCE:
             return None
-        if key not in self._by_handle:
-            self._by_handle[key] = Variable(tensor, partial(self._forget, key))
-        return self._by_handle[key]
+        if tensor_id not in self._variable_by_handle_id:
+            forget = partial(self._forget_handle, tensor_id)  # called when the handle dies
+            self._variable_by_handle_id[tensor_id] = Variable(tensor, forget)
+        return self._variable_by_handle_id[tensor_id]
 
-    def _forget(self, key: int, _: Any) -> None:
-        self._by_handle.pop(key, None)
+    def _forget_handle(self, handle_id: int, _: Any) -> None:
+        self._variable_by_handle_id.pop(handle_id, None)
 
     def record_read(self, tensor: Any, variable: Variable) -> None:
         """Record the variable that a tensor was read from, until the tensor dies."""
-        key = tensor._id
-        self.read[key] = weakref.ref(tensor, lambda _: self.read.pop(key, None)), variable
+        tensor_id, reads = tensor._id, self.reads_by_id
+        reads[tensor_id] = weakref.ref(tensor, lambda _: reads.pop(tensor_id, None)), variable
 
 
 _RESOURCE = 20  # DT_RESOURCE

@@ -22,11 +22,11 @@ from ._calls import READS, EagerCall, FastCall, SlowCall, Variable, variables
 from ._schema import Schema, Schemas, flatten
 from ._state import UNMARKED, Marking, TapeMark, local
 from ._tape import Tape
-from ._unseen_ops import REPORTED, Datasets
+from ._unseen_ops import DATASET_FUNCTIONS_REPORT, Datasets
 
 
 class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
-    """TensorFlow, eager mode."""
+    """Instruments TensorFlow's eager ops: patches the functions that call ops, and describes their calls."""
 
     api = 2
     framework = "tensorflow"
@@ -46,7 +46,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
 
     @cached_property
     def _interception(self) -> "Interception":
-        return Interception(self, self._tape.run_in_pass)
+        return Interception(self, self._tape.run_in_backward_pass)
 
     def attach(self) -> None:
         """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
@@ -61,7 +61,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         """Leave TensorFlow as it was."""
         super().detach()
         if self._attached:
-            # Native code still holds the stand-ins until TensorFlow's functions are registered again.
+            # Native code holds the stand-ins of the tapes until TensorFlow's functions are registered again.
             self._tape.register()
             self._attached = False
 
@@ -78,16 +78,17 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the part of a call that cannot be instrumented, and the reason; None if there is none."""
         if site.op.has_functions and "Dataset" in site.op.type:
-            return REPORTED
+            return DATASET_FUNCTIONS_REPORT
         if site.op.has_functions:
             return f"the functions of {site.op.type}", "TensorFlow's native code runs them as they are"
         return None
 
     def describe(self, call: Call, subjects: Sequence[Any]) -> OpFacts:
-        """Return the facts of a call's op: its layer, or name scope outside of layers, and its variables."""
+        """Return the facts of a call's op: its layer (among `subjects`) or name scope, and its variables."""
         facts = super().describe(call, subjects)
         facts.scope = module_path(subjects) if subjects else str(ops.get_name_scope())
-        facts.scope_aliases, facts.variable_of = layer_name_paths(subjects), _handle_of
+        facts.scope_aliases = layer_name_paths(subjects)
+        facts.variable_of = _variable_handle_of  # called by tools, with an input
         return facts
 
     def identity_values(self, call: Call) -> list[Any]:
@@ -102,7 +103,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         return call.outputs(outputs)
 
     def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
-        """Return which tensors a tape watches, as bits; None where none does."""
+        """Return which of the input tensors a tape watches, as bits behind a 1; None if it watches none."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty():
             return None
         tensors = [value for value in flatten(inputs) if value.__class__ is EagerTensor]
@@ -125,14 +126,15 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` instead of `original`; its gradient belongs to the op that computed `original`."""
-        fresh = super().straight_through(original, value)
-        mark = TapeMark.by_output.get(getattr(original, "_id", -1))
-        if mark is not None and fresh is not original:
-            TapeMark.by_output[fresh._id] = mark
-        return fresh
+        replacement = super().straight_through(original, value)
+        # The backward pass finds the op that computed a tensor by the tensor's id.
+        maker = TapeMark.by_output_id.get(getattr(original, "_id", -1))
+        if maker is not None and replacement is not original:
+            TapeMark.by_output_id[replacement._id] = maker
+        return replacement
 
 
-def _handle_of(value: Any) -> Any:
+def _variable_handle_of(value: Any) -> Any:
     """Return the handle of the variable that a tensor is the handle of or was read from, if any."""
     variable = variables.variable_of(value) if isinstance(value, EagerTensor) else None
     return None if variable is None else variable.handle
@@ -148,28 +150,32 @@ _FUNCTION_PREFIX = "__"
 
 
 class OpDetours:
-    """The schema of a type of op, and the detours of its calls.
+    """The schema of a type of op, None for a call of a function, and the detours of its calls.
 
-    count: number of inputs.  takes_plain_tensors: True if each input is a tensor, none a list or a variable.
-    fast: detour of fast calls without variables.  fast_with_variables: detour of those with variables.
-    slow: detour of calls through `execute`.
+    A detour runs a call with the routines at its op.
+    input_count: number of inputs.
+    takes_plain_tensors: True if each input is a tensor, none a list or a variable.
+    run_fast: detour of fast calls without variables.  run_with_variables: of those with variables.
+    run_execute: detour of calls through `execute`.
     """
 
-    __slots__ = ("count", "fast", "fast_with_variables", "schema", "slow", "takes_plain_tensors")
+    __slots__ = (
+        "input_count", "run_execute", "run_fast", "run_with_variables", "schema", "takes_plain_tensors",
+    )  # fmt: skip
 
     def __init__(self, type: str, schema: Schema | None, interception: "Interception") -> None:
         self.schema = schema
-        self.count = schema.count if schema is not None else 0
+        self.input_count = schema.input_count if schema is not None else 0
         self.takes_plain_tensors = schema is not None and not (
             schema.takes_variable or schema.has_functions or any(schema.lists)
         )
         if schema is not None:
             # Each op type has a site of its own, which needs a callable of its own.
-            self.fast = interception.detour(type, partial(interception.fast_path), schema)
-            self.fast_with_variables = interception.detour(
+            self.run_fast = interception.detour(type, partial(interception.fast_path), schema)
+            self.run_with_variables = interception.detour(
                 type, partial(_call_fast_path, interception.fast_path), schema
             )
-            self.slow = interception.detour(type, partial(call_execute, interception.execute), schema)
+            self.run_execute = interception.detour(type, partial(call_execute, interception.execute), schema)
 
 
 class DetoursByType(dict[str, OpDetours]):
@@ -202,21 +208,23 @@ class Interception:
 
     def patch(self, patches: Patches) -> None:
         """Put the stand-ins into TensorFlow's modules until `patches` are restored."""
-        quick, slow = execute.quick_execute, execute.execute
-        # A program may have wrapped a stand-in of an earlier scope; the wrapper must not call itself.
+        present_quick_execute, present_execute = execute.quick_execute, execute.execute
+        # The stand-ins call what is there now; but a wrapper by the program around a stand-in of an earlier
+        # scope would then call itself.
         if not patches.wraps_earlier_stand_in(pywrap_tfe, "TFE_Py_FastPathExecute"):
-            self._use_functions(pywrap_tfe.TFE_Py_FastPathExecute, self.execute)
+            self._use_functions(fast_path=pywrap_tfe.TFE_Py_FastPathExecute, execute=self.execute)
         if not patches.wraps_earlier_stand_in(execute, "quick_execute"):
-            self._use_functions(self.fast_path, quick)
+            self._use_functions(fast_path=self.fast_path, execute=present_quick_execute)
         patches.set(pywrap_tfe, "TFE_Py_FastPathExecute", self._stand_in_for_fast_path())
         patches.set(execute, "quick_execute", self._stand_in_for_execute())
-        if slow is quick:
+        if present_execute is present_quick_execute:
             patches.set(execute, "execute", self._stand_in_for_execute())
-        # `execute_with_callbacks` calls `quick_execute`, so its ops are seen there already.
-        elif slow is not execute.execute_with_callbacks:
-            patched = Interception(self._driver, self._run_in_backward_pass)
-            patched._use_functions(self.fast_path, slow)
-            patches.set(execute, "execute", patched._stand_in_for_execute())
+        # `execute_with_callbacks` calls `quick_execute`, so its ops are seen there already. A function of the
+        # program's gets a stand-in of its own, which calls that function.
+        elif present_execute is not execute.execute_with_callbacks:
+            interception = Interception(self._driver, self._run_in_backward_pass)
+            interception._use_functions(fast_path=self.fast_path, execute=present_execute)
+            patches.set(execute, "execute", interception._stand_in_for_execute())
         patches.set(execute, "record_gradient", _stand_in_for_record_gradient(execute.record_gradient))
 
     def _use_functions(self, fast_path: Callable[..., Any], execute: Callable[..., Any]) -> None:
@@ -243,10 +251,10 @@ class Interception:
         A call with plain tensors outside of a backward pass goes straight to its detour.
         """
         detours_by_type, original = self._detours_by_type, self.fast_path
-        convert_and_run, read = self._convert_and_run, variables.read
+        convert_and_run, reads_by_id = self._convert_and_run, variables.reads_by_id
 
         def fast_path(ctx: Any, type: str, name: str | None, *args: Any) -> Any:
-            """Run the op by its detour; as without tools for an op that no scope has seen."""
+            """Run the op by its detour; backward ops of an op that no scope has seen, as without tools."""
             gradient_call = local.gradient_call
             if gradient_call is UNMARKED:
                 return original(ctx, type, name, *args)
@@ -255,13 +263,13 @@ class Interception:
                 detours.takes_plain_tensors
                 and gradient_call is None
                 and local.backward_pass is None
-                and local.marking is None
+                and local.marking is None  # else the op gets a mark
             ):
-                for value in args[: detours.count]:
-                    if value.__class__ is not EagerTensor or value._id in read:
+                for value in args[: detours.input_count]:
+                    if value.__class__ is not EagerTensor or value._id in reads_by_id:
                         break
                 else:
-                    return detours.fast(ctx, type, name, *args)
+                    return detours.run_fast(ctx, type, name, *args)
             return convert_and_run(detours, ctx, type, name, args)
 
         return fast_path
@@ -271,21 +279,22 @@ class Interception:
     ) -> Any:
         """Run a fast call with variables, numbers or lists among its inputs, or in a backward pass.
 
-        The result of a read of a variable is recorded as the value of that variable.
+        The result of a read of a variable is recorded as the value of that variable. Outside of scopes, and
+        for a call of a function, TensorFlow's fast path is called.
         """
         activation, schema = interceptor.active(), detours.schema
         if schema is None or (activation is None and local.marking is None):
             return self.fast_path(ctx, type, name, *args)
         argument_variables: list[Variable] = []
-        inputs = self._convert_inputs(schema, args[: detours.count], argument_variables)
-        args = (ctx, type, name, *inputs, *args[detours.count :])
-        if activation is None:  # a replacement computes
+        inputs = self._convert_inputs(schema, args[: detours.input_count], argument_variables)
+        args = (ctx, type, name, *inputs, *args[detours.input_count :])
+        if activation is None:  # a replacement computes: its ops get the marks of the op
             return FastCall(schema, self.call_fast_path, args).invoke(inputs)
         if local.backward_pass is not None:
             return self._run_in_backward_pass(activation.state, FastCall(schema, self.call_fast_path, args))
         if not argument_variables:
-            return detours.fast(*args)
-        result = detours.fast_with_variables(*args, variables=tuple(argument_variables))
+            return detours.run_fast(*args)
+        result = detours.run_with_variables(*args, variables=tuple(argument_variables))
         # The tensor stands for the variable in later ops, so that their ids and weights are found.
         if type in READS and variables.variable_of(inputs[0]) is not None:
             variables.record_read(result, argument_variables[0])
@@ -300,22 +309,22 @@ class Interception:
         converted inputs.
         """
         inputs: list[Any] = list(values)
-        has_numbers = False
+        has_other_values = False
         for i, value in enumerate(values):
             if schema.lists[i]:
                 if not isinstance(value, (list, tuple, EagerTensor)):
                     raise core._FallbackException
-                inputs[i] = [
-                    _note_variable(element, argument_variables) for element in value
-                ]  # of a tensor its parts, as the fast path does
+                # A tensor stands for the list of its parts, as on the fast path.
+                inputs[i] = [_as_tensor(element, argument_variables) for element in value]
             elif value.__class__ is EagerTensor or isinstance(value, tf.Variable):
-                inputs[i] = _note_variable(value, argument_variables)
+                inputs[i] = _as_tensor(value, argument_variables)
             else:
-                has_numbers = True
-        if has_numbers:
+                has_other_values = True
+        # Numbers come last: their dtype may be that of a tensor among the inputs.
+        if has_other_values:
             for i, value in enumerate(inputs):
                 if value.__class__ is not EagerTensor and not schema.lists[i]:
-                    inputs[i] = _number_as_tensor(value, schema.type_of(i, inputs))
+                    inputs[i] = _number_as_tensor(value, schema.number_dtype_enum(i, inputs))
         return inputs
 
     def _stand_in_for_execute(self) -> Callable[..., Any]:
@@ -339,32 +348,35 @@ class Interception:
                 return self.execute(*args)
             outer_op_is_recorded = local.op_is_recorded
             local.op_is_recorded = False
-            if activation is None:
+            if activation is None:  # a replacement computes: its ops get the marks of the op
                 call = SlowCall(schema, self.call_execute, args)
                 result = call.invoke(call.inputs)
             else:
                 result = self._run_executed_op(activation, type, schema, args)
-            was_recorded = local.op_is_recorded
+            is_recorded = local.op_is_recorded  # set by the call
             # This may be an op of a routine, around which another op is running.
             local.op_is_recorded = outer_op_is_recorded
-            if was_recorded:
+            # The caller of `execute` would record the op a second time.
+            if is_recorded:
                 local.recorded_outputs = None if pywrap_tfe.TFE_Py_TapeSetIsEmpty() else result
             return result
 
         return quick_execute
 
     def _run_executed_op(self, activation: Any, type: str, schema: Schema, args: tuple[Any, ...]) -> Any:
-        """Run a call of `execute` through its detour, with the variables among its inputs."""
+        """Run a call of `execute` by its detour, or as a backward op; record the variable that it reads."""
+        _, _, tensors, *_ = args
         if local.backward_pass is not None:
             return self._run_in_backward_pass(activation.state, SlowCall(schema, self.call_execute, args))
         argument_variables = [
-            variable for tensor in args[2] if (variable := variables.variable_of(tensor)) is not None
+            variable for tensor in tensors if (variable := variables.variable_of(tensor)) is not None
         ]
         if not argument_variables:
-            return self._detours_by_type[type].slow(*args)
-        result = self._detours_by_type[type].slow(*args, variables=tuple(argument_variables))
-        if type in READS and variables.variable_of(args[2][0]) is not None:
-            variables.record_read(result[0], argument_variables[0])
+            return self._detours_by_type[type].run_execute(*args)
+        result = self._detours_by_type[type].run_execute(*args, variables=tuple(argument_variables))
+        if type in READS and variables.variable_of(tensors[0]) is not None:
+            tensor_read = result[0]
+            variables.record_read(tensor_read, argument_variables[0])
         return result
 
 
@@ -373,9 +385,10 @@ def _stand_in_for_record_gradient(original: Callable[..., Any]) -> Callable[...,
 
     @wraps(original)
     def record_gradient(op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
-        # Taken at once: the note is about the last op alone.
+        # Reset at once: they are the outputs of the last op alone.
         recorded_outputs, local.recorded_outputs = local.recorded_outputs, None
-        if recorded_outputs is None or outputs is not recorded_outputs:  # or it has been recorded
+        is_recorded = recorded_outputs is not None and outputs is recorded_outputs
+        if not is_recorded:
             original(op_name, inputs, attrs, outputs)
 
     return record_gradient
@@ -391,8 +404,8 @@ def call_execute(execute: Callable[..., Any], *args: Any, variables: Any = ()) -
     return execute(*args)
 
 
-def _note_variable(value: Any, argument_variables: list[Variable]) -> Any:
-    """Return a tensor or the value of a variable; append the variable to `argument_variables`.
+def _as_tensor(value: Any, argument_variables: list[Variable]) -> Any:
+    """Return a tensor as it is, and a `tf.Variable` as its value; append the variable, if any.
 
     Raises _FallbackException for other values.
     """
@@ -401,23 +414,23 @@ def _note_variable(value: Any, argument_variables: list[Variable]) -> Any:
             argument_variables.append(variable)
         return value
     if isinstance(value, tf.Variable):
-        return _note_variable(value.value(), argument_variables)  # one ReadVariableOp, as the fast path does
+        return _as_tensor(value.value(), argument_variables)  # one ReadVariableOp, as the fast path does
     raise core._FallbackException
 
 
-def _number_as_tensor(value: Any, type: int) -> Any:
-    """Convert a number, list or array to a tensor of that element type, as TensorFlow's fast path does.
+def _number_as_tensor(value: Any, dtype_enum: int) -> Any:
+    """Convert a number, list or array to a tensor of a dtype, as TensorFlow's fast path does.
 
-    Raises _FallbackException for type 0, for other values, and where the conversion fails.
+    Raises _FallbackException for dtype 0, for other values, and where the conversion fails.
     """
-    if not type or value.__class__ not in NUMBERS:
+    if not dtype_enum or value.__class__ not in NUMBERS:
         raise core._FallbackException
     try:
         if value.__class__ is np.ndarray:
             value = value.copy()  # or the tensor would share its memory
         runtime = context.context()
-        runtime.ensure_initialized()  # a process whose first op this is would crash
-        return EagerTensor(value, runtime.device_name, type)
+        runtime.ensure_initialized()  # else it crashes, if this is the first op of the process
+        return EagerTensor(value, runtime.device_name, dtype_enum)
     except (TypeError, ValueError):
         # TensorFlow converts the value by its own rules, or raises its own error.
         raise core._FallbackException from None

@@ -21,7 +21,7 @@ _WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply",
 class Schema:
     """Inputs, outputs and attributes of a type of op.
 
-    count: number of inputs.  takes_variable: True if an input is a variable's handle.
+    input_count: number of inputs.  takes_variable: True if an input is a variable's handle.
     has_functions: True if an attribute is a function, which native code runs.
     written: positions of the handles of the variables that the op writes into.
     """
@@ -33,7 +33,7 @@ class Schema:
         self.inputs = tuple(op_def.input_arg)
         self.outputs = tuple(op_def.output_arg)
         self.names = tuple(arg.name for arg in self.inputs)
-        self.count = len(self.inputs)
+        self.input_count = len(self.inputs)
         self.takes_variable = any(arg.type == tf.resource.as_datatype_enum for arg in self.inputs)
         handles = [i for i, arg in enumerate(self.inputs) if arg.type == tf.resource.as_datatype_enum]
         # An OpDef does not say which resources an op writes, but the names of writing ops follow a pattern.
@@ -46,12 +46,13 @@ class Schema:
         self._defaults = {
             attr.name: attr.default_value for attr in op_def.attr if attr.HasField("default_value")
         }
-        self._types = {attr.name: attr.default_value.type for attr in op_def.attr if attr.type == "type"}
+        type_attrs = [attr for attr in op_def.attr if attr.type == "type"]
+        self._default_types = {attr.name: attr.default_value.type for attr in type_attrs}
 
-    def type_of(self, index: int, inputs: Sequence[Any]) -> int:
-        """Return the element type of a number at this input, or 0 if TensorFlow decides by other rules.
+    def number_dtype_enum(self, index: int, inputs: Sequence[Any]) -> int:
+        """Return the dtype that a number becomes as this input, or 0 if TensorFlow decides by other rules.
 
-        The type is the schema's, or that of a tensor input with the same type attribute, or the default.
+        It is the schema's dtype, or that of a tensor input with the same type attribute, or the default.
         """
         arg = self.inputs[index]
         if arg.type:
@@ -61,7 +62,7 @@ class Schema:
                 for tensor in value if isinstance(value, (list, tuple)) else (value,):
                     if tensor.__class__ is EagerTensor:
                         return int(tensor._datatype_enum())
-        return int(self._types.get(arg.type_attr, 0))
+        return int(self._default_types.get(arg.type_attr, 0))
 
     def with_defaults(self, attrs: Sequence[Any]) -> dict[str, Any]:
         """Return attributes by name, with the op's default where a value is None."""
@@ -94,15 +95,19 @@ class Schema:
     def split_outputs(
         self, result: Any, attributes: Callable[[], dict[str, Any]]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return a result as a list of outputs, and a function that restores the result's form."""
+        """Return a result as a list of outputs, and a function that restores the result's form.
+
+        Ops return a tensor, None, or a list; in it are tensors, or lists of tensors, or all tensors flat.
+        attributes: called for a flat list alone; the lengths of lists are among the attributes.
+        """
         if isinstance(result, EagerTensor):
-            return [result], _single
+            return [result], _only_output
         if result is None:
-            return [], _nothing
+            return [], _no_output
         if not any(self._output_lists):
             return list(result), list
         if len(self.outputs) == 1:
-            return [list(result)], _single
+            return [list(result)], _only_output
         if any(isinstance(output, (list, tuple)) for output in result):
             return list(result), list
         return self.group_outputs(result, attributes), flatten
@@ -131,8 +136,10 @@ def attribute_value(attribute: Any) -> Any:
     """Return an AttrValue in the form for `execute`: a string, number, dtype or shape, or a list of these."""
     kind = attribute.WhichOneof("value")
     if kind == "list":
-        (field,) = [field for field, _ in attribute.list.ListFields()] or [None]
-        values = [] if field is None else getattr(attribute.list, field.name)
+        set_fields = attribute.list.ListFields()  # one, for the type of the elements; none in an empty list
+        if not set_fields:
+            return []
+        ((field, values),) = set_fields
         return [_field_value(field.name, value) for value in values]
     return _field_value(kind, getattr(attribute, kind))
 
@@ -197,9 +204,9 @@ def _group_tensors(args: Sequence[Any], tensors: Sequence[Any], attributes: dict
     return grouped
 
 
-def _single(values: list[Any]) -> Any:
+def _only_output(values: list[Any]) -> Any:
     return values[0]
 
 
-def _nothing(values: list[Any]) -> None:
+def _no_output(values: list[Any]) -> None:
     return None

@@ -1,4 +1,4 @@
-"""The backward pass of tapes: each op of a gradient function is a backward op of the execution it is from."""
+"""Backward passes of tapes: an op of a gradient function is a backward op of the marked forward op."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -61,7 +61,7 @@ class Tape:
 
         @functools.wraps(original)
         def run_backward_pass(*args: Any, **kwargs: Any) -> Any:
-            """Run the pass in a TapePass; unmarked without routines, and as it is outside of a scope."""
+            """Run the pass in a TapePass; as without tools if they have no routines at backward points."""
             activation = interceptor.active()
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
@@ -70,20 +70,20 @@ class Tape:
             if not any(stack.wants_backward for stack in activation.state.stack.chain):
                 return _run_unmarked(original, *args, **kwargs)
             # With an outer tape the backward ops are recorded, and have backward ops themselves.
-            nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
-            may_be_earlier = self._earlier_tapes.may_have_recorded_earlier(
-                args[0] if args else kwargs["tape"]
-            )
+            is_nested = not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
+            tape = args[0] if args else kwargs["tape"]
+            may_have_earlier_ops = self._earlier_tapes.may_have_recorded_earlier(tape)
             outer_state = local.backward_pass, local.gradient_call, local.marking
             try:
-                with TapePass(activation.state, nested, may_be_earlier) as backward_pass:
+                with TapePass(activation.state, is_nested, may_have_earlier_ops) as backward_pass:
                     result = original(*args, **kwargs)
-            finally:  # also of contexts that an interrupt ended as their `__exit__` was called
+            finally:
+                # An interrupt may have come as a context was left, which then did not restore the state.
                 local.backward_pass, local.gradient_call, local.marking = outer_state
                 interceptor.reset_root()
             # A nested pass may be differentiated, which makes more backward ops of the same executions.
-            if not nested:
-                for trace in backward_pass.traces.values():
+            if not is_nested:
+                for trace in backward_pass.trace_by_id.values():
                     self._driver.mark_backward_analysed(trace)
             return result
 
@@ -97,19 +97,17 @@ class Tape:
         def gradient_function(
             type: str, attrs: Any, count: int, inputs: Any, outputs: Any, grads: Any, *positional: Any
         ) -> Any:
-            if local.backward_pass is None:
+            if local.backward_pass is None:  # no pass in a scope, with routines at backward points
                 return original(type, attrs, count, inputs, outputs, grads, *positional)
-            mark = _mark_in(attrs)
-            if mark is not None:
-                attrs = attrs[:-2]  # the mark and its key, which are not TensorFlow's
-            else:
+            mark, attrs = _split_mark(attrs)
+            if mark is None:
                 self._earlier_tapes.report_op(type, (*(inputs or ()), *(outputs or ())))
-            call = functools.partial(original, type, attrs, count, inputs, outputs, grads, *positional)
-            result = self._compute_gradients(mark, call, grads)
-            # The results of an unknown op still belong to the ops that computed its inputs.
+            compute = functools.partial(original, type, attrs, count, inputs, outputs, grads, *positional)
+            result = self._compute_gradients(mark, compute, grads)
+            # The results for an op without a mark still belong to the ops that computed its inputs.
             if mark is None and local.gradient_call is not UNMARKED:
                 input_ids = [getattr(tensor, "_id", 0) for tensor in inputs or ()]
-                local.backward_pass.claim_returned(_as_list(result), input_ids, None)
+                local.backward_pass.claim_returned(_as_list(result), input_ids, reader=None)
             return result
 
         return gradient_function
@@ -125,62 +123,65 @@ class Tape:
         ) -> Any:  # fmt: skip
             if interceptor.active() is None or not _is_eager(output_tensors):
                 return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
-            producer_mark = TapeMark.by_output.get(output_tensors[0]._id)
+            producer = TapeMark.by_output_id.get(output_tensors[0]._id)
             mark = None
-            if producer_mark is not None:
+            if producer is not None:
                 # A mark of its own: this record has other inputs and outputs than the producer's.
-                mark = TapeMark(producer_mark.place, producer_mark.order)
-                mark.trace = producer_mark.trace
+                mark = TapeMark(producer.place, producer.order)
+                mark.trace = producer.trace
                 mark.record_tensors(tensors_of(input_tensors), tensors_of(output_tensors))
 
-            def backward(*grads: Any) -> Any:
+            def marked_backward(*grads: Any) -> Any:
                 return self._compute_gradients(mark, functools.partial(backward_function, *grads), grads)
 
-            return original(op_type, output_tensors, input_tensors, backward, forward_function)
+            return original(op_type, output_tensors, input_tensors, marked_backward, forward_function)
 
         return record_operation
 
-    def _compute_gradients(self, mark: TapeMark | None, call: Callable[[], Any], grads: Sequence[Any]) -> Any:
-        """Call a gradient function for the marked op; without a mark its ops run as without tools."""
+    def _compute_gradients(
+        self, mark: TapeMark | None, compute: Callable[[], Any], grads: Sequence[Any]
+    ) -> Any:
+        """Call a gradient function, bound to `grads`, for the marked op; without a mark as without tools."""
         activation, backward_pass = interceptor.active(), local.backward_pass
         if activation is None or backward_pass is None:
-            return call()
+            return compute()
         if mark is None or mark.trace is None:
             outer_call, local.gradient_call = local.gradient_call, UNMARKED
             try:
-                return call()
+                return compute()
             finally:
                 local.gradient_call = outer_call
-        backward_pass.traces[id(mark.trace)] = mark.trace
+        backward_pass.trace_by_id[id(mark.trace)] = mark.trace
         with GradientCall(mark, activation.state, grads):
-            result = call()
-        backward_pass.claim_returned(_as_list(result), mark.inputs, mark)
+            result = compute()
+        backward_pass.claim_returned(_as_list(result), mark.input_ids, reader=mark)
         return result
 
-    def run_in_pass(self, state: State, call: EagerCall) -> Any:
+    def run_in_backward_pass(self, state: State, call: EagerCall) -> Any:
         """Run a call within a backward pass, as a backward op of the op whose gradient it computes.
 
-        Outside of gradient functions, the tape itself adds gradients.
+        Outside of gradient functions the call is a sum of gradients by the tape itself. A sum that belongs to
+        no op on record runs as without tools, with a report if it may be of an op before the scope.
         """
         if local.gradient_call is not None:
             return self._run_backward_op(local.gradient_call, state, call)
         backward_pass = local.backward_pass
         assert backward_pass is not None
-        tensors = flatten(call.inputs)
-        mark = backward_pass.owner(tensors)
+        summands = flatten(call.inputs)
+        mark = backward_pass.find_owner(summands)
         if mark is None:
             self._earlier_tapes.report_custom_gradient(call.schema.type)
             return call.run(call.inputs)
-        gradient_call = GradientCall(mark, state, tensors)
-        # Ops outside of gradient functions are additions by the tape; their number per mark makes the place.
-        sum_count = backward_pass.counts.get(id(mark), 0)
-        gradient_call.count = _FIRST_SUM + sum_count
-        backward_pass.counts[id(mark)] = sum_count + 1
+        gradient_call = GradientCall(mark, state, summands)
+        # The place of a sum is its number among those of its op.
+        sum_count = backward_pass.sum_count_by_mark_id.get(id(mark), 0)
+        gradient_call.op_count = _FIRST_SUM + sum_count
+        backward_pass.sum_count_by_mark_id[id(mark)] = sum_count + 1
         assert mark.trace is not None
-        backward_pass.traces[id(mark.trace)] = mark.trace
+        backward_pass.trace_by_id[id(mark.trace)] = mark.trace
         result = self._run_backward_op(gradient_call, state, call)
         for tensor in tensors_of(flatten([result])):
-            backward_pass.claim(tensor, mark, True)
+            backward_pass.claim(tensor, mark, is_maker=True)
         return result
 
     def _run_backward_op(self, gradient_call: GradientCall, state: State, call: EagerCall) -> Any:
@@ -191,46 +192,47 @@ class Tape:
         mark = gradient_call.mark
         trace = mark.trace
         assert trace is not None
-        place = mark.order * _ORDER_STEP + mark.place * _OP_STEP + gradient_call.count
-        gradient_call.count += 1
+        place = mark.order * _ORDER_STEP + mark.place * _OP_STEP + gradient_call.op_count
+        gradient_call.op_count += 1
         tensors = flatten(call.inputs)
-        positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradients]
+        positions = [i for i, tensor in enumerate(tensors) if tensor._id in gradient_call.gradient_by_id]
         step = BackwardStep(self._driver, trace, call.backward_op(), place, state)
         # Most backward ops have no routines and no analysis, and run as they are.
         if not step.has_work:
             result = self._run_op(gradient_call, call, call.inputs)
-            values = call.flatten_result(result)
+            output_tensors = call.flatten_result(result)
         else:
-            result, values = self._run_routines(gradient_call, call, step, tensors, positions)
+            result, output_tensors = self._run_with_routines(gradient_call, call, step, tensors, positions)
+        # What is computed from a gradient is a gradient, too.
         if positions:
-            gradient_call.gradients.update(
-                {tensor._id: tensor for tensor in values if hasattr(tensor, "_id")}
+            gradient_call.gradient_by_id.update(
+                {tensor._id: tensor for tensor in output_tensors if hasattr(tensor, "_id")}
             )
         return result
 
-    def _run_routines(
+    def _run_with_routines(
         self, gradient_call: GradientCall, call: EagerCall, step: BackwardStep, tensors: list[Any],
-        positions: list[int],
+        gradient_positions: list[int],
     ) -> tuple[Any, list[Any]]:  # fmt: skip
-        """Run a backward op between its routines; return its result, and the result's tensors."""
-        incoming = [tensors[i] for i in positions]
+        """Run a backward op between its routines, on those inputs; return its result, also as tensors."""
+        old_grads = [tensors[i] for i in gradient_positions]
         with Suspension():
-            grads = step.run_before(incoming)
+            grads = step.run_before(old_grads)
         inputs = call.inputs
-        if any(new is not old for new, old in zip(grads, incoming, strict=True)):
-            for position, gradient in zip(positions, grads, strict=True):
+        if any(new is not old for new, old in zip(grads, old_grads, strict=True)):
+            for position, gradient in zip(gradient_positions, grads, strict=True):
                 tensors[position] = gradient
             inputs = call.group_inputs(tensors)
         result = self._run_op(gradient_call, call, inputs)
-        values = call.flatten_result(result)
+        output_tensors = call.flatten_result(result)
         with Suspension():
-            new_values = step.run_after(values, grads)
-        if all(new is old for new, old in zip(new_values, values, strict=True)):
-            return result, values
-        return call.restore_result(result, new_values), new_values
+            new_output_tensors = step.run_after(output_tensors, grads)
+        if all(new is old for new, old in zip(new_output_tensors, output_tensors, strict=True)):
+            return result, output_tensors
+        return call.restore_result(result, new_output_tensors), new_output_tensors
 
     def _run_op(self, gradient_call: GradientCall, call: EagerCall, inputs: list[Any]) -> Any:
-        """Run the op; where a tape records it, mark it so that its backward ops belong to the same trace."""
+        """Run the op; if a tape records it, mark it, so that second gradients are backward ops of this op."""
         if pywrap_tfe.TFE_Py_TapeSetIsEmpty():
             return call.run(inputs)
         assert gradient_call.mark.trace is not None
@@ -239,7 +241,7 @@ class Tape:
         with Marking(gradient_call.mark.order + 1) as marking:
             result = call.invoke(inputs)
         for mark in marking.marks:
-            mark.place = gradient_call.count
+            mark.place = gradient_call.op_count
             mark.trace = gradient_call.backward_trace
         return result
 
@@ -290,7 +292,7 @@ def _stand_in_for_jvp_dispatch() -> Callable[..., Any]:
 
     @functools.wraps(original)
     def jvp_dispatch(type: str, attrs: Any, *positional: Any, **named: Any) -> Any:
-        plain_attrs = attrs if _mark_in(attrs) is None else attrs[:-2]  # without the mark and its key
+        _, plain_attrs = _split_mark(attrs)
         return original(type, plain_attrs, *positional, **named)
 
     return jvp_dispatch
@@ -300,5 +302,8 @@ def _is_eager(tensors: Sequence[Any]) -> bool:
     return bool(tensors) and type(tensors[0]) is EagerTensor
 
 
-def _mark_in(attrs: Any) -> TapeMark | None:
-    return attrs[-1] if attrs and type(attrs[-1]) is TapeMark else None
+def _split_mark(attrs: Any) -> tuple[TapeMark | None, Any]:
+    """Return the mark at the end of a record's attributes, or None, and the attributes without it."""
+    if attrs and type(attrs[-1]) is TapeMark:
+        return attrs[-1], attrs[:-2]  # the mark stands behind its name
+    return None, attrs

@@ -53,7 +53,7 @@ class EarlierTapes:
         return not any(new_tape._tape is tape for new_tape in self._new_tapes)
 
     def report_op(self, type: str, tensors: Sequence[Any]) -> None:
-        """Report an op without a mark whose backward ops tools would see if they were recorded in the scope.
+        """Report an op without a mark whose backward ops tools would see had it been recorded in the scope.
 
         tensors: those inputs and outputs of the op that the tape saved for the gradient.
         """
@@ -63,7 +63,7 @@ class EarlierTapes:
         saved_tensors = tensors_of(tensors)
         if type in UNSTOPPABLE:
             reason = "it computes its gradients by a tape of its own"
-        elif self._was_recorded_earlier(saved_tensors) and not _needs_no_mark(type, activation.state):
+        elif self._was_recorded_earlier(saved_tensors) and not _may_need_no_mark(type, activation.state):
             reason = _RECORDED_BEFORE
         else:
             return
@@ -75,35 +75,35 @@ class EarlierTapes:
         type: of the op.
         """
         backward_pass = local.backward_pass
-        if backward_pass is not None and backward_pass.may_be_earlier and type not in _SUMS_AND_ZEROS:
+        if backward_pass is not None and backward_pass.may_have_earlier_ops and type not in _SUMS_AND_ZEROS:
             report_unseen("the backward ops of a custom gradient", _RECORDED_BEFORE)
 
     def _was_recorded_earlier(self, saved_tensors: Sequence[Any]) -> bool:
         """Return True if an op was recorded before the scope; without tensors, if the tape may have been."""
         if saved_tensors:
             return all(tensor._id < self._first_new_uid for tensor in saved_tensors)
-        return local.backward_pass is not None and local.backward_pass.may_be_earlier
+        return local.backward_pass is not None and local.backward_pass.may_have_earlier_ops
 
 
-def _needs_no_mark(type: str, state: State) -> bool:
-    """Return True if some op of that type has no routines at its backward ops, so that it gets no mark."""
-    chain = () if state.stack is None else state.stack.chain
-    plans = [
-        plan for stack in chain for plans_by_key in stack.plans.values() for plan in plans_by_key.values()
-    ]
-    # An op gets marks on the tape only if its plan has routines at backward ops, or is not complete.
-    return any(
-        plan.backward.analysed_for
-        and not any(plan.backward.actions.values())
-        and plan.context.get_op().type == type
-        for plan in plans
-    )
+def _may_need_no_mark(type: str, state: State) -> bool:
+    """Return True if an op of that type has no routines at its analysed backward ops.
+
+    Such an op gets no mark on a tape, so a record without a mark may be of it.
+    """
+    for stack in () if state.stack is None else state.stack.chain:
+        for plan_by_key in stack.plans.values():
+            for plan in plan_by_key.values():
+                is_without_routines = plan.backward.analysed_for and not any(plan.backward.actions.values())
+                if is_without_routines and plan.context.get_op().type == type:
+                    return True
+    return False
 
 
-REPORTED = (
+DATASET_FUNCTIONS_REPORT = (
     "the functions of datasets (tf.data)",
     "TensorFlow's native code runs what they map, filter and generate by as it is",
 )
+"""What is reported of datasets: the part that is not instrumented, and the reason."""
 
 
 class Datasets:
@@ -131,7 +131,7 @@ class Datasets:
             activation = interceptor.active()
             # A dataset that is built in a scope is reported when its op is called.
             if activation is not None and self._reads_earlier_functions(iterator):
-                activation.state.report(*REPORTED)
+                activation.state.report(*DATASET_FUNCTIONS_REPORT)
             return result
 
         return report_earlier

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from amanda import interceptor
@@ -59,47 +59,52 @@ class ForwardFacts:
     """Results of rewriting a forward function that the rewriting of its backward functions needs.
 
     identity: of the function's graph.  plans: of its operations, by their ids.
-    tables: those tables of `TensorFlowRewriting` that are about forward operations.
-    locations: by operation, the layers around it for each of its ids; weak in the operations.
-    callees: graphs of the functions that an operation calls; weak in the operations and the graphs.
+    tables: those tables of `TensorFlowRewriting` that are about forward operations, by attribute.
+    location_by_id_by_op: for each id of an operation, the layers around it; weak in the operations.
+    callee_graphs_by_op: weak references to the graphs of the functions that an operation calls, by place;
+    weak in the operations.
     """
 
-    _TABLES = ("saved_values", "saved_values_by_input", "autodiff_places", "depths")
+    _TABLES = (
+        "saved_tensor_by_read", "saved_tensors_by_input", "autodiff_places", "loop_depth_by_op_id",
+    )  # fmt: skip
 
     def __init__(self, rewriting: TensorFlowRewriting, identity: int) -> None:
         self.identity = identity
         self.plans = rewriting.analysis.plans
         self.tables = {name: getattr(rewriting, name) for name in self._TABLES}
-        self.locations: weakref.WeakKeyDictionary[Any, dict[int, Location]] = weakref.WeakKeyDictionary()
-        for op, facts_by_id in rewriting.facts_by_id.items():
-            self.locations[op] = {
+        self.location_by_id_by_op: weakref.WeakKeyDictionary[Any, dict[int, Location]]
+        self.location_by_id_by_op = weakref.WeakKeyDictionary()
+        for op, facts_by_id in rewriting.facts_by_id_by_op.items():
+            self.location_by_id_by_op[op] = {
                 op_id: Location(facts.scope, facts.scope_aliases) for op_id, facts in facts_by_id.items()
             }
-        self.callees: weakref.WeakKeyDictionary[Any, dict[str, Any]] = weakref.WeakKeyDictionary()
-        for op, graphs in rewriting.callees.items():
+        self.callee_graphs_by_op: weakref.WeakKeyDictionary[Any, dict[str, Any]]
+        self.callee_graphs_by_op = weakref.WeakKeyDictionary()
+        for op, graphs in rewriting.callee_graphs_by_op.items():
             # Graphs die with their functions; a plan must not keep them.
-            self.callees[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
+            self.callee_graphs_by_op[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
     def copy_into(self, rewriting: TensorFlowRewriting) -> None:
         """Copy the facts of the forward operations into the rewriting of a backward function."""
         rewriting.analysis.plans.update(self.plans)
-        for name, table in self.tables.items():
+        for attribute, table in self.tables.items():
             # Tables of several calls may be merged: op ids differ from call to call.
-            getattr(rewriting, name).update(table)
-        for op, graphs in self.callees.items():
-            rewriting.callees[op] = {place: graph() for place, graph in graphs.items()}
-        rewriting.origin = lambda op, op_id: self._origin(rewriting, op, op_id)
+            getattr(rewriting, attribute).update(table)
+        for op, graph_references in self.callee_graphs_by_op.items():
+            rewriting.callee_graphs_by_op[op] = {place: ref() for place, ref in graph_references.items()}
+        rewriting.find_earlier_forward = lambda op, op_id: self._find_forward(rewriting, op, op_id)
 
-    def _origin(
+    def _find_forward(
         self, rewriting: TensorFlowRewriting, op: Any, op_id: int | None
     ) -> tuple[int, OpFacts] | None:
-        """Return op id and facts of an operation of the forward function; None for others."""
-        locations = self.locations.get(op)
-        if not locations:
+        """Return op id and facts of a forward operation, by default of its last call; None for others."""
+        location_by_id = self.location_by_id_by_op.get(op)
+        if not location_by_id:
             return None
-        if op_id is None or op_id not in locations:
-            op_id = next(reversed(locations))
-        facts = facts_of(op, op_id, rewriting.namespace, place=locations[op_id])
+        if op_id is None or op_id not in location_by_id:
+            op_id = next(reversed(location_by_id))
+        facts = facts_of(op, op_id, rewriting.namespace, location=location_by_id[op_id])
         facts.outputs = grouped_outputs(op, op.node_def)
         return op_id, facts
 
@@ -133,8 +138,9 @@ def call_unoptimized(call: Callable[..., Any], *args: Any) -> Any:
 def _options_without_optimizer(serialized: bytes, executor_type: str | None) -> Any:
     """Return these options without the optimizer, unless the user has set options of the optimizer."""
     config = config_pb2.ConfigProto.FromString(serialized)
-    options = config.graph_options.rewrite_options
-    options.disable_meta_optimizer = options.disable_meta_optimizer or options == _DEFAULT
+    optimizer_options = config.graph_options.rewrite_options
+    if optimizer_options == _DEFAULT:
+        optimizer_options.disable_meta_optimizer = True
     return context.FunctionCallOptions(executor_type, config)
 
 
@@ -142,8 +148,8 @@ class FunctionExecution(Execution):
     """An execution of a function, whose routines run on the threads that all functions share."""
 
 
-def check_threads(function: Any) -> None:
-    """Raise RoutineError if a routine calls a function while there is one thread: it would wait forever."""
+def _check_threads(function: Any) -> None:
+    """Raise RoutineError if a routine calls `function` on the only thread for ops: it would hang."""
     if isinstance(running.execution, FunctionExecution) and _number_of_threads() == 1:
         raise RoutineError(
             f"a routine calls the function {_user_name(function)}, which would wait forever for the only "
@@ -193,16 +199,24 @@ class ForwardRecord:
         self.find_atomic = weakref.ref(atomic)
 
 
+class _PendingCall(NamedTuple):
+    """The runtime name of a function, and the copy and execution by which it is to run."""
+
+    function_name: bytes
+    copy: RegisteredCopy
+    execution: Execution
+
+
 class _ThreadCalls(threading.local):
     """Calls of functions on a thread.
 
-    pending: the function that TensorFlow is about to call, its copy and execution.
+    pending_call: the copy that is to run instead of the function that TensorFlow is about to call.
     last_record: the record of the forward call that ended last.
     forward_record: the record of the forward call whose backward function is being called.
     """
 
     def __init__(self) -> None:
-        self.pending: tuple[bytes, RegisteredCopy, Execution] | None = None
+        self.pending_call: _PendingCall | None = None
         self.last_record: ForwardRecord | None = None
         self.forward_record: ForwardRecord | None = None
 
@@ -242,8 +256,8 @@ class FunctionBoundary:
     def _call_instrumented(
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
     ) -> Any:
-        """Call a function as its copy, and record a forward call; without a copy, call the function."""
-        # Taken at once, so that no call within this call finds the record.
+        """Call a function as its copy, if any; record a call that may be differentiated as the last."""
+        # Reset at once, so that no call within this call finds the record of its forward call.
         forward_record, self._thread.forward_record = self._thread.forward_record, None
         self._thread.last_record = None
         copy = self._find_copy(state, atomic, args, forward_record)
@@ -257,12 +271,13 @@ class FunctionBoundary:
         if copy.runnable is None:
             outputs = call(atomic, *args)
         else:
-            outer, self._thread.pending = self._thread.pending, (atomic.name, copy.runnable, execution)
+            outer_call = self._thread.pending_call
+            self._thread.pending_call = _PendingCall(atomic.name, copy.runnable, execution)
             try:
                 with execution.running():
                     outputs = call(atomic, *args)
             finally:
-                self._thread.pending = outer
+                self._thread.pending_call = outer_call
         # TensorFlow wraps the backward function after the call has ended, so the record waits for that.
         if copy.gradient_data is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
@@ -275,14 +290,16 @@ class FunctionBoundary:
         @functools.wraps(call)
         def call_function(current: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
             """Stand-in for `call_function`: calls the pending copy if the name is its function's."""
-            pending = self._thread.pending
-            check_threads(name)
-            if pending is None or pending[0] != name:
+            pending_call = self._thread.pending_call
+            _check_threads(name)
+            if pending_call is None or pending_call.function_name != name:
                 return call(current, name, tensor_inputs, num_outputs)
             # The copy may call functions itself, which are not the pending one.
-            self._thread.pending = None
-            _, copy, execution = pending
-            return _call_copy(functools.partial(call, current), copy, execution, tensor_inputs, num_outputs)
+            self._thread.pending_call = None
+            call_by_name = functools.partial(call, current)
+            return _call_copy(
+                call_by_name, pending_call.copy, pending_call.execution, tensor_inputs, num_outputs
+            )
 
         patches.set(context.Context, "call_function", call_function)
 
@@ -298,7 +315,7 @@ class FunctionBoundary:
         patches.set(holder, "_wrap_backward_function", wrap_backward_function)
 
     def _with_last_record(self, functions: Any, backward: Any) -> Any:
-        """Return a backward function with the record of the last forward call, which is used up.
+        """Return a backward function that runs with the record of the last forward call; reset the record.
 
         The function is returned as it is if that call was of another function.
         """
@@ -311,47 +328,46 @@ class FunctionBoundary:
         self, backward: Any, forward_record: ForwardRecord, tensors: list[Any], captures: list[Any]
     ) -> Any:
         """Call a backward function for a forward call, whose values its copy reads, also after the scope."""
-        if (
-            interceptor.active() is None
-            and context.executing_eagerly()
-            and forward_record.copy.runnable is not None
-        ):
+        is_after_scope = interceptor.active() is None and context.executing_eagerly()
+        if is_after_scope and forward_record.copy.runnable is not None:
             return self._call_after_scope(backward, forward_record, tensors + captures)
-        outer, self._thread.forward_record = self._thread.forward_record, forward_record
+        outer_record, self._thread.forward_record = self._thread.forward_record, forward_record
         try:
-            return backward._call_flat(tensors, captures)
+            return backward._call_flat(tensors, captures)  # the stand-in for `call_flat` reads the record
         finally:
-            self._thread.forward_record = outer
+            self._thread.forward_record = outer_record
 
     def _call_after_scope(self, backward: Any, forward_record: ForwardRecord, args: list[Any]) -> Any:
         """Call the copy of a backward function once the driver is detached, and record the call on tapes.
 
-        Does what TensorFlow's `_call_flat` does, with the copy instead of the function.
+        Does what TensorFlow's `_call_flat` does, with the copy instead of the function.  Without a copy calls
+        the function.
         """
-        recorded = None
+        forward_backward = None  # TensorFlow's pair of functions for a call that tapes record
         gradient_types = gradients_util.PossibleTapeGradientTypes(args)
         if gradient_types == gradients_util.POSSIBLE_GRADIENT_TYPES_NONE:
             atomic, arguments = backward._inference_function, args
         else:
             # A tape around the pass asks for second gradients, so the backward function needs one itself.
-            recorded = backward._select_forward_and_backward_functions(args, gradient_types, True)
-            atomic, arguments = recorded.forward()
+            forward_backward = backward._select_forward_and_backward_functions(args, gradient_types, True)
+            atomic, arguments = forward_backward.forward()
         state = forward_record.state_outside
         copy = self._find_copy(state, atomic, arguments, forward_record)
         if copy is None or copy.runnable is None:
             return backward._call_flat(args, [])
         execution = _execution_of(copy, state, forward_record)
-        call, count = context.context().call_function, len(atomic.function_type.flat_outputs)
+        call_by_name = context.context().call_function
+        output_count = len(atomic.function_type.flat_outputs)
         with record.stop_recording(), execution.running():
-            outputs = _call_copy(call, copy.runnable, execution, arguments, count)
-        if recorded is not None:
+            outputs = _call_copy(call_by_name, copy.runnable, execution, arguments, output_count)
+        if forward_backward is not None:
             self._thread.last_record = ForwardRecord(copy, execution, atomic)
-            self._record_call(recorded, outputs)
+            self._record_call(forward_backward, outputs)
         return backward.function_type.pack_output(outputs)
 
-    def _record_call(self, recorded: Any, outputs: Any) -> None:
-        """Record a call on the tapes; its backward function gets the record of this call."""
-        functions = recorded._functions
+    def _record_call(self, forward_backward: Any, outputs: Any) -> None:
+        """Record a call on the tapes; its backward function gets `last_record`, the record of this call."""
+        functions = forward_backward._functions
         wrap = functions._wrap_backward_function
 
         def wrap_backward_function(graph: Any, backward: Any, outputs: Any) -> Any:
@@ -360,7 +376,7 @@ class FunctionBoundary:
         # An attribute of the instance hides the method for the one call of `record`.
         functions._wrap_backward_function = wrap_backward_function
         try:
-            recorded.record(outputs)
+            forward_backward.record(outputs)
         finally:
             del functions._wrap_backward_function
 
@@ -368,7 +384,7 @@ class FunctionBoundary:
 def _execution_of(
     copy: RewrittenCopy[RegisteredCopy], state: State, forward_record: ForwardRecord | None
 ) -> FunctionExecution:
-    """Return an execution of a copy; of a backward function with the stored values of its forward call."""
+    """Return an execution of a copy; for a backward function, with the values that its forward call left."""
     if forward_record is None:
         return FunctionExecution(state, _TENSORS, copy.table)
     return FunctionExecution(
@@ -397,12 +413,13 @@ class _RecordedBackward:
 
 
 def _call_copy(
-    call: Callable[..., Any], copy: RegisteredCopy, execution: Execution, args: Sequence[Any], count: int
-) -> Any:
-    """Call a copy with the execution's number as last argument; errors name the function."""
+    call: Callable[..., Any], copy: RegisteredCopy, execution: Execution, args: Sequence[Any],
+    output_count: int,
+) -> Any:  # fmt: skip
+    """Call a copy by `call`, with the execution's number as last argument; errors name the function."""
     # The constructor is faster than `tf.constant`.
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
-    arguments = copy.name, [*args, number], count
+    arguments = copy.name, [*args, number], output_count
     try:
         return call_unoptimized(call, *arguments) if copy.skips_optimizer else call(*arguments)
     except errors.OpError as error:

@@ -6,7 +6,7 @@ import re
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from amanda import interceptor
 from amanda.backend import CannotInstrument, GraphAnalysis, GraphDriver, SelfTestProgram, State, digest
@@ -35,8 +35,13 @@ from ..graph import (
 )
 from ._boundary import ForwardFacts, ForwardRecord, FunctionBoundary, RegisteredCopy
 
-FunctionCall = tuple[Any, Sequence[Any], ForwardRecord | None]
-"""A function, its arguments, and the record of the forward call whose gradients it computes, or None."""
+
+class FunctionCall(NamedTuple):
+    """A function, its arguments, and the record of the forward call whose gradients it computes, or None."""
+
+    atomic: Any
+    args: Sequence[Any]
+    forward_record: ForwardRecord | None
 
 
 class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
@@ -87,10 +92,12 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         """
         atomic, args, forward_record = graph
         function = function_of(atomic)
-        kind, name = split_runtime_name(function.name)
+        kind, user_name = split_runtime_name(function.name)
+        # TensorFlow calls a function with gradients as a forward function, and later its backward function.
+        is_forward = kind == "forward"
         is_compiled = must_compile(function.definition)
         if is_compiled and not runs_without_xla(function, args.__getitem__):
-            raise CannotInstrument(f"the ops of {name}", RUNS_IN_XLA_ALONE)
+            raise CannotInstrument(f"the ops of {user_name}", RUNS_IN_XLA_ALONE)
         rewriting = TensorFlowRewriting(
             analysis=analysis, namespace=self.namespace, budget=self.observer_bytes
         )
@@ -98,35 +105,37 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         # A backward function may run after the scope; then it is rewritten for the saved values alone,
         # without plans for its ops.
         analysis.scopes_closed = _is_closed(analysis.state, forward_record)
-        # TensorFlow calls a function with gradients as a forward function, and later its backward function.
-        rewriting.differentiated = kind != "inference"
-        rewriting.layers.add_layers_named_in(_live_variables(function.graph))
-        forward: ForwardFacts | None = None if forward_record is None else forward_record.copy.gradient_data
-        if forward is not None:
-            forward.copy_into(rewriting)
+        rewriting.is_differentiated = kind != "inference"
+        rewriting.layer_index.add_layers_named_in(_live_variables(function.graph))
+        forward_facts: ForwardFacts | None = None
+        if forward_record is not None:
+            forward_facts = forward_record.copy.gradient_data
+        if forward_facts is not None:
+            forward_facts.copy_into(rewriting)
             # A backward function that is called as a forward function gets gradients itself.
-            if kind == "forward" and (rewriting.saved_values or rewriting.autodiff_places):
-                rewriting.report(f"second gradients of {name}", "they take what routines gave for constants")
+            if is_forward and (rewriting.saved_tensor_by_read or rewriting.autodiff_places):
+                subject = f"second gradients of {user_name}"
+                rewriting.report(subject, "they take what routines gave for constants")
         body = function_body(
             function, self._identities.identity_of(function.graph, function.name), rewriting,
             args.__getitem__, enclosing_layers=_calling_layers(function.graph),
-            gradients_elsewhere=kind == "forward", backward=forward_record is not None,
-            forward_identity=None if forward is None else forward.identity,
+            has_gradients_elsewhere=is_forward, is_backward=forward_record is not None,
+            forward_identity=None if forward_facts is None else forward_facts.identity,
         )  # fmt: skip
         rewritten = rewrite(body, rewriting)
-        rewriting.has_insertions = rewritten.changed
-        if kind == "forward":
+        rewriting.has_insertions = rewritten.is_changed
+        if is_forward:
             rewriting.gradient_data = ForwardFacts(rewriting, body.identity)
-        if rewritten.changed:
+        if rewritten.is_changed:
             rewriting.library.append(numbered_copy(function.definition, rewritten, body))
             if is_compiled:
-                rewriting.report(f"jit_compile of {name}", "in a scope it runs without XLA")
+                rewriting.report(f"jit_compile of {user_name}", "in a scope it runs without XLA")
         analysis.release_symbols(function.graph)
         return rewriting
 
     def build_runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
-        """Register the copy with the runtime."""
-        registered = RegisteredCopy(graph[0].name.decode(), rewriting.library)
+        """Register the copy with the runtime; report random ops in it, whose generators start anew."""
+        registered = RegisteredCopy(graph.atomic.name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
             rewriting.report_restarted(name)
         return registered
@@ -134,22 +143,24 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
     def _find_copy(
         self, state: State, atomic: Any, args: Sequence[Any], forward_record: ForwardRecord | None
     ) -> RewrittenCopy[RegisteredCopy] | None:
-        """Return the copy of a function for the applied tools; None where it runs uninstrumented."""
+        """Return the copy of a function for the applied tools; None where it runs uninstrumented.
+
+        A backward function without the record of its forward call does; its backward ops are reported.
+        """
+        call = FunctionCall(atomic, args, forward_record)
         if forward_record is not None:
             is_closed = _is_closed(state, forward_record)
-            return self.find_or_build_copy(
-                (atomic, args, forward_record), state, is_closed, atomic, forward_record.copy
-            )
+            return self.find_or_build_copy(call, state, is_closed, atomic, forward_record.copy)
         if state.stack is None:
             return None
         # Without a record, the forward call ran before the scope, so the ids of its ops are unknown.
         if b"__backward_" in atomic.name:
             if any(stack.wants_backward for stack in state.stack.chain):
-                name = split_runtime_name(atomic.name.decode())[1]
+                _, user_name = split_runtime_name(atomic.name.decode())
                 reason = "its forward pass ran before the scope, or uninstrumented"
-                state.report(f"the backward ops of {name}", reason)
+                state.report(f"the backward ops of {user_name}", reason)
             return None
-        return self.find_or_build_copy((atomic, args, None), state, False, atomic)
+        return self.find_or_build_copy(call, state, False, atomic)
 
 
 def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:
@@ -162,14 +173,14 @@ def _is_closed(state: State, forward_record: ForwardRecord | None) -> bool:
 def _calling_layers(graph: Any) -> Sequence[Any]:
     """Return the layers that call a function, if the innermost one holds all variables of the function.
 
-    Otherwise other layers may call the same function.
+    Otherwise, and for a function without variables, other layers may call it, too: returns ().
     """
-    variables = {id(variable.handle) for variable in _live_variables(graph)}
-    subjects = interceptor.subjects()
-    if not variables or not subjects or not isinstance(subjects[-1], layer_classes()):
+    handle_ids = {id(variable.handle) for variable in _live_variables(graph)}
+    calling_layers = interceptor.subjects()
+    if not handle_ids or not calling_layers or not isinstance(calling_layers[-1], layer_classes()):
         return ()
-    layer_handles = {id(handle) for handle in handles_of(subjects[-1])}
-    return subjects if variables <= layer_handles else ()
+    layer_handle_ids = {id(handle) for handle in handles_of(calling_layers[-1])}
+    return calling_layers if handle_ids <= layer_handle_ids else ()
 
 
 def _live_variables(graph: Any) -> list[Any]:
@@ -188,23 +199,23 @@ _RUNTIME_NAME = re.compile(r"^__(inference|forward|backward)_(.*?)(?:_\d+)*$")
 
 
 class Identities:
-    """Numbers of the graphs of functions: digests of a name without counters and a count of that name."""
+    """Identities of the graphs of functions: digests of the user's name and a count of its graphs."""
 
     def __init__(self) -> None:
-        self._by_graph: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-        self._counts: dict[str, int] = {}
+        self._identity_by_graph: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._graph_counts: dict[str, int] = {}
 
     def identity_of(self, graph: Any, name: str) -> int:
-        """Return the number of a graph, from the runtime name of its function."""
-        identity = self._by_graph.get(graph)
+        """Return the identity of a graph, from the runtime name of its function; 64 bits."""
+        identity = self._identity_by_graph.get(graph)
         if identity is None:
-            kind, base = split_runtime_name(name)
+            kind, user_name = split_runtime_name(name)
             # A forward function has the ops of the inference function, and the same ids.
-            key = f"backward {base}" if kind == "backward" else base
+            key = f"backward {user_name}" if kind == "backward" else user_name
             # Each retracing makes another graph of this name; a count tells them apart, alike in every
             # process.
-            self._counts[key] = self._counts.get(key, 0) + 1
-            identity = self._by_graph[graph] = digest("function", key, self._counts[key])
+            self._graph_counts[key] = self._graph_counts.get(key, 0) + 1
+            identity = self._identity_by_graph[graph] = digest("function", key, self._graph_counts[key])
         return identity
 
 

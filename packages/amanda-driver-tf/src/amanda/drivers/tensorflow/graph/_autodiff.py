@@ -5,7 +5,7 @@ The functions that run use TensorFlow's native tapes: `tf.GradientTape` takes te
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +22,21 @@ if TYPE_CHECKING:
     from ._body import AutodiffPlace
     from ._rewrite import BodyRewriter
 
-TapedValues = tuple[Sequence[Any], list[Any], Any]
-"""Inputs and outputs of routines, and the tape that recorded them; None if each output is an input."""
+
+class TapedValues(NamedTuple):
+    """Inputs and outputs of routines, and the tape that recorded them; None if each output is an input."""
+
+    inputs: Sequence[Any]
+    outputs: list[Any]
+    tape: Any
+
+
+class SavedKey(NamedTuple):
+    """The key under which a node with routines saves values; number: among the nodes of the op."""
+
+    op_id: int
+    side: str
+    number: int
 
 
 @dataclass
@@ -48,7 +61,7 @@ class SavedValues:
     def __init__(self, values: TapedValues, readers: int) -> None:
         self._values: TapedValues | None = values
         # `list.pop` is atomic, so that no lock is needed.
-        self._pending_reads = [None] * readers
+        self._tokens_of_pending_reads = [None] * readers
 
     def take(self) -> TapedValues:
         """Return the values to one of the readers, and release them with the last.
@@ -57,36 +70,37 @@ class SavedValues:
         """
         values = self._values
         assert values is not None
-        if self._pending_reads:
-            self._pending_reads.pop()
-            if not self._pending_reads:
+        # Without tokens from the beginning, the number of readers is unknown.
+        if self._tokens_of_pending_reads:
+            self._tokens_of_pending_reads.pop()
+            if not self._tokens_of_pending_reads:
                 self._values = None
         return values
 
 
-def call_on_tape(routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> TapedValues:
-    """Call routines while a tape records how the outputs depend on the inputs.
+def call_on_tape(call_routines: Callable[[], list[Any]], inputs: Sequence[Any]) -> TapedValues:
+    """Call routines while a new tape, returned with the values, records how outputs depend on inputs.
 
     The tape is None for routines that return their inputs as they are.
     """
     # Routines run while recording is stopped for the program's tapes, but this tape has to record. The switch
     # is one for all tapes of a thread.
-    stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
-    if stopped:
+    was_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
+    if was_stopped:
         pywrap_tfe.TFE_Py_TapeSetRestartOnThread()
     # Several pullbacks may ask the tape for gradients.
     tape = tapes.push_new_tape(persistent=True)
     try:
         for tensor in inputs:
             tapes.watch(tape, tensor)
-        outputs = routines()
+        outputs = call_routines()
     finally:
         tapes.pop_tape(tape)
-        if stopped:
+        if was_stopped:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
     # Routines that return their inputs as they are need no tape: each gradient passes unchanged.
-    returns_inputs = set(map(id, outputs)) <= set(map(id, inputs))
-    return inputs, outputs, None if returns_inputs else tape
+    are_outputs_inputs = set(map(id, outputs)) <= set(map(id, inputs))
+    return TapedValues(inputs, outputs, None if are_outputs_inputs else tape)
 
 
 def pull_back(
@@ -95,25 +109,25 @@ def pull_back(
     input_positions: Sequence[int],
     output_gradients: Sequence[Any],
 ) -> list[Any]:
-    """Return the gradients of inputs from those of outputs: vector-Jacobian products.
+    """Return the gradients of some inputs from those of some outputs: vector-Jacobian products.
 
-    Positions are those among the values.
+    Positions are those among the values.  The gradient of an input that no output depends on is zeros.
     """
-    all_inputs, all_outputs, tape = values
-    sources = [all_inputs[i] for i in input_positions]
-    targets = [all_outputs[k] for k in output_positions]
-    if tape is None:
-        return [_gradient_of_alias(source, targets, output_gradients) for source in sources]
+    inputs = [values.inputs[i] for i in input_positions]
+    outputs = [values.outputs[k] for k in output_positions]
+    if values.tape is None:
+        return [_gradient_of_unchanged(tensor, outputs, output_gradients) for tensor in inputs]
     # A routine may ignore an input. Its gradient is zeros then, since a node cannot return None.
     # `tf.GradientTape.gradient` calls this function, too, after checks and conversions that are not needed
     # here.
     products = imperative_grad.imperative_grad(
-        tape, targets, sources, list(output_gradients), sources, tf.UnconnectedGradients.ZERO,
+        values.tape, outputs, inputs, list(output_gradients), sources_raw=inputs,
+        unconnected_gradients=tf.UnconnectedGradients.ZERO,
     )  # fmt: skip
     return [tf.convert_to_tensor(product) for product in products]
 
 
-def _gradient_of_alias(value: Any, outputs: Sequence[Any], output_gradients: Sequence[Any]) -> Any:
+def _gradient_of_unchanged(value: Any, outputs: Sequence[Any], output_gradients: Sequence[Any]) -> Any:
     """Return the gradient of an input that routines return as it is: the sum over outputs that are the input.
 
     Zeros if no output is.
@@ -130,48 +144,51 @@ class SavedTensor(NamedTuple):
     """The place of a tensor among saved values.
 
     key: the key of the saved values; None for a value that is not saved.
-    side: 0 for an input of the routines, 1 for an output.  position: among the inputs, or outputs.
+    is_output: True for an output of the routines, False for an input.  position: among these.
     """
 
-    key: Any
-    side: int
+    key: SavedKey | None
+    is_output: bool
     position: int
 
 
 class RecalledTensor:
     """Returns a tensor that a node saved in the forward pass.
 
-    depth: number of loops around the node.
+    loop_depth: number of loops around the node.
     """
 
-    def __init__(self, tensor: SavedTensor, depth: int) -> None:
+    def __init__(self, tensor: SavedTensor, loop_depth: int) -> None:
         self._tensor = tensor
-        self._depth = depth
+        self._loop_depth = loop_depth
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the tensor, in a list."""
-        key, side, position = self._tensor
-        saved: SavedValues = execution.stored_value((key, *rounds[: self._depth]), self)
-        return [saved.take()[side][position]]
+        key, is_output, position = self._tensor
+        saved: SavedValues = execution.stored_value((key, *rounds[: self._loop_depth]), self)
+        values = saved.take()
+        return [(values.outputs if is_output else values.inputs)[position]]
 
 
 class Pullback:
     """Computes gradients of a node's inputs from gradients of its outputs.
 
-    key: the key of the node's saved values.  outputs, inputs: positions among these.
-    depth: number of loops around the node.
+    key: the key of the node's saved values.  output_positions, input_positions: positions among these.
+    loop_depth: number of loops around the node.
     """
 
-    def __init__(self, key: Hashable, outputs: Sequence[int], inputs: Sequence[int], depth: int) -> None:
+    def __init__(
+        self, key: SavedKey, output_positions: Sequence[int], input_positions: Sequence[int], loop_depth: int
+    ) -> None:
         self.key = key
-        self.depth = depth
-        self.outputs = tuple(outputs)
-        self.inputs = tuple(inputs)
+        self.loop_depth = loop_depth
+        self.output_positions = tuple(output_positions)
+        self.input_positions = tuple(input_positions)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Return the gradients of the inputs; the tensors are the gradients of the outputs."""
-        saved: SavedValues = execution.stored_value((self.key, *rounds[: self.depth]), self)
-        return pull_back(saved.take(), self.outputs, self.inputs, flat)
+        saved: SavedValues = execution.stored_value((self.key, *rounds[: self.loop_depth]), self)
+        return pull_back(saved.take(), self.output_positions, self.input_positions, output_gradients=flat)
 
 
 class Gradient(NamedTuple):
@@ -182,7 +199,7 @@ class Gradient(NamedTuple):
 
 
 class Pullbacks:
-    """The pullbacks that are inserted into a body.
+    """Inserts into a body the nodes that pull gradients back through the routines at forward operations.
 
     `_output_gradients` has the gradients of the outputs of a forward operation, by position.
     """
@@ -197,73 +214,77 @@ class Pullbacks:
         self._refs_behind_pullbacks: dict[Any, str] = {}
 
     def insert_at_outputs(self, op: tf.Operation, forward: tf.Operation, forward_id: int) -> None:
-        """Make a backward operation read gradients of outputs behind pullbacks of routines after its op."""
+        """Make a backward operation read gradients of outputs, which it records, behind their pullbacks."""
         output_gradients = self._output_gradients.setdefault(forward, {})
         self._output_gradients_by_id[forward_id] = output_gradients
         if not self._rewriting.autodiff_places:
             return
         for i in self._gradient_edges.incoming_gradients(op):
             tensor = op.inputs[i]
-            position = self._output_of_gradient(forward, tensor)
-            if position is None:
+            output_position = self._output_of_gradient(forward, tensor)
+            if output_position is None:
                 continue
-            key = forward, tensor_key(tensor)
+            gradient_key = forward, tensor_key(tensor)
             # Several backward operations may read the gradient: the pullbacks are inserted at the first.
-            if key not in self._refs_behind_pullbacks:
+            if gradient_key not in self._refs_behind_pullbacks:
                 gradient = Gradient(tensor, self._rewriter.refs.of_input(op, i))
-                ref = self._insert_after(op, forward_id, gradient, position)
-                self._refs_behind_pullbacks[key] = ref
-            ref = self._refs_behind_pullbacks[key]
-            output_gradients[position] = Gradient(tensor, ref)
+                ref = self._insert_after(op, forward_id, gradient, output_position)
+                self._refs_behind_pullbacks[gradient_key] = ref
+            ref = self._refs_behind_pullbacks[gradient_key]
+            output_gradients[output_position] = Gradient(tensor, ref)
             if ref != self._rewriter.refs.of_input(op, i):
                 self._rewriter.refs.redirect(op, i, ref)
 
     def _insert_after(self, op: tf.Operation, forward_id: int, gradient: Gradient, position: int) -> str:
-        """Insert pullbacks of the routines after a forward operation; return the ref of an output's gradient.
-
-        position: of the output.
-        """
+        """Insert pullbacks of the routines after a forward operation; return the ref of the gradient."""
         places = self._rewriting.autodiff_places.get(forward_id, [])
         # Gradients pass the routines in reverse order.
         for place in reversed([place for place in places if place.side == "after"]):
-            refs = self._insert_pullback(op, place, {position: gradient}, {position: gradient.tensor})
-            gradient = gradient._replace(ref=refs.get(position, gradient.ref))
+            ref_by_position = self._insert_pullback(
+                op, place, {position: gradient}, {position: gradient.tensor}
+            )
+            # A pullback that was not inserted leaves the gradient.
+            gradient = gradient._replace(ref=ref_by_position.get(position, gradient.ref))
         return gradient.ref
 
     def insert_at_inputs(
         self, op: tf.Operation, forward: tf.Operation, forward_id: int, pass_through: Sequence[int] = ()
     ) -> dict[int, Gradient]:
-        """Insert the pullbacks of routines before or instead of a forward operation, and of its readers.
+        """Insert the pullbacks of routines before or instead of a forward operation.
 
+        Also those of a replacement of another operation that reads inputs of this one.
         Returns the gradients of the forward operation's inputs behind the pullbacks, by position.
         op: the last backward operation.
         pass_through: positions of the inputs whose gradient is the output's gradient.
         """
         places = self._rewriting.autodiff_places.get(forward_id, [])
-        tensors = self._gradient_edges.input_gradients(forward) if self._rewriting.autodiff_places else {}
-        gradients = {
-            i: Gradient(tensor, self._rewriter.refs.of_tensor(tensor)) for i, tensor in tensors.items()
+        symbols = self._gradient_edges.input_gradients(forward) if self._rewriting.autodiff_places else {}
+        input_gradients = {
+            i: Gradient(symbol, self._rewriter.refs.of_tensor(symbol)) for i, symbol in symbols.items()
         }
         output_gradients = self._output_gradients.get(forward, {})
         # No operation computes the gradient of such an input: the gradient of the output is it.
         if pass_through and 0 in output_gradients:
-            gradients |= dict.fromkeys(pass_through, output_gradients[0])
-            tensors = {i: gradient.tensor for i, gradient in gradients.items()}
+            input_gradients |= dict.fromkeys(pass_through, output_gradients[0])
+            symbols = {i: gradient.tensor for i, gradient in input_gradients.items()}
 
         def insert(place: AutodiffPlace, incoming: dict[int, Gradient]) -> dict[int, Gradient]:
-            refs = self._insert_pullback(op, place, incoming, tensors)
-            return {i: Gradient(tensors[i], ref) for i, ref in refs.items()}
+            ref_by_position = self._insert_pullback(op, place, incoming, symbols)
+            return {i: Gradient(symbols[i], ref) for i, ref in ref_by_position.items()}
 
+        # The replacement computes the gradients of its inputs instead of the operation's own gradients.
         for place in places:
             if place.side == "instead":
-                gradients = insert(place, output_gradients)
+                input_gradients = insert(place, output_gradients)
+        # A replacement of another operation that reads inputs of this one gives their gradients, too.
         for place in places:
             if place.side == "reader":
-                gradients |= insert(place, self._output_gradients_by_id.get(place.replacement_id or 0, {}))
+                replaced_gradients = self._output_gradients_by_id.get(place.replacement_id or 0, {})
+                input_gradients |= insert(place, replaced_gradients)
         # Gradients pass the routines in reverse order.
         for place in reversed([place for place in places if place.side == "before"]):
-            gradients |= insert(place, gradients)
-        return gradients
+            input_gradients |= insert(place, input_gradients)
+        return input_gradients
 
     def insert_at_pass_through(
         self, op: tf.Operation, forward_id: int, gradient: Any, ref: str, positions: Sequence[int]
@@ -272,20 +293,20 @@ class Pullbacks:
 
         gradient: of the output, and of the inputs at these positions.  ref: its ref.
         """
-        ref = self._insert_after(op, forward_id, Gradient(gradient, ref), 0)
+        ref = self._insert_after(op, forward_id, Gradient(gradient, ref), position=0)
         input_gradients = dict.fromkeys(positions, gradient)
-        refs = dict.fromkeys(positions, ref)
+        ref_by_position = dict.fromkeys(positions, ref)
         for place in reversed(self._rewriting.autodiff_places.get(forward_id, [])):
             if place.side == "after":
                 continue
             if place.side == "before":
-                incoming = {i: Gradient(gradient, input_ref) for i, input_ref in refs.items()}
-            elif place.replacement_id is None:
+                incoming = {i: Gradient(gradient, input_ref) for i, input_ref in ref_by_position.items()}
+            elif place.replacement_id is None:  # instead of this operation
                 incoming = {0: Gradient(gradient, ref)}
-            else:
+            else:  # instead of another operation, which reads inputs of this one
                 incoming = self._output_gradients_by_id.get(place.replacement_id, {})
-            refs |= self._insert_pullback(op, place, incoming, input_gradients)
-        return refs
+            ref_by_position |= self._insert_pullback(op, place, incoming, input_gradients)
+        return ref_by_position
 
     def _insert_pullback(
         self, op: tf.Operation, place: AutodiffPlace, output_gradients: dict[int, Gradient],
@@ -298,47 +319,43 @@ class Pullbacks:
         output_gradients: gradients of the node's outputs, by position in the forward operation.
         input_gradients: symbols with the dtypes of the gradients of its inputs, likewise.
         """
-        # The pullback counts positions among the node's saved values: `incoming` has these as keys, and
-        # `asked_positions` the position in the forward operation for each.
-        incoming = {
+        # The pullback counts positions among the node's saved values, which are the keys here.
+        incoming_by_saved = {
             saved_position: output_gradients[position]
             for saved_position, position in enumerate(place.output_positions)
             if position in output_gradients
         }
-        asked_positions = {
+        position_by_saved = {
             saved_position: position
             for saved_position, position in enumerate(place.input_positions)
             if position in input_gradients
         }
-        if not incoming or not asked_positions:
+        if not incoming_by_saved or not position_by_saved:
             return {}
-        forward_id, *_ = place.values_key
-        depth = self._rewriting.depths.get(forward_id, 0)
-        pullback = Pullback(place.values_key, list(incoming), list(asked_positions), depth)
-        body_identity, node_name = place.node
-        is_in_body = body_identity == self._insertions.body.identity
+        incoming = list(incoming_by_saved.values())
+        result_positions = list(position_by_saved.values())
+        loop_depth = self._rewriting.loop_depth_by_op_id.get(place.saved_key.op_id, 0)
+        pullback = Pullback(place.saved_key, list(incoming_by_saved), list(position_by_saved), loop_depth)
+        is_in_body = place.body_identity == self._insertions.body.identity
         control_inputs: list[str] = []
         if is_in_body:  # the pullback waits for the node, which saves the values
-            number = self._insertions.body.number_at(op, ahead=True)
-            control_inputs = self._insertions.dependencies.control_inputs_after([node_name], number)
-        self._count_reader(op, place, runs_once=is_in_body and not depth)
+            number_ref = self._insertions.body.number_ref_at(op, ahead=True)
+            control_inputs = self._insertions.dependencies.control_inputs_after([place.node_name], number_ref)
+        self._count_reader(op, place, runs_once=is_in_body and not loop_depth)
         name = self._insertions.add_slot_call(
-            op, pullback, [gradient.ref for gradient in incoming.values()],
-            [dtype_enum(gradient.tensor) for gradient in incoming.values()],
-            [dtype_enum(input_gradients[i]) for i in asked_positions.values()], ahead=True, instead=True,
+            op, pullback, [gradient.ref for gradient in incoming],
+            [dtype_enum(gradient.tensor) for gradient in incoming],
+            [dtype_enum(input_gradients[i]) for i in result_positions], ahead=True, is_unawaited=True,
             control_inputs=control_inputs,
         )  # fmt: skip
-        return {
-            position: self._insertions.output_of(name, result)
-            for result, position in enumerate(asked_positions.values())
-        }
+        return {position: self._insertions.output_of(name, i) for i, position in enumerate(result_positions)}
 
     def _count_reader(self, op: tf.Operation, place: AutodiffPlace, runs_once: bool) -> None:
         """Count a pullback ahead of an operation among the readers of a place's saved values.
 
         runs_once: False for a pullback in another body or in a loop, which may run several times, or never.
         """
-        readers = self._rewriting.readers[place.values_key]
+        readers = self._rewriting.readers_by_saved_key[place.saved_key]
         readers.count += 1
         is_conditional = (
             self._insertions.body.node_name(op) in self._insertions.dependencies.conditional_names
@@ -347,12 +364,14 @@ class Pullbacks:
             readers.read_once = False
 
     def _output_of_gradient(self, forward: tf.Operation, gradient: Any) -> int | None:
-        """Return the position of the output that a gradient belongs to: the first that fits, or None."""
+        """Return the position of the output that a gradient belongs to: the first that fits, or None.
+
+        An output fits whose recorded gradient it is, or that has none yet and a compatible shape.
+        """
         output_gradients = self._output_gradients.get(forward, {})
         outputs: Sequence[Any] = forward.outputs
         for i, output in enumerate(outputs):
-            # TensorFlow does not record of which output a gradient is, so shapes decide; the first output
-            # without a gradient wins.
+            # TensorFlow does not record of which output a gradient is.
             if i in output_gradients:
                 if tensor_key(output_gradients[i].tensor) == tensor_key(gradient):
                     return i

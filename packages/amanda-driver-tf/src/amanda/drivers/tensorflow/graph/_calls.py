@@ -1,4 +1,4 @@
-"""Operations that call functions: rewritten functions take the execution's number as an argument."""
+"""Operations that call functions, such as While: rewritten functions take the execution's number."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ _FIRST_ARGUMENT = {"If": 1, "Case": 1}
 class EditedCall(NamedTuple):
     """An operation whose functions were edited.
 
-    number: the operation's last input, the execution's number; "" for a file, whose routines need none.
-    backward: True if there are gradient operations in the functions.
+    number_ref: ref of the operation's last input, the execution's number; "" for a file, which has none.
+    has_backward_ops: True if there are gradient operations in the functions.
     """
 
-    number: str
-    backward: bool
+    number_ref: str
+    has_backward_ops: bool
 
 
 class _RewrittenCallee(NamedTuple):
     """A function that an operation calls.
 
-    place: name of the attribute that refers to the function, such as "body".
+    attribute_name: of the attribute that refers to the function, such as "body".
     reference: the value of that attribute.
     """
 
-    place: str
+    attribute_name: str
     reference: Any
     function: RuntimeFunction
     body: Body
@@ -57,7 +57,8 @@ Rewrite = Callable[[Body, TensorFlowRewriting], RewrittenBody]
 def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) -> EditedCall | None:
     """Rewrite the functions that an operation calls; return None where nothing was inserted.
 
-    A function that is out of reach, or that only XLA can run, is reported; then all of them stay.
+    The operation's node then calls the edited functions, which are in the library. A function that is out of
+    reach, or that only XLA can run, is reported; then all of them stay.
     """
     rewriting = rewriter.rewriting
     node = rewriter.body.nodes[rewriter.body.node_name(op)]
@@ -70,18 +71,19 @@ def rewrite_calls(rewriter: BodyRewriter, op: tf.Operation, rewrite: Rewrite) ->
         return None
     arguments = _Arguments(rewriter.body, op, stateful_type)
     callees = []
-    for place, reference in references:
-        callee = _rewrite_callee(rewriter, op, place, reference, arguments, rewrite)
+    for attribute_name, reference in references:
+        callee = _rewrite_callee(rewriter, op, attribute_name, reference, arguments, rewrite)
         if callee is None:
             return None
         callees.append(callee)
-    if not any(callee.rewritten.changed for callee in callees):
+    if not any(callee.rewritten.is_changed for callee in callees):
         return None
-    backward = any(callee.rewritten.backward for callee in callees)
+    has_backward_ops = any(callee.rewritten.has_backward_ops for callee in callees)
     if rewriting.is_for_file:
         _call_edited_functions(node, stateful_type, callees, rewriting)
-        return EditedCall("", backward)
-    return EditedCall(_call_numbered_functions(rewriter, op, stateful_type, callees), backward)
+        return EditedCall(number_ref="", has_backward_ops=has_backward_ops)
+    number_ref = _call_numbered_functions(rewriter, op, stateful_type, callees)
+    return EditedCall(number_ref, has_backward_ops)
 
 
 class _Arguments:
@@ -114,42 +116,41 @@ class _Arguments:
 def _rewrite_callee(
     rewriter: BodyRewriter,
     op: tf.Operation,
-    place: str,
+    attribute_name: str,
     reference: Any,
     arguments: _Arguments,
     rewrite: Rewrite,
 ) -> _RewrittenCallee | None:
     """Rewrite a function that an operation calls; return None, with a report, where that is impossible."""
     body, rewriting = rewriter.body, rewriter.rewriting
-    function = (rewriting.find_function or body.functions)(reference.name)
+    function = (rewriting.find_function or body.find_function)(reference.name)
     if function is None:
         rewriting.report(f"function {reference.name}", "its definition is out of reach")
         return None
     forward = body.forward_of(op)
-    # The gradients of an op that stays with XLA have to stay with XLA, too.
-    if forward in rewriting.compiled or _needs_xla(rewriter, op, function, arguments):
-        rewriting.compiled.add(op)
+    if forward in rewriting.ops_for_xla_alone or _needs_xla(rewriter, op, function, arguments):
+        rewriting.ops_for_xla_alone.add(op)
         rewriting.report(f"the ops of {reference.name}", RUNS_IN_XLA_ALONE)
         return None
     forward_id = None if forward is None else body.forward_id(forward)
     # A function that is called at several places has other ids at each.
-    identity = digest(op_id(body, op.name), place)
+    identity = digest(op_id(body, op.name), attribute_name)
     callee_body = function_body(
         function, identity, rewriting, arguments.value, arguments.variable, caller=(body, op),
-        enclosing_layers=body.place_of(op).enclosing_layers,
-        gradients_elsewhere=rewriting.differentiated, forward_call=forward,
-        forward_graph=rewriting.callees.get(forward, {}).get(place),
-        forward_identity=None if forward_id is None else digest(forward_id, place),
+        enclosing_layers=body.location_of(op).enclosing_layers,
+        has_gradients_elsewhere=rewriting.is_differentiated, forward_call=forward,
+        forward_graph=rewriting.callee_graphs_by_op.get(forward, {}).get(attribute_name),
+        forward_identity=None if forward_id is None else digest(forward_id, attribute_name),
     )  # fmt: skip
-    rewriting.callees.setdefault(op, {})[place] = function.graph
-    return _RewrittenCallee(place, reference, function, callee_body, rewrite(callee_body, rewriting))
+    rewriting.callee_graphs_by_op.setdefault(op, {})[attribute_name] = function.graph
+    return _RewrittenCallee(attribute_name, reference, function, callee_body, rewrite(callee_body, rewriting))
 
 
 def _needs_xla(
     rewriter: BodyRewriter, op: tf.Operation, function: RuntimeFunction, arguments: _Arguments
 ) -> bool:
-    """Return True for a function with jit_compile=True whose trial without XLA fails."""
-    # A trial needs present values, which a file does not have; below an XLA graph that passed, callees pass.
+    """Return True for a function with jit_compile=True whose trial without XLA, if any, fails."""
+    # A trial needs present values, which a file does not have.
     if rewriter.rewriting.is_for_file or rewriter.rewriting.runs_without_xla:
         return False
     node = rewriter.body.nodes[rewriter.body.node_name(op)]
@@ -160,12 +161,13 @@ def _needs_xla(
 def _call_edited_functions(
     node: Any, stateful_type: str, callees: Sequence[_RewrittenCallee], rewriting: TensorFlowRewriting
 ) -> None:
-    """Make a node of a file call edited functions, which are added to the library."""
+    """Make a node of a file call edited functions, which are added to the library; stateful if one is."""
     for callee in callees:
         copy = edited_definition(callee.function.definition, callee.rewritten)
         rewriting.library.append(copy)
         callee.reference.name = copy.signature.name
-        node.op = stateful_type if copy.signature.is_stateful else node.op
+        if copy.signature.is_stateful:
+            node.op = stateful_type
 
 
 def _call_numbered_functions(
@@ -181,33 +183,34 @@ def _call_numbered_functions(
     if any(must_compile(holder) for holder in (node, *(callee.function.definition for callee in callees))):
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
     is_loop = stateful_type == "While"
-    number, step = body.number_at(op, ahead=True), 0
+    number_ref, round_step = body.number_ref_at(op, ahead=True), 0
     if is_loop:
-        number, step = add_loop_number(rewriter, op, number)
+        number_ref, round_step = add_loop_number(rewriter, op, number_ref)
     for callee in callees:
         copy = numbered_copy(
             callee.function.definition, callee.rewritten, callee.body,
-            step=step if callee.place == "body" else 0, is_condition=is_loop and callee.place == "cond",
+            round_step=round_step if callee.attribute_name == "body" else 0,
+            is_condition=is_loop and callee.attribute_name == "cond",
         )  # fmt: skip
         rewriting.library.append(copy)
         callee.reference.name = copy.signature.name
-    _add_number_argument(node, stateful_type, body.depth_of(op) + 1)
+    _add_number_argument(node, stateful_type, body.loop_depth_of(op) + 1)
     # The number is another output of a loop, so the cached layout of the node is stale.
     if hasattr(body.syntax, "forget"):
         body.syntax.forget(name)
-    return number
+    return number_ref
 
 
 def _function_references(node: Any) -> list[tuple[str, Any]]:
-    """Return the references to functions among a node's attributes, each with its place there."""
+    """Return the references to functions among a node's attributes, each with that name (and an index)."""
     references: list[tuple[str, Any]] = []
-    for key in sorted(node.attr):
-        value = node.attr[key]
+    for name in sorted(node.attr):
+        value = node.attr[name]
         kind = value.WhichOneof("value")
         if kind == "func" and value.func.name:
-            references.append((key, value.func))
+            references.append((name, value.func))
         elif kind == "list":
-            references += [(f"{key}{i}", function) for i, function in enumerate(value.list.func)]
+            references += [(f"{name}{i}", function) for i, function in enumerate(value.list.func)]
     return references
 
 

@@ -1,4 +1,4 @@
-"""Routines at the operations of control flow of version 1, some of whose values are dead.
+"""Routines at Switch, Merge, Enter, ...: control flow of TensorFlow 1, some of whose values are dead.
 
 Routines before and after an Enter or NextIteration are all ahead of it, outside of the frame that it enters.
 At a Switch or Merge each tensor has its own node with routines: a node that reads a dead tensor does not run.
@@ -28,7 +28,7 @@ CONTROL_FLOW_OPS = (*FRAME_OPS, *SWITCHES, *MERGES)
 
 
 def behind_control_flow(ops: Iterable[tf.Operation]) -> set[tf.Operation]:
-    """Return the operations of control flow and all that depend on one: they may not run.
+    """Return the operations of control flow of version 1 and all that depend on one: they may not run.
 
     ops: in topological order.
     """
@@ -56,10 +56,10 @@ def insert_at_control_flow(
         report(f"the replacement of {op.name}", f"{op.type} is control flow, and stays")
     if op.type in FRAME_OPS:
         rewriter.insert_all([*plan.before, *plan.after], inputs, facts)
-    elif op.type in MERGES:
+    elif op.type in MERGES:  # one input is alive, and so is the output
         _insert_before_merge(rewriter, op, plan.before, inputs, facts)
         rewriter.insert_all(plan.after, outputs, facts)
-    else:
+    else:  # a Switch: one output is alive
         rewriter.insert_all(plan.before, inputs, facts)
         positions = range(len(outputs.refs))
         changed_refs = _insert_by_tensor(rewriter, op, plan.after, outputs, facts, outputs.refs, positions)
@@ -72,19 +72,21 @@ def _insert_before_merge(
 ) -> None:
     """Put routines at the inputs of a Merge, but for values that come round a loop, which are reported."""
     positions = [i for i, tensor in enumerate(inputs.symbols) if tensor.op.type not in _NEXT_ITERATIONS]
-    entries = loop_entries(merge)
+    enter_by_position = loop_entries(merge)
     # If the Merge of a loop read the node with routines, it would run even where its loop does not. So the
     # node is put ahead of the Enter.
     refs = [
-        rewriter.refs.of_input(entries[i], 0) if i in entries else ref for i, ref in enumerate(inputs.refs)
+        rewriter.refs.of_input(enter_by_position[i], 0) if i in enter_by_position else ref
+        for i, ref in enumerate(inputs.refs)
     ]
-    for i, ref in _insert_by_tensor(rewriter, merge, actions, inputs, facts, refs, positions).items():
-        if i in entries:
-            rewriter.refs.redirect(entries[i], 0, ref)
+    changed_refs = _insert_by_tensor(rewriter, merge, actions, inputs, facts, refs, positions)
+    for i, ref in changed_refs.items():
+        if i in enter_by_position:
+            rewriter.refs.redirect(enter_by_position[i], 0, ref)
         else:
             inputs.refs[i] = ref
-    selected = inputs.flat_positions(inputs.selected_positions([action.select for action in actions]))
-    if any(i not in positions for i in selected):
+    selected_values = inputs.selected_positions([action.select for action in actions])
+    if any(i not in positions for i in inputs.flat_positions(selected_values)):
         rewriter.rewriting.report(
             f"routines before {merge.name}", "they get what enters the loop, not what comes round again"
         )
@@ -94,36 +96,34 @@ def _insert_by_tensor(
     rewriter: BodyRewriter, op: tf.Operation, actions: Sequence[Action], side: Side, facts: OpFacts,
     refs: Sequence[str], positions: Iterable[int],
 ) -> dict[int, str]:  # fmt: skip
-    """Add a node for each tensor at these flat positions; return the refs of changed tensors.
+    """Add a node for each selected tensor at these flat positions; return the refs of changed tensors.
 
     A routine gets None for the other values, and one tensor of a list.  refs: where the tensors are read now.
     """
     insertions, changed_refs = rewriter.insertions, dict[int, str]()
-    selected = side.selected_positions([action.select for action in actions]) if actions else ()
-    values = {i: value for value in selected for i in side.flat_positions([value]) if i in positions}
-    for i, value in values.items():
-        # Observers of the same rounds and branches share a node, which costs one call of Python instead of
-        # many.
-        tensor = side.symbols[i]
-        shares = all(action.observer for action in actions) and insertions.can_share_node(op, [tensor])
-        returned = [value] if is_plain(tensor) and not shares else []
-        place = RoutineNode(actions, facts, side.count, [value], [None], returned)
-        place.loop_depth = rewriter.rewriting.depths.get(facts.op_id, 0)
-        place.dtypes = [tensor.dtype.base_dtype for _ in returned]
-        if shares:
-            insertions.observe(op, place, [refs[i]], [tensor], op_side(side).ahead)
-            continue
-        kind = dtype_enum(tensor)
-        name = insertions.add_slot_call(
-            op,
-            place,
-            [refs[i]],
-            [kind],
-            [kind for _ in returned],
-            ahead=True,
-            instead=True,
-            control_inputs=(),
-        )
-        if returned:
-            changed_refs[i] = insertions.output_of(name, 0)
+    selected_values = side.selected_positions([action.select for action in actions]) if actions else ()
+    are_observers = all(action.observer for action in actions)
+    for value_position in selected_values:
+        for i in side.flat_positions([value_position]):
+            if i not in positions:
+                continue
+            tensor, dtype = side.symbols[i], dtype_enum(side.symbols[i])
+            # Observers of the same rounds and branches share a node, which costs one call of Python instead
+            # of many.
+            shares_node = are_observers and insertions.can_share_node(op, [tensor])
+            is_returned = is_plain(tensor) and not shares_node
+            routine_node = RoutineNode(
+                actions, facts, side.count, [value_position], [None], [value_position] if is_returned else []
+            )
+            routine_node.loop_depth = rewriter.rewriting.loop_depth_by_op_id.get(facts.op_id, 0)
+            routine_node.dtypes = [tensor.dtype.base_dtype] if is_returned else []
+            if shares_node:
+                insertions.observe(op, routine_node, [refs[i]], [tensor], op_side(side).ahead)
+                continue
+            name = insertions.add_slot_call(
+                op, routine_node, [refs[i]], [dtype], [dtype] if is_returned else [], ahead=True,
+                is_unawaited=True, control_inputs=(),
+            )  # fmt: skip
+            if is_returned:
+                changed_refs[i] = insertions.output_of(name, 0)
     return changed_refs

@@ -1,4 +1,4 @@
-"""Definitions of functions with edited bodies, and the execution's number in them.
+"""FunctionDefs of edited functions, and nodes that bring the execution's number to them and to loops.
 
 In a loop the number is a vector of the execution's number and the round of each loop. A loop that computes
 gradients counts from the last round of its forward loop back to the first. So gradients find the values of
@@ -29,13 +29,13 @@ NUMBER = "amanda_number"
 
 
 def numbered_copy(
-    definition: Any, rewritten: RewrittenBody, body: Body, step: int = 0, is_condition: bool = False
+    definition: Any, rewritten: RewrittenBody, body: Body, round_step: int = 0, is_condition: bool = False
 ) -> Any:
     """Return a FunctionDef of an edited body, with the execution's number as its last argument.
 
     The name contains a digest of the content, so that equal copies are one function.
-    step: of a loop's body, the change of the number from round to round; the next round's number is then an
-    output, too.  0 for other functions.
+    round_step: of a loop's body, the change of the number from round to round; the next round's number is
+    then an output, too.  0 for other functions.
     is_condition: True for the condition of a loop. TensorFlow runs only those of its nodes that the result
     needs.
     """
@@ -44,15 +44,13 @@ def numbered_copy(
     for attribute in ("_XlaMustCompile", "_xla_compile_id"):
         copy.attr.pop(attribute, None)
     copy.signature.input_arg.append(op_def_pb2.OpDef.ArgDef(name=NUMBER, type=INT64))
-    nodes_with_routines = [name for names in rewritten.inserted.values() for name in names]
-    nodes_with_routines += [rewritten.removed.get(name, name) for name in rewritten.called_nodes]
-    nodes_with_routines = list(dict.fromkeys(nodes_with_routines))
+    nodes_with_routines = _nodes_with_routines(rewritten)
     _add_control_outputs(copy, nodes_with_routines)
-    if step:
-        nodes, number = next_round(NUMBER, body.depth, step)
+    if round_step:
+        nodes, next_number_ref = next_round(NUMBER, body.loop_depth, round_step)
         copy.node_def.extend(nodes)
         copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
-        copy.ret[f"{NUMBER}_out"] = number
+        copy.ret[f"{NUMBER}_out"] = next_number_ref
     # TensorFlow inlines the condition of a loop, and then runs what its result needs, without control
     # outputs.
     if is_condition:
@@ -60,6 +58,14 @@ def numbered_copy(
     if nodes_with_routines:
         copy.signature.is_stateful = True
     return _name_by_content(copy, definition)
+
+
+def _nodes_with_routines(rewritten: RewrittenBody) -> list[str]:
+    """Return the names of the nodes that call routines, themselves or in functions, each once."""
+    names = [name for inserted in rewritten.inserted_names_by_op.values() for name in inserted]
+    # A call may have been replaced after its functions were edited.
+    names += [rewritten.replacement_by_name.get(name, name) for name in rewritten.edited_call_names]
+    return list(dict.fromkeys(names))
 
 
 def _add_control_outputs(copy: Any, names: Iterable[str]) -> None:
@@ -83,7 +89,7 @@ def _delay_results(copy: Any, nodes: Iterable[str]) -> None:
 
 
 def edited_definition(definition: Any, rewritten: RewrittenBody) -> Any:
-    """Return a FunctionDef of an edited body without calls of Python, which take a number.
+    """Return a FunctionDef of an edited body that has no calls of Python, and so takes no number.
 
     The name contains a digest of the content.
     """
@@ -103,7 +109,7 @@ def _replace_nodes(definition: Any, rewritten: RewrittenBody) -> Any:
     for argument, text in zip(definition.signature.output_arg, rewritten.outputs, strict=True):
         copy.ret[argument.name] = text
     for key, name in definition.control_ret.items():
-        copy.control_ret[key] = rewritten.removed.get(name, name)
+        copy.control_ret[key] = rewritten.replacement_by_name.get(name, name)
     return copy
 
 
@@ -120,12 +126,16 @@ _COUNTER, _ROUND_COUNT = 0, 2
 _INT32 = 3
 
 
-def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number: str) -> tuple[str, int]:
-    """Add the nodes of the number for a loop; return the number's ref, and its change from round to round."""
+def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number_ref: str) -> tuple[str, int]:
+    """Add nodes that append the first round to the number for a loop; return the new number's ref.
+
+    Returns also the change from round to round: 1, or -1 for a loop that goes through rounds in reverse.
+    """
     body, inserted_nodes = rewriter.body, rewriter.insertions.nodes
     name = f"amanda/rounds{len(inserted_nodes)}"
     has_dead_values = body.syntax.dead_values
-    control_inputs = [f"^{number.partition(':')[0]}"] if has_dead_values else []  # they run in the same frame
+    # With dead values there are frames, and constants need a control input to run in that of the number.
+    control_inputs = [f"^{number_ref.partition(':')[0]}"] if has_dead_values else []
 
     def add(node: Any, output: str = "output") -> str:
         """Insert a node; return the ref of its output, which a FunctionDef spells by the output's name."""
@@ -135,19 +145,22 @@ def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number: str) -> tu
     def add_constant(key: str, value: Any) -> str:
         return add(constant(f"{name}/{key}", value, control_inputs))
 
-    is_reverse = _runs_in_reverse(op, body.captured)
+    is_reverse = _runs_in_reverse(op, body.find_captured)
     if is_reverse:
         count_ref = rewriter.refs.of_input(op, _ROUND_COUNT)
         # The rounds of the forward loop are counted from 0, so the last one has the number of rounds less 1.
         round_count = add(new_node(f"{name}/times", "Cast", [count_ref], SrcT=_INT32, DstT=INT64), "y")
         minus_one = add_constant("one", np.array([-1], np.int64))
-        first = add(new_node(f"{name}/first", "AddV2", [round_count, minus_one], T=INT64), "z")
+        first_round = add(new_node(f"{name}/first", "AddV2", [round_count, minus_one], T=INT64), "z")
     else:
-        first = add_constant("first", np.array([0], np.int64))
+        first_round = add_constant("first", np.array([0], np.int64))
     axis = add_constant("axis", np.int32(0))
-    if not body.depth_of(op):
-        number = add(new_node(f"{name}/vector", "ExpandDims", [number, axis], T=INT64, Tdim=_INT32))
-    loop_number = add(new_node(f"{name}/number", "ConcatV2", [number, first, axis], 2, T=INT64, Tidx=_INT32))
+    # Outside of loops the number is a scalar, which becomes the first element of the vector.
+    if not body.loop_depth_of(op):
+        number_ref = add(new_node(f"{name}/vector", "ExpandDims", [number_ref, axis], T=INT64, Tdim=_INT32))
+    loop_number = add(
+        new_node(f"{name}/number", "ConcatV2", [number_ref, first_round, axis], 2, T=INT64, Tidx=_INT32)
+    )
     return loop_number, -1 if is_reverse else 1
 
 
@@ -161,23 +174,26 @@ def next_round(number: str, depth: int, step: int) -> tuple[list[Any], str]:
     return [change, following], "amanda/next_round:z:0"
 
 
-def _runs_in_reverse(op: tf.Operation, captured: Callable[[Any], Any]) -> bool:
+def _runs_in_reverse(op: tf.Operation, find_captured: Callable[[Any], Any]) -> bool:
     """Return True if a loop goes through the rounds of another loop in reverse, as a loop of gradients."""
+    # Such a loop gets its number of rounds from the counter of the other loop.
     if len(op.inputs) <= _ROUND_COUNT:
         return False
-    captured_count = captured(op.inputs[_ROUND_COUNT])
+    captured_count = find_captured(op.inputs[_ROUND_COUNT])
     round_count = op.inputs[_ROUND_COUNT] if captured_count is None else captured_count
-    source = round_count.op
-    if source.type not in LOOPS or round_count.value_index != _COUNTER:
+    counted_loop = round_count.op
+    if counted_loop.type not in LOOPS or round_count.value_index != _COUNTER:
         return False
-    return not _runs_in_reverse(source, captured if source.graph is op.graph else captured_by(source.graph))
+    if counted_loop.graph is not op.graph:
+        find_captured = captured_lookup(counted_loop.graph)
+    return not _runs_in_reverse(counted_loop, find_captured)  # gradients of gradients go forward again
 
 
-def captured_by(graph: Any) -> Callable[[Any], Any]:
+def captured_lookup(graph: Any) -> Callable[[Any], Any]:
     """Return a lookup of the symbol of another graph that a placeholder stands for; None for others."""
-    externals = {
+    external_by_placeholder = {
         (internal.op, internal.value_index): external
         for external, internal in getattr(graph, "captures", ())
         if not isinstance(external, ops.EagerTensor)
     }
-    return lambda tensor: externals.get((tensor.op, tensor.value_index))
+    return lambda tensor: external_by_placeholder.get((tensor.op, tensor.value_index))

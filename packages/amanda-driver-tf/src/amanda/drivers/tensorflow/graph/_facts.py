@@ -41,26 +41,27 @@ def facts_of(
     node: Any = None,
     graph: Hashable = None,
     variable_of: Callable[[Any], Any] = lambda tensor: None,
-    place: Location | None = None,
+    location: Location | None = None,
 ) -> OpFacts:
     """Return the facts of an operation.
 
-    graph: the identity of its body.  variable_of: returns the holder of the variable of an input.
+    read_value: returns the present value of a tensor.  graph: the identity of the operation's body.
+    variable_of: returns the holder of the variable of an input.
     node: its NodeDef, if the operation's differs: TensorFlow adds outputs to calls of functions that it
     differentiates.
-    place: the layer around the operation; the name scope by default.
+    location: the layer around the operation; the name scope by default.
     """
-    place = place or Location.outside(op)
+    location = location or Location.outside(op)
     node = op.node_def if node is None else node
-    layout = input_sizes(node)
+    layout = input_sizes(node)  # name and length of each input
     return OpFacts(
         TensorFlowOperation(op.type, op.name, op), op_id, namespace, [name for name, _ in layout],
         group_tensors(inputs_of(op, node), layout),
-        attributes=NodeAttributes(node), scope=place.scope, source=source_line(op), read_value=read_value,
+        attributes=NodeAttributes(node), scope=location.scope, source=source_line(op), read_value=read_value,
         op_type=op.type, graph=graph, read_variables=partial(variables_of, op, read_value),
         original=partial(eager_computation, op),
         variable_of=lambda value: variable_of(value) if isinstance(value, tf.Tensor) else None,
-        device_of=lambda value: getattr(value, "device", None) or "", scope_aliases=place.aliases,
+        device_of=lambda value: getattr(value, "device", None) or "", scope_aliases=location.aliases,
     )  # fmt: skip
 
 
@@ -73,16 +74,16 @@ VALUE_FORWARDING = frozenset(
 VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 
 
-def variable_of(tensor: Any, argument: Callable[[Any], Any] = lambda placeholder: None) -> Any:
+def variable_of(tensor: Any, argument_variable: Callable[[Any], Any] = lambda placeholder: None) -> Any:
     """Return the handle or tensor of the variable that a symbol was read from; None for others.
 
-    argument: returns the variable that a placeholder stands for.
+    argument_variable: returns the variable that a placeholder stands for.
     """
     while tensor.op.type in VALUE_FORWARDING:
         tensor = tensor.op.inputs[0]
     if tensor.op.type in VARIABLES:
         return tensor
-    return argument(tensor) if tensor.op.type == "Placeholder" else None
+    return argument_variable(tensor) if tensor.op.type == "Placeholder" else None
 
 
 def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable:
@@ -105,10 +106,10 @@ def source_line(op: tf.Operation) -> str:
     """Return "file:line" of the user's line that created an operation; "" where TensorFlow lacks it."""
     try:
         frames = op.traceback
-        count = len(frames)
+        frame_count = len(frames)
     except Exception:  # an operation without one
         return ""
-    for i in range(count - 1, -1, -1):  # indexing creates a frame; iteration would create all of them
+    for i in range(frame_count - 1, -1, -1):  # indexing creates a frame; iteration would create all of them
         frame = frames[i]
         if not frame.filename.startswith(_FRAMEWORK):
             return f"{frame.filename}:{frame.lineno}"
@@ -136,14 +137,14 @@ class NodeAttributes(Mapping[str, Any]):
 
 
 def python_value(attribute: Any) -> Any:
-    """Return an AttrValue as a dtype, a shape, an array, text, a number, or a list of these."""
+    """Return an AttrValue as a dtype, a shape, an array, text, a number, or a list; None if empty."""
     kind = attribute.WhichOneof("value")
     if kind is None:
         return None
     value = getattr(attribute, kind)
     if kind == "list":
-        fields = [(field.name, items) for field, items in value.ListFields()]
-        return [_python_scalar(name, item) for name, items in fields for item in items]
+        # A list has a field for each type of elements.
+        return [_python_scalar(field.name, item) for field, items in value.ListFields() for item in items]
     return _python_scalar(kind, value)
 
 
@@ -165,9 +166,9 @@ def _python_scalar(kind: str, value: Any) -> Any:
 
 def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
     """Return a function that computes an operation eagerly from its inputs, with its attributes."""
-    kind, definition = op.type, op.op_def
+    op_type, definition = op.type, op.op_def
     # The eager op finds these from its inputs: types, and the lengths and types of lists.
-    inferred = {
+    inferred_names = {
         name
         for argument in definition.input_arg
         for name in (argument.type_attr, argument.number_attr, argument.type_list_attr)
@@ -176,31 +177,33 @@ def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:
     attributes = {
         attribute.name: op.get_attr(attribute.name)
         for attribute in definition.attr
-        if attribute.name not in inferred
+        if attribute.name not in inferred_names
     }
-    names = [argument.name for argument in definition.input_arg]
+    input_names = [argument.name for argument in definition.input_arg]
 
     def compute(inputs: Sequence[Any]) -> Any:
-        """Return the outputs; raise RoutineError for an op without a function, or other than its inputs."""
-        function = getattr(tf.raw_ops, kind, None)
+        """Return the outputs; raise RoutineError for an op without function, or a wrong number of inputs."""
+        function = getattr(tf.raw_ops, op_type, None)
         if function is None:
-            raise RoutineError(f"{kind} cannot be computed by itself: it is no op of tf.raw_ops")
-        if len(inputs) != len(names):
-            raise RoutineError(f"{kind} takes {len(names)} inputs ({', '.join(names)}), not {len(inputs)}")
-        arguments = {**dict(zip(names, inputs, strict=True)), **attributes}
-        python_names = _python_names(function, list(arguments))
-        return function(**{python_names.get(name, name): value for name, value in arguments.items()})
+            raise RoutineError(f"{op_type} cannot be computed by itself: it is no op of tf.raw_ops")
+        if len(inputs) != len(input_names):
+            raise RoutineError(
+                f"{op_type} takes {len(input_names)} inputs ({', '.join(input_names)}), not {len(inputs)}"
+            )
+        arguments = {**dict(zip(input_names, inputs, strict=True)), **attributes}
+        python_name_by_name = _python_names(function, list(arguments))
+        return function(**{python_name_by_name.get(name, name): value for name, value in arguments.items()})
 
     return compute
 
 
 def _python_names(function: Callable[..., Any], names: Sequence[str]) -> dict[str, str]:
-    """Return Python's names of the arguments that have other names in TensorFlow's OpDef."""
+    """Return Python's names of the arguments that have other names in TensorFlow's OpDef, by these names."""
     # Both lists are in the order of the OpDef, so those names that differ pair up.
     parameters = [name for name in inspect.signature(function).parameters if name != "name"]
-    renamed = [name for name in names if name not in parameters]
+    op_def_only = [name for name in names if name not in parameters]
     python_only = [name for name in parameters if name not in names]
-    return dict(zip(renamed, python_only, strict=False))
+    return dict(zip(op_def_only, python_only, strict=False))
 
 
 class GraphTensorOps(EagerTensorOps, TensorOps):
@@ -215,11 +218,11 @@ class GraphTensorOps(EagerTensorOps, TensorOps):
         return tuple([_signature(value) for value in inputs])
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """Return `value` in the dtype of `original`, whose shape it must have."""
-        value, kind = cast_like(original, value), original.dtype
+        """Return `value` in the dtype of `original`.  Raises RoutineError for another shape or kind."""
+        value, dtype = cast_like(original, value), original.dtype
         # Nodes that read the tensor were created for its dtype. `cast_like` casts floating types alone.
-        if value.dtype != kind:
-            raise dtype_error(value.dtype.name, kind.name, "return that type")
+        if value.dtype != dtype:
+            raise dtype_error(value.dtype.name, dtype.name, "return that type")
         return value
 
     def write(self, target: Any, value: Any, isolated: bool) -> None:

@@ -59,7 +59,7 @@ class ForwardMap:
 
     ops: the graph's operations, in order.
     forward_ops: the operations of the differentiated graph by name; by default those of this graph.
-    captured: returns the forward graph's tensor that a placeholder stands for; None for other tensors.
+    find_captured: returns the forward graph's tensor that a placeholder stands for; None for other tensors.
     default: the forward operation of operations without any hint: the call of a graph of gradients.
     forward_is_elsewhere: True if the forward operations are in another graph.
     guessed: operations whose forward operation was inferred from names.
@@ -69,17 +69,17 @@ class ForwardMap:
         self,
         ops: Sequence[tf.Operation],
         forward_ops: Mapping[str, tf.Operation] | None = None,
-        captured: Callable[[Any], Any] = lambda tensor: None,
+        find_captured: Callable[[Any], Any] = lambda tensor: None,
         default: tf.Operation | None = None,
         forward_is_elsewhere: bool = False,
     ) -> None:
-        self._by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
-        self._captured = captured
+        self._forward_op_by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
+        self._find_captured = find_captured
         self.guessed: list[tf.Operation] = []
         self._forward: dict[tf.Operation, tf.Operation] = {}
         self._order = {op: i for i, op in enumerate(ops)}
         self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
-        self._by_scope: dict[str, list[tf.Operation]] | None = None
+        self._ops_by_scope: dict[str, list[tf.Operation]] | None = None
         ops_by_name = {} if forward_is_elsewhere or default is not None else {op.name: op for op in ops}
         for op in ops:
             forward = (
@@ -101,7 +101,7 @@ class ForwardMap:
         return len(self._forward_chain(op))
 
     def _forward_chain(self, op: tf.Operation) -> list[tf.Operation]:
-        """Return the forward operation, then the forward operation of that, and so on."""
+        """Return an operation's forward operation, then the forward operation of that, and so on."""
         chain: list[tf.Operation] = []
         forward = self._forward.get(op)
         while forward is not None and len(chain) < _MAX_ORDER:
@@ -112,13 +112,17 @@ class ForwardMap:
 
     @staticmethod
     def _recorded_forward(op: tf.Operation, ops_by_name: Mapping[str, tf.Operation]) -> tf.Operation | None:
-        """Return the recorded operation; in TensorFlow's copy of a graph, the copy's of that name."""
+        """Return the recorded forward operation, else None.
+
+        In TensorFlow's copy of a graph, records are of the original's operations; then the copy's operation
+        of that name and type is returned.  ops_by_name: the operations of the copy.
+        """
         forward = records.get(op)
         if forward is None or forward.graph is op.graph:
             return forward
-        # The operations of a graph that TensorFlow has copied have no records; their originals have.
-        twin = ops_by_name.get(forward.name)
-        return forward if twin is None or twin.type != forward.type else twin
+        copied_forward = ops_by_name.get(forward.name)
+        is_copy = copied_forward is not None and copied_forward.type == forward.type
+        return copied_forward if is_copy else forward
 
     def _called_forward(self, op: tf.Operation) -> tf.Operation | None:
         """Return the call of a forward function for a call of its backward function, else None.
@@ -127,23 +131,24 @@ class ForwardMap:
         """
         if not _calls_function(op, "__backward_"):
             return None
-        captured = (self._captured(tensor) for tensor in op.inputs)
-        read_ops = [
-            tensor.op if source is None else source.op
-            for tensor, source in zip(op.inputs, captured, strict=True)
-        ]
-        return next((source for source in reversed(read_ops) if _calls_function(source, "__forward_")), None)
+        for tensor in reversed(op.inputs):
+            captured = self._find_captured(tensor)
+            source = tensor.op if captured is None else captured.op
+            if _calls_function(source, "__forward_"):
+                return source
+        return None
 
     def _forward_by_names(self, op: tf.Operation) -> tf.Operation | None:
         """Infer the forward operation of an operation from names and tensors; None if that fails.
 
         An operation with a forward operation is added to `guessed`.
         """
-        match = _TAPE_SCOPE.match(op.name)
+        # `tf.gradients` names the forward op; a tape names only the scope of that op.
         forward = self._forward_by_gradient_scope(op)
-        if forward is None and match is not None:
-            scope = match.group(1) or ""
-            forward = self._forward_of_factor(op) or self._forward_by_shared_tensors(op, scope)
+        tape_match = _TAPE_SCOPE.match(op.name)
+        if forward is None and tape_match is not None:
+            forward_scope = tape_match.group(1) or ""
+            forward = self._forward_of_factor(op) or self._forward_by_shared_tensors(op, forward_scope)
         if forward is not None:
             self.guessed.append(op)
         return forward
@@ -152,8 +157,9 @@ class ForwardMap:
         """Return the operation "x" for a name scope "gradients/x_grad"; such scopes may be nested."""
         # Innermost first: the gradient of a gradient belongs to the latter.
         for scope in reversed(list(_GRADIENT_SCOPE.finditer(op.name))):
-            for end in reversed(list(_GRAD_SUFFIX.finditer(op.name, scope.end()))):
-                forward = self._by_name.get(op.name[scope.end() : end.start()])
+            # The name of a forward operation may contain "_grad", too, so the longest name is tried first.
+            for suffix in reversed(list(_GRAD_SUFFIX.finditer(op.name, scope.end()))):
+                forward = self._forward_op_by_name.get(op.name[scope.end() : suffix.start()])
                 if forward is not None:
                     return forward
         return None
@@ -170,11 +176,11 @@ class ForwardMap:
 
     def _captured_key(self, tensor: Any) -> tuple[Any, int]:
         """Return the key of the forward graph's tensor that a placeholder stands for, or of the tensor."""
-        captured = self._captured(tensor)
+        captured = self._find_captured(tensor)
         return _tensor_key(tensor if captured is None else captured)
 
     def _forward_by_shared_tensors(self, op: tf.Operation, scope: str) -> tf.Operation | None:
-        """Return the operation of a name scope that shares most tensors with a gradient operation."""
+        """Return the operation of a name scope that shares most tensors with a gradient operation, if any."""
         reads = {self._captured_key(tensor) for tensor in op.inputs}
         best_score, best_candidate = 1, None
         position = self._order[op]
@@ -185,26 +191,28 @@ class ForwardMap:
                 op.type == "Mul" and candidate.type in _WITHOUT_PRODUCTS
             ):
                 continue
-            shared = sum(_tensor_key(tensor) in reads for tensor in (*candidate.inputs, *candidate.outputs))
+            share_count = sum(
+                _tensor_key(tensor) in reads for tensor in (*candidate.inputs, *candidate.outputs)
+            )
             # "Conv2DBackpropInput" begins with the type of its forward op, which says more than a shared
             # tensor.
-            score = 2 * shared + 3 * op.type.startswith(candidate.type)
+            score = 2 * share_count + 3 * op.type.startswith(candidate.type)
             if score >= best_score:  # of equal scores, the last operation wins
                 best_score, best_candidate = score, candidate
         return best_candidate
 
     def _ops_in_scope(self, scope: str) -> list[tf.Operation]:
         """Return the forward operations in a name scope, or of that name."""
-        if self._by_scope is None:
-            self._by_scope = {}
-            for name, op in self._by_name.items():
+        if self._ops_by_scope is None:
+            self._ops_by_scope = {}
+            for name, op in self._forward_op_by_name.items():
                 if "gradient_tape/" not in name:
-                    self._by_scope.setdefault(name.rpartition("/")[0], []).append(op)
-                    self._by_scope.setdefault(name, []).append(op)
-        return self._by_scope.get(scope, [])
+                    self._ops_by_scope.setdefault(name.rpartition("/")[0], []).append(op)
+                    self._ops_by_scope.setdefault(name, []).append(op)
+        return self._ops_by_scope.get(scope, [])
 
     def _map_sums(self, ops: Iterable[tf.Operation]) -> None:
-        """Map sums of gradients to the operation of whose output they are the gradient."""
+        """Map sums of mapped gradients to the operation of whose output they are the gradient."""
         sums = [op for op in ops if op.type == "AddN" and op not in self._forward]
         if not sums:
             return
@@ -215,23 +223,24 @@ class ForwardMap:
             summand_forwards = [
                 self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward
             ]
-            if len(summand_forwards) == len(op.inputs):
-                reader_forwards = [
-                    self._forward[reader] for reader in self._consumers.get(op, ()) if reader in self._forward
-                ]
-                # The operation that computed the output reads its gradient, and ran before the sum.
-                producers = [
-                    forward for forward in reader_forwards if self._order.get(forward, -1) < self._order[op]
-                ]
-                self._forward[op] = producers[0] if producers else summand_forwards[0]
+            if len(summand_forwards) < len(op.inputs):
+                continue
+            reader_forwards = [
+                self._forward[reader] for reader in self._consumers.get(op, ()) if reader in self._forward
+            ]
+            # The gradient ops of the output's producer read the sum, and the producer ran before it.
+            producers = [
+                forward for forward in reader_forwards if self._order.get(forward, -1) < self._order[op]
+            ]
+            self._forward[op] = producers[0] if producers else summand_forwards[0]
 
 
-def _calls_function(op: tf.Operation, kind: str) -> bool:
+def _calls_function(op: tf.Operation, name_part: str) -> bool:
     """Return True if an operation calls a function with this text in its name."""
     if op.type not in ("PartitionedCall", "StatefulPartitionedCall"):
         return False
     name: str = op.get_attr("f").name
-    return kind in name
+    return name_part in name
 
 
 def _tensor_key(tensor: Any) -> tuple[Any, int]:
@@ -253,7 +262,7 @@ _differentiated = _DifferentiatedOps()
 
 @contextmanager
 def _record_gradient_ops_of(op: Any) -> Iterator[None]:
-    """Return a context in which created operations are recorded as gradients of an operation."""
+    """Return a context in which created operations are recorded as gradients of `op`, if not None."""
     _differentiated.ops.append(op)
     try:
         yield
@@ -293,8 +302,9 @@ def _patch_symbolic_gradients(patches: Patches) -> None:
     @functools.wraps(create)
     def create_op_internal(self: Any, *args: Any, **kwargs: Any) -> Any:
         created = create(self, *args, **kwargs)
-        if _differentiated.ops and _differentiated.ops[-1] is not None:
-            records.record(created, _differentiated.ops[-1])
+        forward = _differentiated.ops[-1] if _differentiated.ops else None
+        if forward is not None:  # None also for an op whose graph is gone
+            records.record(created, forward)
         return created
 
     patches.set(ops.Graph, "_original_op", original_op)
@@ -309,11 +319,11 @@ def _patch_tapes(patches: Patches) -> None:
     @functools.wraps(record)
     def record_gradient(op_name: str, inputs: Any, attrs: Any, outputs: Any) -> Any:
         """Stand-in for `record_gradient`: marks the record of a graph op with a reference to the op."""
-        first = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else None
-        if first is not None and not isinstance(first, ops.EagerTensor) and hasattr(first, "op"):
+        first_output: Any = outputs[0] if isinstance(outputs, (list, tuple)) and outputs else None
+        if _is_of_graph_op(first_output):
             # A tape passes attributes to the gradient function unread; the stand-in below takes the mark out
             # again.
-            attrs = (*(attrs or ()), _MARK, weakref.ref(first.op))
+            attrs = (*(attrs or ()), _MARK, weakref.ref(first_output.op))
         return record(op_name, inputs, attrs, outputs)
 
     @functools.wraps(compute)
@@ -321,8 +331,9 @@ def _patch_tapes(patches: Patches) -> None:
         """Stand-in for `_gradient_function`: its ops are gradient ops of the op in the mark, if any."""
         if not attr_tuple or _MARK not in attr_tuple[-2:]:
             return compute(op_name, attr_tuple, *positional)
-        with _record_gradient_ops_of(attr_tuple[-1]()):
-            return compute(op_name, attr_tuple[:-2], *positional)
+        *plain_attrs, _, op_reference = attr_tuple
+        with _record_gradient_ops_of(op_reference()):
+            return compute(op_name, tuple(plain_attrs), *positional)
 
     patches.set(execute, "record_gradient", record_gradient)
     patches.set(backprop, "_gradient_function", gradient_function)
@@ -339,6 +350,11 @@ def _patch_backward_functions(patches: Patches) -> None:
         patches.set(tape_record, name, _stand_in_for_record_operation(getattr(tape_record, name)))
 
 
+def _is_of_graph_op(output: Any) -> bool:
+    """Return True for a symbolic tensor. Eager outputs have no op; an eager driver records theirs."""
+    return output is not None and not isinstance(output, ops.EagerTensor) and hasattr(output, "op")
+
+
 def _stand_in_for_record_operation(original: Any) -> Any:
     """Stand-in for `record_operation` and its variants: records which op the backward function is of."""
 
@@ -347,18 +363,17 @@ def _stand_in_for_record_operation(original: Any) -> Any:
         op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, *positional: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
-        # Eager outputs have no op; an eager driver records theirs.
-        first = output_tensors[0] if output_tensors else None
-        if first is None or isinstance(first, ops.EagerTensor) or not hasattr(first, "op"):
+        first_output: Any = output_tensors[0] if output_tensors else None
+        if not _is_of_graph_op(first_output):
             return original(op_type, output_tensors, input_tensors, backward_function, *positional, **named)
         # A strong reference would keep the graph alive as long as the tape's record.
-        producer = weakref.ref(first.op)
+        producer_reference = weakref.ref(first_output.op)
 
-        def backward(*gradients: Any) -> Any:
-            with _record_gradient_ops_of(producer()):
+        def recording_backward(*gradients: Any) -> Any:
+            with _record_gradient_ops_of(producer_reference()):
                 return backward_function(*gradients)
 
-        return original(op_type, output_tensors, input_tensors, backward, *positional, **named)
+        return original(op_type, output_tensors, input_tensors, recording_backward, *positional, **named)
 
     return record_operation
 

@@ -1,4 +1,4 @@
-"""The body of a function: its nodes that run, and the values and captures of its symbols."""
+"""The body of a function: its nodes that run, and the values and captured tensors of its symbols."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import tensorflow as tf
 from tensorflow.python.framework import ops, tensor_util
 
 from ._body import Body, TensorFlowRewriting
-from ._definitions import LOOPS, NUMBER, captured_by
+from ._definitions import LOOPS, NUMBER, captured_lookup
 from ._facts import eager_computation, variable_of
 from ._forward_map import ForwardMap
 from ._functions import RuntimeFunction, executed_nodes, function_named
@@ -31,11 +31,11 @@ def function_body(
     *,
     caller: tuple[Body, tf.Operation] | None = None,
     enclosing_layers: Sequence[Any] = (),
-    gradients_elsewhere: bool = False,
+    has_gradients_elsewhere: bool = False,
     forward_call: tf.Operation | None = None,
     forward_graph: Any = None,
     forward_identity: int | None = None,
-    backward: bool = False,
+    is_backward: bool = False,
 ) -> Body:
     """Return the nodes of a function that run, as a body.
 
@@ -44,42 +44,45 @@ def function_body(
     argument.
     caller: the body with the operation that calls this function, and that operation.
     enclosing_layers: the layers around the call.
-    gradients_elsewhere: True if gradients of the function may be in other graphs.
+    has_gradients_elsewhere: True if gradients of the function may be in other graphs.
     forward_call: for a call that computes gradients of another call, that other call.
     forward_graph: the graph of the function of that call; by default the graph whose tensors are captured.
     forward_identity: identity of the forward graph, if that is another graph.
-    backward: True for a backward function.
+    is_backward: True for a backward function.
     """
     definition, graph = function.definition, function.graph
     # TensorFlow prunes the other nodes when it runs the function, so tools must not see them.
-    executed = executed_nodes(definition)
-    nodes = {node.name: node for node in definition.node_def if node.name in executed}
+    executed_names = executed_nodes(definition)
+    nodes = {node.name: node for node in definition.node_def if node.name in executed_names}
     syntax = FunctionSyntax([*function.arguments, NUMBER], nodes)
-    names = function.names
+    node_names = function.names
     operations = graph.get_operations()
-    captured_by_caller, depth = None, 0
+    find_captured_by_caller, loop_depth = None, 0
     if caller is not None:
         calling_body, call = caller
-        captured_by_caller = calling_body.captured
-        depth = calling_body.depth_of(call) + (call.type in LOOPS)
+        find_captured_by_caller = calling_body.find_captured
+        loop_depth = calling_body.loop_depth_of(call) + (call.type in LOOPS)
     is_branch = forward_call is not None and forward_call.type in _BRANCH_OPS and forward_graph is not None
     forward_branch = (forward_call, forward_graph) if is_branch else None
-    captured = _capture_lookup(graph, forward_branch, captured_by_caller)
-    forward_ops = _captured_operations(captured, operations, forward_graph)
-    forwards = ForwardMap(operations, forward_ops, captured, forward_call, forward_is_elsewhere=backward)
+    find_captured = _capture_lookup(graph, forward_branch, find_captured_by_caller)
+    forward_of = ForwardMap(
+        operations, _operations_of_forward_graph(forward_graph, find_captured, operations), find_captured,
+        forward_call, forward_is_elsewhere=is_backward,
+    )  # fmt: skip
     # A file keeps its backward ops as they are, whichever forward ops they belong to.
-    if forwards.guessed and not rewriting.is_for_file:
-        _report_guesses(function.name, operations, forwards, rewriting)
-    variable = _variable_lookup(graph, argument_variable or read_argument)
+    if forward_of.guessed and not rewriting.is_for_file:
+        _report_guesses(function.name, operations, forward_of, rewriting)
+    find_variable = _variable_lookup(graph, argument_variable or read_argument)
     return Body(
-        ops=[op for op in operations if names.get(op.name) in nodes], nodes=nodes, syntax=syntax,
-        number=NUMBER, identity=identity, forward_of=forwards,
+        ops=[op for op in operations if node_names.get(op.name) in nodes], nodes=nodes, syntax=syntax,
+        number_ref=NUMBER, identity=identity, forward_of=forward_of,
         outputs=[syntax.parse(definition.ret[arg.name]) for arg in definition.signature.output_arg],
-        captured=captured, node_name=lambda op: names.get(op.name, op.name),
-        read_value=_ValueReader(graph, read_argument), functions=lambda name: function_named(name, graph),
-        gradients_elsewhere=gradients_elsewhere, backward=backward, depth=depth, order_of=forwards.order,
-        guessed=bool(forwards.guessed), variable_of=variable,
-        place_of=Locations(rewriting.layers, graph, variable, enclosing_layers),
+        find_captured=find_captured, node_name=lambda op: node_names.get(op.name, op.name),
+        read_value=_ValueReader(graph, read_argument), find_function=lambda name: function_named(name, graph),
+        has_gradients_elsewhere=has_gradients_elsewhere, is_backward=is_backward, loop_depth=loop_depth,
+        gradient_order_of=forward_of.order, has_guessed_forwards=bool(forward_of.guessed),
+        variable_of=find_variable,
+        location_of=Locations(rewriting.layer_index, graph, find_variable, enclosing_layers),
         forward_identity=forward_identity,
     )  # fmt: skip
 
@@ -87,17 +90,17 @@ def function_body(
 def _report_guesses(
     function_name: str,
     operations: Sequence[tf.Operation],
-    forwards: ForwardMap,
+    forward_of: ForwardMap,
     rewriting: TensorFlowRewriting,
 ) -> None:
-    """Report that the forward operations of a function's gradients, or of custom gradients, are guesses."""
+    """Report that forward operations of a function's gradients are guesses, and unmapped custom gradients."""
     rewriting.report(
         f"the backward ops of {function_name}",
         "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
     )
-    known_forwards = set(filter(None, map(forwards, operations)))
+    mapped_forwards = {forward_of(op) for op in operations}
     for op in operations:
-        if _has_custom_gradient(op) and op not in known_forwards:
+        if _has_custom_gradient(op) and op not in mapped_forwards:
             rewriting.report(
                 f"the custom gradient at {op.name} of {function_name}",
                 "it was traced or loaded outside of any scope, and no name tells which ops compute it",
@@ -113,7 +116,7 @@ def _has_custom_gradient(op: tf.Operation) -> bool:
 
 
 def _capture_lookup(
-    graph: Any, forward_branch: tuple[Any, Any] | None, captured_by_caller: CaptureLookup | None
+    graph: Any, forward_branch: tuple[Any, Any] | None, find_captured_by_caller: CaptureLookup | None
 ) -> CaptureLookup:
     """Return a lookup of the symbol of another graph that a symbol of this graph stands for.
 
@@ -121,21 +124,22 @@ def _capture_lookup(
     of the forward loop pushed it; or the gradients of a branch read it from an optional, which is empty if
     the branch was not taken.
     forward_branch: operation and graph of the forward branch of a branch of gradients; else None.
-    captured_by_caller: the lookup of the graph that calls this one.
+    find_captured_by_caller: the lookup of the graph that calls this one.
     """
-    captured = captured_by(graph)
+    find_placeholder_capture = captured_lookup(graph)
 
-    def captured_or_output(tensor: Any) -> Any:
+    def find_capture_or_branch_output(tensor: Any) -> Any:
         """Return the forward branch's output that a symbol stands for, or else the captured symbol."""
-        captured_tensor = captured(tensor)
+        captured_tensor = find_placeholder_capture(tensor)
         if forward_branch is None:
             return captured_tensor
         branch_op, branch_graph = forward_branch
+        # The output of the branch may be captured through several calling graphs.
         outer_tensor = captured_tensor
         while outer_tensor is not None:
             if outer_tensor.op is branch_op:
                 return branch_graph.outputs[outer_tensor.value_index]
-            outer_tensor = None if captured_by_caller is None else captured_by_caller(outer_tensor)
+            outer_tensor = None if find_captured_by_caller is None else find_captured_by_caller(outer_tensor)
         return captured_tensor
 
     def find_captured(tensor: Any) -> Any:
@@ -143,12 +147,12 @@ def _capture_lookup(
         op = tensor.op
         # Loops of gradients pop what the rounds of the forward loop have pushed.
         if op.type == "TensorListPopBack" and tensor.value_index == 1:
-            return _stored_tensor(captured(op.inputs[0]), "TensorListPushBack", 1)
+            return _stored_tensor(find_placeholder_capture(op.inputs[0]), "TensorListPushBack", 1)
         # Gradients of a branch read its values from optionals, which are empty if the branch was not taken.
         if op.type == "OptionalGetValue":
-            holder = captured_or_output(op.inputs[0])
-            return _stored_tensor(holder, "OptionalFromValue", tensor.value_index)
-        return captured_or_output(tensor)
+            optional = find_capture_or_branch_output(op.inputs[0])
+            return _stored_tensor(optional, "OptionalFromValue", tensor.value_index)
+        return find_capture_or_branch_output(tensor)
 
     return find_captured
 
@@ -158,17 +162,17 @@ def _stored_tensor(holder: Any, kind: str, index: int) -> Any:
     return holder.op.inputs[index] if holder is not None and holder.op.type == kind else None
 
 
-def _captured_operations(
-    captured: CaptureLookup, operations: Sequence[tf.Operation], graph: Any
+def _operations_of_forward_graph(
+    graph: Any, find_captured: CaptureLookup, operations: Sequence[tf.Operation]
 ) -> Mapping[str, tf.Operation] | None:
-    """Return the operations of a graph by name; None without a graph.
+    """Return the operations of a forward graph by name; None without a graph.
 
-    graph: by default the graph of the first tensor that is captured.
+    graph: if None, the graph of the first tensor that a placeholder among `operations` captures.
     """
     if graph is None:
         placeholders = (op.outputs[0] for op in operations if op.type == "Placeholder" and op.outputs)
-        sources = (captured(placeholder) for placeholder in placeholders)
-        graph = next((source.graph for source in sources if source is not None), None)
+        captured_tensors = (find_captured(placeholder) for placeholder in placeholders)
+        graph = next((tensor.graph for tensor in captured_tensors if tensor is not None), None)
     return None if graph is None else {op.name: op for op in graph.get_operations()}
 
 
@@ -211,11 +215,13 @@ def _variable_lookup(graph: Any, argument_variable: Callable[[int], Any]) -> Cal
 
     argument_variable: function of an argument's position that returns the holder of its variable.
     """
-    positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
+    position_by_name = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
 
-    def argument(placeholder: Any) -> Any:
-        position = positions.get(placeholder.op.name)
-        variable = None if position is None else argument_variable(position)
-        return None if isinstance(variable, ops.EagerTensor) and variable.dtype != tf.resource else variable
+    def find_variable_of_placeholder(placeholder: Any) -> Any:
+        position = position_by_name.get(placeholder.op.name)
+        holder = None if position is None else argument_variable(position)
+        # An eager argument that is no handle is a value of the call, not a variable.
+        is_plain_value = isinstance(holder, ops.EagerTensor) and holder.dtype != tf.resource
+        return None if is_plain_value else holder
 
-    return lambda tensor: variable_of(tensor, argument)
+    return lambda tensor: variable_of(tensor, find_variable_of_placeholder)

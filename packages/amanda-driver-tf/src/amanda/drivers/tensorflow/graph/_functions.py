@@ -45,7 +45,7 @@ class _FunctionGraphs:
         self._rebuilt: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     def graph_of(self, atomic: Any, definition: Any) -> Any:
-        """Return the graph in which a function was traced, or a graph built from its definition."""
+        """Return the graph in which a function was traced, or a cached graph built from its definition."""
         traced = atomic._cached_graph
         if traced is not None and _node_names(traced, definition) is not None:
             return traced
@@ -66,13 +66,14 @@ def function_of(atomic: Any) -> RuntimeFunction:
 
 def function_named(name: str, graph: Any) -> RuntimeFunction | None:
     """Return the function that a node of a graph calls by this name; None where it is out of reach."""
-    handle = graph._functions.get(name)
-    if handle is not None and hasattr(handle, "_cached_graph"):
-        return function_of(handle)
-    current = context.context()
-    if handle is None and not current.has_function(name):
-        return None
-    definition = current.get_function_def(name) if handle is None else getattr(handle, "definition", None)
+    atomic = graph._functions.get(name)
+    if atomic is not None and hasattr(atomic, "_cached_graph"):
+        return function_of(atomic)
+    runtime = context.context()
+    if atomic is not None:
+        definition = getattr(atomic, "definition", None)
+    else:
+        definition = runtime.get_function_def(name) if runtime.has_function(name) else None
     if definition is None:
         return None
     # The new graph must not become a child of the graph that the caller is building.
@@ -101,8 +102,8 @@ def _node_names(graph: Any, definition: Any) -> dict[str, str] | None:
 
 def _identical_names(operations: Sequence[tf.Operation], definition: Any) -> dict[str, str] | None:
     """Return the names of a graph built from a definition, whose order may differ; None for others."""
-    types = {op.name: op.type for op in operations}
-    if any(types.get(node.name) != node.op for node in definition.node_def):
+    type_by_name = {op.name: op.type for op in operations}
+    if any(type_by_name.get(node.name) != node.op for node in definition.node_def):
         return None
     return {node.name: node.name for node in definition.node_def}
 
@@ -135,13 +136,13 @@ def ops_with_generators(functions: Iterable[Any]) -> list[str]:
     ]
 
 
-def with_callees(functions: Iterable[Any], find: Any) -> list[Any]:
-    """Return the functions and all that they call, each once; `find` returns a definition by name."""
+def with_callees(functions: Iterable[Any], find_definition: Any) -> list[Any]:
+    """Return the functions and all that they call, each once, without those that `find_definition` lacks."""
     definitions = {function.signature.name: function for function in functions}
     pending = list(definitions.values())
     while pending:
         for name in _callee_names(pending.pop()):
-            definition = None if name in definitions else find(name)
+            definition = None if name in definitions else find_definition(name)
             if definition is not None:
                 definitions[name] = definition
                 pending.append(definition)
@@ -191,9 +192,9 @@ def runs_without_xla(function: RuntimeFunction, read_argument: Callable[[int], A
     # table of these would never be complete, so each function is tried once, on copies of its variables.
     if function.graph not in _trial_results:
         values = [read_argument(i) for i in range(len(function.graph.inputs))]
-        # Where all values are known, no extent matters, and one trial decides.
-        are_known = all(isinstance(value, ops.EagerTensor) for value in values)
-        extents = _EXTENTS[:1] if are_known else _EXTENTS
+        # Symbols with unknown dimensions may fail with one extent, and not with another.
+        has_symbols = not all(isinstance(value, ops.EagerTensor) for value in values)
+        extents = _EXTENTS if has_symbols else _EXTENTS[:1]
         _trial_results[function.graph] = any(_try_without_xla(function, values, extent) for extent in extents)
     return _trial_results[function.graph]
 
@@ -203,19 +204,23 @@ def _try_without_xla(function: RuntimeFunction, values: list[Any], extent: int) 
 
     extent: size of the unknown dimensions of arguments without a value.
     """
-    definitions: dict[str, Any] = {}
-    name = _add_trial_definition(function, definitions)
-    current = context.context()
-    references = []  # the runtime drops a function with its last AtomicFunction
-    for definition in definitions.values():
-        current.add_function_def(definition)
-        references.append(atomic_function.AtomicFunction(definition.signature.name.encode(), current, None))
+    trial_definition_by_name: dict[str, Any] = {}
+    trial_name = _define_trial(function, trial_definition_by_name)
+    runtime = context.context()
+    living_functions = []  # the runtime drops a function with its last AtomicFunction
+    for definition in trial_definition_by_name.values():
+        runtime.add_function_def(definition)
+        name = definition.signature.name.encode()
+        living_functions.append(atomic_function.AtomicFunction(name, runtime, None))
     new_variables: list[Any] = []  # `_trial_argument` appends to them
     try:
-        pairs = zip(function.graph.inputs, values, strict=True)
-        arguments = [_trial_argument(symbol, value, extent, new_variables) for symbol, value in pairs]
+        arguments = [
+            _trial_argument(symbol, value, extent, new_variables)
+            for symbol, value in zip(function.graph.inputs, values, strict=True)
+        ]
         # The runtime is called directly, so that no tape or scope sees the trial.
-        current.call_function(name.encode(), arguments, len(function.definition.signature.output_arg))
+        output_count = len(function.definition.signature.output_arg)
+        runtime.call_function(trial_name.encode(), arguments, output_count)
     # TypeError is raised for arguments that cannot be copied, such as tables and iterators.
     except (errors.OpError, ValueError, TypeError):
         return False
@@ -225,27 +230,27 @@ def _try_without_xla(function: RuntimeFunction, values: list[Any], extent: int) 
     return True
 
 
-def _add_trial_definition(function: RuntimeFunction, definitions: dict[str, Any]) -> str:
-    """Add a function and those that it calls without attributes for XLA; return its new name.
+def _define_trial(function: RuntimeFunction, trial_definition_by_name: dict[str, Any]) -> str:
+    """Add copies of a function and those that it calls, without attributes for XLA; return its copy's name.
 
-    definitions: of the trial, by the name of the original; they are added here.
+    trial_definition_by_name: the copies by the name of the original, to which those missing are added.
     """
-    if function.name in definitions:
-        return str(definitions[function.name].signature.name)
-    plain = function_pb2.FunctionDef()
-    definitions[function.name] = plain
-    plain.CopyFrom(function.definition)
-    plain.signature.name = f"{function.name}_amanda_trial_{next(_numbers)}"
-    _remove_xla_marks(plain.attr)
-    for node in plain.node_def:
+    if function.name in trial_definition_by_name:
+        return str(trial_definition_by_name[function.name].signature.name)
+    trial_definition = function_pb2.FunctionDef()
+    trial_definition_by_name[function.name] = trial_definition
+    trial_definition.CopyFrom(function.definition)
+    trial_definition.signature.name = f"{function.name}_amanda_trial_{next(_numbers)}"
+    _remove_xla_marks(trial_definition.attr)
+    for node in trial_definition.node_def:
         _remove_xla_marks(node.attr)
         for value in node.attr.values():
             references = [value.func, *value.list.func] if value.WhichOneof("value") else []
             for reference in references:
                 callee = function_named(reference.name, function.graph) if reference.name else None
                 if callee is not None:
-                    reference.name = _add_trial_definition(callee, definitions)
-    return str(plain.signature.name)
+                    reference.name = _define_trial(callee, trial_definition_by_name)
+    return str(trial_definition.signature.name)
 
 
 def _remove_xla_marks(attributes: Any) -> None:
@@ -257,33 +262,34 @@ def _remove_xla_marks(attributes: Any) -> None:
 def _trial_argument(symbol: Any, value: Any, extent: int, new_variables: list[Any]) -> Any:
     """Return an argument for a trial: a value, zeros, or a new variable in the place of a variable.
 
-    The handle of a new variable is appended to `new_variables`.
+    value: of the argument, or anything else than an eager tensor if it has none; zeros are used then, also in
+    the new variable, whose handle is appended to `new_variables`.
     Raises TypeError for an argument that cannot be copied, such as a table or an iterator.
     """
-    is_value = isinstance(value, ops.EagerTensor)
+    has_value = isinstance(value, ops.EagerTensor)
     if symbol.dtype != tf.resource:
-        return value if is_value else _zeros(symbol.dtype, symbol.shape, extent)
-    handle_data = value._handle_data if is_value else handle_data_util.get_resource_handle_data(symbol)
+        return value if has_value else _zeros(symbol.dtype, symbol.shape, extent)
+    handle_data = value._handle_data if has_value else handle_data_util.get_resource_handle_data(symbol)
     if handle_data is None or not handle_data.is_set or len(handle_data.shape_and_type) != 1:
         raise TypeError(f"{symbol.name} is no variable")
     variable_type = handle_data.shape_and_type[0]
     dtype, shape = tf.as_dtype(variable_type.dtype), tf.TensorShape(variable_type.shape)
-    with tf.device(value.device if is_value else None):
+    with tf.device(value.device if has_value else None):
         # Writes of the trial go to copies of the variables.
         handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=context.anonymous_name())
         new_variables.append(handle)
-        if not is_value:
-            content = _zeros(dtype, shape, extent)
+        if not has_value:
+            initial_value = _zeros(dtype, shape, extent)
         elif tf.raw_ops.VarIsInitializedOp(resource=value):
-            content = tf.raw_ops.ReadVariableOp(resource=value, dtype=dtype)
+            initial_value = tf.raw_ops.ReadVariableOp(resource=value, dtype=dtype)
         else:
             return handle
-        tf.raw_ops.AssignVariableOp(resource=handle, value=content)
+        tf.raw_ops.AssignVariableOp(resource=handle, value=initial_value)
     return handle
 
 
 def _zeros(dtype: tf.DType, shape: tf.TensorShape, extent: int) -> Any:
-    """Return zeros, with this extent for each unknown one.  Raises TypeError for a variant or no rank."""
+    """Return zeros, with `extent` for each unknown one.  Raises TypeError for a variant or no rank."""
     if shape.rank is None or dtype == tf.variant:
         raise TypeError(f"zeros of {dtype.name} with shape {shape}")
     extents = [extent if size is None else size for size in shape]

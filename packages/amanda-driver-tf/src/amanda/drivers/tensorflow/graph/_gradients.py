@@ -1,4 +1,4 @@
-"""The gradients in a body: inputs and outputs of backward operations, and operations that pass them on."""
+"""The gradients in a graph: inputs and outputs of backward operations, and operations that pass them on."""
 
 from __future__ import annotations
 
@@ -16,56 +16,57 @@ _PLACEHOLDERS = ("Placeholder", "PlaceholderWithDefault", "_Arg", "Arg")
 
 
 class GradientEdges:
-    """The gradients that backward operations of a body read and compute.
+    """Finds which tensors that backward operations of a graph read and compute are gradients, and of what.
 
     backward_ops: the backward operations of each forward operation, in order.
     """
 
-    def __init__(self, body: Body, forward: Mapping[tf.Operation, tf.Operation]) -> None:
+    def __init__(self, body: Body, forward_by_op: Mapping[tf.Operation, tf.Operation]) -> None:
         self._body = body
-        self._forward = forward
+        self._forward_by_op = forward_by_op
         self._order = {op: i for i, op in enumerate(body.ops)}
-        self._gradient_inputs: dict[tf.Operation, list[int]] = {}
-        self._gradient_readers: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
-        self._readers: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
-        self._ancestors_by_input: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
+        self._gradient_positions_by_op: dict[tf.Operation, list[int]] = {}
+        self._readers_by_gradient: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
+        self._reads_by_tensor: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
+        self._ancestors_by_input_of: dict[tf.Operation, dict[int, set[tf.Operation]]] = {}
         self.backward_ops: dict[tf.Operation, list[tf.Operation]] = {}
-        if not forward:  # as in most bodies, which need none of these tables
+        if not forward_by_op:  # as in most bodies, which need none of these tables
             return
         for op in body.ops:
-            if op in forward:
-                self.backward_ops.setdefault(forward[op], []).append(op)
+            if op in forward_by_op:
+                self.backward_ops.setdefault(forward_by_op[op], []).append(op)
                 self._record_gradient_inputs(op)
             for i, tensor in enumerate(op.inputs):
-                if tensor.op in self._gradient_inputs:
-                    self._gradient_readers.setdefault(tensor_key(tensor), []).append(op)
-                self._readers.setdefault(tensor_key(tensor), []).append((op, i))
+                if tensor.op in self._gradient_positions_by_op:
+                    self._readers_by_gradient.setdefault(tensor_key(tensor), []).append(op)
+                self._reads_by_tensor.setdefault(tensor_key(tensor), []).append((op, i))
 
     def _record_gradient_inputs(self, op: tf.Operation) -> None:
-        """Record which inputs of a backward operation are gradients; those of earlier ones are known."""
+        """Record which inputs of a backward operation are gradients, if any; called in their order."""
+        # Zeros stand for a gradient that no operation computes: their output is one, and their input is none.
+        if op.type == "ZerosLike":
+            self._gradient_positions_by_op[op] = []
+            return
         receives_gradient = _receives_gradient(op)
         positions = [
             i
             for i, tensor in enumerate(op.inputs)
-            if receives_gradient or self._is_gradient(tensor, self._forward[op])
+            if receives_gradient or self._is_gradient(tensor, self._forward_by_op[op])
         ]
-        # Zeros stand for a gradient that no operation computes: their output is one, and their input is none.
-        if op.type == "ZerosLike":
-            self._gradient_inputs[op] = []
-        elif positions:
-            self._gradient_inputs[op] = positions
+        if positions:
+            self._gradient_positions_by_op[op] = positions
 
     def readers(self, tensor: Any) -> list[tuple[tf.Operation, int]]:
         """Return the operations that read a tensor, each with the position of the input."""
-        return self._readers.get(tensor_key(tensor), [])
+        return self._reads_by_tensor.get(tensor_key(tensor), [])
 
     def gradient_inputs(self, op: tf.Operation) -> list[int]:
         """Return the positions of the inputs that are gradients; empty if there are none."""
-        return self._gradient_inputs.get(op, [])
+        return self._gradient_positions_by_op.get(op, [])
 
     def gradient_outputs(self, op: tf.Operation) -> list[int]:
         """Return the positions of the outputs that are gradients: none if no input is one."""
-        if op not in self._gradient_inputs:
+        if op not in self._gradient_positions_by_op:
             return []
         return [i for i, tensor in enumerate(op.outputs) if is_differentiable(tensor)]
 
@@ -84,13 +85,13 @@ class GradientEdges:
         """
         if op.type == "AddN":
             return []
-        forward = self._forward[op]
-        producers = {i: op.inputs[i].op for i in self.gradient_inputs(op)}
+        forward = self._forward_by_op[op]
+        producer_by_position = {i: op.inputs[i].op for i in self.gradient_inputs(op)}
         # Other gradients are computed by backward operations of the same forward operation.
         return [
             i
-            for i, producer in producers.items()
-            if producer.type == "AddN" or self._forward.get(producer) is not forward
+            for i, producer in producer_by_position.items()
+            if producer.type == "AddN" or self._forward_by_op.get(producer) is not forward
         ]
 
     def input_gradients(self, forward: tf.Operation) -> dict[int, Any]:
@@ -104,47 +105,48 @@ class GradientEdges:
         candidates = [tensor for tensor in computed if self._is_read_outside(tensor, group)]
         inputs = {i: tensor for i, tensor in enumerate(forward.inputs) if is_differentiable(tensor)}
         # TensorFlow has no record of which gradient belongs to which input, so pairs are matched greedily,
-        # the best score first; j and i keep the order of positions among equal scores.
+        # the best score first; equal scores are in the order of the candidates, and then of the inputs.
         ranking = sorted(
-            (-self._match_score(tensor, inputs[i], group), j, i)
-            for (j, tensor), i in product(enumerate(candidates), inputs)
+            (-self._match_score(tensor, inputs[i], group), candidate_index, i)
+            for (candidate_index, tensor), i in product(enumerate(candidates), inputs)
             if tensor.shape.is_compatible_with(inputs[i].shape)
         )
-        gradients: dict[int, Any] = {}
-        matched: set[int] = set()
-        for _, j, i in ranking:
-            if i not in gradients and j not in matched:
-                gradients[i] = candidates[j]
-                matched.add(j)
-        return gradients
+        gradient_by_position: dict[int, Any] = {}
+        matched_candidates: set[int] = set()
+        for _, candidate_index, i in ranking:
+            if i not in gradient_by_position and candidate_index not in matched_candidates:
+                gradient_by_position[i] = candidates[candidate_index]
+                matched_candidates.add(candidate_index)
+        return gradient_by_position
 
-    def forward_input_read(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
-        """Return which input of the forward operation a backward operation reads, if several are one tensor.
+    def forward_position_read(self, op: tf.Operation, index: int, positions: Sequence[int]) -> int:
+        """Return as which input of the forward operation a backward operation reads a tensor.
 
-        An operation that reads the tensor as often as the forward operation reads the inputs in order. An
-        operation that computes the gradient of an input reads another input.
+        index: of the backward operation's input.  positions: the forward operation's inputs that are this
+        tensor.  Who reads the tensor as often as the forward operation reads them in order; who computes the
+        gradient of one of them reads another, as in a product.
         """
         tensor = self._captured_or_self(op.inputs[index])
-        reads = [
+        read_indices = [
             i
             for i, other_tensor in enumerate(op.inputs)
             if tensor_key(self._captured_or_self(other_tensor)) == tensor_key(tensor)
         ]
-        if len(reads) >= len(positions):
-            return positions[reads.index(index)]
-        computed = self._computed_positions(op)
-        return next((i for i in positions if i not in computed), positions[0])
+        if len(read_indices) >= len(positions):
+            return positions[read_indices.index(index)]
+        differentiated_positions = self._positions_of_gradients_from(op)
+        return next((i for i in positions if i not in differentiated_positions), positions[0])
 
-    def _computed_positions(self, op: tf.Operation) -> list[int]:
+    def _positions_of_gradients_from(self, op: tf.Operation) -> list[int]:
         """Return the positions of the forward operation's inputs whose gradient depends on an operation."""
-        forward = self._forward[op]
-        if forward not in self._ancestors_by_input:
+        forward = self._forward_by_op[op]
+        if forward not in self._ancestors_by_input_of:
             group = self._group_without_sums(forward)
-            self._ancestors_by_input[forward] = {
+            self._ancestors_by_input_of[forward] = {
                 i: self._ancestors(gradient.op, group)
                 for i, gradient in self.input_gradients(forward).items()
             }
-        return [i for i, ancestors in self._ancestors_by_input[forward].items() if op in ancestors]
+        return [i for i, ancestors in self._ancestors_by_input_of[forward].items() if op in ancestors]
 
     @staticmethod
     def _ancestors(op: tf.Operation, group: Sequence[tf.Operation]) -> set[tf.Operation]:
@@ -164,18 +166,18 @@ class GradientEdges:
 
     def _captured_or_self(self, tensor: Any) -> Any:
         """Return the forward graph's tensor that a placeholder stands for, or the tensor itself."""
-        captured = self._body.captured(tensor)
+        captured = self._body.find_captured(tensor)
         return tensor if captured is None else captured
 
     def _is_read_outside(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
         """Return True if an operation out of a group reads a gradient, or none in the body does."""
-        readers = self._gradient_readers.get(tensor_key(tensor), [])
+        readers = self._readers_by_gradient.get(tensor_key(tensor), [])
         return not readers or any(reader not in group for reader in readers)
 
     def _match_score(self, gradient: Any, value: Any, group: Sequence[tf.Operation]) -> int:
-        """Score how well a gradient fits an input, by the gradient's readers and by its operands."""
-        readers = self._gradient_readers.get(tensor_key(gradient), ())
-        is_read_by_producer = value.op in [self._forward.get(reader) for reader in readers]
+        """Score how well a gradient fits the input `value`, by the gradient's readers and by its operands."""
+        readers = self._readers_by_gradient.get(tensor_key(gradient), ())
+        is_read_by_producer = value.op in [self._forward_by_op.get(reader) for reader in readers]
         # Several gradients of one op are in the order of the inputs, whichever tensors it reads.
         is_only_output = len(self.gradient_outputs(gradient.op)) == 1
         is_of_other_factor = is_only_output and tensor_key(value) not in self._forward_tensors_read(
@@ -195,11 +197,15 @@ class GradientEdges:
     def _is_gradient(self, tensor: Any, forward: tf.Operation) -> bool:
         """Return True if an input of a backward operation is a gradient, not a forward value."""
         producer = tensor.op
-        if producer in self._gradient_inputs:
-            return is_differentiable(tensor)
-        if producer in self._forward or not is_differentiable(tensor):
+        if not is_differentiable(tensor):
             return False
-        if self._body.captured(tensor) is not None:
+        # What a backward operation computes from gradients is a gradient, and nothing else that one computes.
+        if producer in self._gradient_positions_by_op:
+            return True
+        if producer in self._forward_by_op:
+            return False
+        # A tensor of the forward graph, or of the forward operation.
+        if self._body.find_captured(tensor) is not None:
             return False
         if tensor_key(tensor) in map(tensor_key, (*forward.inputs, *forward.outputs)):
             return False
@@ -207,8 +213,8 @@ class GradientEdges:
         if producer.graph is not forward.graph:
             return producer.type in _PLACEHOLDERS or _has_shape_of_output(tensor, forward)
         # A gradient is computed after the forward operation; a value from before it is a forward value.
-        later = self._order.get(producer, -1) > self._order.get(forward, -1)
-        return later and _has_shape_of_output(tensor, forward)
+        is_later = self._order.get(producer, -1) > self._order.get(forward, -1)
+        return is_later and _has_shape_of_output(tensor, forward)
 
 
 def tensor_key(tensor: Any) -> tuple[tf.Operation, int]:
@@ -241,15 +247,15 @@ _PASS_THROUGH_INPUTS = {
 
 
 class PassThroughOps:
-    """Redirects readers of gradients that pass through operations unchanged."""
+    """Redirects readers of gradients that pass through operations, such as an Add, unchanged."""
 
     def __init__(self, rewriter: BodyRewriter) -> None:
         self._rewriter = rewriter
         self._rewriting = rewriter.rewriting
         self._gradient_edges = rewriter.gradient_edges
-        self._crossed: set[tf.Operation] = set()
+        self._passed_ops: set[tf.Operation] = set()
 
-    def positions(self, op: tf.Operation) -> list[int]:
+    def positions_passed(self, op: tf.Operation) -> list[int]:
         """Return the positions of the inputs whose gradient is the output's gradient."""
         positions = _PASS_THROUGH_INPUTS.get(op.type, ())
         has_backward_ops = bool(positions) and op in self._gradient_edges.backward_ops
@@ -267,42 +273,43 @@ class PassThroughOps:
         producer = value.op
         if ref != unchanged_ref:
             self._redirect_gradient_readers(producer, gradient, ref)
-        positions = self.positions(producer)
+        positions = self.positions_passed(producer)
         if not positions or producer in self._gradient_edges.backward_ops:
             return  # the producer's last backward operation continues from there
-        self._crossed.add(producer)
-        analysed = self._rewriter.analysed_forward(producer)
+        self._passed_ops.add(producer)
+        analysed = self._rewriter.find_forward(producer)
         if analysed is None:
             return
-        refs = self._rewriter.pullbacks.insert_at_pass_through(op, analysed[0], gradient, ref, positions)
+        producer_id, _ = analysed
+        refs = self._rewriter.pullbacks.insert_at_pass_through(op, producer_id, gradient, ref, positions)
         for i in positions:
             self.redirect_gradient(op, producer.inputs[i], gradient, refs.get(i, ref), unchanged_ref)
 
     def _redirect_gradient_readers(self, producer: tf.Operation, gradient: Any, ref: str) -> None:
         """Make backward operations of a value's producer read `ref` instead of the value's gradient.
 
-        For a producer at which the way back ends, also sums and the body's results.
+        For a producer at which the way back ends, also sums and the body's results read `ref`.
         """
-        is_last = producer not in self._gradient_edges.backward_ops and not self.positions(producer)
+        is_end = producer not in self._gradient_edges.backward_ops and not self.positions_passed(producer)
         for reader, i in self._gradient_edges.readers(gradient):
             forward = self._rewriter.forward_ops.get(reader)
-            if forward is producer or (is_last and (forward is None or reader.type == "AddN")):
+            if forward is producer or (is_end and (forward is None or reader.type == "AddN")):
                 self._rewriter.refs.redirect(reader, i, ref)
-        if is_last:
+        if is_end:
             self._rewriter.refs.returned[self._rewriter.refs.edge_of(gradient)] = ref
 
-    def report_missed(self, backward: bool) -> None:
+    def report_missed(self, is_backward: bool) -> None:
         """Report routines at pass-through operations whose gradients no backward operation carries.
 
-        backward: True if the gradients come from another graph.
+        is_backward: True if the gradients come from another graph.
         """
-        differentiated_ops = self._gradient_edges.backward_ops
-        candidates = (consumer for op in differentiated_ops for consumer in _consumers(op))
-        for op in dict.fromkeys(candidates):
-            if op.type not in _PASS_THROUGH_INPUTS or op in self._crossed or op in differentiated_ops:
+        differentiated_ops = self._gradient_edges.backward_ops  # by forward operation
+        readers = (consumer for op in differentiated_ops for consumer in _consumers(op))
+        for op in dict.fromkeys(readers):
+            if op.type not in _PASS_THROUGH_INPUTS or op in self._passed_ops or op in differentiated_ops:
                 continue
             # An op behind which nothing is differentiated gets no gradient.
-            gets_gradient = backward or any(reader in differentiated_ops for reader in _consumers(op))
+            gets_gradient = is_backward or any(reader in differentiated_ops for reader in _consumers(op))
             if gets_gradient and self._is_in_autodiff(op):
                 self._rewriting.report(
                     f"the gradient of the routines at {op.name}",
@@ -321,8 +328,8 @@ class PassThroughOps:
 
     def _is_in_autodiff(self, op: tf.Operation) -> bool:
         """Return True if routines at an operation take part in autodiff."""
-        analysed = self._rewriter.analysed_forward(op)
-        return analysed is not None and analysed[0] in self._rewriting.autodiff_places
+        analysed = self._rewriter.find_forward(op)
+        return analysed is not None and analysed[0] in self._rewriting.autodiff_places  # by id
 
 
 def _consumers(op: tf.Operation) -> Iterator[tf.Operation]:

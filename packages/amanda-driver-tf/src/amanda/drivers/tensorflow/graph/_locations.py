@@ -66,7 +66,7 @@ class LayerIndex:
 
     def __init__(self) -> None:
         self._root = NamedLayer("")
-        self._inner_layers: dict[int, tuple[Any, LayersByName]] = {}
+        self._layer_and_inner_layers_by_id: dict[int, tuple[Any, LayersByName]] = {}
 
     def add_layers_named_in(self, variables: Iterable[Any]) -> None:
         """Add the layers in the names of a graph's variables, for graphs without living layers."""
@@ -98,11 +98,11 @@ class LayerIndex:
         return _index_layers(reversed(layers))
 
     def inner_layers(self, layer: Any) -> LayersByName:
-        """Return the layers in a layer."""
-        if id(layer) not in self._inner_layers:
+        """Return the layers in a layer by name; cached."""
+        if id(layer) not in self._layer_and_inner_layers_by_id:
             # The entry holds the layer, so that no other object gets its id.
-            self._inner_layers[id(layer)] = layer, _index_layers(_nested_layers(layer))
-        _, inner_layers = self._inner_layers[id(layer)]
+            self._layer_and_inner_layers_by_id[id(layer)] = layer, _index_layers(_nested_layers(layer))
+        _, inner_layers = self._layer_and_inner_layers_by_id[id(layer)]
         return inner_layers
 
 
@@ -115,90 +115,92 @@ class Locations:
 
     def __init__(
         self,
-        layers: LayerIndex,
+        layer_index: LayerIndex,
         graph: Any,
         variable_of: Callable[[Any], Any],
         enclosing_layers: Sequence[Any] = (),
     ) -> None:
-        self._layers = layers
+        self._layer_index = layer_index
         self._graph = graph
         self._variable_of = variable_of
         self._enclosing_layers = tuple(enclosing_layers)
-        self._by_directory: dict[str, Location | None] = {}
+        self._location_by_directory: dict[str, Location | None] = {}
 
     def __call__(self, op: tf.Operation) -> Location:
         """Return the location of an operation of the graph."""
         directory = op.name.rpartition("/")[0]
-        if directory not in self._by_directory:
-            self._by_directory[directory] = self._locate(op, directory)
-        return self._by_directory[directory] or Location.outside(op)
+        if directory not in self._location_by_directory:
+            self._location_by_directory[directory] = self._locate(op, directory)
+        return self._location_by_directory[directory] or Location.outside(op)
 
     def _locate(self, op: tf.Operation, directory: str) -> Location | None:
-        """Find the layers in a name scope, from the outermost in; return None outside of layers."""
-        chain = list(self._enclosing_layers)
-        pool = self._layers.inner_layers(chain[-1]) if chain else self._outermost_layers(op)
+        """Find the layers in an operation's name scope, the outermost first; None outside of layers."""
+        layers = list(self._enclosing_layers)
+        inner_layers = self._layer_index.inner_layers(layers[-1]) if layers else self._outermost_layers(op)
         scope = ""
-        parts = directory.split("/") if pool else []
-        for part in parts:
+        for part in directory.split("/") if inner_layers else ():
             scope = f"{scope}/{part}" if scope else part
             # A part may be no layer's: functions and users open scopes, too.
-            layer = self._select_layer(_layer_candidates(part, pool), scope)
+            layer = self._select_layer(_layer_candidates(part, inner_layers), scope)
             if layer is not None:
-                chain.append(layer)
-                pool = self._layers.inner_layers(layer)
-        if not chain:
+                layers.append(layer)
+                inner_layers = self._layer_index.inner_layers(layer)
+        if not layers:
             return None
-        if isinstance(chain[-1], NamedLayer):
-            names = [named_layer.name for named_layer in chain]
-            return Location(".".join(names[1:]) or names[0], path_suffixes(names), chain)
-        return Location(module_path(chain), layer_name_paths(chain), chain)
+        if isinstance(layers[-1], NamedLayer):
+            names = [named_layer.name for named_layer in layers]
+            path_in_model = ".".join(names[1:])
+            return Location(path_in_model or names[0], path_suffixes(names), layers)
+        return Location(module_path(layers), layer_name_paths(layers), layers)
 
     def _outermost_layers(self, op: tf.Operation) -> LayersByName:
         """Return the layers that may be around an operation: none if its traceback contains no layer."""
         frames = op.traceback
         if frames is None:  # of a graph that was loaded
-            return self._layers.by_variable_names
+            return self._layer_index.by_variable_names
         # An operation of a layer was created below Keras' code that calls layers.
         is_in_layer = any(frame.filename.endswith(_LAYER_FILES) for frame in frames)
-        return self._layers.in_process if is_in_layer else {}
+        return self._layer_index.in_process if is_in_layer else {}
 
     def _select_layer(self, candidates: Sequence[Any], scope: str) -> Any:
-        """Return the candidate whose variables are read in a scope, or else the first one."""
+        """Return the candidate whose variables are read in a scope, or else the first, or None."""
         if len(candidates) > 1:
             variables_read = self._variables_read_in(scope)
-            candidates = [
-                layer for layer in candidates if not variables_read.isdisjoint(_variable_keys(layer))
-            ] or candidates
+            for layer in candidates:
+                if not variables_read.isdisjoint(_variable_keys(layer)):
+                    return layer
         return candidates[0] if candidates else None
 
     def _variables_read_in(self, scope: str) -> set[Any]:
         """Return the keys of the variables that the graph reads within a name scope."""
         return {
             _handle_key(holder)
-            for directory, holder in self._reads
-            if directory == scope or directory.startswith(f"{scope}/")
+            for read_scope, holder in self._scopes_and_variables
+            if read_scope == scope or read_scope.startswith(f"{scope}/")
         }
 
     @cached_property
-    def _reads(self) -> list[tuple[str, Any]]:
+    def _scopes_and_variables(self) -> list[tuple[str, Any]]:
         """The variables that the graph reads, each with the name scope of the read."""
         reads = []
         for op in self._graph.get_operations():
+            scope = op.name.rpartition("/")[0]
             for tensor in op.inputs:
+                # Handles, and references to variables of version 1.
                 holder = self._variable_of(tensor) if tensor.dtype in (tf.resource, "float32_ref") else None
                 if holder is not None:
-                    reads.append((op.name.rpartition("/")[0], holder))
+                    reads.append((scope, holder))
         return reads
 
 
-def _layer_candidates(part: str, pool: LayersByName) -> Sequence[Any]:
+def _layer_candidates(part: str, layers_by_name: LayersByName) -> Sequence[Any]:
     """Return the layers that a part of a name scope may be a call of, the likelier ones first."""
     # Keras 3 enters the scope of a layer twice, at first to build the layer, so the scope of a call has a
     # number.
     name = _NUMBER_SUFFIX.sub("", part)
-    layers_without_number = pool.get(name, ()) if name != part else ()
+    layers_without_number = layers_by_name.get(name, ()) if name != part else ()
     entered_twice = [layer for layer in layers_without_number if is_of_keras_3(layer)]
-    return entered_twice or [*pool.get(part, ()), *layers_without_number]
+    return entered_twice or [*layers_by_name.get(part, ()), *layers_without_number]
 
 
 def _index_layers(layers: Iterable[Any]) -> LayersByName:

@@ -34,13 +34,12 @@ def constant(name: str, value: Any, control_inputs: Iterable[str] = ()) -> Any:
     return node
 
 
-def opaque_identity(name: str, inputs: Iterable[str], kind: int, rank: int | None = None) -> Any:
-    """Return a node that passes its input on; TensorFlow's optimizer keeps it, other than an Identity.
+def opaque_identity(name: str, inputs: Iterable[str], dtype: int, rank: int | None = None) -> Any:
+    """Return a node that passes its input on; TensorFlow's optimizer keeps it, unlike an Identity.
 
-    rank: None if unknown.
+    dtype: its enum.  rank: None if unknown.
     """
-    # Grappler removes Identity nodes.
-    node = new_node(name, "EnsureShape", inputs, T=kind)
+    node = new_node(name, "EnsureShape", inputs, T=dtype)
     shape = node.attr["shape"].shape
     shape.unknown_rank = rank is None
     shape.dim.extend([tensor_shape_pb2.TensorShapeProto.Dim(size=-1)] * (rank or 0))
@@ -88,7 +87,7 @@ def op_def(type: str) -> Any:
 
 
 def input_sizes(node: Any) -> list[tuple[str, int | None]]:
-    """Return names and lengths of a node's inputs, from its OpDef."""
+    """Return names and lengths of a node's inputs, from its OpDef; one list for a call of a function."""
     definition = op_def(node.op)
     if definition is None:
         return [("args", sum(not text.startswith("^") for text in node.input))]
@@ -96,7 +95,7 @@ def input_sizes(node: Any) -> list[tuple[str, int | None]]:
 
 
 def references(node: Any, outputs: bool = False) -> list[bool]:
-    """Return True for each of a node's inputs, or outputs, that is a reference to a variable."""
+    """Return for each input of a node, or each output, if it is a reference to a variable; [] if unknown."""
     definition = op_def(node.op)
     if definition is None:
         return []
@@ -132,17 +131,17 @@ class FunctionSyntax:
     def __init__(self, arguments: Sequence[str], nodes: Mapping[str, Any]) -> None:
         self._arguments = set(arguments)
         self._nodes = nodes
-        self._offsets: dict[str, list[tuple[str, int, int]]] = {}
+        self._output_ranges_by_node: dict[str, list[tuple[str, int, int]]] = {}
 
     def parse(self, text: str) -> Edge:
-        """Return the tensor that an input names; index 0 of the node for a control input."""
+        """Return the tensor that an input names: "arg" or "node:output:index"; index 0 for "^node"."""
         if text.startswith("^"):
             return Edge(text[1:], 0)
-        name, *output = text.split(":")
-        if not output:
-            return Edge(name, 0)
-        offset = next(first for arg, first, _ in self._output_ranges(name) if arg == output[0])
-        return Edge(name, offset + int(output[1]))
+        if ":" not in text:
+            return Edge(text, 0)
+        name, output, index_in_output = text.split(":")
+        first_index = next(first for arg, first, _ in self._output_ranges(name) if arg == output)
+        return Edge(name, first_index + int(index_in_output))
 
     def write(self, edge: Edge) -> str:
         """Return a tensor as an input spells it."""
@@ -155,19 +154,19 @@ class FunctionSyntax:
 
     def forget(self, name: str) -> None:
         """Drop the cached layout of a node, whose outputs have changed."""
-        self._offsets.pop(name, None)
+        self._output_ranges_by_node.pop(name, None)
 
     def _output_ranges(self, name: str) -> list[tuple[str, int, int]]:
-        """Return the outputs of a node: name, first index, and the index after the last."""
-        offsets = self._offsets.get(name)
-        if offsets is None:
-            offsets, first = [], 0
+        """Return the outputs of the node `name`: name, first index, and the index after the last."""
+        ranges = self._output_ranges_by_node.get(name)
+        if ranges is None:
+            ranges, first = [], 0
             for arg, size in output_sizes(self._nodes[name]):
                 end = first + (1 if size is None else size)
-                offsets.append((arg, first, end))
+                ranges.append((arg, first, end))
                 first = end
-            self._offsets[name] = offsets
-        return offsets
+            self._output_ranges_by_node[name] = ranges
+        return ranges
 
 
 Syntax = GraphSyntax | FunctionSyntax

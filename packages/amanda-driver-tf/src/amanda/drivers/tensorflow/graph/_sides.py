@@ -68,7 +68,7 @@ def dtype_enum(tensor: Any) -> int:
 
 
 def estimated_nbytes(tensor: Any) -> int:
-    """Return the memory of a tensor, with 32 for each unknown dimension."""
+    """Return the memory of a tensor, with 32 for each unknown dimension; 1 MiB for an unknown rank."""
     if tensor.shape.rank is None:
         return 1 << 20
     total = max(tensor.dtype.size, 1)
@@ -101,16 +101,16 @@ def group_tensors(flat: Sequence[Any], layout: Sequence[tuple[str, int | None]])
     """
     if sum(1 if size is None else size for _, size in layout) != len(flat):
         return list(flat)
-    tensors = iter(flat)
-    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for _, size in layout]
+    remaining = iter(flat)
+    return [next(remaining) if size is None else [next(remaining) for _ in range(size)] for _, size in layout]
 
 
 class PresentRefs:
-    """The refs of the tensors that the nodes of a body read at present.
+    """The refs, such as "x:1", that the nodes of a body read after redirections to changed values.
 
-    current: by the ref of a tensor that all readers read elsewhere, the ref that they read instead.
+    current_refs: by the ref of a tensor that all readers read elsewhere, the ref that they read instead.
     forward_names: by the name of a gradient operation's node, that of its forward operation in this body.
-    redirected: refs of redirected inputs, by node and flat position.
+    redirected: refs of redirected inputs, by the node's name and flat position.
     gradient_reads: by an operation and a tensor that it reads or computes, the ref that its gradient
     operations read instead.
     gradient_reads_by_input: likewise by position, for a tensor that is several inputs of the operation.
@@ -120,11 +120,11 @@ class PresentRefs:
     def __init__(
         self,
         body: Body,
-        current: Mapping[Any, Any],
+        current_refs: Mapping[Any, Any],
         forward_names: Mapping[str, str],
         gradient_edges: GradientEdges,
     ) -> None:
-        self.current = current
+        self.current_refs = current_refs
         self.forward_names = forward_names
         self.redirected: dict[tuple[str, int], str] = {}
         self.gradient_reads: dict[tuple[str, Edge], str] = {}
@@ -142,13 +142,18 @@ class PresentRefs:
         node = self._node(op)
         outputs = outputs_of(op, node)
         refs = [self._body.syntax.write(Edge(node.name, i)) for i in range(len(outputs))]
-        by_reference = references(node, outputs=True)
-        return self.inputs(op), OpSide(op, False, refs, outputs, output_sizes(node), by_reference)
+        layout, by_reference = output_sizes(node), references(node, outputs=True)
+        return self.inputs(op), OpSide(
+            op, ahead=False, refs=refs, tensors=outputs, layout=layout, references=by_reference
+        )
 
     def inputs(self, op: tf.Operation) -> OpSide:
         """Return the inputs of an operation."""
         node = self._node(op)
-        return OpSide(op, True, self.of_node(node), inputs_of(op, node), input_sizes(node), references(node))
+        return OpSide(
+            op, ahead=True, refs=self.of_node(node), tensors=inputs_of(op, node), layout=input_sizes(node),
+            references=references(node),
+        )  # fmt: skip
 
     def redirect(self, op: tf.Operation, index: int, ref: str) -> None:
         """Make an input of an operation, by its position, read `ref`."""
@@ -185,22 +190,23 @@ class PresentRefs:
         return edges
 
     def _of_node_input(self, name: str, index: int, edge: Edge) -> str:
-        """Return the ref of an input of a node.  edge: what the input named before any edit."""
-        redirected = self.redirected.get((name, index))
-        if redirected is not None:
-            return redirected
-        forward = self.forward_names.get(name)
-        if forward is None or (forward, edge) not in self.gradient_reads:
+        """Return the ref of an input of the node `name`.  edge: what the input named before any edit."""
+        redirected_ref = self.redirected.get((name, index))
+        if redirected_ref is not None:
+            return redirected_ref
+        forward_name = self.forward_names.get(name)
+        if forward_name is None or (forward_name, edge) not in self.gradient_reads:
             return self._of_edge(edge)
-        refs_by_input = self.gradient_reads_by_input.get((forward, edge))
-        if refs_by_input is None:
-            return self.gradient_reads[forward, edge]
+        ref_by_position = self.gradient_reads_by_input.get((forward_name, edge))
+        if ref_by_position is None:
+            return self.gradient_reads[forward_name, edge]
         gradient_op = self._gradient_op_by_name[name]
-        return refs_by_input[self._gradient_edges.forward_input_read(gradient_op, index, list(refs_by_input))]
+        position = self._gradient_edges.forward_position_read(gradient_op, index, list(ref_by_position))
+        return ref_by_position[position]
 
     def _of_edge(self, edge: Edge) -> str:
         ref = self._body.syntax.write(edge)
-        return str(self.current.get(ref, ref))
+        return str(self.current_refs.get(ref, ref))
 
     def _node(self, op: tf.Operation) -> Any:
         return self._body.nodes[self._body.node_name(op)]

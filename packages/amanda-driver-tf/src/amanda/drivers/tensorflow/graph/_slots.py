@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import count
 from typing import Any
@@ -30,7 +30,7 @@ from tensorflow.python.ops import script_ops
 from tensorflow.python.pywrap_tfe import TFE_Py_TapeSetIsEmpty
 
 from .._tensors import Unrecorded
-from ._autodiff import Readers, SavedValues, call_on_tape
+from ._autodiff import Readers, SavedKey, SavedValues, TapedValues, call_on_tape
 from ._nodes import INT64, new_node
 
 
@@ -68,16 +68,17 @@ class RoutineSlot(script_ops.EagerFunc):  # type: ignore[misc]
             return self._call_routines(device, args)
 
     def _call_routines(self, device: Any, args: Sequence[Any]) -> Any:
-        """Call the routines of the execution whose number is the first tensor."""
+        """Call the routines of the execution whose number is the first tensor; return results on `device`."""
+        number_tensor, *values = args
         # `_numpy_internal` makes no copy, and skips the checks of `numpy()`.
-        number = args[0]._numpy_internal().tolist()
-        number, *rounds = number if isinstance(number, list) else (number,)
+        number_and_rounds = number_tensor._numpy_internal().tolist()
+        number, *rounds = number_and_rounds if isinstance(number_and_rounds, list) else (number_and_rounds,)
         execution = Execution.by_number(number)
-        outer, running.execution = running.execution, execution
+        outer_execution, running.execution = running.execution, execution
         try:
-            outputs = execution.call(self.index, args[1:], rounds)
+            outputs = execution.call(self.index, values, rounds)
         finally:
-            running.execution = outer
+            running.execution = outer_execution
         # The nodes that read the results expect them on the device of this node; ops of a routine may run
         # elsewhere.
         return [_on_device(device, output) for output in outputs] if device is not None else outputs
@@ -95,17 +96,18 @@ class _SlotTable:
     """The slots of the process in order, with the tokens by which TensorFlow finds them."""
 
     def __init__(self) -> None:
-        self._slots: list[tuple[RoutineSlot, bytes]] = []
+        self._slots_with_tokens: list[tuple[RoutineSlot, bytes]] = []
         self._lock = threading.Lock()
 
     def token(self, index: int) -> bytes:
         """Return the token of a slot for an EagerPyFunc node; slots are created as needed."""
         with self._lock:
             # TensorFlow holds the functions of tokens weakly, so this table keeps them alive.
-            while len(self._slots) <= index:
-                slot = RoutineSlot(len(self._slots))
-                self._slots.append((slot, script_ops._py_funcs.insert(slot).encode()))
-        return self._slots[index][1]
+            while len(self._slots_with_tokens) <= index:
+                slot = RoutineSlot(len(self._slots_with_tokens))
+                self._slots_with_tokens.append((slot, script_ops._py_funcs.insert(slot).encode()))
+        _, token = self._slots_with_tokens[index]
+        return token
 
 
 _slots = _SlotTable()
@@ -115,41 +117,40 @@ class RoutineNode(Insertion):
     """Routines at a place of a graph, whose results are cast to the dtypes of the graph.
 
     dtypes: dtypes of the results.
-    saved_as: the key under which its values are saved for a backward pass, a tuple that begins with the op
-    id; None if they are not saved.
-    in_autodiff: True if gradients go through the routines.
+    saved_key: the key under which its values are saved for a backward pass; None if they are not saved.
+    is_in_autodiff: True if gradients go through the routines.
     readers: the readers of the saved values.
-    loaned_positions: positions of inputs that are numbers of handles; see `LentHandle`.
+    lent_positions: positions of inputs that are numbers of handles; see `LentHandle`.
     """
 
-    __slots__ = ("dtypes", "in_autodiff", "loaned_positions", "readers", "saved_as")
+    __slots__ = ("dtypes", "is_in_autodiff", "lent_positions", "readers", "saved_key")
 
     readers: Readers
 
     def __init__(self, *layout: Any) -> None:
         super().__init__(*layout)
         self.dtypes: Sequence[Any] = ()
-        self.saved_as: Hashable = None
-        self.in_autodiff = False
-        self.loaned_positions: Sequence[int] = ()
+        self.saved_key: SavedKey | None = None
+        self.is_in_autodiff = False
+        self.lent_positions: Sequence[int] = ()
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run the routines; return the flat tensors that go back into the graph.
 
         Saves inputs and outputs in the execution if gradients need them.
         """
-        flat = resolve_handles(execution, flat, self.loaned_positions)
-        if self.in_autodiff:
+        flat = resolve_handles(execution, flat, self.lent_positions)
+        if self.is_in_autodiff:
             # The tape and its values are saved: pullbacks ask this tape when the gradients arrive.
             values = call_on_tape(lambda: self._results(execution, flat, rounds), list(flat))
         else:
-            values = list(flat), self._results(execution, flat, rounds), None
-        if self.saved_as is not None:
+            values = TapedValues(list(flat), self._results(execution, flat, rounds), tape=None)
+        if self.saved_key is not None:
             # Where readers may run several times, or never, nobody can count them: the values live as long as
             # the run.
-            num_reads = self.readers.count if self.readers.read_once else 0
-            execution.store((self.saved_as, *rounds[: self.loop_depth]), SavedValues(values, num_reads))
-        return values[1]
+            read_count = self.readers.count if self.readers.read_once else 0
+            execution.store((self.saved_key, *rounds[: self.loop_depth]), SavedValues(values, read_count))
+        return values.outputs
 
     def _results(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int]) -> list[Any]:
         results = super().run(execution, flat, rounds)
@@ -184,7 +185,7 @@ def py_func(
 
 
 class _PlacedObserver:
-    """An observer at an operation.
+    """An observer at an operation, whose values are among the inputs of a node that observers share.
 
     indices: indices of the operation's tensors among those of the node.
     layout: for each value that the observer selects, an index, a list of indices, or None for a value that
@@ -192,36 +193,37 @@ class _PlacedObserver:
     is_flat: True if the layout has indices alone.
     """
 
-    __slots__ = ("action", "facts", "indices", "is_flat", "kwargs", "layout", "place")
+    __slots__ = ("action", "facts", "indices", "is_flat", "kwargs", "layout", "routine_node")
 
-    def __init__(self, action: Action, place: Insertion, indices: Sequence[int]) -> None:
+    def __init__(self, action: Action, routine_node: Insertion, indices: Sequence[int]) -> None:
         self.action = action
-        self.facts = place.facts
-        self.place = place
+        self.facts = routine_node.facts
+        self.routine_node = routine_node
         self.indices = indices
         self.kwargs = {**action.kwargs, "shapes": None} if action.takes_shapes else action.kwargs
         self.layout: Sequence[Any] | None = None
         self.is_flat = False
 
     def values(self, flat: Sequence[Any]) -> list[Any]:
-        """Return the values that the observer selects among the tensors of the node.
+        """Return the values that the observer selects among the tensors of the node, `flat`.
 
-        The first call computes the layout.
+        The first call computes the layout, and raises what the selection raises.
         """
         layout = self.layout
         if layout is None:
-            all_indices = self.place.unflatten(self.indices)
-            select = self.action.select
-            layout = all_indices if select is None else selected_values(self.action, all_indices, self.facts)
-            self.layout, self.is_flat = layout, all(isinstance(entry, int) for entry in layout)
+            # A selection of values is made on the indices in their place.
+            layout = self.routine_node.unflatten(self.indices)
+            if self.action.select is not None:
+                layout = selected_values(self.action, layout, self.facts)
+            self.layout, self.is_flat = layout, all(isinstance(index, int) for index in layout)
         if self.is_flat:
             return [flat[i] for i in layout]
         values: list[Any] = []
-        for entry in layout:
-            if isinstance(entry, list):
-                values.append([flat[i] for i in entry])
+        for index_or_list in layout:
+            if isinstance(index_or_list, list):
+                values.append([flat[i] for i in index_or_list])
             else:
-                values.append(None if entry is None else flat[entry])
+                values.append(None if index_or_list is None else flat[index_or_list])
         return values
 
     def explain(self, error: BaseException, flat: Sequence[Any], values: Sequence[Any]) -> None:
@@ -229,7 +231,7 @@ class _PlacedObserver:
 
         flat: the tensors of the node.  values: those that the observer was called with.
         """
-        all_values = self.place.unflatten([flat[i] for i in self.indices])
+        all_values = self.routine_node.unflatten([flat[i] for i in self.indices])
         explained = annotate_failure(error, self.action, all_values, values, self.facts)
         if explained is not None:
             raise explained from error
@@ -282,25 +284,25 @@ class PackedObservers:
     """
 
     def __init__(self, members: Sequence[tuple[Insertion, Sequence[int]]]) -> None:
-        """Create the observers of `members`: each a place, and the indices of its tensors in the node."""
-        self.loaned_positions: Sequence[int] = ()
+        """Create the observers of `members`: routines, and the indices of their tensors in the node."""
+        self.lent_positions: Sequence[int] = ()
         self._single_observers: list[_PlacedObserver] = []
-        self._groups: dict[Any, _ObserverGroup] = {}
-        for place, indices in members:
-            for action in place.actions:
-                observer = _PlacedObserver(action, place, indices)
+        self._gathered_groups: dict[Any, _ObserverGroup] = {}
+        for routine_node, indices in members:
+            for action in routine_node.actions:
+                observer = _PlacedObserver(action, routine_node, indices)
                 if action.gathered is None:
                     self._single_observers.append(observer)
                 elif not action.opening:
                     key = action.gathered, id(action.tool)
-                    self._groups.setdefault(key, _ObserverGroup(action)).observers.append(observer)
+                    self._gathered_groups.setdefault(key, _ObserverGroup(action)).observers.append(observer)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Call each observer with its tensors; a hot path."""
-        flat = resolve_handles(execution, flat, self.loaned_positions)
+        """Call each observer with its tensors, and each gathered function once; return []; a hot path."""
+        flat = resolve_handles(execution, flat, self.lent_positions)
 
         def run_of(observer: _PlacedObserver) -> dict[Any, Any]:
-            return observer.place.run_dict(execution, rounds)
+            return observer.routine_node.run_dict(execution, rounds)
 
         for observer in self._single_observers:
             action = observer.action
@@ -318,7 +320,7 @@ class PackedObservers:
             except BaseException as error:
                 observer.explain(error, flat, values)
                 raise
-        for group in self._groups.values():
+        for group in self._gathered_groups.values():
             if execution.runs_action(group.action):
                 self._compute_layouts(group, flat)
                 observed = _LazyObserved(group.observers, flat, run_of)
@@ -327,7 +329,7 @@ class PackedObservers:
 
     @staticmethod
     def _compute_layouts(group: _ObserverGroup, flat: Sequence[Any]) -> None:
-        """Find the layout of each observer in a group at its first run, so that errors name the observer."""
+        """Compute the layouts of a group's observers at the first run; an error names its observer."""
         if group.is_laid_out:
             return
         for observer in group.observers:
@@ -340,7 +342,7 @@ class PackedObservers:
 
 
 RESOURCE = tf.resource.as_datatype_enum
-_numbers = count(1)
+_handle_numbers = count(1)
 
 
 class LentHandle:
@@ -351,13 +353,13 @@ class LentHandle:
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Store the handle, the first tensor; return the number as a tensor in a list."""
-        number = next(_numbers)
+        number = next(_handle_numbers)
         execution.store(_loan_key(number), flat[0])
         return [tf.constant(number, tf.int64)]
 
 
 def resolve_handles(execution: Execution, flat: Sequence[Any], positions: Sequence[int]) -> Sequence[Any]:
-    """Return a node's inputs with handles instead of their numbers at these positions; each is taken once."""
+    """Return a node's inputs with lent handles, each taken once, instead of numbers at these positions."""
     if not positions:
         return flat
     tensors = list(flat)

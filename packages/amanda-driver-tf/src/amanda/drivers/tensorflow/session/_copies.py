@@ -67,7 +67,7 @@ def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) 
     # The rewrite edits the nodes in place.
     rewriting.vanilla_nodes = {name: _copy_node(node) for name, node in body.nodes.items()}
     rewriting.rewritten = rewrite(body, rewriting)
-    rewriting.has_insertions = rewriting.rewritten.changed
+    rewriting.has_insertions = rewriting.rewritten.is_changed
     if forward.guessed:
         rewriting.report(
             "gradients of an imported graph",
@@ -85,50 +85,57 @@ def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     rewritten, graph = rewriting.rewritten, session.graph
     # The number of the execution is fed, and selects the routines. So one copy serves all executions, also at
     # the same time.
-    number = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
-    nodes = [*rewritten.nodes, number, *rewriting.frames.carriers(rewritten)]
+    number_node = placeholder(NUMBER, types_pb2.DT_INT64, tf.TensorShape([]))
+    nodes = [*rewritten.nodes, number_node, *rewriting.frames.carriers(rewritten)]
     parts = partition(rewriting.vanilla_nodes, nodes)
-    copied = _draw_from_originals(graph, parts, rewriting, rewriting.frames)
-    feeds = _FedPlaceholders(graph, request.feeds)
+    copied_nodes = _draw_from_originals(graph, parts, rewriting, rewriting.frames)
     # A fed tensor has no node to read from, so the copy gets its own placeholder for the value.
-    feeds.redirect(copied)
-    copied += feeds.placeholders
-    names = {node.name for node in copied}
-    endpoints = _copied_endpoints(request, rewritten.outputs, names)
-    running_names = {name: rewritten.removed.get(name, name) for name in request.targets}
-    targets = {name: running_name for name, running_name in running_names.items() if running_name in names}
-    routine_targets = list(dict.fromkeys(name for group in rewritten.inserted.values() for name in group))
+    fed_placeholders = _FedPlaceholders(graph, request.feeds)
+    fed_placeholders.redirect(copied_nodes)
+    copied_nodes += fed_placeholders.placeholders
+    copied_names = {node.name for node in copied_nodes}
+    copied_by_fetch = _copied_endpoints(request, rewritten.outputs, copied_names)
+    copied_by_target = {}
+    for target in request.targets:
+        running_name = rewritten.replacement_by_name.get(target, target)
+        if running_name in copied_names:
+            copied_by_target[target] = running_name
+    inserted_names = [name for names in rewritten.inserted_names_by_op.values() for name in names]
+    routine_targets = list(dict.fromkeys(inserted_names))
     # An import returns C operations for those names only that were asked for.
     result_names = {
         NUMBER,
         *routine_targets,
-        *targets.values(),
-        *feeds.names.values(),
-        *(name for name, _ in endpoints.values()),
+        *copied_by_target.values(),
+        *fed_placeholders.name_by_fed.values(),
+        *(name for name, _ in copied_by_fetch.values()),
     }
+    hidden_nodes = HiddenNodes.of_graph(graph)
     try:
-        hidden = HiddenNodes.of_graph(graph).add(session, copied, rewriting.library, sorted(result_names))
+        hidden = hidden_nodes.add(session, copied_nodes, rewriting.library, sorted(result_names))
     except errors_impl.OpError as error:
         raise CannotInstrument(
             "a run of a session", f"TensorFlow refuses the copy: {error.message}"
         ) from error
-    return Route(hidden, endpoints, targets, feeds.names, routine_targets, NUMBER)
+    return Route(
+        hidden, copied_by_fetch, copied_by_target, fed_placeholders.name_by_fed, routine_targets, NUMBER
+    )
 
 
 def _copied_endpoints(
-    request: RunRequest, outputs: Sequence[str], names: Collection[str]
+    request: RunRequest, output_refs: Sequence[str], copied_names: Collection[str]
 ) -> dict[Endpoint, Endpoint]:
-    """Return the copy's tensor for each fetched tensor; a node that stays the user's is fetched itself.
+    """Return the copy's tensor by fetched tensor, without those that are fed or computed by the user's nodes.
 
-    outputs: the copy's spelling of the tensors that are fetched and not fed.  names: of the copied nodes.
+    output_refs: of the tensors that are fetched and not fed.  copied_names: of the copied nodes.
     """
-    endpoints: dict[Endpoint, Endpoint] = {}
-    fetched = [fetch for fetch in request.fetches if fetch not in request.feeds]
-    for fetch, text in zip(fetched, outputs, strict=True):
-        edge = GraphSyntax().parse(text)
-        if edge.node in names:
-            endpoints[fetch] = (edge.node, edge.index)
-    return endpoints
+    copied_by_fetch: dict[Endpoint, Endpoint] = {}
+    computed_fetches = [fetch for fetch in request.fetches if fetch not in request.feeds]
+    for fetch, output_ref in zip(computed_fetches, output_refs, strict=True):
+        edge = GraphSyntax().parse(output_ref)
+        if edge.node in copied_names:
+            copied_by_fetch[fetch] = (edge.node, edge.index)
+    return copied_by_fetch
 
 
 def _run_body(
@@ -140,24 +147,24 @@ def _run_body(
     ops = sort_forward_first(ops, request, forward.by_gradient)
     frames, stacks = Frames(ops, NUMBER), Stacks(ops, forward.by_gradient)
     # A body is cached with the graph as its weak key, so it must not hold the graph.
-    reference = ref(graph)
+    graph_reference = ref(graph)
     body = Body(
         ops,
-        {op.name: op.node_def for op in ops},
-        GraphSyntax(),
-        NUMBER,
-        digest("tensorflow/graph", interceptor.ordinal(graph)),
+        nodes={op.name: op.node_def for op in ops},
+        syntax=GraphSyntax(),
+        number_ref=NUMBER,
+        identity=digest("tensorflow/graph", interceptor.ordinal(graph)),
         forward_of=lambda op: forward.by_gradient.get(op.name),
         outputs=[Edge(*fetch) for fetch in request.fetches if fetch not in request.feeds],
         read_value=SessionValueReader(session),
         variable_of=variable_of,
-        functions=lambda name: function_named(name, reference()),
-        guessed=forward.guessed,
-        order_of=lambda op: 2 if op.name in forward.second_order else 1,
+        find_function=lambda name: function_named(name, graph_reference()),
+        has_guessed_forwards=forward.guessed,
+        gradient_order_of=lambda op: 2 if op.name in forward.second_order else 1,
         frames=frames,
-        place_of=Locations(rewriting.layers, graph, variable_of),
-        captured=stacks.captured,
-        stacked=stacks.read,
+        location_of=Locations(rewriting.layer_index, graph, variable_of),
+        find_captured=stacks.captured,
+        stacked_names=stacks.forward_names_read,
     )
     return body, forward
 
@@ -165,32 +172,33 @@ def _run_body(
 def _draw_from_originals(
     graph: Any, parts: Partition, rewriting: TensorFlowRewriting, frames: Frames
 ) -> list[Any]:
-    """Return the copied nodes; a random op of the copy draws from the original op, or the report names it."""
-    stand_ins = {}
-    restarted = [f"{name} of a function" for name in ops_with_generators(rewriting.library)]
+    """Return the copied nodes; random ops draw from their originals, or are reported as starting anew."""
+    draw_node_by_name = {}
+    restarted_names = [f"{name} of a function" for name in ops_with_generators(rewriting.library)]
     for node in parts.restarted:
         op = graph.get_operation_by_name(node.name)
         # In a loop or branch the original op could not run on fed values.
-        if can_run_alone(op) and frames.group(op, ()) == OUTSIDE:
+        is_outside_control_flow = frames.group(op, ()) == OUTSIDE
+        if can_run_alone(op) and is_outside_control_flow:
             slot = rewriting.add_slot(OriginalDraw(node.name))
-            stand_ins[node.name] = draw_node(node, op, slot, NUMBER)
+            draw_node_by_name[node.name] = draw_node(node, op, slot, NUMBER)
         else:
-            restarted.append(f"{node.name} ({node.op})")
-    for name in restarted:
+            restarted_names.append(f"{node.name} ({node.op})")
+    for name in restarted_names:
         rewriting.report_restarted(name)
-    return [stand_ins.get(node.name, node) for node in parts.copied]
+    return [draw_node_by_name.get(node.name, node) for node in parts.copied]
 
 
 class _FedPlaceholders:
     """Placeholders in the copy for the tensors that are fed.
 
-    names: of the placeholders, by the fed tensor.
+    name_by_fed: names of the placeholders by the fed tensor.
     """
 
     def __init__(self, graph: Any, feeds: frozenset[Endpoint]) -> None:
         self._graph = graph
         self._feeds = feeds
-        self.names: dict[Endpoint, str] = {}
+        self.name_by_fed: dict[Endpoint, str] = {}
         self.placeholders: list[Any] = []
 
     def redirect(self, nodes: Sequence[Any]) -> None:
@@ -205,13 +213,13 @@ class _FedPlaceholders:
 
     def _placeholder_name(self, fed: Endpoint) -> str:
         """Return the name of the placeholder for a fed tensor, which is added at its first use."""
-        if fed not in self.names:
+        if fed not in self.name_by_fed:
             name, index = fed
             tensor = self._graph.get_operation_by_name(name).outputs[index]
-            kind = tensor.dtype.base_dtype.as_datatype_enum
-            self.names[fed] = f"amanda/fed/{name}/{index}"
-            self.placeholders.append(placeholder(self.names[fed], kind, tensor.shape))
-        return self.names[fed]
+            dtype = tensor.dtype.base_dtype.as_datatype_enum
+            self.name_by_fed[fed] = f"amanda/fed/{name}/{index}"
+            self.placeholders.append(placeholder(self.name_by_fed[fed], dtype, tensor.shape))
+        return self.name_by_fed[fed]
 
 
 def _copy_node(node: Any) -> Any:
@@ -258,31 +266,36 @@ class Route:
         self._target_names = dict(targets)
         self._routine_names = list(routine_targets)
         self.number_name = number
-        self._outputs = {vanilla: hidden.output(*hidden_name) for vanilla, hidden_name in endpoints.items()}
-        self._targets = {vanilla: hidden.operations[hidden_name] for vanilla, hidden_name in targets.items()}
+        self._hidden_fetches = {fetch: hidden.output(*name) for fetch, name in endpoints.items()}
+        self._hidden_targets = {target: hidden.operations[name] for target, name in targets.items()}
         self.feed_names = dict(feeds)
-        self._feeds = {vanilla: hidden.output(hidden_name, 0) for vanilla, hidden_name in feeds.items()}
+        self._hidden_feeds = {
+            vanilla: hidden.output(hidden_name, 0) for vanilla, hidden_name in feeds.items()
+        }
         self._routine_targets = [hidden.operations[name] for name in routine_targets]
         self.number = None if number is None else hidden.output(number, 0)
 
     def fetches(self, fetches: Sequence[Any]) -> list[Any]:
-        """Return the outputs that are fetched instead; the user's where these are not copied."""
-        return [self._outputs.get(endpoint_of(output), output) for output in fetches]
+        """Return the outputs that are fetched instead of these; the user's where they are not copied."""
+        return [self._hidden_fetches.get(endpoint_of(output), output) for output in fetches]
 
     def targets(self, targets: Sequence[Any]) -> list[Any]:
-        """Return the operations that run instead, and those with routines."""
+        """Return the operations that run instead of these targets of a run, and those with routines."""
         return [
-            *(self._targets.get(c_api.TF_OperationName(target), target) for target in targets),
+            *(self._hidden_targets.get(c_api.TF_OperationName(target), target) for target in targets),
             *self._routine_targets,
         ]
 
     def feeds(self, feeds: Mapping[Any, Any], number: int | None) -> dict[Any, Any]:
-        """Return values for the copy's placeholders, and for the user's, which uncopied nodes may read."""
+        """Return values for the copy's placeholders, and for the user's, which uncopied nodes may read.
+
+        number: the execution's, which is fed, too; None where an earlier part of the run has fed it.
+        """
         values = dict(feeds)
         for output, value in feeds.items():
-            placeholder = self._feeds.get(endpoint_of(output))
-            if placeholder is not None:
-                values[placeholder] = value
+            hidden_placeholder = self._hidden_feeds.get(endpoint_of(output))
+            if hidden_placeholder is not None:
+                values[hidden_placeholder] = value
         if self.number is not None and number is not None:
             values[self.number] = np.asarray(number, np.int64)
         return values
@@ -298,7 +311,7 @@ class Route:
         return name if hidden_endpoint is None else f"{self.prefix}{hidden_endpoint[0]}:{hidden_endpoint[1]}"
 
     def target_names(self, names: Iterable[str]) -> list[str]:
-        """Return the names of the operations that run instead, and of those with routines."""
+        """Return the names of the operations that run instead of these targets, or with routines."""
         hidden_names = [
             self.prefix + self._target_names[name] if name in self._target_names else name for name in names
         ]
@@ -323,7 +336,7 @@ class SessionValueReader:
             return tensor
         if tensor.dtype == tf.resource:
             # A handle has no value; a read of the variable that the graph has gives the variable's.
-            tensor = _read_tensor(tensor)
+            tensor = _first_read_of(tensor)
         if tensor is None or tensor.dtype == tf.resource:
             return tensor
         return tf.convert_to_tensor(session.run(tensor), tensor.dtype.base_dtype)
@@ -336,8 +349,8 @@ def _is_state(op: Any) -> bool:
     return op.type in _SOURCES
 
 
-def _read_tensor(handle: Any) -> Any:
-    """Return a tensor of the graph that reads a variable; None if there is none."""
+def _first_read_of(handle: Any) -> Any:
+    """Return the result of an op of the graph that reads the variable of a handle; None if there is none."""
     for op in handle.consumers():
         if op.type == "ReadVariableOp":
             return op.outputs[0]

@@ -90,8 +90,8 @@ class SessionBoundary:
     def __init__(self, prepare: Prepare) -> None:
         self._prepare = prepare
         self._callables = Callables(self)
-        self._partial: WeakKeyDictionary[Any, dict[str, _PartialRun]] = WeakKeyDictionary()
-        self._local = threading.local()
+        self._partial_runs_by_session: WeakKeyDictionary[Any, dict[str, _PartialRun]] = WeakKeyDictionary()
+        self._thread_local = threading.local()
 
     def attach(self, patches: Patches) -> None:
         """Patch the methods through which sessions run, until `patches` are restored."""
@@ -132,8 +132,9 @@ class SessionBoundary:
             return run(session, options, feeds, fetches, targets, metadata)
         route, execution = prepared
         feeds = route.feeds(feeds, execution.number)
+        fetches, targets = route.fetches(fetches), route.targets(targets)
         with self.run_context(route, execution):
-            return run(session, options, feeds, route.fetches(fetches), route.targets(targets), metadata)
+            return run(session, options, feeds, fetches, targets, metadata)
 
     @contextmanager
     def run_context(self, route: Route, execution: Execution, is_part: bool = False) -> Iterator[None]:
@@ -141,7 +142,7 @@ class SessionBoundary:
 
         Errors of routines are raised as they are; errors of TensorFlow name the user's nodes, not the copy's.
         """
-        tensorflow_error: BaseException | None = None
+        tensorflow_error: BaseException | None = None  # raised by the run itself
         try:
             with execution.raising_routine_error() if is_part else execution.running():
                 try:
@@ -152,9 +153,9 @@ class SessionBoundary:
                     tensorflow_error = error
                     raise
         except errors_impl.OpError as error:
-            # Another error than TensorFlow's is what the execution raises instead: that of a routine.
-            if error is not tensorflow_error and getattr(self._local, "in_session_call", False):
-                self._local.routine_error = error
+            # The execution raises a routine's error instead of TensorFlow's; `_do_call` would wrap it.
+            if error is not tensorflow_error and getattr(self._thread_local, "in_session_call", False):
+                self._thread_local.routine_error = error
             raise
 
     def _stand_in_for_do_call(self, call: Any, session: Any, function: Any, *args: Any) -> Any:
@@ -162,17 +163,18 @@ class SessionBoundary:
         # `partial_run_setup` has no method of its own that could be patched, only this local function.
         if function.__name__ == "_setup_fn":
             return self._set_up_partial_run(call, session, function, *args)
-        outer_call = getattr(self._local, "in_session_call", False)
-        self._local.in_session_call, self._local.routine_error = True, None
+        outer_call = getattr(self._thread_local, "in_session_call", False)
+        self._thread_local.in_session_call, self._thread_local.routine_error = True, None
         try:
             return call(session, function, *args)
         except errors_impl.OpError:
-            routine_error = self._local.routine_error
+            routine_error = self._thread_local.routine_error
             if routine_error is None:
                 raise
         finally:
-            self._local.in_session_call, self._local.routine_error = outer_call, None
-        raise routine_error  # `_do_call` has made another error of it, with the copy's nodes in the message
+            self._thread_local.in_session_call, self._thread_local.routine_error = outer_call, None
+        # `_do_call` has raised another error in its place, with the copy's nodes in the message.
+        raise routine_error
 
     def _set_up_partial_run(
         self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
@@ -187,25 +189,27 @@ class SessionBoundary:
             session, function, c_session, route.all_feeds(feeds), route.fetches(fetches),
             route.targets(targets),
         )  # fmt: skip
-        self._partial.setdefault(session, {})[handle] = _PartialRun(route, execution, fetches)
+        self._partial_runs_by_session.setdefault(session, {})[handle] = _PartialRun(route, execution, fetches)
         return handle
 
     def _stand_in_for_partial_run(self, run: Any, session: Any, handle: Any, feeds: Any, fetches: Any) -> Any:
-        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run on the instrumented copy."""
-        partial = self._partial.get(session, {}).get(handle)
-        if partial is None:
+        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run, if it was set up in a scope."""
+        partial_run = self._partial_runs_by_session.get(session, {}).get(handle)
+        if partial_run is None:
             return run(session, handle, feeds, fetches)
-        feeds = partial.route.feeds(feeds, None if partial.has_begun else partial.execution.number)
+        # The number is fed once, with the first part.
+        number = None if partial_run.has_begun else partial_run.execution.number
+        feeds = partial_run.route.feeds(feeds, number)
         try:
-            with self.run_context(partial.route, partial.execution, is_part=True):
-                result = run(session, handle, feeds, partial.route.fetches(fetches))
+            with self.run_context(partial_run.route, partial_run.execution, is_part=True):
+                result = run(session, handle, feeds, partial_run.route.fetches(fetches))
         except BaseException:
-            del self._partial[session][handle]  # no part comes after one that failed
+            del self._partial_runs_by_session[session][handle]  # no part comes after one that failed
             raise
-        partial.has_begun = True
-        partial.remaining_fetches -= {endpoint_of(output) for output in fetches}
-        if not partial.remaining_fetches:
-            del self._partial[session][handle]
+        partial_run.has_begun = True
+        partial_run.remaining_fetches -= {endpoint_of(output) for output in fetches}
+        if not partial_run.remaining_fetches:
+            del self._partial_runs_by_session[session][handle]
         return result
 
 
@@ -242,7 +246,7 @@ class Callables:
         self._boundary = boundary
         # A native callable does not tell the options that it was made of.
         self._options: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        self._routed: WeakKeyDictionary[Any, tuple[Route, Any]] = WeakKeyDictionary()
+        self._last_routed: WeakKeyDictionary[Any, tuple[Route, Any]] = WeakKeyDictionary()
 
     def make(self, make: Any, session: Any, options: Any) -> Any:
         """Stand-in for `_make_callable_from_options`: remembers the options of a callable."""
@@ -251,7 +255,7 @@ class Callables:
         return session_callable
 
     def call(self, call: Any, session_callable: Any, *args: Any, **kwargs: Any) -> Any:
-        """Stand-in for a callable's `__call__`: runs the instrumented copy, if there is one."""
+        """Stand-in for a callable's `__call__`: runs the copy; reports a callable from before the scope."""
         activation = interceptor.active()
         if activation is None:
             return call(session_callable, *args, **kwargs)
@@ -265,28 +269,31 @@ class Callables:
         if prepared is None:
             return call(session_callable, *args, **kwargs)
         route, execution = prepared
-        stand_in = self._routed_callable(session_callable, options, route)
-        args = (*args, *_extra_feeds(args, options, route), np.asarray(execution.number, np.int64))
+        routed_callable = self._routed_callable(session_callable, options, route)
+        # In the order of the feeds in the route's options.
+        number = np.asarray(execution.number, np.int64)
+        args = (*args, *_values_for_placeholders(args, options, route), number)
         with self._boundary.run_context(route, execution):
-            return call(stand_in, *args, **kwargs)
+            return call(routed_callable, *args, **kwargs)
 
     def _routed_callable(self, session_callable: Any, options: Any, route: Route) -> Any:
         """Return a callable with the names of a route's nodes; the one of the last route is used again."""
-        routed = self._routed.get(session_callable)
+        last_route, routed_callable = self._last_routed.get(session_callable, (None, None))
         # A callable has fixed options, so each route needs its own.
-        if routed is None or routed[0] is not route:
-            routed = route, type(session_callable)(session_callable._session, _route_options(options, route))
-            self._routed[session_callable] = routed
-        return routed[1]
+        if last_route is not route:
+            routed_options = _route_options(options, route)
+            routed_callable = type(session_callable)(session_callable._session, routed_options)
+            self._last_routed[session_callable] = route, routed_callable
+        return routed_callable
 
 
 def _request(options: Any) -> RunRequest:
-    """Return the request of a callable's options."""
-    connected = [connection.to_tensor for connection in options.tensor_connection]
+    """Return the request of a callable's options; a tensor that is connected to another one is fed."""
+    connected_names = [connection.to_tensor for connection in options.tensor_connection]
     return RunRequest(
-        tuple(_parse_endpoint(name) for name in options.fetch),
-        tuple(options.target),
-        frozenset(_parse_endpoint(name) for name in (*options.feed, *connected)),
+        fetches=tuple(_parse_endpoint(name) for name in options.fetch),
+        targets=tuple(options.target),
+        feeds=frozenset(_parse_endpoint(name) for name in (*options.feed, *connected_names)),
     )
 
 
@@ -297,18 +304,15 @@ def _parse_endpoint(name: str) -> Endpoint:
 
 
 def _route_options(options: Any, route: Route) -> Any:
-    """Return options that fetch and run the copy's tensors and operations instead of the user's."""
+    """Return options that fetch and run the copy's nodes, and feed its placeholders and number at last."""
     rerouted = config_pb2.CallableOptions.FromString(options.SerializeToString())
     rerouted.ClearField("fetch")
     rerouted.ClearField("target")
     rerouted.fetch.extend(route.tensor_name(name) for name in options.fetch)
     rerouted.target.extend(route.target_names(options.target))
-    hidden = [
-        route.feed_names[_parse_endpoint(name)]
-        for name in options.feed
-        if _parse_endpoint(name) in route.feed_names
-    ]
-    rerouted.feed.extend(f"{route.prefix}{name}:0" for name in (*hidden, route.number_name))
+    endpoints = [_parse_endpoint(name) for name in options.feed]
+    placeholders = [route.feed_names[endpoint] for endpoint in endpoints if endpoint in route.feed_names]
+    rerouted.feed.extend(f"{route.prefix}{name}:0" for name in (*placeholders, route.number_name))
     for connection in options.tensor_connection:
         placeholder = route.feed_names.get(_parse_endpoint(connection.to_tensor))
         if placeholder is not None:
@@ -318,8 +322,8 @@ def _route_options(options: Any, route: Route) -> Any:
     return rerouted
 
 
-def _extra_feeds(args: tuple[Any, ...], options: Any, route: Route) -> list[Any]:
-    """Return the values that are fed to the copy's placeholders besides the user's."""
+def _values_for_placeholders(args: tuple[Any, ...], options: Any, route: Route) -> list[Any]:
+    """Return those arguments of a callable that are fed to the copy's placeholders, too, in their order."""
     return [
         value
         for name, value in zip(options.feed, args, strict=False)

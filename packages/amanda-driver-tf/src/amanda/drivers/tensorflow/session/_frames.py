@@ -32,63 +32,67 @@ class Frames:
     """The loop frame of each operation, and the branches of conditionals around the operation.
 
     ops: in topological order, but for the NextIteration ops of loops.
-    number: the node with the execution's number outside of all loops.
+    number_name: of the node with the execution's number outside of all loops.
     """
 
-    def __init__(self, ops: Sequence[Any], number: str) -> None:
-        self._number = number
-        self._frame: dict[str, Frame] = {}
+    def __init__(self, ops: Sequence[Any], number_name: str) -> None:
+        self._number_name = number_name
+        self._frame_by_op: dict[str, Frame] = {}
         self._guards: dict[tuple[str, int], frozenset[Guard]] = {}
-        self._entries: dict[Frame, list[Any]] = {}  # Enter ops
-        self._guards_around: dict[Frame, frozenset[Guard]] = {}
+        self._enters: dict[Frame, list[Any]] = {}  # Enter ops
+        self._guards_around_frame: dict[Frame, frozenset[Guard]] = {}
         self._loop_by_exit: dict[str, Frame] = {}
         self._conditions: dict[Frame, str] = {}  # names of the LoopCond ops
         self._remaining_rounds: dict[Frame, Any] = {}  # of loops of gradients; see `_remaining_rounds_merge`
         for op in ops:
             self._add_op(op)
-        self._frame_by_carrier = {self._carrier(frame): frame for frame in ((), *self._entries)}
+        self._frame_by_carrier = {self._carrier(frame): frame for frame in ((), *self._enters)}
         self._frame_by_carrier |= {
             _entry_carrier(self._carrier(frame)): frame[:-1] for frame in self._conditions
         }
 
     def _add_op(self, op: Any) -> None:
         """Record the frame and the guards of an operation, from those of its inputs."""
-        sources = (*(tensor.op for tensor in op.inputs), *op.control_inputs)
-        # A NextIteration comes after the Merge that reads it, and is not recorded yet.
-        source_frames = [self._frame[source.name] for source in sources if source.name in self._frame]
-        frame: Frame = max(source_frames, key=len, default=())
-        guards = self._guards_of_sources(op)
+        frame, guards = self._frame_of_sources(op), self._guards_of_sources(op)
         if op.type in ("Enter", "RefEnter"):
             frame = (*frame, op.get_attr("frame_name").decode())
-            self._entries.setdefault(frame, []).append(op)
-            self._guards_around[frame] = self._guards_around.get(frame, frozenset()) | guards
+            self._enters.setdefault(frame, []).append(op)
+            self._guards_around_frame[frame] = self._guards_around_frame.get(frame, frozenset()) | guards
         elif op.type in ("Exit", "RefExit"):
             # An Exit runs when its loop has ended, whichever branches the rounds took: the guards around the
             # loop hold.
-            guards = self._guards_around.get(frame, frozenset())
+            guards = self._guards_around_frame.get(frame, frozenset())
             self._loop_by_exit[op.name] = frame
             frame = frame[:-1]
-        self._frame[op.name] = frame
+        self._frame_by_op[op.name] = frame
         # An op without outputs has guards, too, for ops that wait for it.
         for i in range(max(1, len(op.outputs))):
             self._guards[op.name, i] = guards
         if op.type == "LoopCond":
             self._conditions[frame] = op.name
-            remaining = _remaining_rounds_merge(op)
-            if remaining is not None:
-                self._remaining_rounds[frame] = remaining
+            remaining_rounds = _remaining_rounds_merge(op)
+            if remaining_rounds is not None:
+                self._remaining_rounds[frame] = remaining_rounds
         if op.type in ("Switch", "RefSwitch"):
             predicate = op.inputs[1].name
             # Output 0 is alive where the predicate is False, output 1 where it is True.
             for i in range(2):
                 self._guards[op.name, i] = guards | {(predicate, i)}
 
+    def _frame_of_sources(self, op: Any) -> Frame:
+        """Return the innermost frame of what an operation reads or waits for; () outside of loops."""
+        sources = (*(tensor.op for tensor in op.inputs), *op.control_inputs)
+        # A NextIteration comes after the Merge that reads it, and is not recorded yet.
+        frames = [self._frame_by_op[source.name] for source in sources if source.name in self._frame_by_op]
+        innermost: Frame = max(frames, key=len, default=())
+        return innermost
+
     def _guards_of_sources(self, op: Any) -> frozenset[Guard]:
         """Return the guards under which an operation's inputs are alive and its control inputs run."""
         input_guards = [
             self._guards[tensor.op.name, tensor.value_index]
             for tensor in op.inputs
-            if tensor.op.name in self._frame
+            if tensor.op.name in self._frame_by_op
         ]
         control_guards = [self._guards.get((source.name, 0), frozenset()) for source in op.control_inputs]
         guards = frozenset[Guard]().union(*control_guards)
@@ -105,22 +109,23 @@ class Frames:
         return op.type.removeprefix("Ref") in _FLOW
 
     def group(self, op: Any, values: Sequence[Any]) -> Hashable:
-        """Return a key of the rounds and branches of values; values with equal keys may share a node.
+        """Return a key of the rounds and branches of an operation's values: the frame and the guards.
 
-        None for values that may not: at an operation that leads into a loop, where another number is read, at
-        an operation of control flow that waits for others, and in several frames.
+        Values with equal keys may share a node.  None for values that may not: at an operation that leads
+        into a loop, where another number is read, at an operation of control flow that waits for others, and
+        in several frames.
         """
-        if not self.is_flow(op):
-            return self._frame[op.name], self._guards.get((op.name, 0), frozenset())
+        if not self.is_flow(op):  # all its values live where the operation runs
+            return self._frame_by_op[op.name], self._guards.get((op.name, 0), frozenset())
         endpoints = {(tensor.op.name, tensor.value_index) for tensor in values}
-        frames = {self._frame.get(name) for name, _ in endpoints}
+        frames = {self._frame_by_op.get(name) for name, _ in endpoints}
         begins_loop = (
             op.type in ("Merge", "RefMerge")
             and loop_entries(op)
             and any(tensor.op is not op for tensor in values)
         )
-        is_alone = begins_loop or op.control_inputs or op.type in ("Enter", "RefEnter", "_SwitchN")
-        if is_alone or len(frames) != 1 or not endpoints <= self._guards.keys():
+        needs_own_node = begins_loop or op.control_inputs or op.type in ("Enter", "RefEnter", "_SwitchN")
+        if needs_own_node or len(frames) != 1 or not endpoints <= self._guards.keys():
             return None
         return frames.pop(), frozenset[Guard]().union(*(self._guards[endpoint] for endpoint in endpoints))
 
@@ -135,16 +140,19 @@ class Frames:
 
     def depth_at(self, op: Any) -> int:
         """Return the number of loops around an operation whose rounds are in the number there."""
-        frame = self._frame[op.name]
+        frame = self._frame_by_op[op.name]
         return self._depth(frame[:-1] if op.type in ("Enter", "RefEnter") else frame)
 
     def _depth(self, frame: Frame) -> int:
         """Return the number of loops in a frame's path; a frame without a condition counts no rounds."""
         return sum(frame[: i + 1] in self._conditions for i in range(len(frame)))
 
-    def number_at(self, op: Any, ahead: bool) -> str:
-        """Return the node with the execution's number, ahead of an operation or behind it."""
-        frame = self._frame[op.name]
+    def number_ref_at(self, op: Any, ahead: bool) -> str:
+        """Return the carrier of the number that nodes ahead of an operation, or behind it, read.
+
+        Ahead of an operation that leads into a loop or out of it is the other side of the loop's border.
+        """
+        frame = self._frame_by_op[op.name]
         if ahead and op.type in ("Enter", "RefEnter"):
             frame = frame[:-1]
         if ahead and op.type in ("Exit", "RefExit"):
@@ -167,24 +175,26 @@ class Frames:
 
     def carriers(self, rewritten: RewrittenBody) -> list[Any]:
         """Return the nodes that bring the execution's number into each frame and count the rounds there."""
-        nodes = self._end_nodes(rewritten) if rewritten.backward else []
-        ends = {node.name for node in nodes}
-        for frame in self._entries:
+        nodes = self._end_nodes(rewritten) if rewritten.has_backward_ops else []
+        end_names = {node.name for node in nodes}
+        for frame in self._enters:
             name = self._carrier(frame)
-            node = self._enter_node(f"{name}/outer" if frame in self._conditions else name, frame, True)
+            # In a loop the carrier itself is a vector with the round, see `_round_nodes`.
+            is_loop = frame in self._conditions
+            enter = self._enter_node(f"{name}/outer" if is_loop else name, frame, is_constant=True)
             forward_loop = self._forward_loop(frame)
             if forward_loop is not None:
-                names_before = self._names_at_end(forward_loop, ends)
+                names_before = self._names_at_end(forward_loop, end_names)
                 entry_nodes = self._nodes_at_entry(forward_loop, rewritten)
                 if entry_nodes:
                     nodes.append(control_trigger(f"{name}/begun", entry_nodes))
                     names_before.append(f"{name}/begun")
                 # A loop of gradients reads values that routines keep in its forward loop, so it enters when
                 # the forward loop and its routines have ended, and those at its entry have run.
-                node.input.extend(f"^{name_before}" for name_before in names_before)
-            nodes.append(node)
-            if frame in self._conditions:
-                nodes += self._round_nodes(name, frame, node)
+                enter.input.extend(f"^{name_before}" for name_before in names_before)
+            nodes.append(enter)
+            if is_loop:
+                nodes += self._round_nodes(name, frame, enter)
         return nodes
 
     def _names_at_end(self, loop: Frame, ends: Collection[str]) -> list[str]:
@@ -198,14 +208,16 @@ class Frames:
 
     def _nodes_at_entry(self, loop: Frame, rewritten: RewrittenBody) -> list[str]:
         """Return the nodes with routines on values that enter a loop."""
-        names = [name for op in self._entries[loop] for name in rewritten.inserted.get(op.name, ())]
+        names = [
+            name for op in self._enters[loop] for name in rewritten.inserted_names_by_op.get(op.name, ())
+        ]
         entry_carrier = _entry_carrier(self._carrier(loop))
-        names += [name for name, number in rewritten.numbers.items() if number == entry_carrier]
+        names += [name for name, number in rewritten.number_ref_by_name.items() if number == entry_carrier]
         return names
 
     def _enter_node(self, name: str, frame: Frame, is_constant: bool) -> Any:
         """Return an Enter node that brings the number around a frame into the frame."""
-        enter = self._entries[frame][0]
+        enter = self._enters[frame][0]
         node = _node(name, "Enter", [self._carrier(frame[:-1])])
         node.attr["frame_name"].s = enter.get_attr("frame_name")
         node.attr["is_constant"].b = is_constant
@@ -219,14 +231,15 @@ class Frames:
             return None
         # The number of rounds to go enters from the Exit of the forward loop's counter.
         enter = remaining.inputs[0].op
-        return self._loop_by_exit.get(enter.inputs[0].op.name)
+        counter_exit = enter.inputs[0].op
+        return self._loop_by_exit.get(counter_exit.name)
 
     def _end_nodes(self, rewritten: RewrittenBody) -> list[Any]:
-        """Return nodes that leave a loop when all routines in it have run, in every round."""
+        """Return nodes that leave each loop with routines once these have run, in every round."""
         # The loop's own values may leave before observers have ended, since nothing reads an observer's
         # result. So a token goes round the loop, and in each round waits for all nodes with routines.
         nodes_by_frame = defaultdict[Frame, list[str]](list)
-        for node, carrier in rewritten.numbers.items():
+        for node, carrier in rewritten.number_ref_by_name.items():
             nodes_by_frame[self._frame_by_carrier[carrier]].append(node)
         nodes: list[Any] = []
         # Inner loops first: their ends are nodes that the loops around wait for.
@@ -234,7 +247,7 @@ class Frames:
             name = self._carrier(frame)
             if not nodes_by_frame[frame]:
                 continue
-            enter = self._enter_node(f"{name}/token", frame, False)
+            enter = self._enter_node(f"{name}/token", frame, is_constant=False)
             ran = control_trigger(f"{name}/ran", nodes_by_frame[frame])
             merge = _node(f"{name}/begin", "Merge", [enter.name, f"{name}/again"], N=2)
             token = _node(f"{name}/all", "Identity", [merge.name, f"^{ran.name}"])
@@ -251,23 +264,24 @@ class Frames:
         round.
         name: of the frame's carrier.  outer: the Enter that brings the number around the loop into the loop.
         """
-        remaining = self._remaining_rounds.get(frame)
+        remaining_rounds = self._remaining_rounds.get(frame)
         outer_number = outer.input[0]
-        first = _first_round_nodes(f"{name}/first", remaining, outer_number)
-        entry_number = self._append_round(_entry_carrier(name), outer_number, first[-1].name, frame)
+        first_round_nodes = _first_round_nodes(f"{name}/first", remaining_rounds, outer_number)
+        first_round = first_round_nodes[-1].name
+        entry_nodes = self._append_round(_entry_carrier(name), outer_number, first_round, frame)
         enter = node_def_pb2.NodeDef()
         enter.CopyFrom(outer)
-        enter.name, enter.input[:] = f"{name}/enter", [first[-1].name]
+        enter.name, enter.input[:] = f"{name}/enter", [first_round]
         enter.attr["is_constant"].b = False
-        merge = _node(f"{name}/round", "Merge", [enter.name, f"{name}/next"], N=2)
-        switch = _node(f"{name}/switch", "Switch", [merge.name, self._conditions[frame]])
-        step = constant(
-            f"{name}/step", np.array([1 if remaining is None else -1], np.int64), [f"^{outer.name}"]
-        )
-        changed = _node(f"{name}/changed", "AddV2", [f"{switch.name}:1", step.name])
-        again = _node(f"{name}/next", "NextIteration", [changed.name])
-        number = self._append_round(name, outer.name, merge.name, frame)
-        return [*first, *entry_number, enter, merge, switch, step, changed, again, *number]
+        current_round = _node(f"{name}/round", "Merge", [enter.name, f"{name}/next"], N=2)
+        switch = _node(f"{name}/switch", "Switch", [current_round.name, self._conditions[frame]])
+        step_value = np.array([1 if remaining_rounds is None else -1], np.int64)
+        step = constant(f"{name}/step", step_value, [f"^{outer.name}"])
+        next_round = _node(f"{name}/changed", "AddV2", [f"{switch.name}:1", step.name])
+        iteration = _node(f"{name}/next", "NextIteration", [next_round.name])
+        carrier_nodes = self._append_round(name, outer.name, current_round.name, frame)
+        round_nodes = [enter, current_round, switch, step, next_round, iteration]
+        return [*first_round_nodes, *entry_nodes, *round_nodes, *carrier_nodes]
 
     def _append_round(self, name: str, number: str, round: str, frame: Frame) -> list[Any]:
         """Return nodes that append a round to the number around a frame; the last one is named `name`."""
@@ -275,15 +289,15 @@ class Frames:
         nodes = [axis]
         # Outside of loops the number is a scalar, which becomes the first element of the vector.
         if not self._depth(frame[:-1]):
-            vector = _node(f"{name}/vector", "ExpandDims", [number, axis.name], Tdim=DT_INT32)
-            number = vector.name
-            nodes.append(vector)
+            number_vector = _node(f"{name}/vector", "ExpandDims", [number, axis.name], Tdim=DT_INT32)
+            number = number_vector.name
+            nodes.append(number_vector)
         return [*nodes, _node(name, "ConcatV2", [number, round, axis.name], N=2, Tidx=DT_INT32)]
 
     def _carrier(self, frame: Frame) -> str:
         """Return the name of the node with the number in a frame."""
         place = f"{len(frame)}_{'_'.join(frame).replace('/', '_')}"
-        return f"{self._number}/{place}" if frame else self._number
+        return f"{self._number_name}/{place}" if frame else self._number_name
 
 
 def _first_round_nodes(name: str, remaining: Any, number: str) -> list[Any]:
@@ -294,11 +308,13 @@ def _first_round_nodes(name: str, remaining: Any, number: str) -> list[Any]:
     control_inputs = [f"^{number}"]
     if remaining is None:
         return [constant(name, np.array([0], np.int64), control_inputs)]
-    count = remaining.inputs[0].op.inputs[0]
-    read = f"{count.op.name}:{count.value_index}"
-    cast = new_node(f"{name}/count", "Cast", [read], SrcT=count.dtype.as_datatype_enum, DstT=DT_INT64)
-    last = constant(f"{name}/last", np.array([-1], np.int64), control_inputs)
-    return [cast, last, _node(name, "AddV2", [cast.name, last.name])]
+    enter = remaining.inputs[0].op
+    round_count = enter.inputs[0]
+    count_ref = f"{round_count.op.name}:{round_count.value_index}"
+    dtype = round_count.dtype.as_datatype_enum
+    cast = new_node(f"{name}/count", "Cast", [count_ref], SrcT=dtype, DstT=DT_INT64)
+    minus_one = constant(f"{name}/last", np.array([-1], np.int64), control_inputs)
+    return [cast, minus_one, _node(name, "AddV2", [cast.name, minus_one.name])]
 
 
 def _remaining_rounds_merge(condition: Any) -> Any:

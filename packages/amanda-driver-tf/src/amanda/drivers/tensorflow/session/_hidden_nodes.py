@@ -86,33 +86,32 @@ def _digest(nodes: Iterable[Any], functions: Iterable[Any], result_names: Iterab
 def _import_nodes(
     session: Any, nodes: Sequence[Any], functions: Sequence[Any], result_names: Collection[str]
 ) -> HiddenImport:
-    """Import nodes into the C graph of a session, and hide them from the Python side of the graph."""
+    """Import nodes into a session's C graph, hidden from Python; raise OpError if TensorFlow refuses them."""
     graph = session.graph
     prefix = f"{PREFIX}{next(_numbers)}/"
-    graph_def, outputs, controls = _hide_names(nodes, prefix)
+    graph_def, tensors_read, ops_awaited = _hide_names(nodes, prefix)
     # The producer version decides the semantics of some ops.
     graph_def.versions.CopyFrom(graph.graph_def_versions)
     graph_def.library.function.extend(functions)
     _try_import(session, graph_def)
     # Nodes are hidden before they exist, since other threads may look at the graph while they are imported.
     hide_nodes(graph, [definition.signature.name for definition in functions])
-    names = list(result_names)
-    hide_readers(graph, outputs, controls)
+    hide_readers(graph, tensors_read, ops_awaited)
     # Other threads may add operations to the graph.
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
-        scoped = c_api_util.ScopedTFImportGraphDefOptions()
+        scoped = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
         options = scoped.options
-        for name, index in outputs:
+        for name, index in tensors_read:
             output = graph.get_operation_by_name(name).outputs[index]._as_tf_output()
             c_api.TF_ImportGraphDefOptionsAddInputMapping(options, name, index, output)
-        for name in controls:
+        for name in ops_awaited:
             c_op = graph.get_operation_by_name(name)._c_op
             c_api.TF_ImportGraphDefOptionsRemapControlDependency(options, name, c_op)
-        for name in names:
+        for name in result_names:
             c_api.TF_ImportGraphDefOptionsAddReturnOperation(options, prefix + name)
         results = _import_graph_def(c_graph, graph_def, options)
         operations = c_api.TF_ImportGraphDefResultsReturnOperations(results.results)
-    return HiddenImport(prefix, dict(zip(names, operations, strict=True)))
+    return HiddenImport(prefix, dict(zip(result_names, operations, strict=True)))
 
 
 def _import_graph_def(c_graph: Any, graph_def: Any, options: Any) -> Any:
@@ -134,32 +133,36 @@ def _try_import(session: Any, graph_def: Any) -> None:
     Raises OpError where TensorFlow refuses the nodes.
     """
     # Nodes cannot be removed from a graph again, and a session that has refused a node runs no more.
+    trial_graph_def = graph_pb2.GraphDef()
+    session.graph._copy_functions_to_graph_def(trial_graph_def, 0)
+    trial_graph_def.MergeFrom(graph_def)
+    _read_placeholders(trial_graph_def, session.graph)
+    scratch_graph = ops.Graph()
+    with scratch_graph._c_graph.get() as c_graph:
+        scoped = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
+        _import_graph_def(c_graph, trial_graph_def, scoped.options)
+    trial_session = BaseSession(graph=scratch_graph, config=session._config)
+    try:
+        trial_session._extend_graph()
+    finally:
+        trial_session.close()
+
+
+def _read_placeholders(graph_def: Any, graph: Any) -> None:
+    """Make nodes of a GraphDef read placeholders, which are added to it, instead of nodes of a graph."""
     names = {node.name for node in graph_def.node}
-    trial_graph = graph_pb2.GraphDef()
-    session.graph._copy_functions_to_graph_def(trial_graph, 0)
-    trial_graph.MergeFrom(graph_def)
-    placeholders: set[str] = set()
-    for node in trial_graph.node:
-        for position, read in enumerate(node.input):
-            name, _, index = read.removeprefix("^").partition(":")
+    placeholders: dict[str, Any] = {}
+    for node in graph_def.node:
+        for position, text in enumerate(node.input):
+            name, _, index = text.removeprefix("^").partition(":")
             if name in names:
                 continue
-            stand_in = f"{name}/amanda_{index or 0}"
-            node.input[position] = f"^{stand_in}" if read.startswith("^") else stand_in
-            if stand_in not in placeholders:
-                placeholders.add(stand_in)
-                trial_graph.node.append(
-                    _placeholder_for(stand_in, session.graph.get_operation_by_name(name), index)
-                )
-    scratch = ops.Graph()
-    with scratch._c_graph.get() as c_graph:
-        scoped = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
-        _import_graph_def(c_graph, trial_graph, scoped.options)
-    trial = BaseSession(graph=scratch, config=session._config)
-    try:
-        trial._extend_graph()
-    finally:
-        trial.close()
+            placeholder_name = f"{name}/amanda_{index or 0}"
+            node.input[position] = f"^{placeholder_name}" if text.startswith("^") else placeholder_name
+            if placeholder_name not in placeholders:
+                op = graph.get_operation_by_name(name)
+                placeholders[placeholder_name] = _placeholder_for(placeholder_name, op, index)
+    graph_def.node.extend(placeholders.values())
 
 
 def _placeholder_for(name: str, op: Any, index: str) -> Any:
@@ -177,10 +180,10 @@ def _placeholder_for(name: str, op: Any, index: str) -> Any:
 
 
 def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:
-    """Return nodes under hidden names, the outputs of other nodes that they read, and nodes they wait for."""
+    """Return nodes under hidden names, the tensors of others that they read, and ops that they wait for."""
     names = {node.name for node in nodes}
-    outputs: set[tuple[str, int]] = set()
-    controls: set[str] = set()
+    tensors_read: set[tuple[str, int]] = set()
+    ops_awaited: set[str] = set()
     graph_def = graph_pb2.GraphDef()
     for node in nodes:
         copy = node_def_pb2.NodeDef()
@@ -192,22 +195,22 @@ def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, 
             if name in names:
                 copy.input[position] = f"{'^' if is_control else ''}{prefix}{read.lstrip('^')}"
             elif is_control:
-                controls.add(name)
+                ops_awaited.add(name)
             else:
-                outputs.add((name, int(index or 0)))
+                tensors_read.add((name, int(index or 0)))
         _keep_colocation(copy, node, names, prefix)
         graph_def.node.append(copy)
-    return graph_def, outputs, controls
+    return graph_def, tensors_read, ops_awaited
 
 
 def _keep_colocation(copy: Any, node: Any, names: Collection[str], prefix: str) -> None:
-    """Place a copy on the device of its original, and make it use the resource of the original's name."""
+    """Place a copy with the copies of nodes that its original is placed with, and with its resource."""
     if "_class" in node.attr:
-        classes = copy.attr["_class"].list.s
-        for position, place in enumerate(node.attr["_class"].list.s):
-            colocated = place.decode().removeprefix("loc:@")
-            if place.startswith(b"loc:@") and colocated in names:
-                classes[position] = f"loc:@{prefix}{colocated}".encode()
+        copied_classes = copy.attr["_class"].list.s
+        for position, node_class in enumerate(node.attr["_class"].list.s):
+            colocated_name = node_class.decode().removeprefix("loc:@")
+            if node_class.startswith(b"loc:@") and colocated_name in names:
+                copied_classes[position] = f"loc:@{prefix}{colocated_name}".encode()
     if "shared_name" in node.attr:
         if not node.attr["shared_name"].s:
             copy.attr["shared_name"].s = node.name.encode()
@@ -225,15 +228,15 @@ def is_hidden(name: str) -> bool:
 
 def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
     """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call."""
-    hidden_functions = getattr(graph._as_graph_def, "functions", None)
-    if hidden_functions is not None:
-        hidden_functions.update(functions)
+    hidden_names = getattr(graph._as_graph_def, "functions", None)
+    if hidden_names is not None:
+        hidden_names.update(functions)
         return
-    hidden = set(functions)
+    hidden_names = set(functions)
     reference = weakref.ref(graph)
     # Attributes of the instance hide the methods of this graph alone. They hold the graph weakly, since a
     # cycle with a C graph in it would keep the graph until the garbage collector runs.
-    as_graph_def = _with_interface(type(graph)._as_graph_def, _VisibleGraphInterface(reference, hidden))
+    as_graph_def = _with_interface(type(graph)._as_graph_def, _VisibleGraphInterface(reference, hidden_names))
 
     def _as_graph_def(*args: Any, **kwargs: Any) -> Any:
         return as_graph_def(reference(), *args, **kwargs)
@@ -243,7 +246,7 @@ def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
         operations = type(graph).new_operations(graph)
         return [operation for operation in operations if not is_hidden(_C_API.TF_OperationName(operation))]
 
-    _as_graph_def.functions = hidden  # type: ignore[attr-defined]
+    _as_graph_def.functions = hidden_names  # type: ignore[attr-defined]
     graph._as_graph_def = _as_graph_def
     graph.new_operations = new_operations
 
@@ -307,17 +310,17 @@ class _VisibleReaders:
 
     def readers_of(self, graph: Any, source: Any) -> list[Any]:
         """Return the operations that read a tensor (name and index), or wait for an operation (name)."""
-        version, readers = self._by_graph.get(graph, (-1, {}))
+        version, reader_names = self._by_graph.get(graph, (-1, {}))
         # The version of a graph grows with each new operation.
         if version != graph.version:
-            readers = defaultdict(list)
+            reader_names = defaultdict(list)
             for op in graph.get_operations():
                 for tensor in op.inputs:
-                    readers[tensor.op.name, tensor.value_index].append(op.name)
+                    reader_names[tensor.op.name, tensor.value_index].append(op.name)
                 for control_input in op.control_inputs:
-                    readers[control_input.name].append(op.name)
-            self._by_graph[graph] = graph.version, readers
-        return [graph.get_operation_by_name(name) for name in readers.get(source, ())]
+                    reader_names[control_input.name].append(op.name)
+            self._by_graph[graph] = graph.version, reader_names
+        return [graph.get_operation_by_name(name) for name in reader_names.get(source, ())]
 
 
 _visible_readers = _VisibleReaders()

@@ -1,4 +1,4 @@
-"""The division of a rewritten graph into hidden copies and the user's nodes.
+"""Which nodes of a rewritten graph run as hidden copies: those whose kernels hold state stay the user's.
 
 Copied nodes find state that has a name, such as variables, by that name. State within a kernel (generators,
 iterators, queues, tables) cannot be copied: such nodes, and all nodes that they depend on, stay the user's,
@@ -38,15 +38,17 @@ def partition(vanilla_nodes: Mapping[str, Any], rewritten: Sequence[Any]) -> Par
 
     vanilla_nodes: the user's nodes by name.
     """
-    changed = _changed_names(vanilla_nodes, rewritten)
-    if not changed:
-        return Partition([], [])
-    stateful = [node for node in rewritten if holds_state(node)]
-    # The kernels of these nodes hold state that the program goes on using, so they run, not copies of them.
-    vanilla_names = _ancestors([node.name for node in stateful if node.name not in changed], rewritten)
+    changed_names = _changed_names(vanilla_nodes, rewritten)
+    if not changed_names:
+        return Partition(copied=[], restarted=[])
+    stateful_nodes = [node for node in rewritten if holds_state(node)]
+    # The kernels of these nodes hold state that the program goes on using, so they run, not copies of them;
+    # and what they depend on has to run before them.
+    unchanged_stateful_names = [node.name for node in stateful_nodes if node.name not in changed_names]
+    uncopied_names = _ancestors(unchanged_stateful_names, rewritten)
     return Partition(
-        [node for node in rewritten if node.name not in vanilla_names],
-        [node for node in stateful if node.name in changed],
+        copied=[node for node in rewritten if node.name not in uncopied_names],
+        restarted=[node for node in stateful_nodes if node.name in changed_names],
     )
 
 

@@ -38,60 +38,65 @@ def sort_forward_first(ops: Sequence[Any], request: RunRequest, forward: Mapping
 
     The others keep the order in which the graph made them, as far as what they read allows. So the gradient
     operations of an operation come before the ops that are computed from its gradients.
+    forward: by the name of a gradient operation, its forward operation.
     """
-    names = {op.name for op in ops}
-    forward_in_run = {name: op for name, op in forward.items() if op.name in names}
+    executed_names = {op.name for op in ops}
+    executed_forward = {name: op for name, op in forward.items() if op.name in executed_names}
     differentiated_names = {op.name for op in forward.values()}
     differentiated_ops = [op for op in ops if op.name in differentiated_names]
-    positions = {op.name: i for i, op in enumerate(ops[0].graph.get_operations())} if ops else {}
-    in_graph_order = sorted(ops, key=lambda op: positions[op.name])
-    return _sort_topologically([*differentiated_ops, *in_graph_order], request.feeds, forward_in_run)
+    graph_position = {op.name: i for i, op in enumerate(ops[0].graph.get_operations())} if ops else {}
+    in_graph_order = sorted(ops, key=lambda op: graph_position[op.name])
+    return _sort_topologically([*differentiated_ops, *in_graph_order], request.feeds, executed_forward)
 
 
 def _sort_topologically(
-    roots: Iterable[Any], feeds: Collection[Endpoint], forward: Mapping[str, Any] = MappingProxyType({})
+    roots: Iterable[Any],
+    feeds: Collection[Endpoint],
+    forward_by_gradient: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[Any]:
-    """Return the roots and all that they read in topological order, without recursion.
+    """Return the roots and all that they read in topological order; fed tensors need nothing before them.
 
-    forward: by the name of a gradient operation, its forward operation, which comes before it.
+    forward_by_gradient: by the name of a gradient operation, its forward operation, which comes before it.
     """
     order: list[Any] = []
     visited: set[str] = set()
-    pending = list(dict.fromkeys(roots))
-    while pending:
-        root = pending.pop(0)
+    remaining_roots = list(dict.fromkeys(roots))  # `_predecessors` appends the ends of loops
+    while remaining_roots:
+        root = remaining_roots.pop(0)
         if root.name in visited:
             continue
         visited.add(root.name)
         # Depth first, without recursion: graphs may be deeper than Python's limit.
-        path = [(root, _predecessors(root, feeds, pending, forward))]
+        path = [(root, _predecessors(root, feeds, forward_by_gradient, remaining_roots))]
         while path:
             op, remaining_predecessors = path[-1]
             predecessor = next((read for read in remaining_predecessors if read.name not in visited), None)
-            if predecessor is None:
+            if predecessor is None:  # all have been visited
                 order.append(op)
                 path.pop()
             else:
                 visited.add(predecessor.name)
-                path.append((predecessor, _predecessors(predecessor, feeds, pending, forward)))
+                predecessors = _predecessors(predecessor, feeds, forward_by_gradient, remaining_roots)
+                path.append((predecessor, predecessors))
     return order
 
 
 def _predecessors(
-    op: Any, feeds: Collection[Endpoint], later: list[Any], forward: Mapping[str, Any]
+    op: Any, feeds: Collection[Endpoint], forward_by_gradient: Mapping[str, Any], loop_ends: list[Any]
 ) -> Iterator[Any]:
-    """Return the operations that come before an operation, once; append the ends of a loop to `later`."""
-    reads: list[Any] = [forward[op.name]] if op.name in forward else []
-    reads += op.control_inputs
+    """Return the operations that come before an operation; append NextIterations to `loop_ends` instead."""
+    predecessors: list[Any] = []
+    if op.name in forward_by_gradient:
+        predecessors.append(forward_by_gradient[op.name])
+    predecessors += op.control_inputs
     for tensor in op.inputs:
-        source = tensor.op
-        if (source.name, tensor.value_index) not in feeds:
-            reads.append(source)
+        if (tensor.op.name, tensor.value_index) not in feeds:
+            predecessors.append(tensor.op)
     # NextIteration closes the cycle of a loop. No order exists unless the cycle is cut there.
     if op.type in ("Merge", "RefMerge"):
-        later.extend(read for read in reads if read.type.endswith("NextIteration"))
-        reads = [read for read in reads if not read.type.endswith("NextIteration")]
-    return iter(reads)
+        loop_ends.extend(read for read in predecessors if read.type.endswith("NextIteration"))
+        predecessors = [read for read in predecessors if not read.type.endswith("NextIteration")]
+    return iter(predecessors)
 
 
 _GRADIENT_SUFFIX = "_grad/"
@@ -143,19 +148,19 @@ class ForwardOps:
 
     def _map_sums(self, ops: Sequence[Any], scopes: set[str]) -> None:
         """Map sums of gradients, and zeros in a gradient's place, for which TensorFlow has no record."""
-        readers: dict[str, list[Any]] = defaultdict(list)
-        unmapped = [
+        readers_by_name: dict[str, list[Any]] = defaultdict(list)
+        unmapped_ops = [
             op for op in ops
             if op.name not in self.by_gradient and _is_accumulation(op) and _is_in(op.name, scopes)
         ]  # fmt: skip
-        names = {op.name for op in unmapped}
+        unmapped_names = {op.name for op in unmapped_ops}
         for op in ops:
             for tensor in op.inputs:
-                if tensor.op.name in names:
-                    readers[tensor.op.name].append(op)
+                if tensor.op.name in unmapped_names:
+                    readers_by_name[tensor.op.name].append(op)
         # From the last to the first, since a sum may be read by another sum.
-        for op in reversed(unmapped):
-            forward = self._forward_of_readers(readers[op.name]) or self._forward_of_summands(op)
+        for op in reversed(unmapped_ops):
+            forward = self._forward_of_readers(readers_by_name[op.name]) or self._forward_of_summands(op)
             if forward is not None:
                 self.by_gradient[op.name] = forward
 
@@ -165,17 +170,17 @@ class ForwardOps:
         return forwards.pop() if len(forwards) == 1 else None
 
     def _forward_of_summands(self, op: Any) -> Any:
-        """Return the only operation whose output all summands are gradients of, or None."""
+        """Return the only operation whose output the forward operations of all summands read, or None."""
         if op.type != "AddN":
             return None
-        common_producers: set[Any] | None = None
+        producers_by_summand: list[set[Any]] = []
         for tensor in op.inputs:
             forward = self.by_gradient.get(tensor.op.name)
             if forward is None:
                 return None
-            producers = {read.op for read in forward.inputs}
-            common_producers = producers if common_producers is None else common_producers & producers
-        return common_producers.pop() if common_producers and len(common_producers) == 1 else None
+            producers_by_summand.append({read.op for read in forward.inputs})
+        common_producers = set.intersection(*producers_by_summand) if producers_by_summand else set()
+        return common_producers.pop() if len(common_producers) == 1 else None
 
 
 def _is_accumulation(op: Any) -> bool:
@@ -231,33 +236,37 @@ def _is_in(name: str, scopes: set[str]) -> bool:
 class Stacks:
     """The tensors that operations push onto stacks.
 
-    read: names of the forward operations whose gradients pop their inputs or outputs off stacks.
+    forward_names_read: of the forward operations whose gradients pop their inputs or outputs off stacks.
     """
 
     # A tensor has one stack for all its readers. So where a routine changes the tensor for one reader, that
     # reader keeps the changed value for its gradients itself.
 
     def __init__(self, ops: Sequence[Any], forward: Mapping[str, Any]) -> None:
-        self._pushed = {}
+        self._pushed_by_stack = {}
         for op in ops:
             if op.type == "StackPushV2":
-                self._pushed[self._stack(op.inputs[0])] = op.inputs[1]
-        self.read = {
+                self._pushed_by_stack[self._stack_name(op.inputs[0])] = op.inputs[1]
+        self.forward_names_read = {
             forward_op.name for op in ops if (forward_op := forward.get(op.name)) is not None
             and any(self.captured(tensor) is not None for tensor in op.inputs)
         }  # fmt: skip
 
     def captured(self, tensor: Any) -> Any:
         """Return the tensor that was pushed, for a tensor that is popped off a stack; else None."""
-        if not self._pushed or tensor.op.type != "StackPopV2":
+        if not self._pushed_by_stack or tensor.op.type != "StackPopV2":
             return None
-        return self._pushed.get(self._stack(tensor.op.inputs[0]))
+        return self._pushed_by_stack.get(self._stack_name(tensor.op.inputs[0]))
 
-    def _stack(self, handle: Any) -> str:
-        """Return the name of the stack of a handle, which in nested loops is itself popped off a stack."""
+    def _stack_name(self, handle: Any) -> str:
+        """Return the name of the op that made the stack of a handle, or the op at which the search ends."""
         while handle.op.type != "StackV2":
+            # In nested loops a handle is itself popped off a stack.
             pushed = self.captured(handle)
-            if pushed is None and not handle.op.inputs:
+            if pushed is not None:
+                handle = pushed
+            elif handle.op.inputs:
+                handle = handle.op.inputs[0]
+            else:
                 break
-            handle = handle.op.inputs[0] if pushed is None else pushed
         return str(handle.op.name)
