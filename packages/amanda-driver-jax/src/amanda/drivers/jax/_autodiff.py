@@ -31,7 +31,7 @@ class _BackwardState(threading.local):
     """State of a thread.
 
     executions: the executions under way, innermost last.  last_attached: the execution whose trace was
-    attached last, within `run_carrying`.  state: in which the backward pass under way began, else None.
+    attached last.  state: in which the backward pass under way began, else None.
     carried_symbols: from one tap of an op to the next.  begun_ops: the backward ops under way.
     """
 
@@ -142,7 +142,7 @@ class TappedExecution:
     def _begin_backward_op(
         self, state: State, trace: Trace, grads: list[Any], carried_symbols: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Run the routines before the backward op; return the gradients, and symbols in these and `run`."""
+        """Run the routines before the backward op; return the gradients, and symbols in them and in `run`."""
         if is_staged():
             # The pass itself is traced: a trace of its own has the symbols, which end with that program.
             trace = copy(trace)
@@ -192,7 +192,7 @@ def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
 weakref_cache_key_types.add(TappedExecution)  # so a tap in a cache of JAX keeps no execution alive
 
 
-def run_carrying(run_op: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+def run_and_carry_symbols(run_op: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
     """Run an op; return its outputs, tapped if routines left symbols in `run` for the backward pass."""
     outer_execution, _thread.last_attached = _thread.last_attached, None
     try:

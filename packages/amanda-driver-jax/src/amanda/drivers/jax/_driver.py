@@ -20,7 +20,7 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import Primitive
 
-from ._autodiff import TappedExecution, instrument_backward, run_carrying
+from ._autodiff import TappedExecution, instrument_backward, run_and_carry_symbols
 from ._calls import (
     CUSTOM_RULE_PRIMITIVES,
     PrimitiveCall,
@@ -232,7 +232,7 @@ class JaxDriver(Arrays, EagerDriver):
         add_note(INSERTION)
         if action.traceable and not action.takes_run:
             reads = reads_of(action)
-            is_pure = not reads.has_guards and not reads.names_written
+            is_pure = not reads.has_guards and not reads.names_written  # no change of a value matters
             if not is_within_jit() or (is_pure and not isinstance(action.func, MethodType)):
                 return None
             variant = variant_for(action)
@@ -297,7 +297,7 @@ def _call_tangent_rule(ops: str, rule: Callable[..., Any], args: Sequence[Any]) 
 def _bind_for_tools(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -> Any:
     """Bind an op through its detour; what JAX traces for the op itself is not for the tools."""
     with with_cache_key():
-        return run_carrying(detour, args, params)
+        return run_and_carry_symbols(detour, args, params)
 
 
 def _bind_twice(

@@ -73,7 +73,7 @@ def reads_of(action: Action) -> JaxReads:
     """Return the values that a routine reads now, and the names that it sets outside of itself."""
     reads = JaxReads()
     reads.follow_routine(action)
-    reads.drop_changed_places(())  # what the routine sets is no value that it reads
+    reads.drop_changed_places(())  # looks at no value, only at names that the routine sets
     return reads
 
 
@@ -193,11 +193,11 @@ class FunctionVariants:
         if variant is None:
             variant = Variant(len(self._variants), self._history)
             self._variants.append(variant)
-        outer_variant = _VARIANT.set(variant)
+        token = _VARIANT.set(variant)
         try:
             yield variant
         finally:
-            _VARIANT.reset(outer_variant)
+            _VARIANT.reset(token)
             self._history.record(variant.reads)
 
 

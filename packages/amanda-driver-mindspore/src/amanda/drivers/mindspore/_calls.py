@@ -180,6 +180,7 @@ class KernelCall(_DeclaredCall):
         return (self._original_arguments[0][0], [*inputs, *self._trailing_defaults]), {}
 
     def _copy_without_tensors(self) -> MindSporeCall:
+        """Return a copy of the call, with its trailing defaults, without its tensors."""
         call = super()._copy_without_tensors()
         assert isinstance(call, KernelCall)
         call._trailing_defaults = self._trailing_defaults
@@ -234,6 +235,7 @@ class OverloadCall(MindSporeCall):
         return (*overload_object, *inputs[: self._positional_count]), kwargs
 
     def _copy_without_tensors(self) -> MindSporeCall:
+        """Return a copy of the call, with its names and its count of positions, without its tensors."""
         call = super()._copy_without_tensors()
         assert isinstance(call, OverloadCall)
         call.names, call._positional_count = self.names, self._positional_count
