@@ -278,9 +278,9 @@ class FakeDriver(FakeTensors, EagerDriver):
         """Return a context of an operator's call that knows the nodes made in it."""
         return NodeRange()
 
-    def attach_trace(self, trace: Trace, node_range: NodeRange, values: list[Any]) -> None:
+    def attach_trace(self, trace: Trace, nodes: NodeRange, values: list[Any]) -> None:
         """Mark the nodes that the operator made for its results, `values`."""
-        mark_nodes(trace, node_range, values)
+        mark_nodes(trace, nodes, values)
 
 
 def _run_self_test() -> list[float]:
