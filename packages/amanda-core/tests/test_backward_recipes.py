@@ -14,7 +14,7 @@ from amanda import interceptor
 from amanda.backend import BackwardStep, State, Trace
 from amanda.interceptor import Detour, Suspension
 from amanda.testing import DriverTests, FakeDriver, Sample, fake, never
-from amanda.testing._fake_driver import FakeCall, _replaying
+from amanda.testing._fake_driver import FakeCall, _instrumented_checkpoint
 from amanda.testing.fake import Tensor, _autograd, _operators
 
 from .test_fake_driver import FakeSample
@@ -51,7 +51,10 @@ class RecipeDriver(FakeDriver):
     def attach(self) -> None:
         run_backward, checkpoint = _autograd.run_backward, _operators.checkpoint
         stand_ins = {site.target: Detour(site) for site in self._sites}
-        functions = {run_backward: self.followed(run_backward), checkpoint: _replaying(checkpoint)}
+        functions = {
+            run_backward: self.followed(run_backward),
+            checkpoint: _instrumented_checkpoint(checkpoint),
+        }
         self.patches.replace({**stand_ins, **functions}, [fake, _operators, _autograd])
         self.patches.track_module_calls(fake.Module)
 

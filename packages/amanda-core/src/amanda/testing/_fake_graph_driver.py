@@ -28,7 +28,7 @@ from amanda.testing.fake._graphs import GraphNode, OpGraph
 
 
 class NamedSymbol:
-    """A value of a graph while tools analyse it: its name, and the constant that it is, if any."""
+    """A value of a graph while tools analyse it: its name, and the constant that it is; None if computed."""
 
     def __init__(self, name: str, constant: Tensor | None = None) -> None:
         self.name = name
@@ -36,7 +36,7 @@ class NamedSymbol:
 
 
 class TracedSymbol(NamedSymbol):
-    """A value that a traceable routine computes with: what it does becomes nodes."""
+    """A value that a traceable routine computes with; what the routine does becomes nodes of the rewriter."""
 
     def __init__(self, name: str, rewriter: FakeRewriter) -> None:
         super().__init__(name)
@@ -75,7 +75,7 @@ class RoutineCallNode(NamedTuple):
 
 @dataclass(kw_only=True)
 class FakeRewriting(Rewriting):
-    """One rewrite of a graph: the nodes of the copy, its constants, and the names of its outputs."""
+    """The result of a rewrite: nodes of the copy, constants, and the names of outputs."""
 
     items: list[GraphNode | RoutineCallNode] = field(default_factory=list)
     constants: dict[str, Tensor] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class FakeRewriting(Rewriting):
 
 
 class FakeRewriter(Rewriter[GraphNode]):
-    """The rewrite of a graph."""
+    """Writes the copy of a graph: its nodes, and calls of routines between them, on values by name."""
 
     rewriting: FakeRewriting
 
@@ -99,63 +99,68 @@ class FakeRewriter(Rewriter[GraphNode]):
         return iter(self.graph.nodes)
 
     def sides(self, node: GraphNode) -> tuple[Side, Side]:
-        """Return the inputs, each a value, a list of values or a plain number; and the outputs."""
-        flat = [name for item in node.inputs for name in (item if isinstance(item, list) else [item])]
+        """Return a node's inputs, names, lists of names and plain numbers, and its outputs as sides."""
+        names = [name for item in node.inputs for name in (item if isinstance(item, list) else [item])]
         sizes = [len(item) if isinstance(item, list) else None for item in node.inputs]
-        inputs = Side(flat, [self.symbol(item) for item in flat], sizes)
-        return inputs, Side(node.outputs, list(map(self.symbol, node.outputs)), [None] * len(node.outputs))
+        inputs = Side(refs=names, symbols=list(map(self.symbol, names)), sizes=sizes)
+        output_symbols = list(map(self.symbol, node.outputs))
+        return inputs, Side(node.outputs, output_symbols, sizes=[None] * len(node.outputs))
 
     def facts(self, node: GraphNode, inputs: Side) -> OpFacts:
-        """Return the facts of a node, for tools."""
-        variables = [i for i, value in enumerate(inputs.values) if _parameter(value) is not None]
+        """Return the facts of a node, for tools; its id is that of its name in the graph."""
+        positions = [i for i, value in enumerate(inputs.values) if _parameter_of(value) is not None]
         return OpFacts(
-            node.op, digest(self.identity, node.name), self.rewriting.namespace, _NAMES, inputs.values,
-            op_type=node.op.__name__, scope=node.scope, source=node.source, variable_positions=variables,
-            graph=self.identity, read_value=_read,
-            variable_of=_parameter, read_variables=lambda: tuple(id(inputs.values[i]) for i in variables),
+            node.op, digest(self.identity, node.name), self.rewriting.namespace, _INPUT_NAMES, inputs.values,
+            op_type=node.op.__name__, scope=node.scope, source=node.source, variable_positions=positions,
+            graph=self.identity, read_value=_read_constant,
+            variable_of=_parameter_of, read_variables=lambda: tuple(id(inputs.values[i]) for i in positions),
             original=lambda: lambda values: node.op(*values),
         )  # fmt: skip
 
     def write_node(self, node: GraphNode, inputs: Side, outputs: Side) -> None:
-        """Write the node."""
-        flat = iter(inputs.refs)
+        """Write a node to the copy, with the names of its inputs after the routines before it."""
+        names = iter(inputs.refs)
+        # A size is that of a list among the inputs; None for a single value.
         node_inputs = [
-            next(flat) if size is None else [next(flat) for _ in range(size)] for size in inputs.sizes
+            next(names) if size is None else [next(names) for _ in range(size)] for size in inputs.sizes
         ]
         self.rewriting.items.append(node._replace(inputs=tuple(node_inputs)))
 
     def is_changeable(self, symbol: Any) -> bool:
-        """Return True for what is not a plain number."""
+        """Return True for a value of the graph; a plain number among a node's inputs cannot be replaced."""
         return isinstance(symbol, NamedSymbol)
 
     def write_call(
         self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write a call of routines."""
+        """Write a node that calls the routines of an insertion by their slot; return its outputs."""
         slot = self.rewriting.add_slot(insertion)
         output_names = [f"amanda_{slot}:{i}" for i in range(len(outputs))]
-        self.rewriting.items.append(RoutineCallNode(slot, [item.ref for item in inputs], output_names))
+        input_names = [value.ref for value in inputs]
+        self.rewriting.items.append(RoutineCallNode(slot, input_names, output_names))
         return [Value(name, self.symbol(name)) for name in output_names]
 
     def inline(
         self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Write what a routine does as nodes."""
-        values = [
-            TracedSymbol(item.ref, self) if isinstance(item.symbol, NamedSymbol) else item.symbol
-            for item in inputs
+        """Write what traceable routines do as nodes; return their results.
+
+        Raises NotTraceable if a routine does with a symbol what only a tensor can do.
+        """
+        symbols = [
+            TracedSymbol(value.ref, self) if isinstance(value.symbol, NamedSymbol) else value.symbol
+            for value in inputs
         ]
         try:
-            # Called once with symbols: what it does to these becomes nodes of the copy.
-            results = self.run_routines(insertion, values)
-        # The routine did with a symbol what only a tensor can do.
+            # Called once with symbols: what the routines do to these becomes nodes of the copy.
+            results = self.run_routines(insertion, symbols)
         except (TypeError, AttributeError) as error:
             raise NotTraceable(f"{type(error).__name__}: {error}") from error
-        names = [self._name(item) for item in results]
+        names = [self._name(result) for result in results]
         return [Value(name, self.symbol(name)) for name in names]
 
     def record(self, op: Callable[..., Any], *args: Any) -> TracedSymbol:
-        """Write a node that a traced routine asks for."""
+        """Write a node for an operation of a traced routine; return the symbol of its result."""
         name = f"amanda_traced_{len(self.rewriting.items)}"
         self.rewriting.items.append(GraphNode(op, tuple(map(self._name, args)), (name,), name))
         return TracedSymbol(name, self)
@@ -177,7 +182,7 @@ class FakeRewriter(Rewriter[GraphNode]):
 
 
 class RunnableCopy:
-    """A rewritten graph, which runs instead of the user's."""
+    """A rewritten graph with the routines of tools in it, which runs instead of the user's."""
 
     def __init__(self, graph: OpGraph, rewriting: FakeRewriting) -> None:
         # Not the graph: copies live as long as it does, and are held where it is referenced weakly.
@@ -187,22 +192,21 @@ class RunnableCopy:
         self.outputs = rewriting.outputs
 
     def run(self, execution: Execution, values: Sequence[Tensor]) -> Any:
-        """Return what the copy computes of the values of the graph's inputs."""
+        """Return the outputs of the copy for values of the graph's inputs.  execution: calls the routines."""
         values_by_name: dict[str, Any] = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
         with execution.running(), fake.no_grad():
             for item in self.items:
                 if isinstance(item, RoutineCallNode):
-                    results = execution.call(
-                        item.slot, [_graphs.fill_names(name, values_by_name) for name in item.reads]
-                    )
+                    arguments = [_graphs.values_of_names(name, values_by_name) for name in item.reads]
+                    results = execution.call(item.slot, arguments)
                     values_by_name.update(zip(item.result_names, results, strict=True))
                 else:
                     values_by_name.update(_graphs.compute(item, values_by_name))
-        return _graphs.fill_names(self.outputs, values_by_name)
+        return _graphs.values_of_names(self.outputs, values_by_name)
 
 
 class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
-    """The fake framework's graphs: a copy runs where `Graph.run` is called."""
+    """The driver of the fake framework's graphs: where `Graph.run` is called, a rewritten copy runs."""
 
     api = 2
     framework = "amanda.testing.fake"
@@ -210,44 +214,42 @@ class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
     tensors = SymbolTensors()
 
     def attach(self) -> None:
-        """Patch the method that runs graphs."""
-        run = OpGraph.run
+        """Patch the method that runs graphs, until `detach` restores the patches."""
+        original = OpGraph.run
 
         def run_copy(graph: OpGraph, values: Sequence[Tensor]) -> Any:
             """Run the copy of a graph; the graph itself where no scope is in force or nothing is inserted."""
             activation = interceptor.active()
             prepared = self.prepare(graph, activation.state) if activation else None
             if prepared is None:
-                return run(graph, values)
+                return original(graph, values)
             copy, execution = prepared
             return copy.run(execution, values)
 
-        # Set by `attributes`, which `detach` restores.
         self.patches.set(OpGraph, "run", run_copy)
 
     def rewrite(self, graph: OpGraph, analysis: GraphAnalysis) -> FakeRewriting:
-        """Rewrite a graph."""
-        opaque = next((node for node in graph.nodes if node.op is _operators.opaque), None)
+        """Return the rewrite of a graph with the insertions of an analysis; report an opaque op."""
         rewriting = FakeRewriting(analysis=analysis, namespace=self.namespace)
-        if opaque is not None:
+        if any(node.op is _operators.opaque for node in graph.nodes):
             rewriting.report("opaque", "it has no operators inside")
         rewriter = FakeRewriter(graph, rewriting)
         rewriter.run()
-        rewriting.outputs = _renamed(graph.outputs, rewriter.current_refs)
+        rewriting.outputs = _rename(graph.outputs, rewriter.current_refs)
         return rewriting
 
     def build_runnable(self, graph: OpGraph, rewriting: FakeRewriting) -> RunnableCopy:
-        """Make the copy."""
+        """Return the copy of a graph that a rewrite has written."""
         return RunnableCopy(graph, rewriting)
 
 
-_NAMES = ("input", "other")
+_INPUT_NAMES = ("input", "other")
 
 
-def _read(value: Any) -> Any:
-    """The value of a constant.
+def _read_constant(value: Any) -> Any:
+    """Return the tensor of a constant's symbol; a plain number as it is.
 
-    Raises AmandaError for what is computed, or given to the graph.
+    Raises AmandaError for a value that is computed, or given to the graph.
     """
     if not isinstance(value, NamedSymbol):
         return value
@@ -256,12 +258,13 @@ def _read(value: Any) -> Any:
     return value.constant
 
 
-def _parameter(value: Any) -> Parameter | None:
+def _parameter_of(value: Any) -> Parameter | None:
     constant = value.constant if isinstance(value, NamedSymbol) else None
     return constant if isinstance(constant, Parameter) else None
 
 
-def _renamed(names: Any, current: Mapping[str, str]) -> Any:
+def _rename(names: Any, current_names: Mapping[str, str]) -> Any:
+    """Return the names under which routines have left values that the graph gives under these names."""
     if isinstance(names, tuple):
-        return tuple(_renamed(item, current) for item in names)
-    return current.get(names, names)
+        return tuple(_rename(item, current_names) for item in names)
+    return current_names.get(names, names)

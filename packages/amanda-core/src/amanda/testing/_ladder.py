@@ -1,4 +1,4 @@
-"""The ladder of the conformance suite: its rungs, what each asks of a driver, and what a driver lacks."""
+"""The ladder of the conformance suite: rungs of tests, what each asks of a driver, and a driver's gaps."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ CAPABILITIES: Mapping[str, str] = {
 
 
 def needs(*capabilities: str) -> Callable[[T], T]:
-    """Mark a test of a suite that only drivers with these capabilities are given."""
+    """Return a decorator of a test that the suites of drivers without these capabilities do not have."""
 
-    def mark(test: T) -> T:
+    def decorate(test: T) -> T:
         test.__dict__["needs"] = frozenset(capabilities)
         return test
 
-    return mark
+    return decorate
 
 
 class Gaps:
@@ -85,8 +85,7 @@ class Gaps:
 
 
 def _copy_of_test(test: types.FunctionType) -> types.FunctionType:
-    """Return a copy of a test, which may be marked without its original."""
-    # A copy, since the mark must not reach other drivers' subclasses of the same suite.
+    """Return a copy of a test with marks of its own, which do not reach other drivers' suites."""
     copy = types.FunctionType(
         test.__code__, test.__globals__, test.__name__, test.__defaults__, test.__closure__
     )
@@ -131,7 +130,7 @@ class Rung(Gaps):
 
 
 def _with_explanation(test: types.FunctionType, rung: type[Rung]) -> Callable[..., Any]:
-    """Return a test that adds to its failure what was expected, and what the rung asks a driver for."""
+    """Wrap a test: a failure gets a note of what was expected, and what the rung asks a driver for."""
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
@@ -146,10 +145,10 @@ def _with_explanation(test: types.FunctionType, rung: type[Rung]) -> Callable[..
 
 
 def explanation(test: Callable[..., Any], rung: type[Rung], error: BaseException) -> str:
-    """Say what a failed test expected of the driver, and what there is to implement on its rung."""
+    """Return the note of a failed test: what was expected of the driver, and what its rung is about."""
     expected = inspect.getdoc(test) or test.__name__.removeprefix("test_").replace("_", " ")
     lines = [f'Expected on the rung "{rung.title}": {" ".join(expected.split())}.'.replace("..", ".")]
-    if isinstance(error, NotImplementedError) and not error.args:
+    if isinstance(error, NotImplementedError) and not error.args:  # of a method that a template leaves open
         lines += _unwritten_method(error)
     if rung.implement:
         lines.append("What a driver implements for this rung:")
@@ -158,7 +157,7 @@ def explanation(test: Callable[..., Any], rung: type[Rung], error: BaseException
 
 
 def _unwritten_method(error: BaseException) -> Iterator[str]:
-    """Yield the name of the method that raised NotImplementedError, of the driver or of the sample."""
+    """Yield a line with the method that raised NotImplementedError; none without a traceback."""
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
@@ -173,11 +172,16 @@ HOLDERS: Mapping[str, type] = {"Call": Call, "OpFacts": OpFacts, "BackwardStep":
 
 
 def summary(name: str) -> str:
-    """Return the first sentence about a name that a driver implements: "bind", "Call.invoke"."""
+    """Return the first paragraph about a name that a driver implements: "bind", "Call.invoke"."""
     if callable(function := vars(backend).get(name)):
-        return " ".join((inspect.getdoc(function) or "").split("\n\n")[0].split())
+        return _first_paragraph(function)
     holder, _, member = name.rpartition(".")
     return member_summary(HOLDERS.get(holder, EagerDriver), member)
+
+
+def _first_paragraph(documented: Any) -> str:
+    """Return the first paragraph of a docstring, on one line."""
+    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
 
 
 def member_summary(kind: type, member: str) -> str:
@@ -185,17 +189,18 @@ def member_summary(kind: type, member: str) -> str:
     value = inspect.getattr_static(kind, member, None)
     value = value.__func__ if isinstance(value, (classmethod, staticmethod)) else value
     if isinstance(value, (types.FunctionType, property, functools.cached_property)):
-        return " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
+        return _first_paragraph(value)
     # Attributes have their sentences in the docstring of their class.
     return attribute_summary(kind, member)
 
 
 def attribute_summary(kind: type, name: str) -> str:
     """Return what the docstring of a class, or of one of its bases, says of an attribute; "" for nothing."""
+    # "name: text" or "name, other: text" at the start of a line or after two spaces, up to the next entry.
     entry = re.compile(
-        rf"(?:^|\n|  )(?:\w+, )*{name}(?:, \w+)*: (.*?)(?=\n\n|(?:\n|  )\w+(?:, \w+)*: |$)", re.S
+        rf"(?:^|\n|  )(?:\w+, )*{name}(?:, \w+)*: (?P<text>.*?)(?=\n\n|(?:\n|  )\w+(?:, \w+)*: |$)", re.S
     )
     for base in kind.__mro__:
-        if found := entry.search(inspect.getdoc(base) or ""):
-            return " ".join(found[1].split()).rstrip(".")
+        if match := entry.search(inspect.getdoc(base) or ""):
+            return " ".join(match["text"].split()).rstrip(".")
     return ""

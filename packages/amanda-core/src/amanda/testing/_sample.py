@@ -203,7 +203,7 @@ class Sample(ABC):
         """Run an op that the driver cannot instrument, and reports."""
 
     def _raise_missing(self, method: str, capability: str) -> NoReturn:
-        """Raise NotImplementedError for a method that a framework of this capability has."""
+        """Raise NotImplementedError for a method that a framework with this capability has to have."""
         raise NotImplementedError(
             f"{type(self).__name__} has no {method}; write it, or declare in the suite why there is none: "
             f'lacks = {{"{capability}": "reason"}}'
@@ -213,8 +213,7 @@ class Sample(ABC):
 @contextmanager
 def attached(driver: type[Driver]) -> Iterator[None]:
     """Attach the driver in scopes that open in this context, as if a distribution registered it."""
-    # Nested, as where a fixture and a test both attach it.
-    if driver in attachment.guests:
+    if driver in attachment.guests:  # nested, as where a fixture and a test both attach it
         yield
         return
     attachment.guests.append(driver)

@@ -1,4 +1,4 @@
-"""Tools that the suites apply: recorders and inserters, tools that change nothing, tools that scale."""
+"""Tools that the suites apply: recorders and inserters, no-op tools, tools that scale an output."""
 
 from __future__ import annotations
 
@@ -65,7 +65,10 @@ Insertion = Literal[
 
 
 def inserter(action: Insertion, only: str, routine: Callable[..., Any], *select: Any, **kwargs: Any) -> Tool:
-    """Return a tool that records one action at the ops of one name."""
+    """Return a tool that calls a method of the context, such as `insert_before_op`, at the ops of one name.
+
+    select: positions of the values that the routine gets; all if absent.  kwargs: arguments for the routine.
+    """
     return tool(
         lambda context: getattr(context, action)(routine, *select, **kwargs),
         only,
@@ -74,7 +77,7 @@ def inserter(action: Insertion, only: str, routine: Callable[..., Any], *select:
 
 
 def trained_bits(sample: Sample) -> list[bytes]:
-    """Return the bits of the model's result, and of the gradients of its weights."""
+    """Run the model forward and backward; return the bits of its result and of its weights' gradients."""
     model, x = sample.model(), sample.input()
     result = model(x)
     sample.backward(result)
@@ -94,7 +97,7 @@ class Referent:
 
 
 class Seen(Tool):
-    """Keeps what it meets: (name, id) of each op analysed, forward or backward."""
+    """Records (name, id) of each op that is analysed."""
 
     def __init__(self) -> None:
         self.ops: list[tuple[str, int]] = []
@@ -109,7 +112,7 @@ class Seen(Tool):
 
 
 class Executed(Tool):
-    """Keeps the id of each op of one name at every execution."""
+    """Records the id of each op of one name at every execution."""
 
     def __init__(self, only: str) -> None:
         self.ids: list[int] = []
@@ -217,7 +220,7 @@ class Scaling(Tool):
         self.add_inst_for_op(self.analyse)
 
     def set_up(self) -> None:
-        """Prepare what the routine reads; does nothing unless overridden."""
+        """Put `held` where the routine reads it; does nothing unless overridden."""
 
     def analyse(self, context: OpContext) -> None:
         """Insert the routine at the sample's op."""
@@ -239,7 +242,7 @@ class Scaling(Tool):
 
 
 class InContainer(Scaling):
-    """In a list in a dict."""
+    """Scaling by a value that is held in a list in a dict."""
 
     def set_up(self) -> None:
         self.all = {"one": [self.held]}
@@ -253,7 +256,7 @@ class InContainer(Scaling):
 
 
 class InObject(Scaling):
-    """In an object that a property reads."""
+    """Scaling by a value that is held in an object that a property reads."""
 
     def set_up(self) -> None:
         self.options = SimpleNamespace(scale=self.held)
@@ -272,24 +275,24 @@ class InObject(Scaling):
 
 
 class InClosure(Scaling):
-    """In a variable of the function that makes the routine."""
+    """Scaling by a value that is held in a variable of the function that makes the routine."""
 
     def set_up(self) -> None:
-        held = self.held
+        scale = self.held
 
         def hold(value: Any) -> None:
-            nonlocal held
-            held = value
+            nonlocal scale
+            scale = value
 
         self.hold = hold  # type: ignore[assignment, method-assign]
-        self.scaling = traceable(lambda value: value * held)
+        self.scaling_routine = traceable(lambda value: value * scale)
 
     def routine(self) -> Callable[..., Any]:
-        return self.scaling
+        return self.scaling_routine
 
 
 class InGlobal(Scaling):
-    """In a variable of a module."""
+    """Scaling by a value that is held in a variable of this module."""
 
     def set_up(self) -> None:
         self.hold(self.held)
@@ -303,7 +306,7 @@ class InGlobal(Scaling):
 
 
 class ByName(Scaling):
-    """In an attribute whose name is a constant."""
+    """Scaling by a value that is held in an attribute, read by a name that is a constant."""
 
     @traceable
     def scaled(self, value: Any) -> Any:
@@ -311,7 +314,7 @@ class ByName(Scaling):
 
 
 class Hidden(Scaling):
-    """Holds the value in an attribute with a computed name."""
+    """Scaling by a value that is held in an attribute, read by a name that is computed."""
 
     @traceable
     def scaled(self, value: Any) -> Any:
@@ -320,7 +323,7 @@ class Hidden(Scaling):
 
 
 class Listed(Scaling):
-    """In a list to which the routine itself appends."""
+    """Scaling by the last value of a list to which the routine itself appends."""
 
     def set_up(self) -> None:
         self.scales: list[Any] = []
@@ -332,7 +335,7 @@ class Listed(Scaling):
 
 
 class Switched(Scaling):
-    """Changes nothing while it holds 1."""
+    """Scaling that changes nothing while it holds 1."""
 
     @traceable
     def scaled(self, value: Any) -> Any:
@@ -340,7 +343,7 @@ class Switched(Scaling):
 
 
 class OrderRecorder(Tool):
-    """Records what is called before and after each op.
+    """Records the calls of a routine before and one after each op.
 
     calls: type and number of an op, and "before" or "after".  analysed: numbers of ops, in order.
     """
@@ -352,15 +355,15 @@ class OrderRecorder(Tool):
         self.add_inst_for_op(self.analyse)
 
     def analyse(self, context: OpContext) -> None:
-        """Insert a routine before and one after an op that has inputs and outputs."""
+        """Insert a routine before and one after an op that has inputs; number it by the order of analysis."""
         if context.get_inputs():
             name, number = context.get_op_type(), len(self.analysed)
             self.analysed.append(number)
-            context.insert_before_op(self.recording(name, number, "before"))
-            context.insert_after_op(self.recording(name, number, "after"))
+            context.insert_before_op(self.recording_routine(name, number, "before"))
+            context.insert_after_op(self.recording_routine(name, number, "after"))
 
-    def recording(self, name: str, number: int, point: str) -> Callable[..., Any]:
-        """Return a routine that records its calls."""
+    def recording_routine(self, name: str, number: int, point: str) -> Callable[..., Any]:
+        """Return a routine, or an observer, that records its calls."""
 
         def record(*values: Any) -> None:
             self.calls.append((name, number, point))

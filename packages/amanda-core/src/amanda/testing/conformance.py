@@ -21,29 +21,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Count what passed, failed and is expected to fail, by rung of the suite, with the reasons of gaps."""
+    """Print, with `--conformance`, how many tests of each rung passed, failed or are gaps, with reasons."""
     if not config.getoption("--conformance"):
         return
-    counts: dict[str, Counter[str]] = defaultdict(Counter)
-    reasons: dict[str, set[str]] = defaultdict(set)
+    counts_by_rung: dict[str, Counter[str]] = defaultdict(Counter)
+    reasons_by_rung: dict[str, set[str]] = defaultdict(set)
     for outcome in ("passed", "failed", "xfailed"):
         for report in terminalreporter.stats.get(outcome, ()):
             # Without the parameters of a test, which come in brackets.
             name = report.nodeid.rpartition("::")[2].partition("[")[0]
             rung = _rung_of(name)
-            counts[rung][outcome] += 1
+            counts_by_rung[rung][outcome] += 1
             if outcome == "xfailed":
-                reasons[rung].add(report.wasxfail.removeprefix("reason: "))
+                reasons_by_rung[rung].add(report.wasxfail.removeprefix("reason: "))
     terminalreporter.section("conformance")
-    for rung, outcomes in counts.items():
-        summary = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.items())
-        terminalreporter.write_line(f"{rung:<20} {summary}")
-        for reason in sorted(reasons[rung]):
+    counts_by_title = {**counts_by_rung, "total": sum(counts_by_rung.values(), Counter())}
+    for title, counts in counts_by_title.items():
+        summary = ", ".join(f"{count} {outcome}" for outcome, count in counts.items())
+        terminalreporter.write_line(f"{title:<20} {summary}")
+        for reason in sorted(reasons_by_rung[title]):
             terminalreporter.write_line(f"{'':<20} {reason}")
-    total = sum(counts.values(), Counter())
-    terminalreporter.write_line(
-        f"{'total':<20} {', '.join(f'{count} {outcome}' for outcome, count in total.items())}"
-    )
 
 
 def _rung_of(test: str) -> str:

@@ -57,14 +57,15 @@ class DriverTests(
         raise NotImplementedError(f"{type(self).__name__} needs a fixture `sample` that gives a Sample")
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Every point of analysis, and every insertion, of the passes that the framework has."""
+        """Run tests with an argument `point` or `insertion` for each of the passes that the framework has.
+
+        At collection: a test for a pass that the framework lacks would be a gap of every such driver.
+        """
         forward_only = "backward" in self.lacks
         if "point" in metafunc.fixturenames:
-            # Each pass has two points of analysis.
+            # Numbers of POINTS: two of each pass.
             metafunc.parametrize("point", range(2 if forward_only else 4))
         if "insertion" in metafunc.fixturenames:
-            # At collection, since a test for a pass that a framework lacks would be a gap of every such
-            # driver.
             actions = [action for action in ActionType if not (forward_only and action.is_backward)]
             metafunc.parametrize("insertion", [action.value for action in actions])
 

@@ -68,16 +68,16 @@ class BackwardTests(
         y = sample.tensor([[5.0, 6.0], [7.0, 8.0]], requires_grad=True)
         with amanda.apply(recorder):
             sample.backward(sample.many(x, y))
-        of_many = [context for context in contexts if context.get_op().__name__ == sample.op_name("many")]
-        inner = [context for context in of_many if op_name(context) != sample.leaf_backward]
-        assert len(inner) >= sample.many_backward_ops, (
-            f"`many` has the backward ops {[op_name(context) for context in inner]}, where "
+        many = [context for context in contexts if context.get_op().__name__ == sample.op_name("many")]
+        names = [name for name in map(op_name, many) if name != sample.leaf_backward]
+        assert len(names) >= sample.many_backward_ops, (
+            f"`many` has the backward ops {names}, where "
             f"Sample.many_backward_ops declares at least {sample.many_backward_ops}"
         )
-        assert len({context.get_backward_op_id() for context in of_many}) == len(of_many)
-        assert len({context.get_op_id() for context in of_many}) == 1
+        assert len({context.get_backward_op_id() for context in many}) == len(many)
+        assert len({context.get_op_id() for context in many}) == 1
         # No context has a key of another: each inherits from the forward op alone.
-        assert all(list(context) == [op_name(context)] for context in of_many)
+        assert all(list(context) == [op_name(context)] for context in many)
 
     @needs("backward")
     def test_backward_analyses_see_what_forward_analyses_put_in(self, sample: Sample) -> None:
@@ -280,8 +280,7 @@ class GradientTests(
     def test_gradients_reach_the_original_weights_of_the_model(self, sample: Sample) -> None:
         model, x = sample.model(), sample.input()
         weights = [model.first.weight, model.second.weight]
-        # Cut off from its value, a weight would have no gradient at all; the edge between them is the
-        # identity.
+        # Cut off from its value, a weight would have no gradient; the edge between them is the identity.
         zero = inserter("insert_before_op", sample.op_name("linear"), lambda w: w * 0, [sample.weight_index])
         with amanda.apply(zero):
             sample.backward(model(x))

@@ -52,8 +52,7 @@ class IdentityTests(
             for _ in range(3):
                 sample.backward(model(x))
         assert linear.ids[:2] == linear.ids[2:4] == linear.ids[4:]
-        # The two layers call the same operator at the same line of the framework: the module's path tells
-        # them apart.
+        # The two layers call one operator at one line of the framework: they differ in the module's path.
         assert linear.ids[0] != linear.ids[1]
 
     def test_an_op_has_the_same_id_in_the_next_scope(self, sample: Sample) -> None:
@@ -76,7 +75,7 @@ class IdentityTests(
 
     @needs("call_sites")
     def test_an_op_keeps_its_id_when_a_neighbour_is_skipped(self, sample: Sample) -> None:
-        # The second relu alone would be the first one by a mere count of calls.
+        # By a mere count of calls the second relu, where it runs alone, would have the id of the first.
         skip = False
 
         def forward(x: Any) -> Any:
@@ -226,7 +225,7 @@ class IdentityTests(
         with amanda.apply(linear, relu):
             for _ in range(2):
                 sample.backward(module(sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)))
-        assert len(linear.ids) == 8
+        assert len(linear.ids) == 8  # two layers, each twice in each of two passes
         assert linear.ids[:2] == linear.ids[2:4] == linear.ids[4:6] == linear.ids[6:]
         assert len(relu.ids) == 4
         assert len(set(relu.ids)) == 1
@@ -252,26 +251,27 @@ class IdentityTests(
             for _ in range(2):
                 x = sample.checkpoint(lambda value: activated(activated(value)), x)
             sample.backward(x)
+        # One op before the checkpoints, and two in each of them, which are one place in the program.
         before, first, second = relu.ids[:3]
         assert len({before, first, second}) == 3
-        # Where a framework keeps what routines gave, none is called again.
+        # The second checkpoint, and both again in the backward pass, unless the framework keeps their values.
         assert relu.ids[3:] in ([first, second], [first, second] * 3)
 
     @needs("backward", "checkpoints")
     def test_a_checkpoint_computes_the_same_executions_again(self, sample: Sample) -> None:
-        decided: list[tuple[int, bool]] = []
-        heard: list[bool] = []
+        calls: list[tuple[int, bool]] = []
+        observed: list[bool] = []
 
-        def decide(value: Any, run: dict[str, Any], recomputed: bool) -> Any:
+        def scale(value: Any, run: dict[str, Any], recomputed: bool) -> Any:
             # The dict of the first run comes back, so the number is that of the first run, too.
-            number = run.setdefault("number", sum(not again for _, again in decided))
-            decided.append((number, recomputed))
+            number = run.setdefault("number", sum(not is_again for _, is_again in calls))
+            calls.append((number, recomputed))
             return value * (number + 1)
 
-        relu = inserter("insert_before_op", sample.op_name("relu"), decide, [0])
+        relu = inserter("insert_before_op", sample.op_name("relu"), scale, [0])
         add_routine(
             relu,
-            lambda context: context.insert_before_op(amanda.observer(lambda: heard.append(True)), []),
+            lambda context: context.insert_before_op(amanda.observer(lambda: observed.append(True)), []),
             sample.op_name("relu"),
         )
         module = sample.module(lambda x: sample.checkpoint(sample.relu, x))
@@ -279,8 +279,8 @@ class IdentityTests(
             results = [module(sample.tensor([2.0], requires_grad=True)) for _ in range(3)]
             for result in results:
                 sample.backward(result)
-        assert sorted(decided) == [(number, again) for number in range(3) for again in (False, True)]
-        assert len(heard) == 3
+        assert sorted(calls) == [(number, is_again) for number in range(3) for is_again in (False, True)]
+        assert len(observed) == 3  # an observer is not called again
 
     @needs("backward")
     def test_backward_ops_have_ids_that_stay(self, sample: Sample) -> None:
@@ -290,21 +290,22 @@ class IdentityTests(
         with amanda.apply(recorder), amanda.cache_disabled():
             for _ in range(2):
                 sample.backward(model(x))
-        half = len(ids) // 2
-        least = sample.model_backward_ops
-        assert half >= least, f"{half} backward ops; Sample.model_backward_ops declares at least {least}"
-        assert sorted(map(str, ids[:half])) == sorted(map(str, ids[half:]))
-        assert len(set(ids)) == half
+        count, declared = len(ids) // 2, sample.model_backward_ops  # of one pass
+        assert count >= declared, (
+            f"{count} backward ops; Sample.model_backward_ops declares at least {declared}"
+        )
+        assert sorted(map(str, ids[:count])) == sorted(map(str, ids[count:]))
+        assert len(set(ids)) == count
 
     def test_ids_are_64_bits_and_not_zero(self, sample: Sample) -> None:
         recorder = Seen()
-        backward: list[int] = []
+        backward_ids: list[int] = []
         add_routine(
-            recorder, lambda context: backward.append(context.get_backward_op_id() or 0), backward=True
+            recorder, lambda context: backward_ids.append(context.get_backward_op_id() or 0), backward=True
         )
         with amanda.apply(recorder):
             sample.backward(sample.model()(sample.input()))
-        ids = [op_id for _, op_id in recorder.ops] + backward
+        ids = [op_id for _, op_id in recorder.ops] + backward_ids
         assert all(0 < op_id < 1 << 64 for op_id in ids)
         # Spread over all 64 bits, so that two places hardly ever have one id.
         assert max(ids) > 1 << 48

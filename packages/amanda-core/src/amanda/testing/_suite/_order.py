@@ -30,9 +30,11 @@ SCOPES = [
     ("b>d", "bd", "b", "b"),
     ("d", "ed", "b>d", "ed"),
 ]
-"""Tools of a forward and of a backward pass, each with those whose routines run in the backward pass.
+"""Tools of a forward pass, and those of which routines run in a backward pass with the same tools; then tools
+of another backward pass, and those of which routines run there.
 
-Those after ">" are of a scope within.  c depends on b, d on e; b and e stand for each other.
+Tools have one letter; those after ">" are of a scope within.  c depends on b, d on e; b and e stand for each
+other.
 """
 
 NESTS = [["bt"], ["b>t"], ["b", "b>t"], ["t", "b>t", "bt"], ["e>t"], ["e", "e>t"], ["f>t"], ["f>g>t"]]
@@ -209,45 +211,48 @@ class OrderTests(Rung, title="order", implement=("BackwardStep.run_before", "Bac
     def test_a_tool_sees_in_a_scope_within_what_it_sees_in_one_scope(
         self, sample: Sample, base: type[amanda.Tool], cache: bool
     ) -> None:
-        passes = FORWARD_POINTS if "backward" in self.lacks else POINTS
-        for scopes in NESTS:
+        points = FORWARD_POINTS if "backward" in self.lacks else POINTS
+        for nest in NESTS:
             recorded: set[tuple[int, object, bool]] = set()
             # New tools for each nest, so that no plan of the last one answers.
-            tools = _writing_and_reading(sample, base, recorded)
+            tools = _nested_tools(sample, base, recorded)
             relu = sample.module(lambda x: sample.relu(x))
-            for names in scopes:
-                with _scope(tools, names, cache):
+            for names in nest:
+                with _nested_scopes(tools, names, cache):
                     y = relu(sample.tensor([1.0], requires_grad=True))
-                    if passes is POINTS:
+                    if points is POINTS:
                         sample.backward(y)
-            assert recorded == {(i, f"written at {i}", i < 2) for i in range(len(passes))}, scopes
+            # The key "forward" is there at the first two points, those of the forward pass.
+            assert recorded == {(i, f"written at {i}", i < 2) for i in range(len(points))}, nest
 
     @needs("backward")
     @pytest.mark.parametrize("cache", [True, False], ids=["cache", "no-cache"])
     def test_the_routines_of_the_tools_that_are_open_run_in_each_backward_pass(
         self, sample: Sample, cache: bool
     ) -> None:
-        for forward, whole, backward, part in SCOPES:
+        for forward, same_run, backward, run in SCOPES:
             log: list[str] = []
-            tools = {name: _passing(name, sample.relu_backward, log) for name in "tubced"}
+            tools = {name: _logging_tool(name, sample.relu_backward, log) for name in "tubced"}
             tools["c"].depends_on(tools["b"])
             tools["d"].depends_on(tools["e"])
             relu = sample.module(lambda x: sample.relu(x))
-            # The smaller pass first, before anything is analysed, and again when all tools have analysed the
-            # op.
-            for opened, run in ((backward, part), (forward, whole), (backward, part)):
-                with _scope(tools, forward, cache):
+            # The other pass first, before anything is analysed, and again once all tools have analysed it.
+            for names, expected in ((backward, run), (forward, same_run), (backward, run)):
+                with _nested_scopes(tools, forward, cache):
                     y = relu(sample.tensor([1.0], requires_grad=True))
-                with _scope(tools, opened, cache):
+                with _nested_scopes(tools, names, cache):
                     sample.backward(y)
-                assert log == [*run, *(f"{name} after" for name in run)], (forward, opened)
+                assert log == [*expected, *(f"{name} after" for name in expected)], (forward, names)
                 log.clear()
 
 
-def _writing_and_reading(
+def _nested_tools(
     sample: Sample, base: type[amanda.Tool], recorded: set[tuple[int, object, bool]]
 ) -> dict[str, amanda.Tool]:
-    """Return the tools of `NESTS`; t adds its point, the last text and whether a key exists to `recorded`."""
+    """Return the tools of `NESTS`, by letter: b and e write into the context at each point, t reads there.
+
+    recorded: gets point, text and whether there is a key "forward" of each reading; f and g do nothing.
+    """
 
     def write(context: OpContext, point: int) -> None:
         context.update({"text": f"written at {point}", "forward": True})
@@ -258,30 +263,30 @@ def _writing_and_reading(
         recorded.add((point, context.get("text"), "forward" in context))
 
     tools: dict[str, amanda.Tool] = {
-        "b": _alike(base),
-        "e": _alike(base),
+        "b": _interchangeable_tool(base),
+        "e": _interchangeable_tool(base),
         **{name: amanda.Tool() for name in "tfg"},
     }
-    for point, where in enumerate(POINTS):
-        only = sample.relu_backward if where.get("backward") else sample.op_name("relu")
+    for point, arguments in enumerate(POINTS):
+        op = sample.relu_backward if arguments.get("backward") else sample.op_name("relu")
         for name in "be":
-            add_routine(tools[name], partial(write, point=point), only, **where)
-        add_routine(tools["t"], partial(read, point=point), only, **where)
+            add_routine(tools[name], partial(write, point=point), op, **arguments)
+        add_routine(tools["t"], partial(read, point=point), op, **arguments)
     for name in "fg":
         add_routine(tools[name], lambda _: None, sample.op_name("relu"))
-    for name, on in ("tb", "fb", "ge"):
-        tools[name].depends_on(tools[on])
+    for dependent, dependency in ("tb", "fb", "ge"):
+        tools[dependent].depends_on(tools[dependency])
     return tools
 
 
-def _alike(kind: type[amanda.Tool]) -> amanda.Tool:
-    """Return a tool that stands for the others that are made here."""
+def _interchangeable_tool(kind: type[amanda.Tool]) -> amanda.Tool:
+    """Return a tool of a class that stands for all tools returned here: a scope applies one of them."""
     built: amanda.Tool = type(kind.__name__, (kind,), {"stands_for": lambda _: "alike"})()
     return built
 
 
-def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:
-    """Return a tool that logs its name before, and after, a backward op."""
+def _logging_tool(name: str, op: str, log: list[str]) -> amanda.Tool:
+    """Return a tool that logs its name before, and after, a backward op; b and e stand for each other."""
 
     def before(context: OpContext) -> None:
         context.insert_before_backward_op(lambda *_: log.append(name))
@@ -289,16 +294,17 @@ def _passing(name: str, only: str, log: list[str]) -> amanda.Tool:
     def after(context: OpContext) -> None:
         context.insert_after_backward_op(lambda *_: log.append(f"{name} after"))
 
-    built = add_routine(_alike(amanda.Tool) if name in "be" else amanda.Tool(), before, only, backward=True)
-    return add_routine(built, after, only, backward=True, require_outputs=True)
+    logging = _interchangeable_tool(amanda.Tool) if name in "be" else amanda.Tool()
+    add_routine(logging, before, op, backward=True)
+    return add_routine(logging, after, op, backward=True, require_outputs=True)
 
 
 @contextmanager
-def _scope(tools: dict[str, amanda.Tool], names: str, cache: bool) -> Iterator[None]:
-    """Open scopes of the tools with these names, within each other at ">"."""
+def _nested_scopes(tools: dict[str, amanda.Tool], names: str, cache: bool) -> Iterator[None]:
+    """Open scopes of tools by their letters, as "t>u": ">" begins a scope within."""
     with ExitStack() as scopes:
-        for several in names.split(">"):
-            scopes.enter_context(amanda.apply(*map(tools.__getitem__, several)))
+        for scope_names in names.split(">"):
+            scopes.enter_context(amanda.apply(*(tools[name] for name in scope_names)))
         if not cache:
             scopes.enter_context(amanda.cache_disabled())
         yield

@@ -204,14 +204,18 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
                 )  # about threads of the framework, which the child leaves alone
                 child = os.fork()
             if child == 0:  # pragma: no cover
-                _child(sample, relu)
+                _check_in_child(sample, relu)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
             sample.relu(x)
         assert len(relu.ids) == 2
 
 
-def _child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
-    """Check in a forked child that the scope is closed and that others can open; exit with a status."""
+def _check_in_child(sample: Sample, relu: Executed) -> None:  # pragma: no cover
+    """Check in a forked child that the scope is closed and that others can open; exit with a status.
+
+    0: as expected.  1: an exception.  2, 3, 4: the tool has seen an op outside of scopes, or in another
+    tool's, or has not seen one in its own.
+    """
     gc.disable()  # what frameworks of earlier tests have left needs threads that a child lacks
     status = 1
     try:
@@ -289,14 +293,15 @@ class ThreadTests(Rung, title="threads", implement=("attach", "bind_to_current_p
         assert len(relu.ids) == 3
 
     def test_routines_of_a_tool_run_one_at_a_time(self, sample: Sample) -> None:
-        running, most = [0], [0]
+        running_count = most_running = 0
 
         def routine(_: Any) -> None:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
+            nonlocal running_count, most_running
+            running_count += 1
+            most_running = max(most_running, running_count)
             # Long enough for the other threads to come to the same routine.
             time.sleep(0.002)
-            running[0] -= 1
+            running_count -= 1
 
         x = sample.tensor([1.0])
 
@@ -316,7 +321,7 @@ class ThreadTests(Rung, title="threads", implement=("attach", "bind_to_current_p
                     thread.join()
         finally:
             sys.setswitchinterval(interval)
-        assert most == [1]
+        assert most_running == 1
 
 
 def _in_thread(function: Callable[[], Any]) -> None:
@@ -342,14 +347,14 @@ class _Worker(threading.Thread):
         self.join()
 
     def call(self, function: Callable[[], Any]) -> None:
-        """Call a function on the thread; what it raises is raised here."""
+        """Call a function on the thread, and wait; raise what it raises."""
         self._tasks.put(function)
         error = self._done.get(timeout=60)
         if error is not None:
             raise error
 
     def run(self) -> None:
-        """Work until there is no more."""
+        """Call the functions from the queue until None comes; report each one's exception, or None."""
         while (work := self._tasks.get()) is not None:
             try:
                 work()

@@ -101,7 +101,11 @@ class TransformTests(
     @needs("vmap", "batched_values")
     def test_a_number_of_a_batched_value_is_an_error_with_the_remedy(self, sample: Sample) -> None:
         relu = sample.op_name("relu")
-        reading = inserter("insert_before_op", relu, lambda x: sample.numbers(x) and None)
+
+        def read_numbers(x: Any) -> None:
+            sample.numbers(x)
+
+        reading = inserter("insert_before_op", relu, read_numbers)
         with pytest.raises(Exception) as caught, amanda.apply(reading):  # noqa: PT011 - the framework's own
             sample.vmap(relu_of(sample))(sample.tensor(NUMBERS))
         text = "\n".join(notes(caught.value))
@@ -149,11 +153,11 @@ GRADIENTS = {
     "insert_after_op": [1.0, 0.0, 1.0],
     "replace_op": [3.0, 3.0, 3.0],
 }
-"""Its derivative at each of `NUMBERS`."""
+"""Derivatives of `relu` at each of `NUMBERS` with each routine."""
 
 
 def assert_computed(sample: Sample, program: Callable[[], Any], expected: dict[str, list[float]]) -> None:
-    """Check what a program computes with each of the routines at `relu`, at the analysis and after it."""
+    """Check the numbers of a program with each of ROUTINES at `relu`, when analysed and after that."""
     for action, numbers in expected.items():
         with amanda.apply(inserter(action, sample.op_name("relu"), ROUTINES[action])):  # type: ignore[arg-type]
             results = [sample.numbers(program()) for _ in range(2)]
@@ -161,7 +165,10 @@ def assert_computed(sample: Sample, program: Callable[[], Any], expected: dict[s
 
 
 def assert_gradients_changed(sample: Sample, program: Callable[[], Any], bare: list[float]) -> None:
-    """Check the gradients of `relu` that routines at its backward op change and replace."""
+    """Check the gradients of `relu` that routines at its backward op change and replace.
+
+    bare: the gradients without tools, of a program that sums the results of `relu`.
+    """
     changed = [5.0 * number for number in bare]
     replaced = [7.0] * len(bare)
     for action, routine, numbers in (

@@ -52,35 +52,39 @@ class FailureTests(
         assert notes(instrumented.value) == notes(plain.value)
 
     def test_an_exception_of_an_analysis_reaches_the_user_as_itself(self, sample: Sample, point: int) -> None:
-        backward = "backward" in POINTS[point]
+        is_backward = "backward" in POINTS[point]
         ids: list[int] = []
 
         def analysis(context: Any) -> None:
-            ids.append(context.get_backward_op_id() if backward else context.get_op_id())
+            ids.append(context.get_backward_op_id() if is_backward else context.get_op_id())
             _raise_mistake()
 
-        name = sample.relu_backward if backward else sample.op_name("relu")
-        failing = add_routine(Faulty(), analysis, name, **POINTS[point])
-        after = "after" if "require_outputs" in POINTS[point] else "before"
-        at = f"{after}_{'backward' if backward else 'forward'}_op"
-        self._check(sample, failing, name, at, ids)
+        op = sample.relu_backward if is_backward else sample.op_name("relu")
+        failing = add_routine(Faulty(), analysis, op, **POINTS[point])
+        position = "after" if "require_outputs" in POINTS[point] else "before"
+        point_name = f"{position}_{'backward' if is_backward else 'forward'}_op"
+        self._check_error(sample, failing, op, point_name, ids)
 
     def test_an_exception_of_a_routine_reaches_the_user_as_itself(
         self, sample: Sample, insertion: str
     ) -> None:
-        backward = "backward" in insertion
+        is_backward = "backward" in insertion
         ids: list[int] = []
 
         def analysis(context: Any) -> None:
-            ids.append(context.get_backward_op_id() if backward else context.get_op_id())
+            ids.append(context.get_backward_op_id() if is_backward else context.get_op_id())
             getattr(context, insertion)(_raise_mistake)
 
-        name = sample.relu_backward if backward else sample.op_name("relu")
-        self._check(sample, add_routine(Faulty(), analysis, name, backward=backward), name, insertion, ids)
+        op = sample.relu_backward if is_backward else sample.op_name("relu")
+        failing = add_routine(Faulty(), analysis, op, backward=is_backward)
+        self._check_error(sample, failing, op, insertion, ids)
 
     @staticmethod
-    def _check(sample: Sample, failing: amanda.Tool, name: str, at: str, ids: list[int]) -> None:
-        """Check that the error is the tool's own, with one note that names tool, place, op and line."""
+    def _check_error(sample: Sample, failing: amanda.Tool, op: str, point: str, ids: list[int]) -> None:
+        """Check that a tool's error at relu, in module "part" of a model, reaches the user as itself.
+
+        Its one note names tool, point, op, op id, module and line.  ids: those of the analysed ops.
+        """
         inner = sample.module(lambda x: sample.relu(x))
         outer = sample.module(lambda x: inner(x))
         outer.part = inner
@@ -92,8 +96,8 @@ class FailureTests(
         # One note, though the error passed two modules and a backward pass.
         (note,) = notes(caught.value)
         assert "Faulty" in note
-        assert at in note
-        assert name in note
+        assert point in note
+        assert op in note
         assert f"{ids[0]:#018x}" in note
         assert "module part" in note
         assert re.search(rf"{re.escape(__file__)}:\d+", note)
@@ -118,10 +122,10 @@ class FailureTests(
         self, sample: Sample, point: int
     ) -> None:
         plain = trained_bits(sample)
-        before = _framework(sample)
+        before = _framework_attributes(sample)
         with pytest.raises(ZeroDivisionError), amanda.apply(tool(_divide_by_zero, **POINTS[point])):
             trained_bits(sample)
-        assert _changes(sample, before) == []
+        assert _changed_attributes(sample, before) == []
         assert trained_bits(sample) == plain
         with amanda.apply(no_op_tool()):
             assert trained_bits(sample) == plain
@@ -131,11 +135,11 @@ class FailureTests(
     ) -> None:
         plain = trained_bits(sample)
         name = sample.relu_backward if "backward" in insertion else sample.op_name("relu")
-        before = _framework(sample)
+        before = _framework_attributes(sample)
         failing = inserter(insertion, name, _divide_by_zero)
         with pytest.raises(ZeroDivisionError), amanda.apply(failing):
             trained_bits(sample)
-        assert _changes(sample, before) == []
+        assert _changed_attributes(sample, before) == []
         assert interceptor.active() is None
         assert trained_bits(sample) == plain
         with amanda.apply(no_op_tool()):
@@ -209,16 +213,16 @@ class TransparencyTests(
                 tensors.append(sample.gradient(x))
             return [sample.bits(tensor) for tensor in tensors]
 
-        kind = type(sample.running_statistics()[0])
+        statistics_type = type(sample.running_statistics()[0])
 
-        def fresh(*values: Any) -> list[Any]:
+        def copy_statistics(*values: Any) -> list[Any]:
             """Return equal new tensors for the statistics, and the other values as they are."""
-            return [value * 1.0 if type(value) is kind else value for value in values]
+            return [value * 1.0 if type(value) is statistics_type else value for value in values]
 
-        plain, name = normalized(), sample.op_name("batch_norm")
-        for looking in (no_op_tool(), inserter("insert_before_op", name, fresh)):
-            with amanda.apply(looking):
-                assert normalized() == plain, (
+        plain_bits, op = normalized(), sample.op_name("batch_norm")
+        for changing_nothing in (no_op_tool(), inserter("insert_before_op", op, copy_statistics)):
+            with amanda.apply(changing_nothing):
+                assert normalized() == plain_bits, (
                     "results, statistics and gradient differ: `Call.written_positions` has the positions of "
                     "the inputs that an op updates"
                 )
@@ -227,12 +231,12 @@ class TransparencyTests(
         model, x = sample.model(), sample.tensor([[1.0, 2.0, 3.0]], requires_grad=True)
         sample.backward(model(x))
         objects = [model, model.first, model.first.weight, x]
-        plain = [_visible(value) for value in [*objects, model(x)]]
+        plain = [_visible_parts(value) for value in [*objects, model(x)]]
         with amanda.apply(no_op_tool()):
             result = model(x)
             sample.backward(result)
-            assert [_visible(value) for value in [*objects, result]] == plain
-        assert [_visible(value) for value in [*objects, result]] == plain
+            assert [_visible_parts(value) for value in [*objects, result]] == plain
+        assert [_visible_parts(value) for value in [*objects, result]] == plain
 
     @needs("pickles")
     def test_models_are_copied_and_pickled_in_a_scope(self, sample: Sample) -> None:
@@ -247,10 +251,10 @@ class TransparencyTests(
         trained_bits(sample)
         with amanda.apply(no_op_tool()):
             trained_bits(sample)
-        before = _framework(sample)
+        before = _framework_attributes(sample)
         with amanda.apply(no_op_tool()):
             trained_bits(sample)
-        assert _changes(sample, before) == []
+        assert _changed_attributes(sample, before) == []
 
     def test_the_self_test_of_the_driver_passes(self, sample: Sample) -> None:
         with amanda.apply(amanda.Tool()):
@@ -302,7 +306,7 @@ class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "
     def test_a_plan_dies_with_its_tool(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
-        recorder = tool(lambda context: _keep(context, references), sample.op_name("linear"))
+        recorder = tool(lambda context: _store_referent(context, references), sample.op_name("linear"))
         with amanda.apply(recorder):
             model(x)
         del recorder
@@ -312,21 +316,23 @@ class MemoryTests(Rung, title="memory", implement=("detach_value", "describe", "
     def test_a_plan_dies_with_its_model(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         model, x = sample.model(), sample.input()
-        recorder = tool(lambda context: _keep(context, references))
+        recorder = tool(lambda context: _store_referent(context, references))
         add_routine(
             recorder, lambda context: context.insert_before_backward_op(lambda *_: None), backward=True
         )
         with amanda.apply(recorder):
             sample.backward(model(x))
-            of_model = references[:3]
+            model_references = references[:3]  # two layers and a relu; then come the ops of `backward`
             del model
             free_garbage(sample)
-            assert [reference() for reference in of_model] == [None, None, None]
+            assert [reference() for reference in model_references] == [None, None, None]
 
     def test_a_plan_dies_with_its_parameter(self, sample: Sample) -> None:
         references: list[weakref.ref[Referent]] = []
         weight, x = sample.parameter([[1.0]]), sample.tensor([[2.0]])
-        with amanda.apply(tool(lambda context: _keep(context, references), sample.op_name("linear"))):
+        with amanda.apply(
+            tool(lambda context: _store_referent(context, references), sample.op_name("linear"))
+        ):
             sample.linear(x, weight)
             del weight
             free_garbage(sample)
@@ -371,52 +377,52 @@ def _divide_by_zero(*_: Any, **__: Any) -> Any:
     raise ZeroDivisionError("a tool's own mistake")
 
 
-def _keep(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
-    """Store an object in the context that dies with the plan, and a reference to it."""
-    # In the context, which lives exactly as long as the plan.
+def _store_referent(context: OpContext, references: list[weakref.ref[Referent]]) -> None:
+    """Store an object in the context, which lives as long as the plan; add a weak reference to the list."""
     value = context["kept"] = Referent()
     references.append(weakref.ref(value))
     context.insert_before_op(lambda *_: None)
 
 
-def _visible(value: Any) -> Any:
-    """Return what Python shows of an object: type, attributes, hooks."""
-    values = getattr(value, "__dict__", {})
-    hooks = {name: len(value) for name, value in values.items() if isinstance(value, dict)}
-    return type(value), sorted(values), sorted(dir(value)), hooks
+def _visible_parts(value: Any) -> Any:
+    """Return what Python shows of an object: type, names of attributes, lengths of dicts, as of hooks."""
+    attributes = getattr(value, "__dict__", {})
+    lengths = {name: len(content) for name, content in attributes.items() if isinstance(content, dict)}
+    return type(value), sorted(attributes), sorted(dir(value)), lengths
 
 
-def _framework(sample: Sample) -> dict[Any, dict[str, Any]]:
-    """Return the attributes of a framework's modules and classes."""
+def _framework_attributes(sample: Sample) -> dict[Any, dict[str, Any]]:
+    """Return the attributes of a framework's modules, by their names, and of its classes, by themselves."""
     root = sample.driver.framework
     attributes: dict[Any, dict[str, Any]] = {}
-    for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and (name == root or name.startswith(f"{root}.")):
-            attributes[name] = dict(vars(module))
+    for module_name, module in list(sys.modules.items()):
+        is_inside = module_name == root or module_name.startswith(f"{root}.")
+        if is_inside and isinstance(module, types.ModuleType):
+            attributes[module_name] = dict(vars(module))
             for value in list(vars(module).values()):
-                if issubclass(type(value), type) and _home(value).startswith(root):
+                # By `type`, since `isinstance` would ask the value, and a lazy one would load something.
+                if issubclass(type(value), type) and _module_name(value).startswith(root):
                     attributes[value] = dict(vars(value))
     return attributes
 
 
-def _home(kind: type) -> str:
-    """Name of the module that a class is of; some of native code have none."""
+def _module_name(kind: type) -> str:
+    """Return the name of the module that a class is of; "" for those of native code that have none."""
     return str(getattr(kind, "__module__", ""))
 
 
-def _changes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[Any]:
-    """Return the attributes that are not as they were."""
-    after = _framework(sample)
-    # A framework's own counters and caches change while it runs.
-    mutable = (int, float, bool, str, tuple, type(None), dict, list)
-    return [
-        (holder, name)
-        for holder, names in before.items()
-        for name, value in names.items()
-        if name not in sample.lasting_patches
-        and (
-            holder not in after
-            or name not in after[holder]
-            or (after[holder][name] is not value and not isinstance(value, mutable))
-        )
-    ]
+def _changed_attributes(sample: Sample, before: dict[Any, dict[str, Any]]) -> list[tuple[Any, str]]:
+    """Return holder and name of each attribute that is absent or another object than before.
+
+    Counters and caches of the framework, which change while it runs, and `lasting_patches` are left out.
+    """
+    after = _framework_attributes(sample)
+    counters_and_caches = (int, float, bool, str, tuple, type(None), dict, list)
+    changed = []
+    for holder, attributes in before.items():
+        for name, value in attributes.items():
+            is_present = holder in after and name in after[holder]
+            is_same = is_present and (after[holder][name] is value or isinstance(value, counters_and_caches))
+            if not is_same and name not in sample.lasting_patches:
+                changed.append((holder, name))
+    return changed

@@ -30,7 +30,7 @@ class Tensor:
     ) -> None:
         if len(numbers) != prod(shape):
             raise ValueError(f"{len(numbers)} numbers do not fill shape {tuple(shape)}")
-        self.numbers = rounded(numbers, dtype)
+        self.numbers = numbers_in_dtype(numbers, dtype)
         self.shape = tuple(shape)
         self.dtype = dtype
         self.requires_grad = requires_grad
@@ -54,14 +54,14 @@ class Tensor:
         return Tensor(self.numbers, self.shape, dtype)
 
     def assign(self, tensor: Tensor) -> None:
-        """Take the numbers of another tensor of this shape."""
+        """Take the numbers of another tensor of this shape, in this dtype; count the write in `version`."""
         if tensor.shape != self.shape:
             raise ValueError(f"shape {tensor.shape} does not fit into {self.shape}")
-        self.numbers = rounded(tensor.numbers, self.dtype)
+        self.numbers = numbers_in_dtype(tensor.numbers, self.dtype)
         self.version += 1
 
     def backward(self) -> None:
-        """Give every leaf that this number was made from its gradient."""
+        """Add the gradient of the sum of the numbers to each leaf that the tensor was computed from."""
         run_backward([self], [Tensor([1.0] * len(self.numbers), self.shape, self.dtype)])
 
     def __add__(self, other: Tensor | Number) -> Tensor:
@@ -95,20 +95,20 @@ class Parameter(Tensor):
 
 
 def tensor(nested: Any, dtype: str = "float64", requires_grad: bool = False) -> Tensor:
-    """A tensor of nested lists of numbers."""
+    """Return a tensor of nested lists of numbers, or of one number."""
     shape: list[int] = []
-    level = nested
-    while isinstance(level, (list, tuple)):
-        shape.append(len(level))
-        level = level[0]
-    flat = [nested] if not shape else list(nested)
-    for _ in shape[1:]:
-        flat = [number for row in flat for number in row]
-    return Tensor(flat, shape, dtype, requires_grad)
+    first = nested
+    while isinstance(first, (list, tuple)):
+        shape.append(len(first))
+        first = first[0]
+    numbers = list(nested) if shape else [nested]
+    for _ in shape[1:]:  # each round removes one level of lists
+        numbers = [item for row in numbers for item in row]
+    return Tensor(numbers, shape, dtype, requires_grad)
 
 
-def rounded(numbers: Sequence[Number], dtype: str) -> list[Any]:
-    """The numbers as their type holds them."""
+def numbers_in_dtype(numbers: Sequence[Number], dtype: str) -> list[Any]:
+    """Return numbers as tensors of a dtype hold them: rounded, cut to integers, or complex."""
     if dtype == "complex128":
         return [complex(number) for number in numbers]
     if dtype == "int64":
@@ -116,23 +116,23 @@ def rounded(numbers: Sequence[Number], dtype: str) -> list[Any]:
     return array(_TYPE_CODES[dtype], [number.real for number in numbers]).tolist()
 
 
-def mapped(function: Callable[..., Number], first: Tensor, *operands: Tensor | Number) -> Tensor:
-    """A function of numbers, elementwise; plain numbers go with every element."""
-    columns = [
-        tensor.numbers if isinstance(tensor, Tensor) else [tensor] * len(first.numbers) for tensor in operands
+def apply_elementwise(function: Callable[..., Number], first: Tensor, *operands: Tensor | Number) -> Tensor:
+    """Return a function of numbers for each element of tensors of one shape; plain numbers are repeated."""
+    operand_numbers = [
+        operand.numbers if isinstance(operand, Tensor) else [operand] * len(first.numbers)
+        for operand in operands
     ]
-    for tensor in operands:
-        if isinstance(tensor, Tensor) and tensor.shape != first.shape:
-            raise ValueError(f"shapes {first.shape} and {tensor.shape} differ")
-    return Tensor(
-        [function(*row) for row in zip(first.numbers, *columns, strict=True)], first.shape, first.dtype
-    )
+    for operand in operands:
+        if isinstance(operand, Tensor) and operand.shape != first.shape:
+            raise ValueError(f"shapes {first.shape} and {operand.shape} differ")
+    numbers = [function(*elements) for elements in zip(first.numbers, *operand_numbers, strict=True)]
+    return Tensor(numbers, first.shape, first.dtype)
 
 
 Gradients = Sequence[Tensor | None]
 Formula = Callable[[Gradients], Gradients]
 
-# Shared by all threads: a driver tells an operator's nodes by two readings of it.
+# Shared by all threads: a driver knows an operator's nodes by a number before and one after its call.
 _numbers = count(1)
 
 
@@ -152,8 +152,8 @@ class Node:
     """One step of the tape: from the gradients of its outputs to those of its inputs.
 
     edges: for each input the node that its gradient goes to, and which output of that node it is.
-    number: grows in the order of making.  metadata: for whoever watches.
-    pre_hooks, hooks: called with (grad_outputs), (grad_inputs, grad_outputs); may give others.
+    outputs: how many there are.  number: grows in the order of making.  metadata: a driver's.
+    pre_hooks, hooks: called with (grad_outputs), (grad_inputs, grad_outputs); return others, or None.
     """
 
     def __init__(
@@ -169,14 +169,14 @@ class Node:
 
 
 class AccumulateGrad(Node):
-    """The end of the tape at a leaf."""
+    """The end of the tape at a leaf, which stores the leaf's gradient."""
 
     def __init__(self, leaf: Tensor) -> None:
         super().__init__([], self._accumulate, 1, 0)  # made when first needed, and so in no order
         self.leaf = leaf
 
     def _accumulate(self, grads: Gradients) -> Gradients:
-        """Add the gradient to the leaf's."""
+        """Add the gradient, the only one in `grads`, to the leaf's; there are no inputs with gradients."""
         (grad,) = grads
         if grad is not None:
             self.leaf.grad = _sum_of(self.leaf.grad, grad)
@@ -196,12 +196,12 @@ def is_grad_enabled() -> bool:
 
 @contextmanager
 def _grad_mode(enabled: bool) -> Iterator[None]:
-    """Switch whether operators leave nodes on this thread."""
-    before, _mode.enabled = _mode.enabled, enabled
+    """Enter a context in which operators leave nodes on this thread, or leave none."""
+    outer_mode, _mode.enabled = _mode.enabled, enabled
     try:
         yield
     finally:
-        _mode.enabled = before
+        _mode.enabled = outer_mode
 
 
 def no_grad() -> Any:
@@ -215,7 +215,10 @@ def enable_grad() -> Any:
 
 
 def record(name: str, inputs: Sequence[Any], outputs: Sequence[Tensor], formula: Formula) -> None:
-    """Leave a node for outputs made from inputs, if any of these requires a gradient."""
+    """Leave a node on the tape for outputs made from inputs, if the mode is on and one requires a gradient.
+
+    name: of the node's type.  formula: returns the gradients of the inputs for those of the outputs.
+    """
     edges = [_edge(value) for value in inputs]
     # Without an edge there is no leaf to reach, so no node is needed.
     if not _mode.enabled or not any(edges):
@@ -226,7 +229,10 @@ def record(name: str, inputs: Sequence[Any], outputs: Sequence[Tensor], formula:
 
 
 def _edge(value: Any) -> tuple[Node, int] | None:
-    """Return the node and slot to which a tensor's gradient goes; None where it needs none."""
+    """Return the node to which a tensor's gradient goes, and which of its outputs the tensor is.
+
+    None for a value that needs no gradient; a leaf gets its node here.
+    """
     if not isinstance(value, Tensor) or not value.requires_grad:
         return None
     if value.node is not None:
@@ -238,30 +244,33 @@ def _edge(value: Any) -> tuple[Node, int] | None:
 
 
 def run_backward(outputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Walk the tape backwards from outputs with these gradients."""
-    grads_of: dict[Node, list[Tensor | None]] = {}
+    """Walk the tape backwards from outputs with these gradients; leaves at its ends get theirs.
+
+    Raises RuntimeError for an output that requires no gradient.
+    """
+    grads_by_node: dict[Node, list[Tensor | None]] = {}
     for output, grad in zip(outputs, grads, strict=True):
         edge = _edge(output)
         if edge is None:
             raise RuntimeError("the tensor does not require a gradient")
-        _add_gradient(grads_of, edge, grad)
+        _add_gradient(grads_by_node, edge, grad)
     # A node runs once all gradients of its outputs have come, so they are counted first.
-    missing_counts = _incoming_counts(list(grads_of))
-    ready = [node for node in grads_of if not missing_counts[node]]
+    missing_counts = _incoming_counts(list(grads_by_node))
+    ready_nodes = [node for node in grads_by_node if not missing_counts[node]]
     with no_grad():
-        while ready:
-            node = ready.pop()
-            grad_inputs = _run_node(node, grads_of.pop(node))
+        while ready_nodes:
+            node = ready_nodes.pop()
+            grad_inputs = _run_node(node, grads_by_node.pop(node))
             for edge, grad_input in zip(node.edges, grad_inputs, strict=True):
                 if edge is None:
                     continue
                 if grad_input is not None:
-                    _add_gradient(grads_of, edge, grad_input)
+                    _add_gradient(grads_by_node, edge, grad_input)
                 next_node, _ = edge
                 missing_counts[next_node] -= 1
                 if not missing_counts[next_node]:
-                    grads_of.setdefault(next_node, [None] * next_node.outputs)
-                    ready.append(next_node)
+                    grads_by_node.setdefault(next_node, [None] * next_node.outputs)
+                    ready_nodes.append(next_node)
 
 
 def _run_node(node: Node, grad_outputs: Gradients) -> Gradients:
@@ -290,11 +299,13 @@ def _incoming_counts(roots: list[Node]) -> dict[Node, int]:
     return counts
 
 
-def _add_gradient(grads_of: dict[Node, list[Tensor | None]], edge: tuple[Node, int], grad: Tensor) -> None:
+def _add_gradient(
+    grads_by_node: dict[Node, list[Tensor | None]], edge: tuple[Node, int], grad: Tensor
+) -> None:
     node, slot = edge
-    grads = grads_of.setdefault(node, [None] * node.outputs)
+    grads = grads_by_node.setdefault(node, [None] * node.outputs)
     grads[slot] = _sum_of(grads[slot], grad)
 
 
 def _sum_of(total: Tensor | None, gradient: Tensor) -> Tensor:
-    return gradient.detach() if total is None else mapped(lambda a, b: a + b, total, gradient)
+    return gradient.detach() if total is None else apply_elementwise(lambda a, b: a + b, total, gradient)

@@ -1,4 +1,4 @@
-"""Graphs of the fake framework: a function is traced once for each form of its arguments, and then run.
+"""Graphs of the fake framework: a function is traced once for each form of its arguments, then runs.
 
 A graph is a list of nodes, each of which calls an operator on values by name. Nothing is differentiated.
 """
@@ -30,10 +30,11 @@ class GraphNode(NamedTuple):
 
 
 class OpGraph:
-    """Nodes in the order in which they run.
+    """A graph: its nodes in the order in which they run.
 
     inputs: names of the values that a run is given.  constants: values that every run has, by name.
     outputs: the name of what a run gives, or a tuple of names.
+    _path: the attributes that hold the functions that are being traced.
     """
 
     def __init__(self) -> None:
@@ -44,31 +45,31 @@ class OpGraph:
         self._path: list[str] = []
 
     def run(self, values: Sequence[Tensor]) -> Any:
-        """Return what the graph computes of the values of its inputs."""
+        """Run the nodes on values of the graph's inputs; return its outputs."""
         values_by_name = {**self.constants, **dict(zip(self.inputs, values, strict=True))}
         with no_grad():
             for node in self.nodes:
                 values_by_name.update(compute(node, values_by_name))
-        return fill_names(self.outputs, values_by_name)
+        return values_of_names(self.outputs, values_by_name)
 
     def add(self, op: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """Add a node; the values that it gives."""
-        frames = [item for item in traceback.extract_stack() if item.filename != __file__]
+        """Add a node that calls an operator from the caller's line; return the symbols of its outputs."""
+        caller = [frame for frame in traceback.extract_stack() if frame.filename != __file__][-1]
         name = f"{op.__name__}_{len(self.nodes)}"
         output_names = (f"{name}:0", f"{name}:1") if op is _operators.split else (name,)
         inputs = tuple(map(self._name_of, args))
-        source = f"{frames[-1].filename}:{frames[-1].lineno}"
+        source = f"{caller.filename}:{caller.lineno}"
         self.nodes.append(GraphNode(op, inputs, output_names, name, ".".join(self._path), source))
-        results = [TracedValue(self, item) for item in output_names]
-        return _operators.Halves(*results) if len(results) > 1 else results[0]  # type: ignore[arg-type]
+        symbols = [TracedValue(self, output_name) for output_name in output_names]
+        return _operators.Halves(*symbols) if len(symbols) > 1 else symbols[0]  # type: ignore[arg-type]
 
     def trace(self, function: Callable[..., Any], args: Sequence[Any]) -> OpGraph:
-        """Add what a function does; its tensors are the graph's inputs."""
+        """Add the operators that a function calls, with its tensor arguments as inputs; return the graph."""
         self.outputs = self._name_of(function(*map(self._symbol_of_argument, args)))
         return self
 
     def _symbol_of_argument(self, value: Any) -> Any:
-        """Return a symbol for a tensor argument; other arguments as they are."""
+        """Return a symbol for a tensor argument, a new input of the graph; other arguments as they are."""
         if isinstance(value, list):
             return [self._symbol_of_argument(item) for item in value]
         if not _is_graph_input(value):
@@ -77,7 +78,10 @@ class OpGraph:
         return TracedValue(self, self.inputs[-1])
 
     def _name_of(self, value: Any) -> Any:
-        """Return the name of a symbol; store a tensor as a constant under a name."""
+        """Return the name of a symbol, or of a tensor, which becomes a constant; also in tuples and lists.
+
+        Any other value is returned as it is.
+        """
         if isinstance(value, TracedValue):
             return value.name
         if isinstance(value, tuple):
@@ -93,7 +97,7 @@ class OpGraph:
 
 
 class TracedValue:
-    """A value of a graph that is traced."""
+    """A symbol: a value of a graph that is traced, without numbers."""
 
     def __init__(self, graph: OpGraph, name: str) -> None:
         self.graph = graph
@@ -132,7 +136,7 @@ class TracedFunction:
 
     def __call__(self, *args: Any) -> Any:
         """Run the graph for arguments of this form; within a trace, call the function itself."""
-        graph = next((item.graph for item in _flat(args) if isinstance(item, TracedValue)), None)
+        graph = next((item.graph for item in _flatten_lists(args) if isinstance(item, TracedValue)), None)
         if graph is not None:
             outer_path = graph._path
             graph._path = [*outer_path, self.scope] if self.scope else outer_path
@@ -145,29 +149,32 @@ class TracedFunction:
         with self.lock:  # threads may call it for the first time at once
             if key not in self.graphs:
                 self.graphs[key] = OpGraph().trace(self.function, args)
-        return self.graphs[key].run([item for item in _flat(args) if _is_graph_input(item)])
+        return self.graphs[key].run([item for item in _flatten_lists(args) if _is_graph_input(item)])
 
 
 def operator(op: Callable[..., Any]) -> TracedFunction:
     """Return an operator as a function: a call of it with tensors runs a graph of one node."""
     return TracedFunction(
-        lambda *args: next(item.graph for item in _flat(args) if isinstance(item, TracedValue)).add(op, args)
+        lambda *args: next(item.graph for item in _flatten_lists(args) if isinstance(item, TracedValue)).add(
+            op, args
+        )
     )
 
 
 def compute(node: GraphNode, values_by_name: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a node gives, by name."""
-    results = node.op(*(fill_names(item, values_by_name) for item in node.inputs))
+    results = node.op(*(values_of_names(item, values_by_name) for item in node.inputs))
     return dict(zip(node.outputs, results if len(node.outputs) > 1 else [results], strict=True))
 
 
-def fill_names(names: Any, values_by_name: Mapping[str, Any]) -> Any:
-    """Names as their values, in the same form; what is not a name, as it is."""
+def values_of_names(names: Any, values_by_name: Mapping[str, Any]) -> Any:
+    """Return the values of names, also in tuples and lists; any other item as it is."""
     if isinstance(names, tuple):
-        values = [fill_names(item, values_by_name) for item in names]
+        values = [values_of_names(item, values_by_name) for item in names]
+        # A pair is the result of `split`.
         return _operators.Halves(*values) if len(values) == 2 else tuple(values)
     if isinstance(names, list):
-        return [fill_names(item, values_by_name) for item in names]
+        return [values_of_names(item, values_by_name) for item in names]
     return values_by_name[names] if isinstance(names, str) else names
 
 
@@ -175,7 +182,7 @@ def _is_graph_input(value: Any) -> bool:
     return isinstance(value, Tensor) and not isinstance(value, Parameter)
 
 
-def _flat(values: Sequence[Any]) -> list[Any]:
+def _flatten_lists(values: Sequence[Any]) -> list[Any]:
     return [item for value in values for item in (value if isinstance(value, list) else [value])]
 
 

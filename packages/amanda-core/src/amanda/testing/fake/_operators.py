@@ -1,4 +1,4 @@
-"""The operators, each of which leaves a node on the tape; and modules and checkpoints, which call them."""
+"""The fake framework's operators, which leave nodes on the tape; modules and checkpoints that call them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from amanda.testing.fake._autograd import (
     Number,
     Parameter,
     Tensor,
+    apply_elementwise,
     enable_grad,
     is_grad_enabled,
-    mapped,
     no_grad,
     record,
 )
@@ -27,8 +27,8 @@ class Halves(NamedTuple):
 
 
 def add(input: Tensor, other: Tensor | Number, *, out: Tensor | None = None) -> Tensor:
-    """input + other, elementwise."""
-    result = mapped(lambda a, b: a + b, input, other)
+    """Return input + other, elementwise; with `out`, write the sum there, off the tape."""
+    result = apply_elementwise(lambda a, b: a + b, input, other)
     if out is not None:
         out.assign(result)
         return out
@@ -37,10 +37,10 @@ def add(input: Tensor, other: Tensor | Number, *, out: Tensor | None = None) -> 
 
 
 def add_(input: Tensor, other: Tensor | Number) -> Tensor:
-    """Add to input in place."""
+    """Add to input in place; an error for a leaf that requires a gradient, while nodes are left."""
     if input.requires_grad and input.is_leaf and is_grad_enabled():
         raise RuntimeError("a leaf that requires a gradient is written in place")
-    result = mapped(lambda a, b: a + b, input, other)
+    result = apply_elementwise(lambda a, b: a + b, input, other)
     # The node leads to the tensor's history from before the write.
     inputs = [input.detach() if not input.requires_grad else _alias(input), other]
     input.assign(result)
@@ -56,7 +56,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 def mul(input: Tensor, other: Tensor | Number) -> Tensor:
     """input * other, elementwise."""
-    result = mapped(lambda a, b: a * b, input, other)
+    result = apply_elementwise(lambda a, b: a * b, input, other)
     # Off the tape, and copies: what is written in place later must not change the gradient.
     a, b = input.detach(), other.detach() if isinstance(other, Tensor) else other
 
@@ -71,7 +71,7 @@ def mul(input: Tensor, other: Tensor | Number) -> Tensor:
 
 def muladd(input: Tensor, other: Tensor) -> Tensor:
     """input * other + input: an operator that leaves two nodes."""
-    product = mapped(lambda a, b: a * b, input, other)
+    product = apply_elementwise(lambda a, b: a * b, input, other)
     a, b = input.detach(), other.detach()
 
     def backward(grads: Gradients) -> Gradients:
@@ -79,7 +79,7 @@ def muladd(input: Tensor, other: Tensor) -> Tensor:
         return _product(grad, b), _product(grad, a)
 
     record("MulBackward", [input, other], [product], backward)
-    result = mapped(lambda a, b: a + b, product, input)
+    result = apply_elementwise(lambda a, b: a + b, product, input)
     record("AddBackward", [product, input], [result], lambda grads: (grads[0], grads[0]))
     return result
 
@@ -100,28 +100,26 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 
 def relu(input: Tensor) -> Tensor:
     """Return the numbers above zero, and zero in the place of the others."""
-    result = mapped(lambda a: a if a > 0 else a * 0, input)
-    above = mapped(lambda a: 1 if a > 0 else 0, input)
+    result = apply_elementwise(lambda a: a if a > 0 else a * 0, input)
+    above = apply_elementwise(lambda a: 1 if a > 0 else 0, input)
     record("ReluBackward", [input], [result], lambda grads: (_product(grads[0], above),))
     return result
 
 
 def split(input: Tensor) -> Halves:
     """Return the two halves along the first axis."""
-    middle, size = input.shape[0] // 2, len(input.numbers) // input.shape[0]
-    trailing = input.shape[1:]
+    middle, row_size = input.shape[0] // 2, len(input.numbers) // input.shape[0]
+    trailing, shape = input.shape[1:], input.shape
     halves = Halves(
-        Tensor(input.numbers[: middle * size], (middle, *trailing), input.dtype),
-        Tensor(input.numbers[middle * size :], (input.shape[0] - middle, *trailing), input.dtype),
+        Tensor(input.numbers[: middle * row_size], (middle, *trailing), input.dtype),
+        Tensor(input.numbers[middle * row_size :], (input.shape[0] - middle, *trailing), input.dtype),
     )
-    zeros = [half.detach() for half in halves]
+    zeros = [_product(half, 0) for half in halves]
 
     def backward(grads: Gradients) -> Gradients:
         # A half that nothing reads has no gradient, and counts as zeros.
-        parts = [grad or _product(zero, 0) for grad, zero in zip(grads, zeros, strict=True)]
-        return (
-            Tensor(parts[0].numbers + parts[1].numbers, (parts[0].shape[0] + parts[1].shape[0], *trailing)),
-        )
+        first, second = [grad or zero for grad, zero in zip(grads, zeros, strict=True)]
+        return (Tensor(first.numbers + second.numbers, shape),)
 
     record("SplitBackward", [input], halves, backward)
     return halves
@@ -130,9 +128,9 @@ def split(input: Tensor) -> Halves:
 def cat(tensors: Sequence[Tensor]) -> Tensor:
     """Return the tensors in a row along the first axis."""
     numbers = [number for tensor in tensors for number in tensor.numbers]
-    rows = [tensor.shape[0] for tensor in tensors]
+    row_counts = [tensor.shape[0] for tensor in tensors]
     trailing = tensors[0].shape[1:]
-    result = Tensor(numbers, (sum_of(rows), *trailing), tensors[0].dtype)
+    result = Tensor(numbers, (sum_of(row_counts), *trailing), tensors[0].dtype)
     sizes = [len(tensor.numbers) for tensor in tensors]
 
     def backward(grads: Gradients) -> Gradients:
@@ -140,8 +138,8 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
         assert grad is not None
         starts = [sum_of(sizes[:i]) for i in range(len(sizes))]
         return [
-            Tensor(grad.numbers[start : start + size], (count, *trailing), grad.dtype)
-            for start, size, count in zip(starts, sizes, rows, strict=True)
+            Tensor(grad.numbers[start : start + size], (row_count, *trailing), grad.dtype)
+            for start, size, row_count in zip(starts, sizes, row_counts, strict=True)
         ]
 
     record("CatBackward", tensors, [result], backward)
@@ -183,7 +181,7 @@ def opaque(input: Tensor) -> Tensor:
 
 # An operator with auxiliary state, which is neither returned nor on the tape.
 def batch_norm(input: Tensor, running_mean: Tensor) -> Tensor:
-    """Return the rows less their mean; move the running mean halfway to it."""
+    """Return the rows less their mean; write into the running mean, which moves halfway to it."""
     mean = _mean_of_rows(input)
     running = [(old + new) / 2 for old, new in zip(running_mean.numbers, mean, strict=True)]
     running_mean.assign(Tensor(running, running_mean.shape, running_mean.dtype))
@@ -214,7 +212,7 @@ def _less(tensor: Tensor, row: Sequence[Number]) -> Tensor:
 
 def _product(tensor: Tensor | None, factor: Tensor | Number) -> Tensor:
     assert tensor is not None
-    return mapped(lambda a, b: a * b, tensor, factor)
+    return apply_elementwise(lambda a, b: a * b, tensor, factor)
 
 
 def _matrix_product(tensor: Tensor, factor: Tensor) -> Tensor:
@@ -233,7 +231,7 @@ def _transposed(tensor: Tensor) -> Tensor:
 
 
 class Module:
-    """Something that is called, with modules and parameters as attributes."""
+    """A part of a model: a call runs `forward`; its modules and parameters are its attributes."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.forward(*args, **kwargs)

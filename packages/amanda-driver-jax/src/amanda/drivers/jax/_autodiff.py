@@ -1,10 +1,10 @@
-"""The backward pass: an op's backward op lies between the taps on its outputs and on its inputs."""
+"""The backward pass: routines see the gradients of an op at taps on its outputs and its inputs."""
 
 import threading
 from collections.abc import Callable, Sequence
 from copy import copy
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from amanda import interceptor
@@ -19,41 +19,52 @@ from ._traces import is_staged, is_tensor, primal
 from ._twins import Twins
 
 
+class _BegunBackwardOp(NamedTuple):
+    """A backward op between its taps.  restore: puts symbols into the incoming gradients and `run`."""
+
+    step: BackwardStep
+    trace: Trace
+    restore: Callable[[list[Any]], Any]
+
+
 class _BackwardState(threading.local):
     """State of a thread.
 
-    executions: the executions under way, innermost last.  attached: the execution whose trace was attached
-    last.  state: in which the backward pass under way began.  carried_symbols: from one tap of an op to the
-    next.  steps: executions whose backward ops have begun, with their traces.
+    executions: the executions under way, innermost last.  last_attached: the execution whose trace was
+    attached last.  state: in which the backward pass under way began, else None.
+    carried_symbols: from one tap of an op to the next.  begun_ops: the backward ops under way.
     """
 
     def __init__(self) -> None:
         self.executions: list[TappedExecution] = []
-        self.attached: TappedExecution | None = None
+        self.last_attached: TappedExecution | None = None
         self.state: State | None = None
         self.carried_symbols: dict[TappedExecution, list[Any]] = {}
-        self.steps: dict[TappedExecution, tuple[BackwardStep, Trace, Callable[[list[Any]], Any]]] = {}
+        self.begun_ops: dict[TappedExecution, _BegunBackwardOp] = {}
 
 
 _thread = _BackwardState()
 
 
 class TappedExecution:
-    """One execution of an op that tools instrument in the backward pass, with taps on inputs and outputs."""
+    """One execution of an op whose inputs and outputs are tapped, so that tools see its backward op.
+
+    The backward pass comes to the tap of the outputs, JAX's transpose of the op, and the tap of the inputs.
+    """
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
-        self._run = Twins.watching()
-        self._counts = {"outputs": 0, "inputs": 0}
-        # Until routines leave symbols in `run`, there is nothing to put back.
-        self._with_symbols: Callable[[list[Any]], Any] = lambda symbols: {}
-        self._trace: Callable[[], Trace | None] = lambda: None
+        self._call_routines = Twins.routine_runner()
+        self._value_counts = {"outputs": 0, "inputs": 0}
+        # Returns the dict `run` with symbols in it; without symbols of routines there is nothing to put back.
+        self._restore_run: Callable[[list[Any]], Any] = lambda symbols: {}
+        self._trace: Callable[[], Trace | None] = lambda: None  # a weak reference, once a trace is attached
 
     def attach(self, trace: Trace) -> None:
         """Attach the trace of the execution."""
         # JAX's caches hold this object in the taps; the trace, which holds the tools, is the stack's to hold.
         self._trace = ToolStackPrograms.of(trace.stack).keep_with(self, trace)
-        _thread.attached = self
+        _thread.last_attached = self
 
     def __enter__(self) -> "TappedExecution":
         _thread.executions.append(self)
@@ -68,33 +79,32 @@ class TappedExecution:
         return _thread.executions[-1] if _thread.executions else None
 
     def tap_inputs(self, inputs: list[Any]) -> None:
-        """Put tapped values in the place of an op's inputs."""
-        flat = spread(inputs)
-        self._counts["inputs"] = len(flat)
-        tapped = iter(tap(flat, self, "inputs"))
+        """Put tapped values in the place of an op's inputs, also of those in a list."""
+        values = spread(inputs)
+        self._value_counts["inputs"] = len(values)
+        tapped_values = iter(tap(values, self, "inputs"))
         for i, value in enumerate(inputs):
-            listed = isinstance(value, (list, tuple))
-            inputs[i] = [next(tapped) for _ in value] if listed else next(tapped)
+            is_list = isinstance(value, (list, tuple))
+            inputs[i] = [next(tapped_values) for _ in value] if is_list else next(tapped_values)
 
     def tap_outputs(self, outputs: Any) -> Any:
-        """Return an op's outputs, tapped."""
-        flat, rebuild = self._driver.flatten(outputs)
-        self._counts["outputs"] = len(flat)
+        """Return an op's outputs, tapped if all of them are arrays."""
+        values, rebuild = self._driver.flatten(outputs)
+        self._value_counts["outputs"] = len(values)
         # References and tokens among the outputs have no cotangents that a tap could carry.
-        return rebuild(tap(flat, self, "outputs")) if all(map(is_tensor, flat)) else outputs
+        return rebuild(tap(values, self, "outputs")) if all(map(is_tensor, values)) else outputs
 
-    def carry_symbols(self, outputs: Any) -> Any:
-        """Return an op's outputs with a tap that carries the symbols in `run` to a backward pass."""
+    def carry_symbols_of_run(self, outputs: Any) -> Any:
+        """Return an op's outputs, tapped to carry the symbols in its `run`, if any, to the backward pass."""
         trace = self._trace()
         assert trace is not None
-        symbols, self._with_symbols = _split_symbols(trace.run)
+        symbols, self._restore_run = _take_out_symbols(trace.run)
         if not symbols:
             return outputs
-        trace.run = _without_symbols(
-            trace.run
-        )  # the record stays when the program that they are of has ended
-        flat, rebuild = self._driver.flatten(outputs)
-        return rebuild(tap(flat, self, "run", [primal(symbol) for symbol in symbols]))
+        # The trace loses them, since it lives longer than the program that they are of.
+        trace.run = _without_symbols(trace.run)
+        values, rebuild = self._driver.flatten(outputs)
+        return rebuild(tap(values, self, "run", [primal(symbol) for symbol in symbols]))
 
     @property
     def carried_symbols(self) -> list[Any]:
@@ -110,69 +120,69 @@ class TappedExecution:
     ) -> tuple[list[Any], list[Any]]:
         """Run the routines at a tap; return the cotangents after them, and symbols for the next tap.
 
+        Cotangents pass as they are outside of a scope, and once the tools of the execution have gone.
         side: "outputs" where cotangents enter the backward op, "inputs" where they leave it.
-        carried_symbols: of the program around the tap, from the tap before.
+        carried_symbols: from the tap before.
         """
         state, trace = _thread.state, self._trace()
         if state is None or trace is None:
             return cotangents, []
         # A tap has only the values that have tangents: the others of the op get no gradient.
-        grads = [None] * self._counts[side]
+        grads = [None] * self._value_counts[side]
         for position, cotangent in zip(positions, cotangents, strict=True):
             grads[position] = cotangent
         symbols: list[Any] = []
         if side == "outputs":
-            grads, symbols = self._enter_backward_op(state, trace, grads, carried_symbols)
-        elif self in _thread.steps:
-            grads = self._leave_backward_op(grads, carried_symbols)
+            grads, symbols = self._begin_backward_op(state, trace, grads, carried_symbols)
+        elif self in _thread.begun_ops:
+            grads = self._end_backward_op(grads, carried_symbols)
         cast = [_in_dtype_of(grads[i], before) for i, before in zip(positions, cotangents, strict=True)]
         return cast, symbols
 
-    def _enter_backward_op(
+    def _begin_backward_op(
         self, state: State, trace: Trace, grads: list[Any], carried_symbols: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Run the routines before the backward op; return the gradients, and symbols in these and `run`."""
+        """Run the routines before the backward op; return the gradients, and symbols in them and in `run`."""
         if is_staged():
-            # The pass itself is traced: its `run` holds symbols that end with that program.
+            # The pass itself is traced: a trace of its own has the symbols, which end with that program.
             trace = copy(trace)
-            trace.run = (
-                self._with_symbols(carried_symbols) if carried_symbols else _without_symbols(trace.run)
-            )
+            trace.run = self._restore_run(carried_symbols) if carried_symbols else _without_symbols(trace.run)
         assert trace.facts is not None
         op = Operation(f"{trace.facts.op.__name__}_transpose")
-        step = BackwardStep(self._driver, trace, op, 0, state)
+        step = BackwardStep(self._driver, trace, op, place=0, state=state)
         if not step.has_work:
             return grads, []
-        grads = self._run(step.run_before, grads)
-        symbols, with_symbols = _split_symbols((grads, trace.run))
+        grads = self._call_routines(step.run_before, grads)
+        symbols, restore = _take_out_symbols((grads, trace.run))
         # The pass reaches the tap of the inputs later, after JAX's transpose of the op.
-        _thread.steps[self] = step, trace, with_symbols
+        _thread.begun_ops[self] = _BegunBackwardOp(step, trace, restore)
         return grads, symbols
 
-    def _leave_backward_op(self, grads: list[Any], carried_symbols: list[Any]) -> list[Any]:
+    def _end_backward_op(self, grads: list[Any], carried_symbols: list[Any]) -> list[Any]:
         """Run the routines after the backward op; return the gradients of the op's inputs."""
-        step, trace, with_symbols = _thread.steps.pop(self)
-        incoming_grads, trace.run = with_symbols(carried_symbols)
-        grads = self._run(step.run_after, grads, incoming_grads)
+        step, trace, restore = _thread.begun_ops.pop(self)
+        incoming_grads, trace.run = restore(carried_symbols)
+        grads = self._call_routines(step.run_after, grads, incoming_grads)
         self._driver.mark_backward_analysed(trace)
         return grads
 
 
-def _split_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return the symbols in a value, and a function that returns the value with other symbols in place."""
+def _take_out_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return the symbols in a pytree, and a function of new symbols that returns the pytree with these."""
     leaves, tree = jax.tree_util.tree_flatten(value, is_leaf=lambda leaf: leaf is None)
-    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
-    if not places:
+    positions = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.core.Tracer)]
+    if not positions:
         return [], lambda symbols: value
-    constants = [None if i in places else leaf for i, leaf in enumerate(leaves)]
+    # The function must not keep the symbols themselves alive.
+    other_leaves = [None if i in positions else leaf for i, leaf in enumerate(leaves)]
 
-    def with_symbols(symbols: list[Any]) -> Any:
-        symbols_by_place = dict(zip(places, symbols, strict=True))
-        return jax.tree_util.tree_unflatten(
-            tree, [symbols_by_place.get(i, leaf) for i, leaf in enumerate(constants)]
-        )
+    def restore(symbols: list[Any]) -> Any:
+        restored_leaves = list(other_leaves)
+        for position, symbol in zip(positions, symbols, strict=True):
+            restored_leaves[position] = symbol
+        return jax.tree_util.tree_unflatten(tree, restored_leaves)
 
-    return [leaves[i] for i in places], with_symbols
+    return [leaves[i] for i in positions], restore
 
 
 def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
@@ -182,14 +192,15 @@ def _without_symbols(run: dict[str, Any]) -> dict[str, Any]:
 weakref_cache_key_types.add(TappedExecution)  # so a tap in a cache of JAX keeps no execution alive
 
 
-def run_carrying(run: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
-    """Run an op; return its outputs, which carry the symbols in `run` to the backward pass."""
-    before, _thread.attached = _thread.attached, None
+def run_and_carry_symbols(run_op: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
+    """Run an op; return its outputs, tapped if routines left symbols in `run` for the backward pass."""
+    outer_execution, _thread.last_attached = _thread.last_attached, None
     try:
-        outputs = run(*args, **params)
-        return outputs if _thread.attached is None else _thread.attached.carry_symbols(outputs)
+        outputs = run_op(*args, **params)
+        execution = _thread.last_attached  # set by `attach` as the op ran
+        return outputs if execution is None else execution.carry_symbols_of_run(outputs)
     finally:
-        _thread.attached = before
+        _thread.last_attached = outer_execution
 
 
 def _in_dtype_of(value: Any, cotangent: Any) -> Any:
@@ -197,28 +208,29 @@ def _in_dtype_of(value: Any, cotangent: Any) -> Any:
 
 
 def _instrument_backward_pass(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap JAX's backward pass, whose own ops are not the user's: only taps in it run routines."""
+    """Return JAX's `backward_pass3` where no op is the user's: only the taps that it reaches run routines."""
 
     @wraps(original)
     def backward_pass3(*args: Any) -> Any:
         activation = interceptor.active()
         if activation is None:
             return original(*args)
-        before, _thread.state = _thread.state, activation.state
+        outer_state, _thread.state = _thread.state, activation.state
+        # What JAX traces in the pass has a cache key of its own, since no op of it is analysed.
         key = cache_key_of(activation.state, BACKWARD)
         try:
             with interceptor.Suspension(), with_cache_key(key):
                 return original(*args)
         finally:
-            _thread.state = before
-            if before is None:  # the outermost pass: an exception may have left steps behind
-                _thread.steps.clear()
+            _thread.state = outer_state
+            if outer_state is None:  # the outermost pass: an exception may have left entries behind
+                _thread.begun_ops.clear()
                 _thread.carried_symbols.clear()
-            interceptor.reset_root()
+            interceptor.reset_root()  # the program's places are numbered anew after each pass
 
     return backward_pass3
 
 
-def instrument_backward(attributes: Any) -> None:
+def instrument_backward(patches: Any) -> None:
     """Make every backward pass run routines at the taps that it comes through."""
-    attributes.set(ad, "backward_pass3", _instrument_backward_pass(ad.backward_pass3))
+    patches.set(ad, "backward_pass3", _instrument_backward_pass(ad.backward_pass3))

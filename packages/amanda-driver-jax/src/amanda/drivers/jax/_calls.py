@@ -1,4 +1,4 @@
-"""Calls of primitives: inputs and attributes as JAX binds them."""
+"""Calls of primitives, with inputs and attributes as JAX binds them; rules of functions for derivatives."""
 
 import operator
 import threading
@@ -36,7 +36,7 @@ Bind = Callable[..., Any]
 
 
 class PrimitiveCall(Call):
-    """One bind of a primitive."""
+    """One bind of a primitive, as a call of its op.  _has_run: True once JAX has bound the primitive."""
 
     __slots__ = ("_has_run", "_params", "_primitive", "_site")
 
@@ -64,13 +64,16 @@ class PrimitiveCall(Call):
         return self._site.invoke(self._arguments(inputs), self._params)
 
     def as_function(self) -> Callable[[Sequence[Any]], Any] | None:
-        """Return a function that binds the primitive; None for functions with rules, which JAX has traced."""
+        """Return a function from inputs to the op's outputs, with the parameters of this call.
+
+        None for functions with rules, which JAX has traced.
+        """
         if self._primitive.name in CUSTOM_RULE_PRIMITIVES:
             return None
         primitive, params = self._primitive, self._params
-        listed = primitive.name in LIST_PRIMITIVES
+        takes_list = primitive.name in LIST_PRIMITIVES
         # The closure has none of the call's inputs: a tool may keep the function longer than the arrays.
-        return lambda inputs: primitive.bind(*(inputs[0] if listed else inputs), **params)
+        return lambda inputs: primitive.bind(*(inputs[0] if takes_list else inputs), **params)
 
     def in_form_of_result(self, result: Any) -> Any:
         """Return a replacement's result in the op's form, a list for several results, with taps on it.
@@ -79,9 +82,8 @@ class PrimitiveCall(Call):
         """
         add_note(INSERTION)
         if self._primitive.name in CUSTOM_RULE_PRIMITIVES and not self._has_run:
-            self.invoke_for_replacement(
-                self.inputs
-            )  # JAX takes the form of the result from the function, which has to run
+            # JAX takes the form of the result from the function, which has to run; its outputs are dropped.
+            self.invoke_for_replacement(self.inputs)
         if self._primitive.multiple_results and not isinstance(result, (list, tuple)):
             result = [result]
         return self._tap_if_executing(result)
@@ -106,62 +108,63 @@ class PrimitiveCall(Call):
 
 
 def custom_name(params: dict[str, Any]) -> str:
-    """Return the name of the function that has rules for its derivatives."""
+    """Return the name of the function with rules for its derivatives that a primitive calls."""
     return str(params["subfuns"][0].debug_info.func_name)
 
 
-def rule_of(primitive: str, params: dict[str, Any]) -> str:
-    """Return the name of an op that has rules: a function of JAX's own, as `jax.nn.relu`, is one op."""
-    # Functions of users with rules keep the primitive's name: their own names say nothing to tools.
+def custom_op_name(primitive: str, params: dict[str, Any]) -> str:
+    """Return the op name of a function with rules: the name of JAX's own, as "relu", else the primitive's."""
+    # Functions of users keep the primitive's name: their own names say nothing to tools.
     info = params["subfuns"][0].debug_info
     _, _, place = str(info.func_src_info).rpartition(" at ")
     return str(info.func_name) if place.startswith(_JAX) else primitive
 
 
 class _RuleState(threading.local):
-    """State of a thread; rules: functions whose rules for derivatives run, with their arguments."""
+    """State of a thread; running: functions whose rules run, by source, with the rules' primal values."""
 
     def __init__(self) -> None:
-        self.rules: list[tuple[str, Sequence[Any]]] = []
+        self.running: list[tuple[str, Sequence[Any]]] = []
 
 
 _thread = _RuleState()
 
 
-def with_rule(primitive: str, params: dict[str, Any], run: Callable[..., Any]) -> dict[str, Any]:
-    """Return the parameters of a function with rules whose rule for derivatives is called by `run`.
+def params_with_rule_caller(
+    primitive: str, params: dict[str, Any], call_rule: Callable[..., Any]
+) -> dict[str, Any]:
+    """Return parameters of a function with rules with which `call_rule(rule, args)` calls its rule.
 
-    JAX calls the rule when it takes the derivative: of a function in a program, after the program was traced.
+    That is when JAX takes the derivative: of a function in a program, after the program was traced.
     """
-    function, rule, *more = params["subfuns"]
+    function, rule, *other_rules = params["subfuns"]
     have_flags = primitive == "custom_vjp_call"
-    rule = rule.wrap(_run_rule, (_function_source(primitive, params), have_flags, run), None)
-    return dict(params, subfuns=(function, rule, *more))
+    rule = rule.wrap(_record_running_rule, (_function_source(primitive, params), have_flags, call_rule), None)
+    return dict(params, subfuns=(function, rule, *other_rules))
 
 
-def _run_rule(
-    rule: Callable[..., Any], source: str, have_flags: bool, run: Callable[..., Any], *args: Any
+def _record_running_rule(
+    rule: Callable[..., Any], source: str, have_flags: bool, call_rule: Callable[..., Any], *args: Any
 ) -> Any:
-    """Call a rule, and note it for calls of its function within the rule.
+    """Call a rule; meanwhile `is_called_by_own_rule` knows it by the source of its function.
 
     have_flags: True if a flag comes after each value; otherwise tangents follow the values.
     """
-    # A rule may call its own function at the same values, which are recognised by identity.
     values = args[::2] if have_flags else args[: len(args) // 2]
-    _thread.rules.append((source, values))
+    _thread.running.append((source, values))
     try:
-        return run(rule, args)
+        return call_rule(rule, args)
     finally:
-        _thread.rules.pop()
+        _thread.running.pop()
 
 
 def is_called_by_own_rule(primitive: str, args: Sequence[Any], params: dict[str, Any]) -> bool:
-    """Return True for a function that its own rule calls, so that the op is under way already."""
-    if primitive not in CUSTOM_RULE_PRIMITIVES or not _thread.rules:
+    """Return True for a function that its own rule calls at the same values: the op is under way already."""
+    if primitive not in CUSTOM_RULE_PRIMITIVES or not _thread.running:
         return False
-    source, values = _thread.rules[-1]
-    same = len(args) == len(values) and all(map(operator.is_, args, values))
-    return same and source == _function_source(primitive, params)
+    source, values = _thread.running[-1]
+    has_same_values = len(args) == len(values) and all(map(operator.is_, args, values))
+    return has_same_values and source == _function_source(primitive, params)
 
 
 def _function_source(primitive: str, params: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Keys of JAX's caches: code is traced anew for tools, and programs that were compiled without them stay."""
+"""Keys of JAX's caches: each stack of tools has traced programs of its own, beside those without tools."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ BACKWARD = "backward"
 
 
 class ToolStackPrograms:
-    """The programs that were traced for a stack of tools; the `ToolStack` alone holds this object.
+    """What the driver holds for the programs traced for a stack of tools; the `ToolStack` alone holds this.
 
     JAX's caches hold a program as long as its function lives, so a program holds nothing of the tools but
     tokens of routines and executions.
@@ -40,7 +40,7 @@ class ToolStackPrograms:
         self._functions: weakref.WeakKeyDictionary[Any, FunctionVariants] = weakref.WeakKeyDictionary()
         # A set of its own for the finalizer, which must not refer to this object.
         self._user_functions: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._values: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._value_by_token: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._scopes: tuple[weakref.ref[Any], ...] = ()
         # Not at exit: the executables end with the process, and JAX may be gone already.
         weakref.finalize(self, _clear_executables, self._user_functions).atexit = False
@@ -52,33 +52,32 @@ class ToolStackPrograms:
         return programs or stack.rewrites.setdefault(ToolStackPrograms, ToolStackPrograms())
 
     def add_scope(self, scope: Any) -> None:
-        """Note a scope of these tools, and forget closed ones; programs of an earlier scope run in it too."""
+        """Record a scope of these tools, in which all their programs run; forget closed scopes."""
         if not any(reference() is scope for reference in self._scopes):
-            open_scopes = (
-                reference
-                for reference in self._scopes
-                if (other_scope := reference()) is not None and not other_scope.closed
-            )
-            self._scopes = (*open_scopes, weakref.ref(scope))
+            self._scopes = (*filter(_is_open, self._scopes), weakref.ref(scope))
 
     @property
     def is_open(self) -> bool:
         """Return True while a scope of these tools is open, so that programs call their routines."""
-        return any(
-            scope is not None and not scope.closed for scope in (reference() for reference in self._scopes)
-        )
+        return any(map(_is_open, self._scopes))
 
     def variants_of(self, function: Callable[..., Any]) -> FunctionVariants:
-        """Return the function that stands for a user's function in JAX's caches, with its variants."""
+        """Return a user's function as JAX traces it for these tools, the same while the function lives."""
         if function not in self._functions:
             self._functions[function] = FunctionVariants(function)
             self._user_functions.add(function)
         return self._functions[function]
 
     def keep_with(self, token: Any, value: Any) -> Any:
-        """Keep a value while there is its token; return a weak reference to the value."""
-        self._values[token] = value
+        """Keep a value alive as long as its token and this object; return a weak reference to the value."""
+        self._value_by_token[token] = value
         return weakref.ref(value)
+
+
+def _is_open(reference: weakref.ref[Any]) -> bool:
+    """Return True for a reference to a scope that lives and is open."""
+    scope = reference()
+    return scope is not None and not scope.closed
 
 
 def _clear_executables(functions: weakref.WeakSet[Any]) -> None:
@@ -93,19 +92,21 @@ def _clear_executables(functions: weakref.WeakSet[Any]) -> None:
 
 
 def cache_key_of(state: State, purpose: Hashable = 0) -> Any:
-    """Return the key for a state: the same for the same tools, another each time without the cache.
+    """Return the key under which JAX caches programs for the tools of a state; record the innermost scope.
 
-    purpose: number of the variant, or BACKWARD.
+    The same tools have the same key; where Amanda's cache is off, each call returns a new one.
+    purpose: number of a function's variant, or BACKWARD.
     """
     if state.scopes:
         ToolStackPrograms.of(state.stack).add_scope(state.scopes[-1])
-    if not state.cache:  # a key that no cache has, so that everything is traced again
+    if not state.cache:
+        # A new object is a key that no cache has, so that everything is traced again.
         return pjit.make_jit_cpp_cache(_CAPACITY)
     return ToolStackPrograms.of(state.stack).keys[state.autodiff, purpose]
 
 
 def set_cache_key() -> None:
-    """Set this thread's cache key to that of the tools in force."""
+    """Set this thread's cache key to that of the tools in force, or to JAX's own where none is."""
     activation = interceptor.ACTIVATION.get(None)
     if activation is not None and activation.active:
         _CONFIG.set_local(cache_key_of(activation.state))
@@ -115,13 +116,13 @@ def set_cache_key() -> None:
 
 @contextmanager
 def with_cache_key(key: Any = None) -> Iterator[None]:
-    """Trace under a cache key within the context; under None without anything of the tools."""
+    """Trace under a cache key within the context; under None what JAX traces is as without the tools."""
     # Native calls, and so cheap enough for each op.
-    before = _CONFIG.swap_local(key)
+    outer_key = _CONFIG.swap_local(key)
     try:
         yield
     finally:
-        _CONFIG.set_local(before)
+        _CONFIG.set_local(outer_key)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The driver of JAX: which primitives it intercepts, and how each bind reaches the core."""
+"""The driver of JAX: `Primitive.bind` is intercepted, and each bind of an op becomes a call for the core."""
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
@@ -20,14 +20,14 @@ from jax._src import core
 from jax._src.interpreters import partial_eval as pe
 from jax.extend.core import Primitive
 
-from ._autodiff import TappedExecution, instrument_backward, run_carrying
+from ._autodiff import TappedExecution, instrument_backward, run_and_carry_symbols
 from ._calls import (
     CUSTOM_RULE_PRIMITIVES,
     PrimitiveCall,
     custom_name,
+    custom_op_name,
     is_called_by_own_rule,
-    rule_of,
-    with_rule,
+    params_with_rule_caller,
 )
 from ._contexts import cache_key_of, set_cache_key, unset_cache_key, with_cache_key, without_tools
 from ._evaluation import (
@@ -47,16 +47,16 @@ from ._modules import (
     CONVERSIONS,
     ModulePlaces,
     enclose_modules,
-    follow_conversion,
     module_path,
     places_among,
+    record_conversion,
     variable_of,
 )
 from ._primitives import ORIGINALS
 from ._requirements import NEWEST_TESTED, PRIVATE_NAMES
 from ._stacks import record_scans
 from ._tensors import Arrays
-from ._traces import INSERTION, TAP, add_note, is_staged, is_tangent, is_within_jit
+from ._traces import INSERTION, TAP, add_note, is_on_tangents, is_staged, is_within_jit
 from ._twins import run_twice, wants_backward
 from ._variants import guard_reads, reads_of, report_in_program, variant_for
 
@@ -76,7 +76,7 @@ _TRACING_CODE = (
 
 
 class JaxDriver(Arrays, EagerDriver):
-    """JAX, eager and under jit."""
+    """The driver of JAX: ops are binds of primitives, eager or while a function is traced."""
 
     api = 2
     framework = "jax"
@@ -87,13 +87,12 @@ class JaxDriver(Arrays, EagerDriver):
     has_symbolic_tensors = True
 
     def __init__(self) -> None:
-        # By name, too: functions of JAX with rules, such as `jax.nn.relu`, share a primitive, and are ops of
-        # their own.
+        # By the op's name, too: functions of JAX with rules, such as `jax.nn.relu`, share a primitive.
         self._detours: dict[tuple[Primitive, str], Detour] = {}
         self._primitives: dict[Site, Primitive] = {}
         self._places = ModulePlaces()
         # A site for rules alone: what a rule binds are ops at the place of the rule's call.
-        self._rules = self.site(_call_rule, Operation("custom_vjp_call"), "forward rules", TRANSPARENT)
+        self._rule_site = self.site(_call_rule, Operation("custom_vjp_call"), "forward rules", TRANSPARENT)
 
     def register_framework(self) -> None:
         """Mark the code of JAX, and leave code that calls functions out of the places of ops."""
@@ -110,14 +109,13 @@ class JaxDriver(Arrays, EagerDriver):
         enclose_modules(self.patches, self._places)
         record_scans(self.patches)
         self.patches.on_restore(unset_cache_key)
-        # The last originals are held for the next ops of a scope; after the scope they would only take
-        # memory.
+        # The arrays that are held for the next ops of a scope would only take memory after it.
         self.patches.on_restore(ORIGINALS.clear)
         set_cache_key()
 
     def self_test_program(self) -> SelfTestProgram:
-        """Return a program of one op and its transpose."""
-        return SelfTestProgram(_run_product, "mul", "mul")
+        """Return a program of one op, a product, and its transpose."""
+        return SelfTestProgram(_run_self_test, "mul", "mul")
 
     def on_state_change(self) -> None:
         """Trace on this thread for the tools that are in force now."""
@@ -131,7 +129,7 @@ class JaxDriver(Arrays, EagerDriver):
             activation = interceptor.active()
             if activation is None:
                 return original(primitive, *args, **params)
-            # JAX evaluates a program op by op in a frame of its own; the tools saw its ops as it was traced.
+            # JAX evaluates a program op by op in a frame of its own; tools saw the ops when they were traced.
             caller = caller_of_bind(sys._getframe(1))
             program = evaluated_program(caller)
             if program is not None and holds_routines(program):
@@ -139,23 +137,24 @@ class JaxDriver(Arrays, EagerDriver):
                 add_note(TAP)
                 with without_tools():
                     return original(primitive, *args, **params)
-            if primitive.name in PROGRAMS and not is_tangent(args) and was_traced_apart(caller, params):
+            # A program that was traced without the tools is traced anew, or reported.
+            if primitive.name in PROGRAMS and not is_on_tangents(args) and was_traced_apart(caller, params):
                 run_retraced = retracing_function(primitive.name, params)
                 if run_retraced is not None:
                     return run_retraced(*args)
                 activation.state.report(f"inside of {primitive.name}", TRACED_APART)
-            if primitive.name == "shard_map" and not is_tangent(args):
+            if primitive.name == "shard_map" and not is_on_tangents(args):
                 if isinstance(core.trace_ctx.trace, pe.DynamicJaxprTrace):
                     return original(primitive, *args, **params)  # it traces what it maps as it is bound
                 return run_mapped(partial(original, primitive), args, params)
-            # Their ops were seen as they were traced; writes to references and tangents are not ops of tools.
-            if primitive.name in PROGRAMS or primitive.ref_primitive or is_tangent(args):
+            # Ops of programs were seen as they were traced; writes to references, and tangents, are not ops.
+            if primitive.name in PROGRAMS or primitive.ref_primitive or is_on_tangents(args):
                 with without_tools():
                     if calls_in_condition(primitive.name, params):
                         return run_loop(*args, **params)
                     return original(primitive, *args, **params)
             if is_called_by_own_rule(primitive.name, args, params):
-                return self._call_custom(original, primitive, *args, **params)
+                return self._bind_with_rules(original, primitive, *args, **params)
             return self._bind_op(original, primitive, args, params)
 
         return bind
@@ -165,50 +164,50 @@ class JaxDriver(Arrays, EagerDriver):
         params: dict[str, Any],
     ) -> Any:  # fmt: skip
         """Bind an op through its detour, which is made at the first bind; return its outputs."""
-        name, has_rules = primitive.name, primitive.name in CUSTOM_RULE_PRIMITIVES
+        op_name, has_rules = primitive.name, primitive.name in CUSTOM_RULE_PRIMITIVES
         if has_rules:
-            name = rule_of(primitive.name, params)
-        detour = self._detours.get((primitive, name))
+            op_name = custom_op_name(primitive.name, params)
+        detour = self._detours.get((primitive, op_name))
         if detour is None:
-            detour = self._detours[primitive, name] = self._make_detour(original, primitive, name)
-        run = partial(_run_carrying, detour, params)
+            detour = self._detours[primitive, op_name] = self._make_detour(original, primitive, op_name)
+        run_for_tools = partial(_bind_for_tools, detour, params)
         # Eager gradients are JAX's to the bit only if JAX's op runs too, beside the tapped one.
         if is_within_jit() or has_rules or not wants_backward():
-            outputs = run(args)
+            outputs = run_for_tools(args)
         else:
-            outputs = _run_op_twice(original, primitive, args, params, run)
-        if name in CONVERSIONS:
-            follow_conversion(args[0], outputs, places_among(interceptor.subjects()))
+            outputs = _bind_twice(original, primitive, args, params, run_for_tools)
+        if op_name in CONVERSIONS:
+            record_conversion(args[0], outputs, places_among(interceptor.subjects()))
         return outputs
 
-    def _make_detour(self, original: Callable[..., Any], primitive: Primitive, name: str) -> Detour:
-        """Return the detour of a primitive: its binds become calls of a site named `name`."""
+    def _make_detour(self, original: Callable[..., Any], primitive: Primitive, op_name: str) -> Detour:
+        """Return a detour through which binds of a primitive become calls of a site of the op."""
         target: Any = partial(_bind_suspended, original, primitive)
         flags = IMPLEMENTATION
-        if name in CUSTOM_RULE_PRIMITIVES:  # it runs functions of the user, which are traced for the tools
-            target, flags = partial(self._call_custom, original, primitive), IMPLEMENTATION | TRANSPARENT
-        site = self.site(target, Operation(name), name, flags)
+        if op_name in CUSTOM_RULE_PRIMITIVES:  # a function of the user, which calls ops of the program
+            target, flags = partial(self._bind_with_rules, original, primitive), IMPLEMENTATION | TRANSPARENT
+        site = self.site(target, Operation(op_name), op_name, flags)
         self._primitives[site] = primitive
         return Detour(site)
 
-    def _call_custom(
+    def _bind_with_rules(
         self, original: Callable[..., Any], primitive: Primitive, *args: Any, **params: Any
     ) -> Any:
-        """Bind a function with rules for its derivatives, whose rule runs for the tools."""
+        """Bind a function with rules for its derivatives, whose rule runs for the tools; note that."""
         if primitive.name == "custom_vjp_call":
-            note, run = TAP, self._call_forward_rule
+            note, call_rule = TAP, self._call_forward_rule
         else:
             note = f"ops of the rule of {custom_name(params)}"
-            run = partial(_call_tangent_rule, note)
+            call_rule = partial(_call_tangent_rule, note)
         add_note(note)
-        # `_run_carrying` has set the key without tools, for other ops; functions within are traced for tools.
+        # `_bind_for_tools` has set the key without tools, as for other ops; this one's functions are traced.
         with with_cache_key(cache_key_of(State.current())):
-            return original(primitive, *args, **with_rule(primitive.name, params, run))
+            return original(primitive, *args, **params_with_rule_caller(primitive.name, params, call_rule))
 
     def _call_forward_rule(self, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Call a rule of the user's for the tools, also while ops of JAX are suspended."""
         with with_cache_key(cache_key_of(State.current())):
-            return self._rules.invoke((rule, args))
+            return self._rule_site.invoke((rule, args))
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call of a primitive."""
@@ -218,28 +217,31 @@ class JaxDriver(Arrays, EagerDriver):
         self, action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], autodiff: bool,
         shapes: Hashable,
     ) -> list[Any] | None:  # fmt: skip
-        """Insert a routine into the traced program; return None if the routine is to be called now."""
-        staged = is_staged()
+        """Insert a routine into the traced program; return the values after it.
+
+        None if the routine is to be called now: with arrays, or with symbols, so that its ops are traced.
+        """
+        has_symbols = is_staged()
         if action.differentiable or autodiff:
             add_note(INSERTION)
-            if staged:
+            if has_symbols:
                 guard_reads(action, facts)
             return None
-        if not staged:  # the values are there
+        if not has_symbols:
             return None
         add_note(INSERTION)
         if action.traceable and not action.takes_run:
             reads = reads_of(action)
-            pure = not reads.guards and not reads.names_written
-            if not is_within_jit() or (pure and not isinstance(action.func, MethodType)):
+            is_pure = not reads.has_guards and not reads.names_written  # no change of a value matters
+            if not is_within_jit() or (is_pure and not isinstance(action.func, MethodType)):
                 return None
             variant = variant_for(action)
-            if variant is None and pure:
+            if variant is None and is_pure:
                 return None
             if variant is not None:
                 # A routine that needs values, as `if x > 0` does, cannot be traced: it runs as Python below.
                 with suppress(jax.errors.ConcretizationTypeError), variant.tracing(action) as lifted:
-                    return run_routine(lifted, action, values, facts, run, False, shapes=shapes)
+                    return run_routine(lifted, action, values, facts, run, autodiff=False, shapes=shapes)
         return insert_callback(action, values, facts, run, shapes)
 
     def note_replacement(self, action: Action, facts: OpFacts) -> None:
@@ -286,32 +288,36 @@ def _call_rule(rule: Callable[..., Any], args: Sequence[Any]) -> Any:
 
 
 def _call_tangent_rule(ops: str, rule: Callable[..., Any], args: Sequence[Any]) -> Any:
-    if interceptor.active() is None:  # the function was traced before its derivative is taken
+    """Call a rule for tangents; report its ops if the function was traced before its derivative is taken."""
+    if interceptor.active() is None:
         report_in_program(ops, VALUES_AND_TANGENTS)
     return rule(*args)
 
 
-def _run_carrying(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -> Any:
+def _bind_for_tools(detour: Detour, params: dict[str, Any], args: Sequence[Any]) -> Any:
+    """Bind an op through its detour; what JAX traces for the op itself is not for the tools."""
     with with_cache_key():
-        return run_carrying(detour, args, params)
+        return run_and_carry_symbols(detour, args, params)
 
 
-def _run_op_twice(
+def _bind_twice(
     original: Callable[..., Any], primitive: Primitive, args: Sequence[Any], params: dict[str, Any],
-    run: Callable[[Sequence[Any]], Any],
+    run_for_tools: Callable[[Sequence[Any]], Any],
 ) -> Any:  # fmt: skip
-    """Run an op as JAX has it and, by `run`, for the tools."""
-    several = primitive.multiple_results
+    """Bind an op as JAX does and, by `run_for_tools`, through its detour; return one of the two outputs."""
+    has_list = primitive.multiple_results
 
     def run_untapped() -> list[Any]:
         with without_tools():
-            results = original(primitive, *args, **params)
-        return list(results) if several else [results]
+            outputs = original(primitive, *args, **params)
+        return list(outputs) if has_list else [outputs]
 
-    results = run_twice(
-        args, run_untapped, lambda values: list(run(values)) if several else [run(values)], True
-    )
-    return results if several else results[0]
+    def run_tapped(inputs: Sequence[Any]) -> list[Any]:
+        outputs = run_for_tools(inputs)
+        return list(outputs) if has_list else [outputs]
+
+    outputs = run_twice(args, run_untapped, run_tapped, tools_see_backward=True)
+    return outputs if has_list else outputs[0]
 
 
 def _bind_suspended(original: Callable[..., Any], primitive: Primitive, *args: Any, **params: Any) -> Any:
@@ -320,8 +326,8 @@ def _bind_suspended(original: Callable[..., Any], primitive: Primitive, *args: A
         return original(primitive, *args, **params)
 
 
-def _run_product() -> list[float]:
-    """Return two numbers times a constant, and the gradient, eagerly even while a function is traced."""
+def _run_self_test() -> list[float]:
+    """Compute a product and its gradient, eagerly even while a function is traced; return their numbers."""
     with jax.ensure_compile_time_eval():
         x, factors, ones = (np.array(values, np.float32) for values in ([0.5, -0.25], [3, 3], [1, 1]))
         product, transpose = jax.vjp(lambda x: jax.lax.mul(x, factors), x)

@@ -1,7 +1,7 @@
-"""Programs that run in another form for the tools: programs that were traced apart, loops, mapped functions.
+"""Programs (jaxprs) that run in another form for the tools: traced without tools, loops, mapped functions.
 
-JAX binds the ops of a program that was traced without the tools, as by `jax.make_jaxpr`, one by one. Loops
-and functions within it are programs themselves, and are traced anew for the tools.
+JAX binds the ops of a program that was traced apart, without the tools, as by `jax.make_jaxpr`, one by one.
+Loops and functions within it are programs themselves, and are traced anew for the tools.
 """
 
 import weakref
@@ -25,8 +25,9 @@ _EVALUATION_CODE = jax.core.eval_jaxpr.__code__
 _REMAT_CODE = remat_p.bind.__code__
 _PREFIX = "amanda_"
 _JAX = str(Path(jax.__file__).parent)
-_ROUTINES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+_HAS_ROUTINES: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 _FUNCTIONS: weakref.WeakKeyDictionary[Any, dict[Any, Callable[..., Any]]] = weakref.WeakKeyDictionary()
+"""Functions that run a program, for each program by wrapper and the wrapper's options."""
 ProgramFunction = Callable[..., Sequence[Any]]
 
 TRACED_APART = "it was traced apart, and its form is not known: call the function itself"
@@ -43,19 +44,19 @@ def evaluated_program(frame: FrameType) -> Any:
 
 
 def holds_routines(program: Any) -> bool:
-    """Return True for a program that was traced for tools, so that routines are in it."""
+    """Return True for a program that was traced for tools: Amanda's primitives are in it, or in its parts."""
     # Cached by the program, since the look goes through all equations, and programs within them.
-    if program not in _ROUTINES:
-        _ROUTINES[program] = any(
+    if program not in _HAS_ROUTINES:
+        _HAS_ROUTINES[program] = any(
             equation.primitive.name.startswith(_PREFIX) for equation in program.eqns
         ) or any(map(holds_routines, subjaxprs(program)))
-    return _ROUTINES[program]
+    return _HAS_ROUTINES[program]
 
 
 def was_traced_apart(frame: FrameType, params: dict[str, Any]) -> bool:
-    """Return True if the programs in a primitive's parameters were traced without the tools.
+    """Return True if the programs in a primitive's parameters were traced before, without the tools.
 
-    frame: of the caller of `bind`: an evaluation by JAX, or an interpreter that is not JAX's.
+    frame: of the caller of `bind`, which shows it: JAX's evaluation of a program, or a user's interpreter.
     """
     programs = list(jaxprs_in_params(params))
     if not programs or any(map(holds_routines, programs)):
@@ -64,7 +65,7 @@ def was_traced_apart(frame: FrameType, params: dict[str, Any]) -> bool:
 
 
 def retracing_function(name: str, params: dict[str, Any]) -> ProgramFunction | None:
-    """Return a function that runs a loop, branches or a function by JAX's public API; None for others."""
+    """Return a function that runs a program by JAX's public API, which traces it anew; None if it cannot."""
     if name not in _RETRACERS:
         return None
     try:
@@ -88,88 +89,90 @@ def _jitted(function: ProgramFunction, name: str) -> ProgramFunction:
     return jitted
 
 
-def _as_function(program: Any, form: Callable[..., Any] = _unchanged, *options: Any) -> Callable[..., Any]:
-    """Return a program as a function, after `form` has wrapped it.
+def _program_function(
+    program: Any, wrapper: Callable[..., Any] = _unchanged, *options: Any
+) -> Callable[..., Any]:
+    """Return `wrapper(function, *options)` of a function that runs a program.
 
-    There is one function as long as the program lives, so that JAX's caches find it.
+    The result is the same as long as the program lives, so that JAX's caches find it.
     """
     # Weakly by the program, and from the function to the program too: neither keeps the other alive.
     functions = _FUNCTIONS.setdefault(program, {})
-    if (form, options) not in functions:
+    if (wrapper, options) not in functions:
         reference = weakref.ref(program)
 
-        def function(*args: Any) -> Any:
-            closed: Any = reference()
-            if not hasattr(closed, "consts"):  # before JAX 0.12, a program without its constants
-                return jax.core.eval_jaxpr(closed, (), *args)
-            return jaxpr_as_fun(closed)(*args)
+        def run_program(*args: Any) -> Any:
+            program: Any = reference()
+            if not hasattr(program, "consts"):  # before JAX 0.12, a program without its constants
+                return jax.core.eval_jaxpr(program, (), *args)
+            return jaxpr_as_fun(program)(*args)
 
-        functions[form, options] = form(function, *options)
-    return functions[form, options]
+        functions[wrapper, options] = wrapper(run_program, *options)
+    return functions[wrapper, options]
 
 
 def _retraced_scan(*, jaxpr: Any, length: int, reverse: bool, unroll: int, **params: Any) -> ProgramFunction:
     """Return a function that runs the program of a scan by `jax.lax.scan`."""
-    body = _as_function(jaxpr)
-    if "ft_in" in params:  # since JAX 0.11
-        num_consts, num_carry, _ = map(len, params["ft_in"].unpack())
+    body = _program_function(jaxpr)
+    if "ft_in" in params:  # since JAX 0.11, trees of the arguments instead of their numbers
+        const_count, carry_count, _ = map(len, params["ft_in"].unpack())
     else:
-        num_consts, num_carry = params["num_consts"], params["num_carry"]
+        const_count, carry_count = params["num_consts"], params["num_carry"]
 
-    def run(*args: Any) -> Sequence[Any]:
-        consts, carry, xs = (
-            args[:num_consts], args[num_consts:][:num_carry], args[num_consts + num_carry :]
-        )  # fmt: skip
+    def run_scan(*args: Any) -> Sequence[Any]:
+        consts, carry_and_xs = args[:const_count], args[const_count:]
 
         def run_round(carry: Any, slices: Any) -> Any:
             results = body(*consts, *carry, *slices)
-            return tuple(results[:num_carry]), tuple(results[num_carry:])
+            return tuple(results[:carry_count]), tuple(results[carry_count:])
 
-        carry, ys = jax.lax.scan(run_round, carry, xs, length, reverse=reverse, unroll=unroll)
+        carry, ys = jax.lax.scan(
+            run_round, carry_and_xs[:carry_count], carry_and_xs[carry_count:], length,
+            reverse=reverse, unroll=unroll,
+        )  # fmt: skip
         return [*carry, *ys]
 
-    return run
+    return run_scan
 
 
 def _retraced_while(
     *, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int
 ) -> ProgramFunction:
     """Return a function that runs the programs of a loop by `jax.lax.while_loop`."""
-    condition, body = _as_function(cond_jaxpr), _as_function(body_jaxpr)
+    condition, body = _program_function(cond_jaxpr), _program_function(body_jaxpr)
 
-    def run(*args: Any) -> Sequence[Any]:
-        count = cond_nconsts + body_nconsts
-        cond_consts, body_consts, carry = args[:cond_nconsts], args[cond_nconsts:count], args[count:]
+    def run_while(*args: Any) -> Sequence[Any]:
+        cond_consts, other_args = args[:cond_nconsts], args[cond_nconsts:]
+        body_consts, carry = other_args[:body_nconsts], other_args[body_nconsts:]
         results: Sequence[Any] = jax.lax.while_loop(
-            lambda carry: condition(*cond_consts, *carry)[0],
+            lambda carry: condition(*cond_consts, *carry)[0],  # a program returns a list, here of one
             lambda carry: tuple(body(*body_consts, *carry)),
             tuple(carry),
         )
         return results
 
-    return run
+    return run_while
 
 
 def _retraced_cond(*, branches: Sequence[Any], **_: Any) -> ProgramFunction:
-    return lambda index, *operands: jax.lax.switch(index, list(map(_as_function, branches)), *operands)
+    return lambda index, *operands: jax.lax.switch(index, list(map(_program_function, branches)), *operands)
 
 
 def _retraced_checkpoint(
     *, jaxpr: Any, prevent_cse: Any, differentiated: bool, policy: Any
 ) -> ProgramFunction | None:
-    """Return a function that runs the program of a checkpoint by `jax.checkpoint`."""
-    if differentiated or not isinstance(prevent_cse, bool):  # forms that `jax.checkpoint` cannot express
+    """Return a function that runs the program of a checkpoint by `jax.checkpoint`; None if that cannot."""
+    if differentiated or not isinstance(prevent_cse, bool):
         return None
-    return _as_function(jaxpr, _checkpointed, prevent_cse, policy)
+    return _program_function(jaxpr, _checkpointed, prevent_cse, policy)
 
 
 def _retraced_jit(*, jaxpr: Any, **params: Any) -> ProgramFunction | None:
-    """Return a function that runs the program of a jitted function by `jax.jit`."""
+    """Return a function that runs the program of a jitted function by `jax.jit`, unless options are lost."""
     shardings = (*params["in_shardings"], *params["out_shardings"])
-    # `jax.jit` of the program would lose placements and donations: the program runs as it is, reported.
     if any(sharding is not pjit.UNSPECIFIED for sharding in shardings) or any(params["donated_invars"]):
         return None
-    return _as_function(jaxpr, _jitted, params["name"])
+    return _program_function(jaxpr, _jitted, params["name"])
 
 
 _RETRACERS: dict[str, Callable[..., ProgramFunction | None]] = {
@@ -189,7 +192,7 @@ def calls_in_condition(name: str, params: dict[str, Any]) -> bool:
 
 
 def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, body_nconsts: int) -> Any:
-    """Run a loop that carries the value of its condition, which each round computes for the next.
+    """Run a while loop whose condition calls Python: each round computes the condition for the next round.
 
     So the condition, with its routines, is computed in the body. JAX rewrites such a loop likewise, but only
     when it compiles, and without the choice by row that a loop under vmap needs.
@@ -197,16 +200,19 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
     condition, body = jaxpr_as_fun(cond_jaxpr), jaxpr_as_fun(body_jaxpr)
 
     def run(*args: Any) -> Any:
-        cond_consts = args[:cond_nconsts]
-        body_consts, carry = args[cond_nconsts:][:body_nconsts], args[cond_nconsts + body_nconsts :]
+        cond_consts, other_args = args[:cond_nconsts], args[cond_nconsts:]
+        body_consts, carry = other_args[:body_nconsts], list(other_args[body_nconsts:])
+
+        def may_go_on(carry: Any) -> Any:
+            (result,) = condition(*cond_consts, *carry)
+            return result
 
         def run_round(state: Any) -> Any:
             _, carry = state
-            results = body(*body_consts, *carry)
-            return condition(*cond_consts, *results)[0], results
+            next_carry = body(*body_consts, *carry)
+            return may_go_on(next_carry), next_carry
 
-        first_state = condition(*cond_consts, *carry)[0], list(carry)
-        _, final_carry = jax.lax.while_loop(lambda state: state[0], run_round, first_state)
+        _, final_carry = jax.lax.while_loop(lambda state: state[0], run_round, (may_go_on(carry), carry))
         return final_carry
 
     return jax.jit(run)(*args)
@@ -216,26 +222,30 @@ def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, 
     """Run a function that is mapped over devices as a program under jit, for the tools.
 
     Otherwise JAX runs each op in an executable of its own, and takes derivatives of the traced program.
-    bind: binds `shard_map` without the tools; its results are returned.
+    bind: JAX's bind of `shard_map`.  Returns results like those of `bind`.
     """
-    form: Any = None
+    # JAX's flat tree of the results: `vals` are its leaves, `update` returns the tree with other leaves.
+    result_tree: Any = None
 
-    def function() -> list[Any]:
-        """Bind without the tools, as the user's program does; return the results' values."""
-        nonlocal form
+    def run_untapped() -> list[Any]:
+        """Bind without the tools, as the user's program does; return the results' leaves."""
+        nonlocal result_tree
         with without_tools():
-            form = bind(*args, **params)
-        return list(form.vals)
+            result_tree = bind(*args, **params)
+        return list(result_tree.vals)
 
-    def program(*args: Any) -> list[Any]:
-        nonlocal form
-        mapped = bind(*args, **params)
-        form = mapped.update([None] * len(mapped.vals))  # no symbol may be held after the trace
-        return list(mapped.vals)
+    def trace_mapped(*args: Any) -> list[Any]:
+        nonlocal result_tree
+        results = bind(*args, **params)
+        result_tree = results.update([None] * len(results.vals))  # no symbol may be held after the trace
+        return list(results.vals)
 
-    def ops(values: Sequence[Any]) -> list[Any]:
-        """Run the mapped function as a program under jit, for the tools; return the results' values."""
-        return list(jax.jit(program)(*values))
+    def run_for_tools(inputs: Sequence[Any]) -> list[Any]:
+        """Run the mapped function as a program under jit, for the tools; return the results' leaves."""
+        return list(jax.jit(trace_mapped)(*inputs))
 
-    results = ops(args) if is_within_jit() else run_twice(args, function, ops, wants_backward())
-    return form.update(results)
+    if is_within_jit():
+        leaves = run_for_tools(args)
+    else:
+        leaves = run_twice(args, run_untapped, run_for_tools, wants_backward())
+    return result_tree.update(leaves)

@@ -1,4 +1,4 @@
-"""Routines in Python at ops of programs: JAX calls them back with the values of each execution."""
+"""Callbacks for routines in Python at ops of programs: JAX calls them with the values of each execution."""
 
 # The functions of `_signal`, in C, are ten times as fast as those of `signal`, which make enums.
 import _signal  # type: ignore[import-not-found]
@@ -6,7 +6,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import wraps
 from itertools import count
@@ -34,6 +34,7 @@ from ._traces import base_trace, is_numeric, is_tensor
 _MAX_RUNS = 1 << 12
 """Number of executions whose `run` is kept: those before are forgotten."""
 _EXECUTION = "amanda: execution"
+"""Key in the dict `run` for the symbol of an execution's number, while the program is traced."""
 _NUMBER = jax.ShapeDtypeStruct((), np.uint32)
 
 
@@ -53,7 +54,7 @@ _LOCK = threading.Lock()
 
 
 def begin_execution(*_: Any) -> tuple[Any]:
-    """Return the number of a new execution."""
+    """Create the dict `run` of a new execution, called by the program; return the execution's number."""
     with _LOCK:
         number = next(_EXECUTION_NUMBERS) % (1 << 32)  # programs carry it as uint32
         _RUN_DICTS[number] = {}
@@ -66,25 +67,27 @@ def begin_execution(*_: Any) -> tuple[Any]:
 class RoutineToken:
     """Callback of a program that stands for a routine: the stack of tools keeps the routine, not the program.
 
-    numbers: 1 if the routine takes the number of an execution, else 0.  observes: the routine changes no
-    value.  slices: how many arrays at the end are numbers of slices of stacks.
+    takes_run: an execution's number comes ahead of the values, and is returned for the next routine.
+    is_observer: the routine changes no value.  slice_count: of slice numbers of stacks, after the values.
     """
 
-    def __init__(self, numbers: int, slices: int, observes: bool, state: State, job: "RoutineJob") -> None:
-        self._numbers, self._slices, self._observes = numbers, slices, observes
+    def __init__(
+        self, takes_run: bool, slice_count: int, is_observer: bool, state: State, job: "RoutineJob"
+    ) -> None:
+        self._number_count, self._slice_count, self._is_observer = int(takes_run), slice_count, is_observer
         programs = ToolStackPrograms.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep_with(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
         """Run the routine; return the arrays that replace its values, none for an observer."""
         job, programs = self._job(), self._programs()
-        number, end = arrays[: self._numbers], len(arrays) - self._slices
-        values, slices = arrays[self._numbers : end], arrays[end:]
+        values_end = len(arrays) - self._slice_count
+        execution_number, values = arrays[: self._number_count], arrays[self._number_count : values_end]
         # The program may outlive the tools, and runs in scopes without them; after a failure it runs to its
         # end without routines, since XLA cannot be stopped.
         if job is not None and programs is not None and programs.is_open and not FAILURES:
-            values = job(*number, arrays=values, slices=slices)
-        return number if self._observes else (*number, *values)
+            values = job(*execution_number, arrays=values, slice_numbers=arrays[values_end:])
+        return execution_number if self._is_observer else (*execution_number, *values)
 
 
 weakref_cache_key_types.add(RoutineToken)  # JAX's caches keep no routine
@@ -93,53 +96,58 @@ weakref_cache_key_types.add(RoutineToken)  # JAX's caches keep no routine
 class RoutineJob:
     """One routine of one op, called at each execution with arrays of NumPy.
 
-    leaves, tree: the routine's values, whose tensors become arrays.
-    stacks: the stacks of which the op reads slices, with the number of axes of each.
+    leaves, tree: the routine's values, whose numeric tensors become arrays; others have stand-ins.
+    axis_counts: of each stack of which the op reads a slice, the number of axes along which it is sliced.
     """
 
     def __init__(
         self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable,
-        stacks: Mapping[WeightStack, int],
+        axis_counts: Mapping[WeightStack, int],
     ) -> None:  # fmt: skip
         # Copies without selection and values: the callback gets the selected values, of its own execution.
         self._action, self._facts = copy(action), copy(facts)
         self._action.select = None
         self._facts.drop_values()
-        self._static = list(map(_static_value, leaves))
-        self._places = [i for i, leaf in enumerate(leaves) if is_numeric(leaf)]
-        self._tree, self._shapes, self._stacks = tree, shapes, stacks
+        self._stand_ins = list(map(_stand_in_for, leaves))
+        self._array_positions = [i for i, leaf in enumerate(leaves) if is_numeric(leaf)]
+        self._tree, self._shapes, self._axis_counts = tree, shapes, axis_counts
 
     def __call__(
-        self, number: Any = None, *, arrays: tuple[Any, ...], slices: Sequence[Any] = ()
+        self, execution_number: Any = None, *, arrays: tuple[Any, ...], slice_numbers: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
-        """Run the routine; return the arrays that replace its values."""
-        leaves: list[Any] = list(self._static)  # a job runs on several threads at once: no shared list
+        """Run the routine; return the arrays that replace its values; an exception goes to FAILURES."""
+        leaves: list[Any] = list(self._stand_ins)  # a job runs on several threads at once: no shared list
         # Not strict: a routine without numeric values gets empty slices of what its op depends on.
-        for place, array in zip(self._places, arrays, strict=False):
-            leaves[place] = array.view()
-            leaves[place].flags.writeable = False  # XLA's memory: an error instead of a silent write
+        for position, array in zip(self._array_positions, arrays, strict=False):
+            leaves[position] = array.view()
+            leaves[position].flags.writeable = False  # XLA's memory: an error instead of a silent write
         values = list(jax.tree_util.tree_unflatten(self._tree, leaves))
-        run = {} if number is None else _RUN_DICTS.setdefault(int(number), {})
+        run = {} if execution_number is None else _RUN_DICTS.setdefault(int(execution_number), {})
         try:
-            numbers = iter(map(int, slices))
-            read = {
-                stack: tuple(next(numbers) for _ in range(count)) for stack, count in self._stacks.items()
-            }
-            slices_read = reading_slices(read) if read else nullcontext()
-            with running_routine, interceptor.Suspension(), slices_read:
+            with running_routine, interceptor.Suspension(), self._reading_slices(slice_numbers):
                 results = run_routine(
-                    _HOST_ARRAYS, self._action, values, self._facts, run, False, shapes=self._shapes
+                    _HOST_ARRAYS, self._action, values, self._facts, run, autodiff=False, shapes=self._shapes
                 )
-            changed = jax.tree_util.tree_leaves(results, is_leaf=lambda leaf: leaf is None)
-            self._check_static(changed)
+            result_leaves = jax.tree_util.tree_leaves(results, is_leaf=lambda leaf: leaf is None)
+            self._check_stand_ins(result_leaves)
         except BaseException as error:  # XLA would wrap it; `execute` raises it as itself
             FAILURES.append(error)
             return arrays
-        return tuple(np.asarray(changed[place]) for place in self._places)
+        return tuple(np.asarray(result_leaves[position]) for position in self._array_positions)
 
-    def _check_static(self, changed: Sequence[Any]) -> None:
+    def _reading_slices(self, slice_numbers: Sequence[Any]) -> AbstractContextManager[None]:
+        """Return a context in which routines see the numbers of slices: some for each stack, in order."""
+        if not self._axis_counts:
+            return nullcontext()
+        remaining = iter(map(int, slice_numbers))
+        numbers_by_stack = {
+            stack: tuple(next(remaining) for _ in range(count)) for stack, count in self._axis_counts.items()
+        }
+        return reading_slices(numbers_by_stack)
+
+    def _check_stand_ins(self, result_leaves: Sequence[Any]) -> None:
         """Raise RoutineError if the routine changed a value that the callback could not get."""
-        for before, after in zip(self._static, changed, strict=True):
+        for before, after in zip(self._stand_ins, result_leaves, strict=True):
             if isinstance(before, jax.ShapeDtypeStruct) and after is not before:
                 raise RoutineError(
                     f"a routine in Python returned another value for one of dtype {before.dtype}, which it "
@@ -147,8 +155,11 @@ class RoutineJob:
                 )
 
 
-def _static_value(leaf: Any) -> Any:
-    """Return a stand-in for a value that a callback cannot get; None for an array of numbers."""
+def _stand_in_for(leaf: Any) -> Any:
+    """Return what a routine sees of a value that no callback gets: shape and dtype of a tensor or symbol.
+
+    None for an array of numbers, which the callback gets; any other value as it is.
+    """
     if is_numeric(leaf):
         return None
     if is_tensor(leaf) or isinstance(leaf, jax.core.Tracer):
@@ -161,41 +172,42 @@ def insert_callback(
 ) -> list[Any]:
     """Insert a call of a routine into the program that is traced; return the values after the routine."""
     positions = range(len(values)) if action.select is None else action.select
-    picked = [values[i] for i in positions]
-    leaves, tree = jax.tree_util.tree_flatten(picked, is_leaf=lambda leaf: leaf is None)
+    selected_values = [values[i] for i in positions]
+    leaves, tree = jax.tree_util.tree_flatten(selected_values, is_leaf=lambda leaf: leaf is None)
     arrays = [without_derivative(leaf) for leaf in leaves if is_numeric(leaf)]
-    execution = [_execution_number(run, values)] if action.takes_run else []
-    observes = action.observer or not arrays
-    stacks = stacks_of(values, places_among(interceptor.subjects()))
-    slices = [number for numbers in stacks.values() for number in numbers]
-    counts = {stack: len(numbers) for stack, numbers in stacks.items()}
-    job = RoutineJob(action, facts, leaves, tree, shapes, counts)
-    token = RoutineToken(len(execution), len(slices), observes, State.current(), job)
-    result_like = execution if observes else [*execution, *arrays]
+    # At most one: the program passes it through each routine of the op, which keeps their order.
+    execution_numbers = [_execution_number(run, values)] if action.takes_run else []
+    is_observer = action.observer or not arrays
+    slice_numbers_by_stack = stacks_of(values, places_among(interceptor.subjects()))
+    slice_numbers = [number for numbers in slice_numbers_by_stack.values() for number in numbers]
+    axis_counts = {stack: len(numbers) for stack, numbers in slice_numbers_by_stack.items()}
+    job = RoutineJob(action, facts, leaves, tree, shapes, axis_counts)
+    token = RoutineToken(action.takes_run, len(slice_numbers), is_observer, State.current(), job)
+    results_like = execution_numbers if is_observer else [*execution_numbers, *arrays]
     with set_current_trace(base_trace()):
-        inputs = arrays or _empty_dependences(values)
-        results = call_python(token, result_like, *execution, *inputs, *slices)
-    if execution:
+        inputs = arrays or _empty_slices(values)
+        results = call_python(token, results_like, *execution_numbers, *inputs, *slice_numbers)
+    if execution_numbers:
         run[_EXECUTION], *results = results
-    if observes:
+    if is_observer:
         return values
-    replaced = iter(results)
-    changed = [straight_through(leaf, next(replaced)) if is_numeric(leaf) else leaf for leaf in leaves]
-    result = list(values)
-    for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, changed), strict=True):
-        result[position] = value
-    return result
+    result_arrays = iter(results)
+    leaves = [straight_through(leaf, next(result_arrays)) if is_numeric(leaf) else leaf for leaf in leaves]
+    values_after = list(values)
+    for position, value in zip(positions, jax.tree_util.tree_unflatten(tree, leaves), strict=True):
+        values_after[position] = value
+    return values_after
 
 
-def _empty_dependences(values: list[Any]) -> list[Any]:
-    """Return empty slices of all tensors of an op.
+def _empty_slices(values: list[Any]) -> list[Any]:
+    """Return an empty slice of each tensor of an op, for a callback that needs none of the values.
 
-    A callback depends on them, so that under vmap it is called for each row of any of the tensors.
+    As its arguments they have it called for each row of any of the tensors under vmap.
     """
-    tensors = {
+    tensor_by_id = {
         id(value): value for value in spread(values) if is_tensor(value) and value.dtype != jax.dtypes.float0
     }
-    return [_empty_slice(value) for value in tensors.values()]
+    return [_empty_slice(value) for value in tensor_by_id.values()]
 
 
 def _empty_slice(value: Any) -> Any:
@@ -205,11 +217,11 @@ def _empty_slice(value: Any) -> Any:
 
 
 def _execution_number(run: dict[str, Any], values: list[Any]) -> Any:
-    """Return the symbol of an execution's number, which each routine passes to the next to order them."""
+    """Return the symbol of an execution's number in `run`; at its first routine insert a call that counts."""
     if _EXECUTION not in run:
         # Below the traces of derivatives, since a number has none.
         with set_current_trace(base_trace()):
-            (run[_EXECUTION],) = call_python(begin_execution, [_NUMBER], *_empty_dependences(values))
+            (run[_EXECUTION],) = call_python(begin_execution, [_NUMBER], *_empty_slices(values))
     return run[_EXECUTION]
 
 
@@ -220,7 +232,7 @@ def raise_failures_of_programs(patches: Patches) -> None:
 
 
 def _raise_after_execution(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the execution of a program: wait for its callbacks, then raise the first exception of theirs."""
+    """Wrap JAX's execution of a program: it waits for callbacks, and raises their first exception."""
 
     @wraps(original)
     def execute(self: Any, *args: Any) -> Any:
@@ -239,7 +251,8 @@ def _raise_after_execution(original: Callable[..., Any]) -> Callable[..., Any]:
     return execute
 
 
-_NUMBERS = sorted(signal.valid_signals())  # once, since each program that calls Python goes through them
+# Once, since each program that calls Python goes through them.
+_SIGNAL_NUMBERS = sorted(signal.valid_signals())
 
 
 class _RoutineState(threading.local):
@@ -270,43 +283,42 @@ def collecting_exceptions(failures: list[BaseException]) -> Iterator[None]:
 
     Nothing happens on threads other than the main thread, on which Python runs handlers.
     """
-    handlers: dict[int, Callable[..., Any]] = {}
+    handler_by_signal: dict[int, Callable[..., Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        pairs = ((number, _signal.getsignal(number)) for number in _NUMBERS)
-        handlers = {number: handler for number, handler in pairs if callable(handler)}
-    if not handlers:
+        handlers = ((number, _signal.getsignal(number)) for number in _SIGNAL_NUMBERS)
+        handler_by_signal = {number: handler for number, handler in handlers if callable(handler)}
+    if not handler_by_signal:
         yield
         return
-    # A copy: `_restore` takes handlers out of the dict as it puts them back.
-    originals, is_open = dict(handlers), True
+    handlers_to_restore, is_open = dict(handler_by_signal), True
 
-    def collect(number: int, frame: Any) -> Any:
+    def call_and_collect(number: int, frame: Any) -> Any:
         """Call the original handler; collect its exception, or raise it in a routine or after the end."""
         try:
-            return originals[number](number, frame)
+            return handler_by_signal[number](number, frame)
         except BaseException as error:
             # Raised within a callback XLA would turn it into its own error; a routine's caller catches it.
             if _thread.in_routine or not is_open:
                 raise
             failures.append(error)
 
-    for number in handlers:
-        _signal.signal(number, collect)
+    for number in handler_by_signal:
+        _signal.signal(number, call_and_collect)
     try:
         yield
     finally:
         is_open = False
-        _restore(handlers, collect)
+        _restore_handlers(handlers_to_restore, call_and_collect)
 
 
-def _restore(handlers: dict[int, Callable[..., Any]], collect: Callable[..., Any]) -> None:
-    """Restore all handlers, even if a signal raises meanwhile."""
+def _restore_handlers(handlers: dict[int, Callable[..., Any]], replacement: Callable[..., Any]) -> None:
+    """Put back handlers by their signals, taking them out of the dict, even if a signal raises meanwhile."""
     try:
         while handlers:
             number = next(iter(handlers))
-            if _signal.getsignal(number) is collect:  # unless the program has set another meanwhile
+            if _signal.getsignal(number) is replacement:  # unless the program has set another meanwhile
                 _signal.signal(number, handlers[number])
             del handlers[number]
     finally:
-        if handlers:
-            _restore(handlers, collect)
+        if handlers:  # a signal has raised: the others are put back before its exception goes on
+            _restore_handlers(handlers, replacement)

@@ -1,4 +1,4 @@
-"""Functions under jit: traced anew for the tools; if tools insert nothing, the user's program runs."""
+"""Functions under jit, which JAX traces anew for the tools; if these insert nothing, the user's runs."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from ._traces import (
     as_part,
     collecting_notes,
     is_differentiated,
-    is_tangent,
+    is_on_tangents,
     is_within_jit,
     take_part_originals,
 )
@@ -40,11 +40,12 @@ _NO_PROGRAM = SimpleNamespace(effects=(), consts=())
 class _OpByOpFunction(NamedTuple):
     """Stand-in for the program of a function of JAX's, which runs op by op instead.
 
-    infer: returns the program.  inputs: its arguments, in the form that JAX passes to the function.
+    infer: returns the program, traced without tools, and its inputs.  arguments: JAX's flat tree of them,
+    whose `vals` are its leaves.
     """
 
-    infer: Callable[[], Any]
-    inputs: Any
+    infer: Callable[[], tuple[Any, list[Any]]]
+    arguments: Any
 
 
 class _GuardedProgram(NamedTuple):
@@ -54,11 +55,15 @@ class _GuardedProgram(NamedTuple):
 
 
 class _Findings(NamedTuple):
-    """Findings of the trace of a program: notes on its contents, and the values to be read at each call."""
+    """Findings of the trace of a program.
+
+    notes: on its contents.  program_with_inputs: None unless values are read at each call.  has_guards: True
+    if values are compared at each call.  reports: subject and reason of what tools may not see.
+    """
 
     notes: Mapping[str, None]
-    program: ProgramWithInputs | None = None
-    guards: bool = False
+    program_with_inputs: ProgramWithInputs | None = None
+    has_guards: bool = False
     reports: Sequence[tuple[str, str]] = ()
 
 
@@ -77,7 +82,7 @@ def instrument_jit(patches: Patches) -> None:
 
 
 def _is_trace_request(frame: FrameType | None) -> bool:
-    """Return True if `jit(f).trace` calls for the program of `f`, from this frame or a few above."""
+    """Return True if this frame, or one a few above, is that of `jit(f).trace`."""
     # Within jax2tf AutoGraph calls its own copies of JAX's functions, `tf__jit_trace` by way of two others.
     for _ in range(8):
         if frame is None:
@@ -98,27 +103,28 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
         if activation is None:
             return original(fun, info, args, kwargs)
         # `jit(f).trace` asks for the user's program, and ops on tangents are not the user's.
-        if _is_trace_request(sys._getframe(1)) or is_tangent(jax.tree_util.tree_leaves((args, kwargs))):
+        if _is_trace_request(sys._getframe(1)) or is_on_tangents(jax.tree_util.tree_leaves((args, kwargs))):
             with without_tools():
                 return original(fun, info, args, kwargs)
         if is_within_jit():
             with collecting_notes() as notes:
-                program, flat = original(as_part(fun, args, kwargs, ORIGINALS.of), info, args, kwargs)
+                program, inputs = original(as_part(fun, args, kwargs, ORIGINALS.of), info, args, kwargs)
             findings = _Findings(notes)
         elif _is_of_jax(fun, info):
             # Functions of `jax.numpy` are jitted one by one: op by op they have ids at the user's line.
-            inputs = flatten_arguments(args, kwargs, info.static_argnums, info.static_argnames)
-            return _OpByOpFunction(partial(original, fun, info, args, kwargs), inputs), []
+            # `_run_python_pjit` gets the stand-in, without inputs.
+            arguments = flatten_arguments(args, kwargs, info.static_argnums, info.static_argnames)
+            return _OpByOpFunction(partial(original, fun, info, args, kwargs), arguments), []
         else:
-            program, flat, findings = _trace_outermost(original, activation.state, fun, info, args, kwargs)
-        if findings.program is not None:
-            return _GuardedProgram(findings.program.params), [
-                *findings.program.inputs(),
-                *flat[len(program.consts) :],
-            ]
+            program, inputs, findings = _trace_outermost(original, activation.state, fun, info, args, kwargs)
+        program_with_inputs = findings.program_with_inputs
+        if program_with_inputs is not None:
+            # JAX passes the constants of a program ahead of its arguments.
+            arguments = inputs[len(program.consts) :]
+            return _GuardedProgram(program_with_inputs.params), [*program_with_inputs.inputs(), *arguments]
         # Taps alone matter only if a derivative may be taken around this call.
         if INSERTION in findings.notes or (TAP in findings.notes and not core.trace_state_clean()):
-            return _GuardedProgram(program) if findings.guards else program, flat
+            return _GuardedProgram(program) if findings.has_guards else program, inputs
         with without_tools():  # the tools inserted nothing: the user's program runs
             return original(fun, info, args, kwargs)
 
@@ -128,36 +134,37 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
 def _trace_outermost(
     original: Callable[..., Any], state: State, fun: Any, info: Any, args: Any, kwargs: Any
 ) -> tuple[Any, list[Any], _Findings]:
-    """Trace a function that no program around calls, or find its program.
+    """Trace a function that no program around calls, or find its program in JAX's caches.
 
     Returns program, inputs and findings of the trace. Reports what tools may not see in the program.
     """
     # A program counts its repeats of places from its beginning, so that each trace has the same ids.
     interceptor.reset_root()
     programs = ToolStackPrograms.of(state.stack)
-    function = programs.variants_of(fun)
-    with function.current_variant() as variant:
+    variants = programs.variants_of(fun)
+    with variants.current_variant() as variant:
+        # The thread's key, which `set_cache_key` has set, is that of variant 0.
         key = with_cache_key(cache_key_of(state, variant.number)) if variant.number else nullcontext()
         with collecting_notes() as notes, key:
-            program, flat = original(function.call, info, args, kwargs)
-        closed = program.params["jaxpr"]
-        if closed not in programs.findings:
+            program, inputs = original(variants.call, info, args, kwargs)
+        jaxpr = program.params["jaxpr"]
+        if jaxpr not in programs.findings:  # JAX has traced it now: notes and variant are those of the trace
             program_with_inputs = with_read_inputs(program, variant.inputs)
             reports = variant.report_entries()
-            guards = variant.reads.guards or bool(reports)
-            programs.findings[closed] = _Findings(notes, program_with_inputs, guards, reports)
-    findings: _Findings = programs.findings[closed]
+            has_guards = variant.reads.has_guards or bool(reports)
+            programs.findings[jaxpr] = _Findings(notes, program_with_inputs, has_guards, reports)
+    findings: _Findings = programs.findings[jaxpr]
     state.report_all(variant, findings.reports)
-    if any(map(is_differentiated, flat)):
+    if any(map(is_differentiated, inputs)):
         for ops in (note for note in findings.notes if note not in (INSERTION, TAP)):
             state.report(ops, VALUES_AND_TANGENTS)
-    return program, flat, findings
+    return program, inputs, findings
 
 
 def _is_of_jax(fun: Any, info: Any) -> bool:
-    """Return True for a function of JAX that is jitted without placements."""
-    placed = (*info.in_shardings_leaves, *info.out_shardings_leaves)
-    if any(sharding is not None and sharding is not pjit.UNSPECIFIED for sharding in placed):
+    """Return True for a function of JAX that is jitted without shardings."""
+    shardings = (*info.in_shardings_leaves, *info.out_shardings_leaves)
+    if any(sharding is not None and sharding is not pjit.UNSPECIFIED for sharding in shardings):
         return False
     return str(getattr(fun, "__module__", "")).partition(".")[0] == "jax"
 
@@ -167,62 +174,66 @@ def _run_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def _run_python_pjit(p: Any, args_flat: Any, fun: Any, args: Any, kwargs: Any) -> Any:
+        """Run a program, or the stand-in for one; return results, their leaves, and data for JAX's fast path.
+
+        That is JAX's native code, which calls a cached executable without Python from the second call on.
+        """
         if type(p) is _OpByOpFunction:
             results = _run_op_by_op(p, fun, partial(original, fun=fun, args=args, kwargs=kwargs))
-            # Without outputs and executable, JAX's native code caches nothing and comes here again.
+            # Without leaves and executable the fast path caches nothing, and JAX comes here again.
             return results, None, None, None, _NO_PROGRAM, None, None, ()
         # Taken at each run, so that a later part does not find those of this one.
         originals = take_part_originals()
         if type(p) is _GuardedProgram:
-            p = p.params
-            # Not JAX's fast path, which would skip the guards from the second call on.
+            program = p.params
+            # The fast path would skip the guards.
             with without_tools():
-                flat = jit_p.bind(*args_flat, **p.params)
-            results = jax.tree_util.tree_unflatten(p.out_tree, flat)
+                leaves = jit_p.bind(*args_flat, **program.params)
+            results = jax.tree_util.tree_unflatten(program.out_tree, leaves)
             ORIGINALS.record_all(results, originals)
-            return results, flat, None, None, _NO_PROGRAM, None, None, ()
+            return results, leaves, None, None, _NO_PROGRAM, None, None, ()
         if interceptor.active() is None:
             return original(p, args_flat, fun, args, kwargs)
         with without_tools():
-            results = original(p, args_flat, fun, args, kwargs)
+            results_and_fast_path = original(p, args_flat, fun, args, kwargs)
         if is_within_jit():
-            ORIGINALS.record_all(results[0], originals)
+            ORIGINALS.record_all(results_and_fast_path[0], originals)
         elif core.trace_state_clean():
             set_cache_key()  # a tool may have had ops analysed again
-        return results
+        return results_and_fast_path
 
     return _run_python_pjit
 
 
-def _run_op_by_op(part: _OpByOpFunction, fun: Callable[..., Any], run: Callable[..., Any]) -> Any:
-    """Run a function of JAX's op by op for the tools.  run: runs a program with inputs."""
-    tree: Any = None
+def _run_op_by_op(stand_in: _OpByOpFunction, fun: Callable[..., Any], run_program: Callable[..., Any]) -> Any:
+    """Run a function of JAX's op by op for the tools.  run_program: JAX's, of a program and its inputs."""
+    result_tree: Any = None
     with without_tools():
-        inputs = part.inputs.map(_as_array)
+        arguments = stand_in.arguments.map(_as_array)
 
-    def function() -> list[Any]:
+    def run_untapped() -> list[Any]:
         """Run JAX's own program of the function, without the tools; return its results."""
         with without_tools():
-            program, flat = part.infer()
-            results, *_ = run(program, [*flat[: len(program.consts)], *inputs.vals])
+            program, inputs = stand_in.infer()
+            results, *_ = run_program(program, [*inputs[: len(program.consts)], *arguments.vals])
         return list(jax.tree_util.tree_leaves(results))
 
-    def ops(values: Sequence[Any]) -> list[Any]:
+    def run_ops(values: Sequence[Any]) -> list[Any]:
         """Run the ops of the function one by one, for the tools; return the results."""
-        nonlocal tree
-        args, kwargs = inputs.update(values).unflatten()
-        leaves, tree = jax.tree_util.tree_flatten(fun(*args, **kwargs))
+        nonlocal result_tree
+        args, kwargs = arguments.update(values).unflatten()
+        leaves, result_tree = jax.tree_util.tree_flatten(fun(*args, **kwargs))
         with without_tools():
             return list(map(_as_array, leaves))
 
     # The gradients of JAX's function are wanted to the bit only if a tool looks at backward ops.
-    backward = wants_backward()
-    if backward:  # gradients of symbols that the function closes over would be counted twice
+    tools_see_backward = wants_backward()
+    if tools_see_backward:  # gradients of symbols that the function closes over would be counted twice
         with without_tools():
-            program, flat = part.infer()
-        backward = not any(map(is_differentiable, flat[: len(program.consts)]))
-    results = run_twice(inputs.vals, function, ops, backward)
-    return jax.tree_util.tree_unflatten(tree, results)
+            program, inputs = stand_in.infer()
+        tools_see_backward = not any(map(is_differentiable, inputs[: len(program.consts)]))
+    leaves = run_twice(arguments.vals, run_untapped, run_ops, tools_see_backward)
+    return jax.tree_util.tree_unflatten(result_tree, leaves)
 
 
 def _as_array(value: Any) -> Any:
@@ -231,7 +242,7 @@ def _as_array(value: Any) -> Any:
 
 
 def _report_and_run(reason: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a method that runs code which cannot be traced for tools: report it, then run it as it is."""
+    """Wrap a method of JAX that runs code which cannot be traced for tools: report it, and run it."""
 
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Models of Flax, Equinox and Keras: calls of modules are regions of the program, with paths in their models.
+"""Modules of Flax, Equinox and Keras: their places in models, their calls around ops, and weights' slots.
 
 A weight is a slot of a model, or an argument of a jitted function: arrays come and go in it.
 """
@@ -31,7 +31,7 @@ from jax._src import core
 
 from ._primitives import ORIGINALS
 from ._stacks import copy_slice, slice_numbers, slices_of
-from ._traces import argument_name, argument_of, is_within_jit
+from ._traces import argument_name, is_within_jit, outermost_value
 
 BASES = (
     ("flax.nnx", "Module"), ("equinox", "Module"), ("flax.linen", "Module"),
@@ -56,24 +56,28 @@ class ModulePlace:
 
 
 class ModulePlaces:
-    """The places of modules: one for each model, and for each path in it."""
+    """The places of modules: one for each model, and for each path in it.
+
+    A model that JAX made for a trace has the place of the program's model that came at the same number.
+    """
 
     def __init__(self) -> None:
-        self._models: weakref.WeakKeyDictionary[Any, ModulePlace] = weakref.WeakKeyDictionary()
-        self._numbered_models: dict[tuple[type, int], ModulePlace] = {}
+        self._place_by_model: weakref.WeakKeyDictionary[Any, ModulePlace] = weakref.WeakKeyDictionary()
+        self._place_by_number: dict[tuple[type, int], ModulePlace] = {}
+        # By trace and class: the array by which a model is known, in the order of the models' first calls.
         self._first_arrays: weakref.WeakKeyDictionary[Any, dict[type, list[Any]]] = (
             weakref.WeakKeyDictionary()
         )
-        self._inner: weakref.WeakKeyDictionary[ModulePlace, dict[str, ModulePlace]] = (
+        self._places_within: weakref.WeakKeyDictionary[ModulePlace, dict[str, ModulePlace]] = (
             weakref.WeakKeyDictionary()
         )
 
     def of(self, module: Any, outer: ModulePlace | None) -> ModulePlace:
-        """Return the place of a module in the module whose call encloses its call."""
+        """Return the place of a module in the module whose call encloses its call; None there for a model."""
         if outer is None:
             return self._of_model(module)
         name = _name_within(outer.module, module) or type_as_path(module)
-        places = self._inner.setdefault(outer, {})
+        places = self._places_within.setdefault(outer, {})
         return places.setdefault(name, ModulePlace(name))
 
     def _of_model(self, module: Any) -> ModulePlace:
@@ -81,35 +85,39 @@ class ModulePlaces:
         kind = type(module)
         root = f"{kind.__module__}.{kind.__qualname__}"
         hashes_by_identity = vars(object)["__hash__"] is getattr(kind, "__hash__", None)
+        if hashes_by_identity and not _is_made_by_jax(module):
+            place = self._place_by_model.setdefault(module, ModulePlace("", root))
+            model_number(place)  # numbered at its first call, in the order in which JAX's copies come
+            return place
         # A module that hashes by value, or that JAX made, is not a lasting key: its class and number are.
-        if not hashes_by_identity or _is_made_by_jax(module):
-            number, numbers = self._count_before(kind, module), _model_numbers()
-            of_program = (place for place in numbers if place.root == root and numbers[place] == number)
-            return next(of_program, None) or self._numbered_models.setdefault(
-                (kind, number), ModulePlace("", root, number)
-            )
-        place = self._models.setdefault(module, ModulePlace("", root))
-        model_number(place)  # numbered at its first call, in the order in which JAX's copies come
-        return place
+        number, numbers = self._number_in_trace(kind, module), _model_numbers()
+        for place in numbers:
+            if place.root == root and numbers[place] == number:
+                return place  # of the program's model
+        return self._place_by_number.setdefault((kind, number), ModulePlace("", root, number))
 
-    def _count_before(self, kind: type, module: Any) -> int:
+    def _number_in_trace(self, kind: type, module: Any) -> int:
         """Return how many models of a class were called before this one in the function that is traced.
 
-        Models differ in the first of their arrays that is an argument of the function.
+        Models differ in the first of their arrays that is an argument of the function; 0 without such an
+        array, and where nothing is traced.
         """
-        first = next(filter(None, (_traced_argument(array) for _, array in held_arrays(module))), None)
-        if first is None:
+        arguments = (_argument_variable(array) for _, array in held_arrays(module))
+        first_argument = next((argument for argument in arguments if argument is not None), None)
+        if first_argument is None:
             return 0
-        first_array, trace = first
+        first_array, trace = first_argument
         if not is_within_jit():
             trace = core.trace_ctx.trace
         if trace is core.eval_trace:
             return 0
         # By trace, since each trace has symbols of its own, and JAX makes the copies of models anew in each.
         first_arrays = self._first_arrays.setdefault(trace, {}).setdefault(kind, [])
-        if not any(array is first_array for array in first_arrays):
-            first_arrays.append(first_array)
-        return next(i for i, array in enumerate(first_arrays) if array is first_array)
+        for number, array in enumerate(first_arrays):
+            if array is first_array:
+                return number
+        first_arrays.append(first_array)
+        return len(first_arrays) - 1
 
 
 _NUMBERS_BY_TOOL: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[ModulePlace, int]] = (
@@ -126,19 +134,19 @@ def _model_numbers() -> weakref.WeakKeyDictionary[ModulePlace, int]:
 
 
 def model_number(place: ModulePlace) -> int:
-    """Return the number of a model among the models of its class; a model of the program keeps its number."""
+    """Return the number of a model among those of its class; a model without one gets the first free one."""
     if place.number is not None:
         return place.number
     numbers = _model_numbers()
     if place not in numbers:
         used_numbers = {numbers[other_place] for other_place in numbers if other_place.root == place.root}
-        numbers[place] = next(i for i in count() if i not in used_numbers)
+        numbers[place] = next(number for number in count() if number not in used_numbers)
     return numbers[place]
 
 
-def _traced_argument(value: Any) -> tuple[Any, Any] | None:
-    """Return the variable and the trace of an array that is an argument of the traced function, else None."""
-    value = argument_of(value)
+def _argument_variable(value: Any) -> tuple[Any, Any] | None:
+    """Return variable and trace of a symbol that is an argument, or an array and the trace; else None."""
+    value = outermost_value(value)
     if isinstance(value, jax.core.Tracer):
         return (value.val, value._trace) if argument_name(value) is not None else None
     return (value, core.trace_ctx.trace) if isinstance(value, jax.Array) else None
@@ -171,27 +179,27 @@ def dotted(name: str) -> str:
 
 
 def enclose_modules(patches: Patches, places: ModulePlaces) -> None:
-    """Make each call of a module a region: the ops in it belong to the module."""
-    call = Enclosure(_call_method, _hash_in_caller)
+    """Patch the classes of modules so that each call is a region: the ops in it belong to the module."""
+    call_in_region = Enclosure(_call_method, _hash_in_caller)
 
-    def enclose(kind: type) -> None:
+    def patch_class(kind: type) -> None:
         """Make the calls of a class's own methods regions."""
         if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
             return
         for name in METHODS & vars(kind).keys():
-            patches.set(kind, name, _enclose_method(vars(kind)[name], places, call))
+            patches.set(kind, name, _enclose_method(vars(kind)[name], places, call_in_region))
 
-    def enclose_base(module: str, name: str) -> None:
-        """Enclose a base with its present and future subclasses; leave Keras alone on other backends."""
+    def patch_base(module: str, name: str) -> None:
+        """Patch a base with its present and future subclasses; leave Keras alone on other backends."""
         if module.startswith("keras.") and not _is_keras_on_jax():
             return
         base = getattr(sys.modules[module], name)
         for kind in (base, *_all_subclasses(base)):
-            enclose(kind)
-        patches.on_new_subclass(base, enclose)
+            patch_class(kind)
+        patches.on_new_subclass(base, patch_class)
 
     for module, name in BASES:
-        patches.when_imported(module, partial(enclose_base, module, name))
+        patches.when_imported(module, partial(patch_base, module, name))
 
 
 def _is_keras_on_jax() -> bool:
@@ -199,8 +207,8 @@ def _is_keras_on_jax() -> bool:
     return name == "jax"
 
 
-def _enclose_method(original: Any, places: ModulePlaces, call: Any) -> Any:
-    """Wrap a method so that its calls are regions of the module's place."""
+def _enclose_method(original: Any, places: ModulePlaces, call_in_region: Any) -> Any:
+    """Wrap a method so that its calls are regions of the module's place; an inherited call within is none."""
     if not callable(original):
         return original
 
@@ -208,14 +216,14 @@ def _enclose_method(original: Any, places: ModulePlaces, call: Any) -> Any:
     def run_in_region(self: Any, *args: Any, **kwargs: Any) -> Any:
         if interceptor.active() is None:
             return original(self, *args, **kwargs)
-        outer = places_among(interceptor.subjects())
-        if outer and outer[-1].module is self:  # it calls the method that it inherits
+        outer_places = places_among(interceptor.subjects())
+        if outer_places and outer_places[-1].module is self:  # it calls the method that it inherits
             return original(self, *args, **kwargs)
-        place = places.of(self, outer[-1] if outer else None)
+        place = places.of(self, outer_places[-1] if outer_places else None)
         # Set back at the end: a module may be called within itself, or be a copy for another trace.
         outer_module, place.module = place.module, self
         try:
-            return call(place, original, self, args, kwargs)
+            return call_in_region(place, original, self, args, kwargs)
         finally:
             place.module = outer_module
 
@@ -251,9 +259,9 @@ def _all_subclasses(kind: type) -> Iterator[type]:
 def _name_within(outer: Any, inner: Any) -> str:
     """Return the path of a module in another module; "" if the other module does not hold it."""
     name = getattr(inner, "name", None)
-    if isinstance(name, str) and (
-        getattr(inner, "scope", None) is not None or hasattr(inner, "trainable_variables")
-    ):  # Linen's and Keras' modules know their names
+    is_linen_module = getattr(inner, "scope", None) is not None
+    # Modules of Linen and Keras know their names.
+    if isinstance(name, str) and (is_linen_module or hasattr(inner, "trainable_variables")):
         return name
     leaves, _ = jax.tree_util.tree_flatten_with_path(outer, is_leaf=lambda leaf: leaf is inner)
     return path_among(((_dotted_path(path), leaf) for path, leaf in leaves), inner)
@@ -303,15 +311,15 @@ class WeightSlice(TreeSlot):
         self.stack, self.numbers = stack, numbers
 
     def place(self) -> tuple[Any, ...]:
-        """Return the index of the slice in the array."""
+        """Return the index of the slice in the array, such as (0, :, 2)."""
         index: list[Any] = []
         for number, axis in zip(self.numbers, self.stack.axes, strict=True):
-            # Each axis counts in the array that the slices before have left: only full slices remain there.
-            free = [i for i, entry in enumerate(index) if isinstance(entry, slice)]
-            while len(free) <= axis:
-                free.append(len(index))
+            # An axis counts among those that the slices before have left whole, not those of the array.
+            whole_axes = [i for i, entry in enumerate(index) if isinstance(entry, slice)]
+            while len(whole_axes) <= axis:
+                whole_axes.append(len(index))
                 index.append(slice(None))
-            index[free[axis]] = number
+            index[whole_axes[axis]] = number
         return tuple(index)
 
 
@@ -327,11 +335,11 @@ def part_of(stack: WeightStack, numbers: tuple[int, ...]) -> WeightSlice:
     return WeightSlice(stack, numbers)
 
 
-def follow_conversion(value: Any, result: Any, subjects: Sequence[ModulePlace]) -> None:
-    """Record that an array is another, which may be a weight, in another element type."""
-    weight = variable_of(value, subjects)
-    if weight is not None:
-        _SLOTS[ORIGINALS.of(result)] = weight
+def record_conversion(value: Any, result: Any, subjects: Sequence[ModulePlace]) -> None:
+    """Record slot and slice of a value that is a weight for its conversion to another element type."""
+    slot = variable_of(value, subjects)
+    if slot is not None:
+        _SLOTS[ORIGINALS.of(result)] = slot
         copy_slice(result, value)
 
 
@@ -341,48 +349,49 @@ def variable_of(value: Any, subjects: Sequence[ModulePlace]) -> TreeSlot | None:
     Outside of models, leaves of a function's arguments have slots.  An array of which a scan reads a slice
     at each round, or a mapped function a slice for each row, has a stack as its slot.
     """
-    own_slot = _whole_slot(value, subjects)
-    array, parts = slices_of(value)
-    if not parts or isinstance(own_slot, WeightStack):
-        return own_slot
-    whole = _whole_slot(array, subjects) or own_slot
-    if whole is None or isinstance(whole, WeightStack):
-        return whole
+    value_slot = _slot_of_whole(value, subjects)
+    array, slices = slices_of(value)
+    if not slices or isinstance(value_slot, WeightStack):
+        return value_slot
+    array_slot = _slot_of_whole(array, subjects) or value_slot
+    if array_slot is None or isinstance(array_slot, WeightStack):
+        return array_slot
     return stack_of(
-        whole,
-        tuple(array_slice.size for array_slice in parts),
-        tuple(array_slice.axis for array_slice in parts),
+        array_slot,
+        tuple(array_slice.size for array_slice in slices),
+        tuple(array_slice.axis for array_slice in slices),
     )
 
 
 def stacks_of(values: Sequence[Any], subjects: Sequence[ModulePlace]) -> dict[WeightStack, list[Any]]:
-    """Return the stacks among an op's inputs, with symbols of the numbers of the slices that it reads."""
-    stacks = {}
+    """Return the stacks of which an op reads slices, each with symbols of the slice's numbers."""
+    numbers_by_stack = {}
     for value in spread(values):
-        _, parts = slices_of(value)
-        stack = variable_of(value, subjects) if parts else None
+        _, slices = slices_of(value)
+        stack = variable_of(value, subjects) if slices else None
         if isinstance(stack, WeightStack):
-            stacks[stack] = [array_slice.number for array_slice in parts]
-    return stacks
+            numbers_by_stack[stack] = [array_slice.number for array_slice in slices]
+    return numbers_by_stack
 
 
-def _whole_slot(value: Any, subjects: Sequence[ModulePlace]) -> TreeSlot | None:
-    """Return the slot of a whole array, also of a weight in another element type."""
+def _slot_of_whole(value: Any, subjects: Sequence[ModulePlace]) -> TreeSlot | None:
+    """Return the slot that an array fills, or filled before a conversion, whatever it is a slice of."""
     value = ORIGINALS.of(value)
-    weight = _SLOTS.get(value)
-    if weight is not None:
-        return weight
+    converted_slot = _SLOTS.get(value)
+    if converted_slot is not None:
+        return converted_slot
     path, argument = _path_in_model(value, subjects), dotted(argument_name(value) or "")
     if path:
         root, number = subjects[0].root, model_number(subjects[0])
         return _SLOTS.at(f"{root} {number}" if number else root, path)
-    if subjects or "." not in argument:  # an argument that is one array may be anything
+    # Only leaves of trees have dots: an argument that is one array may be anything.
+    if subjects or "." not in argument:
         return None
     return _SLOTS.at("", argument)
 
 
 def _path_in_model(array: Any, subjects: Sequence[ModulePlace]) -> str:
-    """Return the path of an array in the outermost module; "" where no module holds it."""
+    """Return the path of an array in the outermost module that is called; "" if it is not in there."""
     model = subjects[0].module if subjects else None
     if model is None or not isinstance(array, (jax.Array, jax.core.Tracer)):
         return ""

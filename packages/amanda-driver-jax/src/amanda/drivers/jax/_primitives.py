@@ -1,4 +1,4 @@
-"""Primitives of Amanda in JAX's programs.
+"""Amanda's primitives in JAX's programs, and the originals of the values that they return.
 
 `straight_through` leads derivatives past a routine, `tap` brings cotangents to routines, and `call_python`
 calls Python.
@@ -21,55 +21,52 @@ from jax.extend.core import Primitive
 from jax.extend.mlir.dialects import sdy, stablehlo
 from jax.interpreters import mlir
 
-from ._traces import INSERTION, TAP, add_note, argument_of, primal
+from ._traces import INSERTION, TAP, add_note, outermost_value, primal
 
 if TYPE_CHECKING:
     from ._autodiff import TappedExecution
 
 
 class Originals:
-    """The originals of values that the driver has made: tapped symbols, or results of parts of programs.
+    """The original of each array or symbol that the driver puts in place of another, as by a tap.
 
     Only the last few arrays are kept alive, since each takes memory; the next ops read these.
     """
 
     def __init__(self) -> None:
+        # Each original by a function that returns it, or None once it has gone.
         self._original_of: TensorMap[Callable[[], Any]] = TensorMap()
-        self._last: deque[Any] = deque(maxlen=16)
+        self._last_arrays: deque[Any] = deque(maxlen=16)
 
-    def record(self, result: Any, value: Any) -> Any:
-        """Record the original of a result; return the result."""
-        result_value, original = primal(result), self.of(value)
-        if (
-            result_value is not original
-            and isinstance(result_value, jax.Array)
-            and isinstance(original, jax.Array)
-        ):
+    def record(self, substitute: Any, value: Any) -> Any:
+        """Record what a substitute stands for, if both are arrays or symbols; return the substitute."""
+        array, original = primal(substitute), self.of(value)
+        if array is not original and isinstance(array, jax.Array) and isinstance(original, jax.Array):
             # Nothing else may hold an original symbol; arrays are held weakly, since each takes memory.
             if isinstance(original, jax.core.Tracer):
-                self._original_of[result_value] = lambda: original
+                self._original_of[array] = lambda: original
             else:
-                self._last.append(original)
-                self._original_of[result_value] = weakref.ref(original)
-        return result
+                self._last_arrays.append(original)
+                self._original_of[array] = weakref.ref(original)
+        return substitute
 
-    def record_all(self, result: Any, values: Sequence[Any]) -> None:
-        """Record the originals of the leaves of a result."""
-        leaves = jax.tree_util.tree_leaves(result)
+    def record_all(self, substitutes: Any, values: Sequence[Any]) -> None:
+        """Record what the leaves of a pytree stand for; nothing if there are not as many values."""
+        leaves = jax.tree_util.tree_leaves(substitutes)
         if len(leaves) == len(values):
             for leaf, value in zip(leaves, values, strict=True):
                 self.record(leaf, value)
 
     def of(self, value: Any) -> Any:
         """Return the original of a value in the outermost function; the value itself if it has none."""
-        value = argument_of(value)
+        value = outermost_value(value)
         reference = self._original_of.get(value)
         original = None if reference is None else reference()
         return value if original is None else original
 
     def clear(self) -> None:
-        """Drop every array."""
-        self._last.clear()
+        """Release the arrays that are kept alive."""
+        self._last_arrays.clear()
 
 
 class Callbacks(effects.Effect):  # type: ignore[misc]
@@ -89,11 +86,11 @@ for allowing in (
     allowing.add_type(Callbacks)
 
 FAILURES: list[BaseException] = []
-"""Exceptions of functions that programs have called; the first is raised in the user's call."""
+"""Exceptions of Python functions that programs have called; the first is raised in the user's call."""
 
 
 def raise_failure() -> None:
-    """Raise the first exception of the called functions, if there is one."""
+    """Raise the first exception in FAILURES, if there is one; forget all of them."""
     error = next(iter(FAILURES), None)
     FAILURES.clear()
     if error is not None:
@@ -110,39 +107,46 @@ tap_p.multiple_results = call_p.multiple_results = True
 
 
 def straight_through(original: Any, value: Any) -> Any:
-    """Return `value` with the derivatives of `original`."""
+    """Return `value` with the derivatives of `original`, as an array; note that a routine gave a value."""
     add_note(INSERTION)
     if not isinstance(original, jax.core.Tracer):  # nothing is differentiated or staged here
         return value if isinstance(value, jax.Array) else jax.numpy.asarray(value)
     return ORIGINALS.record(straight_p.bind(original, value), original)
 
 
-def tap(values: Sequence[Any], mark: "TappedExecution", side: str, carried: Sequence[Any] = ()) -> list[Any]:
-    """Return the values with taps, which pass cotangents to `mark` when a backward pass comes through.
+def tap(
+    values: Sequence[Any], execution: "TappedExecution", side: str, carried_symbols: Sequence[Any] = ()
+) -> list[Any]:
+    """Return the values behind a tap: a backward pass through it calls `execution.observe_cotangents`.
 
-    carried: symbols that the backward pass gets, in whichever program it is traced.
+    Only symbols of types that have derivatives are tapped; the other values are returned as they are.
+    side: of the op, "inputs" or "outputs"; or "run", where the tap hands the carried symbols to the
+    execution, in whichever program the backward pass is traced.
     """
-    places = tuple(i for i, value in enumerate(values) if _has_tangent(value))
+    positions = tuple(i for i, value in enumerate(values) if _has_tangent(value))
     result = list(values)
-    if places:
+    if positions:
         add_note(TAP)
-        tapped = [values[i] for i in places]
-        results = tap_p.bind(*carried, *tapped, mark=mark, side=side, positions=places, mapped=0)
-        for place, value in zip(places, results, strict=True):
-            result[place] = ORIGINALS.record(value, values[place])
+        tapped_values = tap_p.bind(
+            *carried_symbols, *(values[i] for i in positions), execution=execution, side=side,
+            positions=positions, mapped_count=0,
+        )  # fmt: skip
+        for position, tapped_value in zip(positions, tapped_values, strict=True):
+            result[position] = ORIGINALS.record(tapped_value, values[position])
     return result
 
 
-def call_python(function: Callable[..., Any], results: Sequence[Any], *arrays: Any) -> list[Any]:
-    """Call a function at each execution of the program, and return its results, like `results`.
+def call_python(function: Callable[..., Any], results_like: Sequence[Any], *arrays: Any) -> list[Any]:
+    """Call a function at each execution of the program; return symbols of its results.
 
-    The function gets arrays of NumPy. `jax.io_callback` would put arrays on a device first, which needs a
-    thread of JAX's pool, and a running program may hold them all.
+    These have the shapes and dtypes of `results_like`. The function gets arrays of NumPy. `jax.io_callback`
+    would put arrays on a device first, which needs a thread of JAX's pool, and a running program may hold
+    them all.
     """
     avals = tuple(
-        jax.core.ShapedArray(result.shape, jax.dtypes.canonicalize_dtype(result.dtype)) for result in results
+        jax.core.ShapedArray(item.shape, jax.dtypes.canonicalize_dtype(item.dtype)) for item in results_like
     )
-    return list(call_p.bind(*arrays, function=function, avals=avals, mapped=()))
+    return list(call_p.bind(*arrays, function=function, avals=avals, mapped_axes=()))
 
 
 def _has_tangent(value: Any) -> bool:
@@ -187,49 +191,56 @@ mlir.register_lowering(straight_p, _straight_lowered)
 
 def _split_tap(args: Sequence[Any], positions: Sequence[int]) -> tuple[list[Any], list[Any]]:
     """Return the carried symbols of a tap, and its values."""
-    count = len(args) - len(positions)
-    return list(args[:count]), list(args[count:])
+    carried_count = len(args) - len(positions)
+    return list(args[:carried_count]), list(args[carried_count:])
 
 
 def _tap_results(*args: Any, positions: Any, **params: Any) -> list[Any]:
-    return _split_tap(args, positions)[1]
+    _, values = _split_tap(args, positions)
+    return values
 
 
 def _tap_jvp(primals: Any, tangents: Any, *, positions: Any, **params: Any) -> Any:
     """Differentiate a tap: the tangents that are not zero are tapped, so that their transpose is reached."""
-    (carried, values), (_, results) = _split_tap(primals, positions), _split_tap(tangents, positions)
-    present = [i for i, tangent in enumerate(results) if type(tangent) is not ad.Zero]
-    if present:
-        places = tuple(positions[i] for i in present)
-        tapped = tap_p.bind(*carried, *(results[i] for i in present), positions=places, **params)
-        for i, tangent in zip(present, tapped, strict=True):
-            results[i] = tangent
-    return values, results
+    carried_symbols, values = _split_tap(primals, positions)
+    _, value_tangents = _split_tap(tangents, positions)
+    nonzero = [i for i, tangent in enumerate(value_tangents) if type(tangent) is not ad.Zero]
+    if nonzero:
+        tapped_tangents = tap_p.bind(
+            *carried_symbols, *(value_tangents[i] for i in nonzero),
+            positions=tuple(positions[i] for i in nonzero), **params,
+        )  # fmt: skip
+        for i, tangent in zip(nonzero, tapped_tangents, strict=True):
+            value_tangents[i] = tangent
+    return values, value_tangents
 
 
 def _tap_transposed(
-    cotangents: Any, *args: Any, mark: "TappedExecution", side: str, positions: Any, mapped: int
+    cotangents: Any, *args: Any, execution: "TappedExecution", side: str, positions: Any, mapped_count: int
 ) -> list[Any]:
-    """Transpose a tap: pass cotangents to the execution's routines, once per mapped axis under vmap."""
-    carried, _ = _split_tap(args, positions)
+    """Transpose a tap: pass cotangents to the execution's routines; a tap of `run` hands over its symbols."""
+    carried_symbols, _ = _split_tap(args, positions)
+    # The transpose has a cotangent for each argument: None for carried symbols, which have none.
+    unchanged = [*(None for _ in carried_symbols), *cotangents]
     if all(type(cotangent) is ad.Zero for cotangent in cotangents):  # no gradient came this way
-        return [*(None for _ in carried), *cotangents]
-    if carried:
-        mark.carried_symbols = carried
-        return [*(None for _ in carried), *cotangents]
-    run: Callable[..., tuple[list[Any], list[Any]]] = partial(mark.observe_cotangents, side, positions)
+        return unchanged
+    if carried_symbols:
+        execution.carried_symbols = carried_symbols
+        return unchanged
+    observe: Any = partial(execution.observe_cotangents, side, positions)
     # The cotangents have the mapped axes that the tap's values had: routines see one row's shape.
-    for _ in range(mapped):
-        run = jax.vmap(run)
-    results, mark.carried_symbols = run(
-        [ad.instantiate_zeros(cotangent) for cotangent in cotangents], mark.carried_symbols
+    for _ in range(mapped_count):
+        observe = jax.vmap(observe)
+    results, execution.carried_symbols = observe(
+        [ad.instantiate_zeros(cotangent) for cotangent in cotangents], execution.carried_symbols
     )
     return list(results)
 
 
-def _tap_batched(args: Any, dims: Any, *, mapped: int, **params: Any) -> Any:
-    tapped = tap_p.bind(*with_mapped_axis_first(args, dims), mapped=mapped + 1, **params)
-    return tapped, (0,) * len(tapped)
+def _tap_batched(args: Any, dims: Any, *, mapped_count: int, **params: Any) -> Any:
+    args = with_mapped_axis_first(args, dims)
+    tapped_values = tap_p.bind(*args, mapped_count=mapped_count + 1, **params)
+    return tapped_values, (0,) * len(tapped_values)
 
 
 tap_p.def_impl(_tap_results)
@@ -240,49 +251,52 @@ batching.primitive_batchers[tap_p] = _tap_batched
 mlir.register_lowering(tap_p, lambda ctx, *args, positions, **params: _split_tap(args, positions)[1])
 
 
-def _call_batched(args: Any, dims: Any, *, avals: Any, mapped: Any, **params: Any) -> Any:
+def _call_batched(args: Any, dims: Any, *, avals: Any, mapped_axes: Any, **params: Any) -> Any:
     """Map a call over an axis: one call gets all rows, and calls the function for each row."""
-    rows = tuple(dim is not None for dim in dims)
-    size = next(value.shape[dim] for value, dim in zip(args, dims, strict=True) if dim is not None)
+    row_count = next(value.shape[dim] for value, dim in zip(args, dims, strict=True) if dim is not None)
     operands = [
         value if dim is None else batching.moveaxis(value, dim, 0)
         for value, dim in zip(args, dims, strict=True)
     ]
+    have_axis = tuple(dim is not None for dim in dims)
     results = call_p.bind(
         *operands,
-        avals=tuple(value.update(shape=(size, *value.shape)) for value in avals),
-        mapped=(rows, *mapped),
+        avals=tuple(aval.update(shape=(row_count, *aval.shape)) for aval in avals),
+        mapped_axes=(have_axis, *mapped_axes),
         **params,
     )
     return results, (0,) * len(results)
 
 
-def _by_row(function: Callable[..., Any], avals: Sequence[Any], mapped: Sequence[Sequence[bool]]) -> Any:
-    """Return a function of arrays of NumPy with mapped first axes, which calls `function` for each row.
+def _call_by_row(function: Callable[..., Any], avals: Sequence[Any], mapped_axes: Sequence[Any]) -> Any:
+    """Return a function of NumPy's arrays with mapped first axes, which calls `function` for each row.
 
-    avals: of the results.  mapped: for each mapped axis, from the first on, which arrays have the axis.
+    avals: of the results.  mapped_axes: for each mapped axis, from the first on, which arrays have the axis.
     """
-    if not mapped:
+    if not mapped_axes:
         return function
-    inner = _by_row(function, [aval.update(shape=aval.shape[1:]) for aval in avals], mapped[1:])
+    have_axis, *inner_axes = mapped_axes
+    row_avals = [aval.update(shape=aval.shape[1:]) for aval in avals]
+    call_on_row = _call_by_row(function, row_avals, inner_axes)
 
-    def call(*arrays: Any) -> list[Any]:
-        results = [np.empty(array.shape, array.dtype) for array in avals]
-        size = next(len(array) for array, has_row in zip(arrays, mapped[0], strict=True) if has_row)
-        for i in range(size):
+    def call_on_rows(*arrays: Any) -> list[Any]:
+        results = [np.empty(aval.shape, aval.dtype) for aval in avals]
+        row_count = next(len(array) for array, has_axis in zip(arrays, have_axis, strict=True) if has_axis)
+        for i in range(row_count):
             row = [
-                array[i, ...] if has_row else array for array, has_row in zip(arrays, mapped[0], strict=True)
+                array[i, ...] if has_axis else array
+                for array, has_axis in zip(arrays, have_axis, strict=True)
             ]
-            for result, value in zip(results, inner(*row), strict=True):
-                result[i] = value
+            for result, row_result in zip(results, call_on_row(*row), strict=True):
+                result[i] = row_result
         return results
 
-    return call
+    return call_on_rows
 
 
-def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> Any:
+def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any, mapped_axes: Any) -> Any:
     """Lower a call of Python to a callback of XLA, ordered among other callbacks by a token."""
-    call = _by_row(function, avals, mapped)
+    call = _call_by_row(function, avals, mapped_axes)
     results, token, _ = mlir.emit_python_callback(
         ctx, lambda *arrays: tuple(call(*map(np.asarray, arrays))), ctx.tokens_in.get(CALLBACKS), list(args),
         ctx.avals_in, ctx.avals_out, has_side_effect=True, returns_token=True,
@@ -292,8 +306,8 @@ def _call_lowered(ctx: Any, *args: Any, function: Callable[..., Any], avals: Any
     return results
 
 
-def _call_now(*arrays: Any, function: Callable[..., Any], avals: Any, mapped: Any) -> list[Any]:
-    results = _by_row(function, avals, mapped)(*map(np.asarray, arrays))
+def _call_now(*arrays: Any, function: Callable[..., Any], avals: Any, mapped_axes: Any) -> list[Any]:
+    results = _call_by_row(function, avals, mapped_axes)(*map(np.asarray, arrays))
     raise_failure()
     return [jax.numpy.asarray(result) for result in results]
 

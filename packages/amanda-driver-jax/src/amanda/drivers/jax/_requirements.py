@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from amanda.backend import Patches, missing_names
 
-Wrapped = Callable[[Callable[..., Any]], Callable[..., Any]]
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 logger = logging.getLogger("amanda")
 
 NEWEST_TESTED = "0.12"
@@ -73,16 +73,16 @@ def flatten_arguments(args: Any, kwargs: Any, static_argnums: Any, static_argnam
     return flatten(args, kwargs, static_argnums, static_argnames)
 
 
-def wrap_optional(patches: Patches, name: str, wrapped: Wrapped) -> None:
-    """Replace an optional name by `wrapped(original)`, once JAX has imported the module."""
+def wrap_optional(patches: Patches, name: str, wrap: Wrapper) -> None:
+    """Patch a name of OPTIONAL by `wrap(original)` once JAX has imported its module; warn if it lacks it."""
     module, _, path = f"jax._src.{name}".partition(":")
 
-    def place() -> None:
+    def patch_name() -> None:
         if missing_names([f"{module}:{path}"]):
             logger.warning("JAX %s lacks %s.%s: %s", jax.__version__, module, path, OPTIONAL[name])
             return
         owner, _, attribute = path.rpartition(".")
         holder = attrgetter(owner)(sys.modules[module]) if owner else sys.modules[module]
-        patches.set(holder, attribute, wrapped(getattr(holder, attribute)))
+        patches.set(holder, attribute, wrap(getattr(holder, attribute)))
 
-    patches.when_imported(module, place)  # `jax.export` and Pallas are imported late, or never
+    patches.when_imported(module, patch_name)  # `jax.export` and Pallas are imported late, or never

@@ -1,4 +1,4 @@
-"""Operations for the core on JAX's arrays, and on the symbols of arrays in traced code."""
+"""Operations of the core on JAX's arrays, and on symbols (tracers), which stand for arrays in traced code."""
 
 from collections.abc import Hashable, Sequence
 from contextlib import AbstractContextManager
@@ -15,14 +15,14 @@ from ._traces import base_trace, is_staged, is_tensor, needs_gradient, primal
 
 
 class Arrays(BoxedTensors, ImmutableTensorOps):
-    """JAX's arrays, which are in tracers of derivatives."""
+    """Tensor operations of JAX for the core; a value may be boxed in tracers of derivatives."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is an array or stands for one."""
         return is_tensor(value)
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype and rank of each array, and the type of a symbol."""
+        """Return dtype and rank of each array or symbol, and the type of a symbol; None for other inputs."""
         return tuple(
             self.read_each(value, lambda array: (array.dtype, array.ndim, _symbol_type(array)))
             for value in inputs
@@ -54,7 +54,10 @@ class Arrays(BoxedTensors, ImmutableTensorOps):
         return straight_through(original, cast_to_fit(original, value))
 
     def detach_value(self, value: Any) -> Any:
-        """Return the value itself; for a symbol, whose trace ends, its shape and dtype."""
+        """Return an array without derivatives; for a symbol, whose trace ends, its shape and dtype.
+
+        In a list, each item's; any other value as it is.
+        """
         value = primal(value)
         if isinstance(value, jax.core.Tracer):
             return jax.ShapeDtypeStruct(value.shape, value.dtype)
@@ -68,7 +71,7 @@ class Arrays(BoxedTensors, ImmutableTensorOps):
 
 
 def without_derivative(value: Any) -> Any:
-    """Return a value, or each of a list, through which no derivative goes."""
+    """Return a value, or a list of values, such that no derivative is taken through it."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(without_derivative, value))
     value = primal(value)
@@ -80,7 +83,7 @@ def without_derivative(value: Any) -> Any:
 
 
 def cast_to_fit(original: Any, value: Any) -> Any:
-    """Return a routine's value in the type of the original.
+    """Return a routine's value in the element type of the original.
 
     Raises RoutineError for another shape, and for a complex value in the place of a real one or the reverse.
     """

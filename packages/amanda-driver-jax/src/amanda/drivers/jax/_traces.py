@@ -1,10 +1,10 @@
-"""The traces in which code runs: JAX nests them, and each wraps values of the trace around it."""
+"""JAX's nested traces: which symbols, tangents and arguments values are, and notes on the traced program."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,17 +17,25 @@ ARRAYS = (jax.Array, np.ndarray, np.generic)
 INSERTION, TAP = "a routine is in the program", "the program shows cotangents"
 
 
+class _TracedPart(NamedTuple):
+    """A jitted function that is traced within another: its trace, its symbols, and what the caller passed."""
+
+    trace: Any
+    symbols: list[Any]
+    passed_values: list[Any]
+
+
 class _TraceState(threading.local):
     """State of a thread.
 
-    notes: of the program that is traced.  calls: the jitted functions that are traced as parts, each with
-    trace, inner and outer arguments.  part_originals: originals of the last part's results, until the
-    program around the part has symbols for them.
+    notes: of the program that is traced, as an ordered set.  parts: the jitted functions under way within
+    that program, innermost last.  part_originals: originals of the last part's results, until the program
+    around the part has symbols for them.
     """
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
-        self.calls: list[tuple[Any, list[Any], list[Any]]] = []
+        self.parts: list[_TracedPart] = []
         self.part_originals: list[Any] = []
 
 
@@ -41,43 +49,44 @@ def add_note(content: str) -> None:
 
 @contextmanager
 def collecting_notes() -> Iterator[dict[str, None]]:
-    """Yield the notes that `add_note` writes while a program is traced in this context."""
-    before, _thread.notes = _thread.notes, {}
+    """Yield the notes of the program that is traced in this context; at the end the one around gets them."""
+    outer_notes, _thread.notes = _thread.notes, {}
     try:
         yield _thread.notes
     finally:
-        before.update(_thread.notes)
-        _thread.notes = before
+        outer_notes.update(_thread.notes)
+        _thread.notes = outer_notes
 
 
 def as_part(
-    function: Callable[..., Any], args: Any, kwargs: Any, original: Callable[[Any], Any]
+    function: Callable[..., Any], args: Any, kwargs: Any, original_of: Callable[[Any], Any]
 ) -> Callable[..., Any]:
-    """Return a function to be traced as a part of the program that calls it with these arguments.
+    """Wrap a jitted function that JAX traces as a part of the program that calls it with these arguments.
 
-    JAX traces a new function each time, so that each call has ops of its own.
-    original: returns the original of a symbol in the outermost function.
+    JAX traces a new wrapper each time, so that each call has ops of its own. The trace leaves the originals
+    of the results for `take_part_originals`.
+    original_of: returns the original of a symbol in the outermost function.
     """
-    outer = jax.tree_util.tree_leaves((args, kwargs))
+    passed_values = jax.tree_util.tree_leaves((args, kwargs))
 
-    def traced(*args: Any, **kwargs: Any) -> Any:
-        inner = jax.tree_util.tree_leaves((args, kwargs))
-        _thread.calls.append((core.trace_ctx.trace, inner, outer))
+    def trace_part(*args: Any, **kwargs: Any) -> Any:
+        symbols = jax.tree_util.tree_leaves((args, kwargs))
+        _thread.parts.append(_TracedPart(core.trace_ctx.trace, symbols, passed_values))
         try:
             results = function(*args, **kwargs)
-            leaves = map(original, jax.tree_util.tree_leaves(results))
-            _thread.part_originals = [None if _is_of_trace(leaf) else leaf for leaf in leaves]
+            originals = map(original_of, jax.tree_util.tree_leaves(results))
+            _thread.part_originals = [None if _would_leak(item) else item for item in originals]
         finally:
-            _thread.calls.pop()
+            _thread.parts.pop()
         return results
 
     # `__wrapped__` would lead JAX to the user's function, of which it may have a program.
-    wraps(function)(traced)
-    del traced.__wrapped__  # type: ignore[attr-defined]
-    return traced
+    wraps(function)(trace_part)
+    del trace_part.__wrapped__  # type: ignore[attr-defined]
+    return trace_part
 
 
-def _is_of_trace(value: Any) -> bool:
+def _would_leak(value: Any) -> bool:
     """Return True for a symbol of the traced program, if JAX checks for leaked tracers.
 
     Without the check symbols are held, for tools that follow a value out of the part.
@@ -114,9 +123,9 @@ def primal(value: Any) -> Any:
 
 
 def base_trace() -> Any:
-    """Return the trace below the traces of derivatives: evaluation, a program's trace, or a vmap's."""
+    """Return the trace around which derivatives are taken: evaluation, a program's trace, or a vmap's."""
     trace: Any = core.trace_ctx.trace
-    # Batch traces stay: under vmap routines get batched values.
+    # The loop stops at a batch trace, since under vmap routines get batched values.
     while isinstance(trace, (ad.LinearizeTrace, ad.JVPTrace, pe.JaxprTrace)):
         trace = trace.parent_trace
     return trace
@@ -135,19 +144,20 @@ def is_within_jit() -> bool:
     return trace is not None
 
 
-def is_tangent(values: Sequence[Any]) -> bool:
-    """Return True for an op on tangents, of a rule of a derivative or of the program made of rules."""
+def is_on_tangents(inputs: Sequence[Any]) -> bool:
+    """Return True for an op on tangents: an op of a derivative rule, or of a linear program made of rules."""
     trace: Any = core.trace_ctx.trace
-    if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(trace, "tag"):  # set on such programs alone
+    # JAX sets `tag` on the traces of linear programs alone.
+    if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(trace, "tag"):
         return True
-    return any(isinstance(primal(value), pe.JaxprTracer) for value in values)
+    return any(isinstance(primal(value), pe.JaxprTracer) for value in inputs)
 
 
 def needs_gradient(value: Any) -> bool:
-    """Return True if a value is differentiated, or is of a program that may be."""
+    """Return True if a derivative of a value is taken, or may be: later, of the program that is traced."""
     if isinstance(value, batching.BatchTracer):
         return needs_gradient(value.val)
-    if isinstance(value, pe.DynamicJaxprTracer):
+    if isinstance(value, pe.DynamicJaxprTracer):  # a symbol of a program
         return bool(jax.numpy.issubdtype(value.dtype, jax.numpy.inexact))
     return is_differentiated(value)
 
@@ -159,28 +169,26 @@ def is_differentiated(value: Any) -> bool:
     return isinstance(value, (ad.LinearizeTracer, ad.JVPTracer)) and type(value.tangent) is not ad.Zero
 
 
-def argument_of(value: Any) -> Any:
-    """Return the symbol of the outermost function that was passed as this symbol; else the value itself."""
+def outermost_value(value: Any) -> Any:
+    """Return what the outermost traced function passed as this argument of a part; else the primal value."""
     value = primal(value)
-    if isinstance(value, pe.DynamicJaxprTracer):
-        # From the innermost part outwards, as each part's arguments are symbols of the one around it.
-        for trace, inner, outer in reversed(_thread.calls):
-            if trace is value._trace:
-                passed = (
-                    outer_value
-                    for inner_value, outer_value in zip(inner, outer, strict=False)
-                    if inner_value is value
-                )
-                return next(map(argument_of, passed), value)
+    if not isinstance(value, pe.DynamicJaxprTracer):
+        return value
+    part = next((part for part in reversed(_thread.parts) if part.trace is value._trace), None)
+    if part is not None:
+        for symbol, passed_value in zip(part.symbols, part.passed_values, strict=False):
+            if symbol is value:
+                # The caller may be a part, too, and have got the value as an argument.
+                return outermost_value(passed_value)
     return value
 
 
 def argument_name(value: Any) -> str | None:
     """Return JAX's name of a symbol that is an argument of a jitted function: "params['w']"; else None."""
-    value = argument_of(value)
-    if not isinstance(value, pe.DynamicJaxprTracer):
+    symbol = outermost_value(value)
+    if not isinstance(symbol, pe.DynamicJaxprTracer):
         return None
-    frame = value._trace.frame
+    frame = symbol._trace.frame
     names = () if frame.debug_info is None else frame.debug_info.arg_names or ()
-    pairs = zip(frame.invars, names, strict=False)
-    return next((name for variable, name in pairs if variable is value.val), None)
+    arguments = zip(frame.invars, names, strict=False)
+    return next((name for variable, name in arguments if variable is symbol.val), None)

@@ -1,4 +1,4 @@
-"""Functions that run twice where gradients are computed outside of jit: as JAX runs them, and op by op.
+"""Functions of JAX that run twice outside of jit: as JAX runs them, and op by op for tools at backward ops.
 
 A backward pass goes through the ops, with the tools' taps, first. If a routine changes a gradient there, the
 gradients of the ops count. Otherwise they are dropped, and the gradients of JAX's function are added in JAX's
@@ -35,13 +35,13 @@ _thread = _RunningTwins()
 
 
 class Twins:
-    """One call of a function that runs twice.
+    """One call of a function that runs twice; its gates choose whose gradients count.
 
-    changed: True if the gradients of the ops count.  is_inner: True within another such call.
+    ops_are_changed: True if those of the ops count.  is_inner: True within another such call.
     """
 
     def __init__(self) -> None:
-        self.changed = False
+        self.ops_are_changed = False
         self.is_inner = bool(_thread.running)  # the outer call chooses for all
 
     def __enter__(self) -> "Twins":
@@ -51,43 +51,45 @@ class Twins:
     def __exit__(self, *_: object) -> None:
         _thread.running.pop()
 
-    def gate(self, values: Sequence[Any], ops: bool, inputs: Sequence[Any] = ()) -> list[Any]:
-        """Return inputs of the ops, or results of the function, behind gates.
+    def gate(self, values: Sequence[Any], at_ops: bool, inputs: Sequence[Any] = ()) -> list[Any]:
+        """Return values behind gates, each of which stops the gradient if the other run's gradients count.
 
-        A gate stops gradients that are not to be counted.
-        ops: True for inputs of the ops, False for results of the function.
+        at_ops: True for inputs of the ops, False for results of the function.
         inputs: of the function; a result that is an input has the input's gradient, and needs no gate.
         """
         input_tangents = [tangent for tangent in map(_tangent_of, inputs) if tangent is not None]
-        gated = []
+        gated_values = []
         for value in values:
             if is_differentiable(value) and not any(
                 _tangent_of(value) is tangent for tangent in input_tangents
             ):
-                value = ORIGINALS.record(gate_p.bind(value, twins=self, ops=ops), value)
-            gated.append(value)
-        return gated
+                value = ORIGINALS.record(gate_p.bind(value, twins=self, at_ops=at_ops), value)
+            gated_values.append(value)
+        return gated_values
 
-    def join(self, values: Sequence[Any], gated: Sequence[Any], op_values: Sequence[Any]) -> list[Any]:
-        """Return the results of the function; a backward pass reaches the results of its ops from them."""
-        joined: dict[int, Any] = {}  # of one result each: its gradients are added at one place
-        for value, gated_value, op_value in zip(values, gated, op_values, strict=True):
-            if id(value) not in joined and gated_value is not value and is_differentiable(op_value):
-                joined[id(value)] = join_p.bind(gated_value, op_value, twins=self)
-        return [joined.get(id(value), value) for value in values]
+    def join(
+        self, results: Sequence[Any], gated_results: Sequence[Any], op_results: Sequence[Any]
+    ) -> list[Any]:
+        """Return the results of the function, from which a backward pass also reaches those of the ops."""
+        # By the id of a result: one that is returned twice is joined once, so its gradients add up there.
+        joined: dict[int, Any] = {}
+        for result, gated_result, op_result in zip(results, gated_results, op_results, strict=True):
+            if id(result) not in joined and gated_result is not result and is_differentiable(op_result):
+                joined[id(result)] = join_p.bind(gated_result, op_result, twins=self)
+        return [joined.get(id(result), result) for result in results]
 
     @staticmethod
-    def watching() -> Callable[..., Any]:
-        """Return a function that calls routines, and notes if they change gradients."""
+    def routine_runner() -> Callable[..., Any]:
+        """Return a function that calls `run(*args)`, and notes for the outermost call if gradients change."""
         return partial(_run_noting_changes, tuple(_thread.running[:1]))
 
 
 def _run_noting_changes(calls: Sequence[Twins], run: Callable[..., Any], *args: Any) -> Any:
-    """Call `run`, and mark the calls as changed if a routine changed a value."""
+    """Return `run(*args)`; mark the calls if a routine changed a value in it."""
     with collecting_notes() as notes:
         result = run(*args)
     for twins in calls:
-        twins.changed |= INSERTION in notes
+        twins.ops_are_changed |= INSERTION in notes
     return result
 
 
@@ -96,29 +98,30 @@ weakref_cache_key_types.add(Twins)
 
 
 def run_twice(
-    values: Sequence[Any], function: Callable[[], list[Any]], ops: Callable[[Sequence[Any]], list[Any]],
-    backward: bool,
+    inputs: Sequence[Any], run_function: Callable[[], list[Any]],
+    run_ops: Callable[[Sequence[Any]], list[Any]], tools_see_backward: bool,
 ) -> list[Any]:  # fmt: skip
     """Run ops for the tools; return the function's results if no routine changed a value, else the ops'.
 
-    values: inputs of both.  backward: whether the tools look at backward ops.
+    The function does not run if a routine changed a value, unless tools see the backward ops of the inputs.
+    run_function: runs JAX's function on the inputs.  run_ops: runs its ops on inputs, tapped for the tools.
     """
     twins = Twins()
     # A backward pass has to come to the ops first, so these have to run last.
-    function_is_first = backward and not twins.is_inner and any(map(is_differentiable, values))
-    results = function() if function_is_first else []
-    gated = twins.gate(results, False, values)
+    function_is_first = tools_see_backward and not twins.is_inner and any(map(is_differentiable, inputs))
+    results = run_function() if function_is_first else []
+    gated_results = twins.gate(results, at_ops=False, inputs=inputs)
     with collecting_notes() as notes, twins:
-        op_values = ops(twins.gate(values, True) if function_is_first else values)
-        if not function_is_first and not any(map(is_differentiable, op_values)):
+        op_results = run_ops(twins.gate(inputs, at_ops=True) if function_is_first else inputs)
+        if not function_is_first and not any(map(is_differentiable, op_results)):
             notes.pop(TAP, None)  # no backward pass will come to the ops
     # A changed value makes JAX's results wrong; late taps would be reached after JAX's gradients.
     if INSERTION in notes or (TAP in notes and not function_is_first):
-        twins.changed = True
-        return op_values
-    results = results if function_is_first else function()
-    ORIGINALS.record_all(results, op_values)
-    return twins.join(results, gated, op_values) if TAP in notes else results
+        twins.ops_are_changed = True
+        return op_results
+    results = results if function_is_first else run_function()
+    ORIGINALS.record_all(results, op_results)
+    return twins.join(results, gated_results, op_results) if TAP in notes else results
 
 
 def wants_backward() -> bool:
@@ -128,6 +131,7 @@ def wants_backward() -> bool:
 
 
 def _tangent_of(value: Any) -> Any:
+    """Return the tangent of a symbol, also under vmap; None if no derivative is taken."""
     while isinstance(value, batching.BatchTracer):
         value = value.val
     return value.tangent if isinstance(value, (ad.LinearizeTracer, ad.JVPTracer)) else None
@@ -140,27 +144,29 @@ def is_differentiable(value: Any) -> bool:
 
 def _gate_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
     """Return the gate of a value and of its tangent; a zero tangent stays as it is."""
-    tangent = tangents[0]
+    (value,), (tangent,) = primals, tangents
     if type(tangent) is not ad.Zero:
         tangent = gate_p.bind(tangent, **params)
-    return gate_p.bind(*primals, **params), tangent
+    return gate_p.bind(value, **params), tangent
 
 
-def _gate_transposed(cotangent: Any, value: Any, *, twins: Twins, ops: bool) -> Any:
+def _gate_transposed(cotangent: Any, value: Any, *, twins: Twins, at_ops: bool) -> Any:
     # Gates at the inputs of the ops are open if a routine changed a gradient; those behind the function if
     # none did.
-    return [cotangent if twins.changed == ops else ad.Zero(value.aval.to_ct_aval())]
+    return [cotangent if twins.ops_are_changed == at_ops else ad.Zero(value.aval.to_ct_aval())]
 
 
 def _join_jvp(primals: Any, tangents: Any, *, twins: Twins) -> Any:
-    values = join_p.bind(*primals, twins=twins)
+    """Return the join of a function's result and its ops' result, and that of their tangents."""
+    joined = join_p.bind(*primals, twins=twins)
+    # A zero tangent has no backward pass to lead to the ops: the tangent of the function's result serves.
     if any(type(tangent) is ad.Zero for tangent in tangents):
-        return values, tangents[0]
-    return values, join_p.bind(*tangents, twins=twins)
+        return joined, tangents[0]
+    return joined, join_p.bind(*tangents, twins=twins)
 
 
 def _join_transposed(cotangent: Any, *_: Any, twins: Twins) -> Any:
-    twins.changed = False  # each backward pass decides anew
+    twins.ops_are_changed = False  # each backward pass decides anew
     return [cotangent, cotangent]
 
 

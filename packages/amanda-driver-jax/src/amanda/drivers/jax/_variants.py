@@ -1,4 +1,4 @@
-"""Programs of one function for the tools of a stack: one for each set of values that routines read.
+"""Variants of a function: its programs for a stack of tools, for each set of values that routines read.
 
 Arrays that routines read are inputs of a program, and are read at each call.
 """
@@ -29,7 +29,10 @@ _CONSTANT = (FunctionType, ModuleType, type)
 
 
 class JaxReads(Reads):
-    """Values that routines read; an array that is an input of a program may change, but not its type."""
+    """Values that routines read; an array that is an input of a program may change, but not its type.
+
+    inputs: keys of the places of such arrays.
+    """
 
     opaque_packages: ClassVar[frozenset[str]] = frozenset({"amanda", "numpy", "jax", "jaxlib", "autoray"})
 
@@ -39,7 +42,7 @@ class JaxReads(Reads):
         self._copies: dict[tuple[int, Any], np.ndarray[Any, Any]] = {}
 
     def follow_routine(self, action: Action) -> None:
-        """Note the values that an action's routine reads; copy NumPy's arrays, which may be written."""
+        """Record the values that an action's routine reads; copy NumPy's arrays, which may be written."""
         super().follow_routine(action)
         for place in self:
             if isinstance(place.value, np.ndarray) and place.key not in self._copies:
@@ -51,33 +54,34 @@ class JaxReads(Reads):
             return all(self._is_as_before(place) for place in self)
 
     def _is_as_before(self, place: ReadPlace) -> bool:
-        """Return True if a place has the value that was read, or any array if the array is an input."""
-        now = place.read(place.holder, place.name)
+        """Return True if a place has the value that was read; for an input, an array of the same type."""
+        value = place.read(place.holder, place.name)
         if place.key in self.inputs:
-            return isinstance(now, ARRAYS) and jax.typeof(now) == jax.typeof(place.value)
+            return isinstance(value, ARRAYS) and jax.typeof(value) == jax.typeof(place.value)
         if place.key in self._copies:
             copy = self._copies[place.key]
-            return isinstance(now, np.ndarray) and now.dtype == copy.dtype and np.array_equal(now, copy)
-        return self.is_same(now, place.value)
+            return isinstance(value, np.ndarray) and value.dtype == copy.dtype and np.array_equal(value, copy)
+        return self.is_same(value, place.value)
 
     @property
-    def guards(self) -> bool:
-        """Return True if a call of the program has to check the values that were read."""
-        return any(not (isinstance(reading.value, _CONSTANT) or callable(reading.value)) for reading in self)
+    def has_guards(self) -> bool:
+        """Return True if a call of the program has to check a value that is no function, module or class."""
+        return any(not (isinstance(place.value, _CONSTANT) or callable(place.value)) for place in self)
 
 
 def reads_of(action: Action) -> JaxReads:
     """Return the values that a routine reads now, and the names that it sets outside of itself."""
     reads = JaxReads()
     reads.follow_routine(action)
-    reads.drop_changed_places(())
+    reads.drop_changed_places(())  # looks at no value, only at names that the routine sets
     return reads
 
 
 class Variant:
     """The programs of one function for one set of values that routines read.
 
-    history: of these values.  trace: of the function.  inputs: places that are read, by ids of constants.
+    number: among the function's variants.  history: of the values.  trace: of the function, while traced.
+    inputs: places that are read at each call, by the ids of constants that stand for them in the program.
     """
 
     def __init__(self, number: int, history: ValueHistory) -> None:
@@ -85,17 +89,18 @@ class Variant:
         self.reads = JaxReads()
         self.trace: Any = None
         self.inputs: dict[int, ReadPlace] = {}
-        self._constants: list[Any] = []  # their ids stay
-        self._traced: list[tuple[Action, list[Any]]] = []
+        self._constants: list[Any] = []  # kept alive, so that no other object gets their ids
+        # With the arrays that each routine uses and that no name leads to.
+        self._traced_routines: list[tuple[Action, list[Any]]] = []
         self._reports: dict[tuple[str, str], None] = {}
 
     @contextmanager
     def tracing(self, action: Action) -> Iterator["LiftedArrays"]:
-        """Enter a context in which a routine becomes a part of the program, without effects on its tool."""
-        lifted = LiftedArrays(self)
+        """Yield tensor operations with which a routine, run in this context, becomes part of the program."""
+        lifted_arrays = LiftedArrays(self)
         with self.reads.record_tracing([action]):
-            yield lifted
-        self._traced.append((action, lifted.held_arrays))
+            yield lifted_arrays
+        self._traced_routines.append((action, lifted_arrays.held_arrays))
 
     def report(self, subject: str, reason: str) -> None:
         """Note a difference between the program and its routines, which is reported at each call."""
@@ -103,10 +108,10 @@ class Variant:
 
     def report_entries(self) -> list[tuple[str, str]]:
         """Return the entries for the reports of scopes."""
-        return [*self._reports, *self.reads.unfollowed_entries(self._traced, "a program")]
+        return [*self._reports, *self.reads.unfollowed_entries(self._traced_routines, "a program")]
 
     def lift(self, place: ReadPlace) -> Any:
-        """Return the symbol of a new input of the program, for which a place is read at each call."""
+        """Add an input to the traced program, for which a place is read at each call; return its symbol."""
         # Outside of the trace, so that the constant is an array, which a call can pass, and no symbol.
         with set_current_trace(core.eval_trace):
             constant = jax.numpy.array(place.value)  # a copy, whose `id` stands for this place alone
@@ -137,17 +142,17 @@ class LiftedArrays(Arrays):
     def _trace_routine(self, func: Callable[..., Any], *values: Any) -> Any:
         """Trace a routine alone, then evaluate it in the program with its arrays as inputs."""
         # A trace of its own shows the arrays that the routine refers to: they are its constants.
-        closed, form = jax.make_jaxpr(func, return_shape=True)(*values)
-        places = [item for item in self._variant.reads if isinstance(item.value, ARRAYS)]
-        consts = [self._lift_constant(item, places) for item in closed.consts]
-        results = jax.core.eval_jaxpr(closed.jaxpr, consts, *jax.tree_util.tree_leaves(values))
-        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(form), results)
+        program, result_shapes = jax.make_jaxpr(func, return_shape=True)(*values)
+        array_places = [place for place in self._variant.reads if isinstance(place.value, ARRAYS)]
+        consts = [self._lift_constant(const, array_places) for const in program.consts]
+        results = jax.core.eval_jaxpr(program.jaxpr, consts, *jax.tree_util.tree_leaves(values))
+        return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(result_shapes), results)
 
-    def _lift_constant(self, const: Any, places: Sequence[ReadPlace]) -> Any:
-        """Return the symbol of an array that is read from a known place; return another constant as it is."""
-        place = next((reading for reading in places if _is_same_array(const, reading.value)), None)
-        if place is not None:
-            return self._variant.lift(place)
+    def _lift_constant(self, const: Any, array_places: Sequence[ReadPlace]) -> Any:
+        """Return the symbol of an array that one of the places has; another constant as it is."""
+        for place in array_places:
+            if _is_same_array(const, place.value):
+                return self._variant.lift(place)
         if isinstance(const, jax.Array):
             self.held_arrays.append(const)
         return const
@@ -161,7 +166,7 @@ def _is_same_array(const: Any, value: Any) -> bool:
 
 
 class FunctionVariants:
-    """A function of the user for the tools of a stack, with a variant for each set of values that are read.
+    """A user's function as JAX traces it for the tools of a stack, a variant for each set of values read.
 
     call: calls the function; JAX caches programs for the tools by it, not by the user's function.
     """
@@ -178,17 +183,16 @@ class FunctionVariants:
         del call.__wrapped__  # it would lead JAX to the user's function, and to its programs
         self.call = call
         self._history = ValueHistory(JaxReads)
-        self._all: list[Variant] = []
+        self._variants: list[Variant] = []
 
     @contextmanager
     def current_variant(self) -> Iterator[Variant]:
-        """Enter a context in which the function is called or traced, for the present values of reads."""
-        variant = next(
-            (known_variant for known_variant in self._all if known_variant.reads.are_unchanged()), None
-        )
+        """Yield the variant for the present values, with which JAX calls or traces the function."""
+        unchanged_variants = (variant for variant in self._variants if variant.reads.are_unchanged())
+        variant = next(unchanged_variants, None)
         if variant is None:
-            variant = Variant(len(self._all), self._history)
-            self._all.append(variant)
+            variant = Variant(len(self._variants), self._history)
+            self._variants.append(variant)
         token = _VARIANT.set(variant)
         try:
             yield variant
@@ -201,14 +205,14 @@ _VARIANT: ContextVar[Variant | None] = ContextVar("variant of the function that 
 
 
 def variant_for(action: Action) -> Variant | None:
-    """Return the variant that is traced; None if a traceable routine has to run as Python."""
+    """Return the variant that is traced; None if there is none, or a routine has to run as Python."""
     variant = _VARIANT.get()
     # A routine that sets attributes of its tool must run at each execution, not once as it is traced.
     if variant is None or reads_of(action).names_written:
         return None
-    changing = variant.history.volatile_name(action)
-    if changing:
-        why = f"what it reads changes often: {changing}, so it runs as Python"
+    volatile_name = variant.history.volatile_name(action)
+    if volatile_name:
+        why = f"what it reads changes often: {volatile_name}, so it runs as Python"
         variant.report(f"traceable {action}", why)
         return None
     return variant
@@ -224,18 +228,18 @@ def report_in_program(subject: str, reason: str, source: str = "") -> None:
 
 
 def guard_reads(action: Action, facts: OpFacts) -> None:
-    """Guard the program by the values that a routine in it reads, so that changes retrace it.
+    """Guard the traced program by the values that a routine in it reads, so that changes retrace it.
 
-    Where that is not possible, report that changes have no effect.
+    Where that is not possible, report that changes have no effect. Outside of jit nothing is needed.
     """
     reads, variant = reads_of(action), _VARIANT.get()
-    if not is_within_jit() or not (reads.guards or reads.names_written):
+    if not is_within_jit() or not (reads.has_guards or reads.names_written):
         return
-    changing = "" if variant is None else variant.history.volatile_name(action)
+    volatile_name = "" if variant is None else variant.history.volatile_name(action)
     if reads.names_written:
         why = f"it sets {', '.join(reads.names_written)}, as the function is traced"
-    elif changing:
-        why = f"what it reads changes often: {changing}"
+    elif volatile_name:
+        why = f"what it reads changes often: {volatile_name}"
     elif variant is None:
         why = "what it reads is not followed where a backward pass runs outside of jit"
     else:
@@ -256,25 +260,26 @@ class ProgramWithInputs(NamedTuple):
     places: Sequence[ReadPlace | None]
 
     def inputs(self) -> list[Any]:
-        """Return the constants, with the present values of places."""
-        pairs = zip(self.consts, self.places, strict=True)
+        """Return the constants for a call: the present value of a place for each constant that has one."""
         return [
-            constant if place is None else place.read(place.holder, place.name) for constant, place in pairs
+            constant if place is None else place.read(place.holder, place.name)
+            for constant, place in zip(self.consts, self.places, strict=True)
         ]
 
 
 def with_read_inputs(params: Any, inputs: Mapping[int, ReadPlace]) -> ProgramWithInputs | None:
     """Return a program whose constants are inputs, if any of them is read at each call; else None.
 
-    params: JAX's for a jitted function.
+    params: JAX's for a jitted function; its `consts` are leading arguments already.
+    inputs: places to be read, by the ids of constants.
     """
-    consts, closed = list(params.consts), params.params["jaxpr"]
-    if any(id(constant) in inputs for constant in closed.consts):
+    consts, jaxpr = list(params.consts), params.params["jaxpr"]
+    if any(id(constant) in inputs for constant in jaxpr.consts):
         # Constants within the program become leading arguments, which can be read anew at each call.
-        closed, inner_consts = pe.separate_consts(closed)
+        jaxpr, inner_consts = pe.separate_consts(jaxpr)
         count = len(inner_consts)
         jit_params = dict(
-            params.params, jaxpr=closed,
+            params.params, jaxpr=jaxpr,
             in_shardings=(pjit.UNSPECIFIED,) * count + params.params["in_shardings"],
             in_layouts=(None,) * count + params.params["in_layouts"],
             donated_invars=(False,) * count + params.params["donated_invars"],

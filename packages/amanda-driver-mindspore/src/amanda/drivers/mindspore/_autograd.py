@@ -1,5 +1,6 @@
-"""The backward pass: the autograd nodes of each op, and hooks at nodes where a tool has routines."""
+"""The backward pass: marks lead from autograd nodes to the ops that created them, and hooks run routines."""
 
+import operator
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,16 +23,16 @@ _LEAF_PLACE = 1 << 32
 class NodeMark:
     """The execution that created an autograd node; the node holds its mark as a hook without effect.
 
-    place: number of the node among those of the execution.  number: the node's sequence number.
+    place: number of the node among those of the execution.  sequence_number: the node's, which is unique.
     leaves: leaves that the execution read, by their nodes' ids; some have no other owner.
     """
 
-    __slots__ = ("__weakref__", "leaves", "number", "place", "trace")
+    __slots__ = ("__weakref__", "leaves", "place", "sequence_number", "trace")
 
-    def __init__(self, trace: Trace, place: int, number: int, leaves: dict[int, Any]) -> None:
+    def __init__(self, trace: Trace, place: int, sequence_number: int, leaves: dict[int, Any]) -> None:
         self.trace = trace
         self.place = place
-        self.number = number
+        self.sequence_number = sequence_number
         self.leaves = leaves
 
     def __call__(self, grad_outputs: Any) -> None:
@@ -61,9 +62,9 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
     """The part of the driver that maps backward ops to forward ops, and adds hooks for their routines."""
 
     def __init__(self) -> None:
-        # Weak: marks and leaves die with their graph.
-        self._marks: weakref.WeakValueDictionary[int, NodeMark] = weakref.WeakValueDictionary()
-        self._leaves: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        # By the ids of nodes, and weak: marks and leaves die with their graph.
+        self._mark_by_node_id: weakref.WeakValueDictionary[int, NodeMark] = weakref.WeakValueDictionary()
+        self._leaf_by_node_id: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._results_by_function: dict[int, list[weakref.ref[Any]]] = {}
 
     def capture_backward_ops(self) -> InputNodes:
@@ -80,33 +81,35 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
                 if tensor._is_leaf:
                     input_nodes.leaves[node_id] = tensor
                     if isinstance(tensor, Parameter):
-                        self._leaves[node_id] = tensor
+                        self._leaf_by_node_id[node_id] = tensor
 
     def attach_trace(self, trace: Trace, input_nodes: InputNodes, values: list[Any]) -> None:
-        """Mark each node between the op's results and its inputs with the trace, but for inner ops' nodes."""
-        roots = [tensor._grad_node for tensor in tensors_of(values)]
-        # Nodes that carry a mark belong to an op within this one, which has marked them already.
+        """Mark each node between the op's results, `values`, and its inputs with the trace.
+
+        Nodes of ops within this one keep their marks.
+        """
+        result_nodes = [tensor._grad_node for tensor in tensors_of(values)]
         new_nodes = _reachable(
-            roots, lambda node: node._unique_id() not in input_nodes.node_ids and self.mark_of(node) is None
+            result_nodes,
+            lambda node: node._unique_id() not in input_nodes.node_ids and self.mark_of(node) is None,
         )
         inner_nodes = [node for node in new_nodes if not node.is_leaf()]
         for place, node in enumerate(sorted(inner_nodes, key=lambda inner: inner._sequence_nr())):
             mark = NodeMark(trace, place, node._sequence_nr(), input_nodes.leaves)
-            # A weak dictionary alone would lose the mark, and an entry on the node is the only strong owner
-            # that dies with it.
+            # The dictionary is weak: the node owns its mark, as a hook without effect.
             node.register_prehook(mark)
-            self._marks[node._unique_id()] = mark
+            self._mark_by_node_id[node._unique_id()] = mark
 
     def mark_of(self, node: Any) -> NodeMark | None:
         """Return the mark of a node; None if it has none."""
         # The id of a node is its address, which an earlier node may have had; sequence numbers differ.
-        mark = self._marks.get(node._unique_id())
-        return mark if mark is not None and mark.number == node._sequence_nr() else None
+        mark = self._mark_by_node_id.get(node._unique_id())
+        return mark if mark is not None and mark.sequence_number == node._sequence_nr() else None
 
     def straight_through(self, original: Any, value: Any) -> Any:
         """Return `value` instead of `original`; a leaf is recorded, since the value's node hides it."""
         if original._is_leaf and (node := node_of(original)) is not None:
-            self._leaves[node._unique_id()] = original
+            self._leaf_by_node_id[node._unique_id()] = original
         return super().straight_through(original, value)
 
     def patch_backward(self, patches: Patches) -> None:
@@ -116,15 +119,15 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         patches.set(native, "run_backward", self._stand_in_for_run_backward())
 
     def _stand_in_for_end_graph(self) -> Callable[..., Any]:
-        """Stand-in for `end_graph`: remembers the results from which `grad` starts."""
+        """Stand-in for `end_graph`, the end of a function that is differentiated: records its results."""
         original = api._PyNativeExecutor.end_graph
 
         @wraps(original)
         def end_graph(executor: Any, obj: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
             """Record the results weakly where a scope is in force, then call the original."""
-            if interceptor.active() is not None and self._marks:
+            if interceptor.active() is not None and self._mark_by_node_id:
                 values = output if isinstance(output, (list, tuple)) else [output]
-                # `grad` gets the same object, but not the results.
+                # `grad` gets the same function as `obj`, but not the results.
                 self._results_by_function[id(obj)] = [weakref.ref(tensor) for tensor in tensors_of(values)]
             return original(executor, obj, output, *args, **kwargs)
 
@@ -137,25 +140,25 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         @wraps(original)
         def grad(executor: Any, obj: Any, *args: Any) -> Any:
             results = [reference() for reference in self._results_by_function.pop(id(obj), ())]
-            living = [tensor for tensor in results if tensor is not None]
-            return self._run_pass(lambda: original(executor, obj, *args), living)
+            living_results = [tensor for tensor in results if tensor is not None]
+            return self._run_hooked_pass(lambda: original(executor, obj, *args), living_results)
 
         return grad
 
     def _stand_in_for_run_backward(self) -> Callable[..., Any]:
-        """Stand-in for `run_backward`: runs a backward pass from tensors."""
+        """Stand-in for `run_backward`, as of `Tensor.backward`: runs a backward pass from tensors."""
         original = native.run_backward
 
         def run_backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            return self._run_pass(lambda: original(tensors, *args, **kwargs), tensors)
+            return self._run_hooked_pass(lambda: original(tensors, *args, **kwargs), tensors)
 
         return run_backward
 
-    def _run_pass(self, run: Callable[[], Any], results: Iterable[Any]) -> Any:
-        """Run a backward pass from results, with hooks at the nodes where tools have routines."""
+    def _run_hooked_pass(self, run: Callable[[], Any], results: Iterable[Any]) -> Any:
+        """Run a backward pass from results, with hooks where tools have routines; raise what these raised."""
         activation = interceptor.active()
-        if activation is None or not self._marks:
-            interceptor.reset_root()
+        if activation is None or not self._mark_by_node_id:
+            interceptor.reset_root()  # as after a hooked pass: places are numbered anew
             return run()
         with _HookedPass(self, activation.state) as backward_pass:
             with Suspension():
@@ -166,7 +169,10 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
 
 
 class _HookedPass(BackwardPass):
-    """A backward pass, with its hooks."""
+    """A backward pass, whose hooks run the routines at backward ops and are removed at its end.
+
+    _failures: what a routine at a leaf has raised, at most one exception.
+    """
 
     def __init__(self, driver: MindSporeAutograd, state: State) -> None:
         super().__init__(driver, state)
@@ -180,16 +186,16 @@ class _HookedPass(BackwardPass):
 
     def add_hooks(self, roots: Iterable[Any]) -> None:
         """Add hooks at the nodes and leaves below the roots where a tool has an analysis or routines."""
-        marked = []
+        marked_nodes = []
         for node in _reachable(roots, lambda node: True):
             mark = self._autograd.mark_of(node)
             if mark is not None:
-                marked.append((mark, node))
-        leaves: dict[int, NodeMark] = {}
+                marked_nodes.append((mark, node))
+        first_mark_by_leaf: dict[int, NodeMark] = {}
         # In the order of the forward pass, so that a leaf belongs to the op that used it first.
-        for mark, node in sorted(marked, key=lambda pair: pair[0].number):
-            for leaf in _leaves_of(node):
-                leaves.setdefault(leaf, mark)
+        for mark, node in sorted(marked_nodes, key=lambda pair: pair[0].sequence_number):
+            for leaf_node_id in _leaf_node_ids(node):
+                first_mark_by_leaf.setdefault(leaf_node_id, mark)
             step = self.step(mark.trace, backward_operation(node.name()), mark.place)
             if step.has_work:
                 hooks = _NodeHooks(step, self._failures)
@@ -197,36 +203,34 @@ class _HookedPass(BackwardPass):
                     node.register_prehook(hooks.before).remove,
                     node.register_hook(hooks.after).remove,
                 ]
-        self._hook_leaves(leaves)
+        self._add_leaf_hooks(first_mark_by_leaf)
 
-    def _hook_leaves(self, leaves: dict[int, NodeMark]) -> None:
+    def _add_leaf_hooks(self, first_mark_by_leaf: dict[int, NodeMark]) -> None:
         """Add hooks at leaves, as backward ops of the op that used a leaf first.
 
-        leaves: the marks of these ops, by the ids of the leaves' nodes.
+        first_mark_by_leaf: the marks of these ops, by the ids of the leaves' nodes.
         """
-        counts: dict[int, int] = {}  # of leaves that are not parameters, by the trace of their op
-        for node_id, mark in leaves.items():
-            trace, leaf = mark.trace, self._autograd._leaves.get(node_id, mark.leaves.get(node_id))
-            if leaf is None:
+        leaf_counts: dict[int, int] = {}  # of leaves that are not parameters, by the trace of their op
+        for node_id, mark in first_mark_by_leaf.items():
+            trace, leaf = mark.trace, self._autograd._leaf_by_node_id.get(node_id, mark.leaves.get(node_id))
+            if leaf is None:  # it has died
                 continue
+            # Beyond the places of nodes parameters have theirs, by an ordinal that is the same in each pass.
+            # Other leaves come after these, by their number among those that the op used first.
             if isinstance(leaf, Parameter):
-                # Leaves have places beyond those of nodes: parameters by their ordinal, which is the same in
-                # each pass.
                 place = _LEAF_PLACE + interceptor.ordinal(leaf)
             else:
-                # Other leaves by their number among those that the op used first, beyond the parameters.
-                count = counts.get(id(trace), 0)
-                counts[id(trace)] = count + 1
-                place = 2 * _LEAF_PLACE + count
-            step = self.step(trace, ACCUMULATE_GRAD, place, False)
+                leaf_count = leaf_counts.get(id(trace), 0)
+                leaf_counts[id(trace)] = leaf_count + 1
+                place = 2 * _LEAF_PLACE + leaf_count
+            step = self.step(trace, ACCUMULATE_GRAD, place, replaceable=False)
             if step.has_work:
-                self._removers.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).of_leaf))
+                self._removers.append(_register_leaf_hook(leaf, _NodeHooks(step, self._failures).at_leaf))
 
     def remove_hooks(self) -> None:
         """Remove all hooks; after an interrupt, another call removes the rest."""
         while self._removers:
-            # An entry is dropped after its hook is removed: an interrupt in between removes it twice, which
-            # is harmless.
+            # Dropped after the removal: an interrupt in between removes a hook twice, which is harmless.
             self._removers[-1]()
             self._removers.pop()
 
@@ -237,7 +241,7 @@ class _HookedPass(BackwardPass):
 
 
 class _NodeHooks:
-    """The hooks of one node.
+    """The hooks of one node, which run the routines of a step; MindSpore takes None for unchanged gradients.
 
     failures: receives what a routine at a leaf raises, after which the pass calls no other routine. MindSpore
     raises an exception of a leaf's hook again in every later pass, so none may leave that hook.
@@ -263,19 +267,19 @@ class _NodeHooks:
         with Suspension():
             return _changed_or_none(grad_inputs, self._step.run_after(grad_inputs, grad_outputs))
 
-    def of_leaf(self, grad: Any) -> Any:
-        """Call the routines at a leaf; keep their exception for the end of the pass."""
+    def at_leaf(self, grad: Any) -> Any:
+        """Call the routines at a leaf; return its gradient; keep their exception for the end of the pass."""
         if self._failures:
             return grad
         try:
             with Suspension():
-                (changed,) = self._step.run_before([grad])
+                (new_grad,) = self._step.run_before([grad])
                 # AccumulateGrad computes no gradients, so the points after it have none.
-                self._step.run_after([], [changed])
+                self._step.run_after([], [new_grad])
         except BaseException as error:
             self._failures.append(error)
             return grad
-        return changed
+        return new_grad
 
 
 def node_of(tensor: Any) -> Any:
@@ -289,8 +293,8 @@ def node_of(tensor: Any) -> Any:
 
 
 def _register_leaf_hook(tensor: Any, hook: Callable[[Any], Any]) -> Callable[[], None]:
-    number = native.TensorPy.register_hook(tensor, hook)
-    return lambda: native.TensorPy.remove_hook(number)
+    hook_id = native.TensorPy.register_hook(tensor, hook)
+    return lambda: native.TensorPy.remove_hook(hook_id)
 
 
 def _reachable(roots: Iterable[Any], is_included: Callable[[Any], bool]) -> Iterator[Any]:
@@ -305,26 +309,30 @@ def _reachable(roots: Iterable[Any], is_included: Callable[[Any], bool]) -> Iter
         if not is_included(node):
             continue
         yield node
-        pending += [edge[0] for edge in node.next_functions]
+        pending += _next_nodes(node)
 
 
-def _leaves_of(node: Any) -> Iterator[int]:
+def _next_nodes(node: Any) -> list[Any]:
+    """Return the nodes that get a node's gradients, as of a leaf; None for each input that needs none."""
+    return [next_node for next_node, *_ in node.next_functions]
+
+
+def _leaf_node_ids(node: Any) -> Iterator[int]:
     """Yield the node ids of the leaves that get a node's gradients, also through a routine's value."""
-    for edge in node.next_functions:
-        target = edge[0]
-        # A routine's value stands between an op and the leaf that it replaces.
-        while target is not None and target.name() == StraightThroughFunction.__name__:
-            target = target.next_functions[0][0]
-        if target is not None and target.is_leaf():
-            yield target._unique_id()
+    for next_node in _next_nodes(node):
+        # A routine's value stands between an op and the leaf that it replaces, which is its first input.
+        while next_node is not None and next_node.name() == StraightThroughFunction.__name__:
+            next_node = _next_nodes(next_node)[0]
+        if next_node is not None and next_node.is_leaf():
+            yield next_node._unique_id()
 
 
-def _changed_or_none(old: tuple[Any, ...], new: list[Any]) -> tuple[Any, ...] | None:
-    """Return the new gradients; None where they are the very same objects as the old ones."""
-    if len(old) == len(new) and all(before is after for before, after in zip(old, new, strict=True)):
+def _changed_or_none(old_grads: tuple[Any, ...], new_grads: list[Any]) -> tuple[Any, ...] | None:
+    """Return the new gradients, None for what is no tensor; None if all are the same objects as before."""
+    if len(old_grads) == len(new_grads) and all(map(operator.is_, old_grads, new_grads)):
         return None
     # Some ops give 0 as the gradient of an argument that is not a tensor, which MindSpore takes from no hook.
-    return tuple([gradient if isinstance(gradient, Tensor) else None for gradient in new])
+    return tuple([grad if isinstance(grad, Tensor) else None for grad in new_grads])
 
 
 ACCUMULATE_GRAD = Operation("AccumulateGrad")

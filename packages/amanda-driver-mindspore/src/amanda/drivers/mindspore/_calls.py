@@ -1,4 +1,4 @@
-"""Calls of MindSpore's operators, with inputs in schema order."""
+"""Calls of MindSpore's operators: arguments, inputs in schema order, and the inputs that are written."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -17,7 +17,10 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class MindSporeCall(Call):
-    """A call of an operator: original arguments, and the signature with names and defaults."""
+    """A call of an operator; subclasses know how a kind of native target takes its arguments.
+
+    _original_arguments: args and kwargs of the call.  _signature: names and defaults of the inputs.
+    """
 
     __slots__ = ("_original_arguments", "_signature", "_site")
 
@@ -52,14 +55,14 @@ class MindSporeCall(Call):
         )
 
     def as_function(self) -> Callable[[Sequence[Any]], Any]:
-        """Return a function that runs the operator on inputs like this call's."""
+        """Return a function that runs the operator on other inputs, with this call's other arguments."""
         call = self._copy_without_tensors()
 
-        def compute(inputs: Sequence[Any]) -> Any:
+        def run_operator(inputs: Sequence[Any]) -> Any:
             args, kwargs = call._call_arguments(inputs)
             return call._site.target(*args, **kwargs)
 
-        return compute
+        return run_operator
 
     def _copy_without_tensors(self) -> "MindSporeCall":
         """Return a copy of the call without its tensors, which the copy must not keep alive."""
@@ -95,12 +98,12 @@ class MindSporeCall(Call):
             return values, rebuild
         values_for_tools = [visible_outputs.get(i, value) for i, value in enumerate(values)]
 
-        def restored(changed: list[Any]) -> Any:
-            pairs = zip(changed, values_for_tools, values, strict=True)
+        def rebuild_outputs(new_values: list[Any]) -> Any:
+            triples = zip(new_values, values_for_tools, values, strict=True)
             # What tools leave alone stays the kernel's own output, not the value that was shown instead.
-            return rebuild([value if new is old else new for new, old, value in pairs])
+            return rebuild([value if new is tool_value else new for new, tool_value, value in triples])
 
-        return values_for_tools, restored
+        return values_for_tools, rebuild_outputs
 
     def _outputs_for_tools(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
         """Return values that tools see instead of outputs, by position."""
@@ -108,10 +111,12 @@ class MindSporeCall(Call):
 
     def attributes(self) -> dict[str, Any]:
         """Return the arguments that are not tensors by name, with defaults."""
-        named = dict(zip(self.names, self._signature.defaults, strict=False))
-        named.update(zip(self.names, self.inputs, strict=False))
+        arguments = dict(zip(self.names, self._signature.defaults, strict=False))
+        arguments.update(zip(self.names, self.inputs, strict=False))
         return {
-            name: value for name, value in named.items() if value is not NO_DEFAULT and not _has_tensor(value)
+            name: value
+            for name, value in arguments.items()
+            if value is not NO_DEFAULT and not _has_tensor(value)
         }
 
     def op_type(self) -> str:
@@ -135,25 +140,23 @@ class _DeclaredCall(MindSporeCall):
     def _writes(self) -> Writes:
         """Return the declared writes; none where a written argument is not passed."""
         declared_writes = writes_of(type(self._primitive), self.attributes)
+        last_written = max(declared_writes.inputs, default=-1)
         # A written argument may be among the trailing defaults, which are not inputs.
-        are_passed = len(self.inputs) > max(declared_writes.inputs, default=-1)
-        return declared_writes if are_passed else _WRITES_NOTHING
+        return declared_writes if last_written < len(self.inputs) else _WRITES_NOTHING
 
     def _outputs_for_tools(self, inputs: Sequence[Any], values: Sequence[Any]) -> dict[int, Any]:
         """Return the written inputs for outputs that stand for them, and None for unwritten outputs."""
         if self.target_positions:
             # The kernel may leave these outputs unwritten; the written inputs have the values.
-            return {
-                i: inputs[self.target_positions[i]]
-                for i in range(min(len(values), len(self.target_positions)))
-            }
+            count = min(len(values), len(self.target_positions))
+            return {i: inputs[self.target_positions[i]] for i in range(count)}
         if self._site.key in HAS_UNWRITTEN:
-            return dict.fromkeys(unwritten_outputs(self._site.key, self.attributes()))
+            return dict.fromkeys(unwritten_outputs(self._site.key, self.attributes()))  # None for each
         return {}
 
 
 class KernelCall(_DeclaredCall):
-    """`pyboost_relu(primitive, [x])`."""
+    """A call of a generated function of a kernel: `pyboost_relu(primitive, [x])`."""
 
     __slots__ = ("_trailing_defaults",)
 
@@ -169,14 +172,15 @@ class KernelCall(_DeclaredCall):
         kind: Any = type(primitive)
         signature = _signatures.kernel_signature(kind, len(values))
         # Defaults at the end are not inputs: a call has the same inputs whether its caller wrote them or not.
-        count = len(values) - signature.count_trailing_defaults(list(values))
-        self._trailing_defaults = tuple(values[count:])
-        return list(values[:count]), signature
+        input_count = len(values) - signature.count_trailing_defaults(list(values))
+        self._trailing_defaults = tuple(values[input_count:])
+        return list(values[:input_count]), signature
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
         return (self._original_arguments[0][0], [*inputs, *self._trailing_defaults]), {}
 
     def _copy_without_tensors(self) -> MindSporeCall:
+        """Return a copy of the call, with its trailing defaults, without its tensors."""
         call = super()._copy_without_tensors()
         assert isinstance(call, KernelCall)
         call._trailing_defaults = self._trailing_defaults
@@ -184,7 +188,10 @@ class KernelCall(_DeclaredCall):
 
 
 class OverloadCall(MindSporeCall):
-    """`_add_instance(x, y, alpha=2)`, of which native code picks the overload."""
+    """A call of an object that picks an overload in native code: `_add_instance(x, y, alpha=2)`.
+
+    _positional_count: number of inputs that the program passed by position.
+    """
 
     __slots__ = ("_positional_count",)
 
@@ -201,32 +208,34 @@ class OverloadCall(MindSporeCall):
         signature = next(
             (candidate for candidate in signatures if candidate.accepts(len(values), kwargs)), signatures[0]
         )
+        # `x.reshape(2, 3)` and `x.reshape((2, 3))` have the same two inputs: x and the tuple.
         if signature.gathered is not None and len(values) > signature.gathered:
-            remaining = values[signature.gathered :]
-            is_list = len(remaining) == 1 and isinstance(remaining[0], (list, tuple))
-            values = [*values[: signature.gathered], remaining[0] if is_list else tuple(remaining)]
+            gathered_values = values[signature.gathered :]
+            is_list = len(gathered_values) == 1 and isinstance(gathered_values[0], (list, tuple))
+            gathered = gathered_values[0] if is_list else tuple(gathered_values)
+            values = [*values[: signature.gathered], gathered]
         # A later call must pass the arguments beyond this number by name, as before.
         self._positional_count = len(values)
         # The documentation may lack an argument that the native function takes.
-        unknown = [name for name in kwargs if name not in signature.names]
-        names = (*signature.names, *unknown)
-        defaults = (*signature.defaults, *[NO_DEFAULT] * len(unknown))
-        while len(values) < len(names) and any(name in kwargs for name in names[len(values) :]):
-            values.append(kwargs.get(names[len(values)], defaults[len(values)]))
+        undocumented_names = [name for name in kwargs if name not in signature.names]
+        names = (*signature.names, *undocumented_names)
+        defaults = (*signature.defaults, *[NO_DEFAULT] * len(undocumented_names))
+        for i in range(len(values), len(names)):
+            if not any(name in kwargs for name in names[i:]):
+                break
+            values.append(kwargs.get(names[i], defaults[i]))
         return values, OperatorSignature(names, defaults, signature.positional, signature.gathered)
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:
         """Return the inputs as the program passed them: the first ones by position, the others by name."""
-        head = () if self.is_method else self._original_arguments[0][:1]
-        named = zip(self.names, inputs, strict=False)
-        kwargs = {
-            name: value
-            for i, (name, value) in enumerate(named)
-            if i >= self._positional_count and value is not NO_DEFAULT
-        }
-        return (*head, *inputs[: self._positional_count]), kwargs
+        args, _ = self._original_arguments
+        overload_object = () if self.is_method else args[:1]
+        named_inputs = list(zip(self.names, inputs, strict=False))[self._positional_count :]
+        kwargs = {name: value for name, value in named_inputs if value is not NO_DEFAULT}
+        return (*overload_object, *inputs[: self._positional_count]), kwargs
 
     def _copy_without_tensors(self) -> MindSporeCall:
+        """Return a copy of the call, with its names and its count of positions, without its tensors."""
         call = super()._copy_without_tensors()
         assert isinstance(call, OverloadCall)
         call.names, call._positional_count = self.names, self._positional_count
@@ -234,7 +243,7 @@ class OverloadCall(MindSporeCall):
 
 
 class MethodCall(OverloadCall):
-    """`x.add(y)`."""
+    """A call of a native method of tensors: `x.add(y)`."""
 
     __slots__ = ()
 
@@ -242,7 +251,7 @@ class MethodCall(OverloadCall):
 
 
 class AssignCall(MindSporeCall):
-    """`x.assign_value(y)`, after which x has the memory of y.
+    """A call of `x.assign_value(y)`, after which x has the memory of y.
 
     x is not an input: the call does not read x, which has no memory while a Parameter is created.
     """
@@ -264,7 +273,7 @@ class AssignCall(MindSporeCall):
 
 
 class NamedPrimitiveCall(_DeclaredCall):
-    """`executor.run_op_async(primitive, name, (x, y))`."""
+    """A call of the executor with a primitive: `executor.run_op_async(primitive, name, (x, y))`."""
 
     __slots__ = ()
 
@@ -284,14 +293,14 @@ class NamedPrimitiveCall(_DeclaredCall):
 
     def attributes(self) -> dict[str, Any]:
         """Return the arguments that are not tensors, and the attributes of the primitive."""
-        attributes = dict(getattr(self._original_arguments[0][1], "attrs", None) or {})
+        attributes = dict(getattr(self._primitive, "attrs", None) or {})
         for name in ("input_names", "output_names"):
             attributes.pop(name, None)
         return {**attributes, **super().attributes()}
 
 
 class ApplyCall(MindSporeCall):
-    """`Function.apply(*values)` of a function with a custom backward."""
+    """A call of `Function.apply(*values)`, a function with a custom backward."""
 
     __slots__ = ()
 
@@ -302,7 +311,7 @@ class ApplyCall(MindSporeCall):
         values = [*args[1:], *kwargs.values()]
         # The first parameter of `forward` is the context, which is left out like a `self`.
         names = _signatures.parameters_of(args[0].forward)
-        signature = _signatures.fill_names(names, len(values) - len(kwargs))
+        signature = _signatures.signature_of_count(names, len(values) - len(kwargs))
         return values, OperatorSignature((*signature.names, *kwargs), signature.defaults, len(values))
 
     def _call_arguments(self, inputs: Sequence[Any]) -> Arguments:

@@ -1,4 +1,4 @@
-"""Cells: regions of the program, compiled cells and functions, and recomputed cells."""
+"""Cells: calls are regions of the program, compiled cells are reported, recomputed ones have the same ids."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -42,16 +42,16 @@ REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it o
 
 
 def report_compiled(patches: Patches) -> None:
-    """Report each compiled function that is called, and each cell in graph mode, to the open scopes."""
+    """Patch calls of compiled functions, and of cells in graph mode, to be reported to the open scopes."""
 
-    def entry_of_function(executor: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    def describe_function(executor: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
         return f"inside of the compiled {executor.fn.__qualname__}", REASON
 
-    def entry_of_cell(cell: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
+    def describe_cell(cell: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
         return f"inside of the compiled {type(cell).__qualname__}", REASON
 
-    patches.set(api._JitExecutor, "__call__", hide_ops(api._JitExecutor.__call__, entry_of_function))
-    patches.set(nn.Cell, "compile_and_run", hide_ops(nn.Cell.compile_and_run, entry_of_cell))
+    patches.set(api._JitExecutor, "__call__", hide_ops(api._JitExecutor.__call__, describe_function))
+    patches.set(nn.Cell, "compile_and_run", hide_ops(nn.Cell.compile_and_run, describe_cell))
 
 
 recompute: Any = import_module("mindspore.common.recompute")  # as an attribute the function is in its place
@@ -65,7 +65,7 @@ def patch_recomputation(patches: Patches) -> None:
 
 
 def _stand_in_for_recompute() -> Callable[..., Any]:
-    """Stand-in for `recompute_without_reentrant`: replays the ids of the block."""
+    """Stand-in for `recompute_without_reentrant`: the second run of the block has the op ids of the first."""
     original = recompute.recompute_without_reentrant
 
     @wraps(original)
@@ -76,17 +76,18 @@ def _stand_in_for_recompute() -> Callable[..., Any]:
 
 
 _PLACES = "_amanda_places"
+"""Attribute of a recomputed cell: for each call without a backward pass, what calls at its place."""
 
 
 def _stand_in_for_construct() -> Callable[..., Any]:
-    """Stand-in for `_RecomputeCell.construct`: remembers the place of the call."""
+    """Stand-in for `_RecomputeCell.construct`, the first run: remembers the place of the call for `bprop`."""
     original = recompute._RecomputeCell.construct
 
     @wraps(original)
     def construct(self: Any, *args: Any, **kwargs: Any) -> Any:
-        at_this_place = bind_to_current_place(_call)
-        self.__dict__.setdefault(_PLACES, []).append(at_this_place)
-        return at_this_place(original, self, *args, **kwargs)
+        call_at_this_place = bind_to_current_place(_call_function)
+        self.__dict__.setdefault(_PLACES, []).append(call_at_this_place)
+        return call_at_this_place(original, self, *args, **kwargs)
 
     return construct
 
@@ -100,11 +101,11 @@ def _stand_in_for_bprop() -> Callable[..., Any]:
         """Recompute at the place of the last call without a backward pass; here if none was recorded."""
         places = self.__dict__.get(_PLACES)
         # Backward passes come in reverse order of the calls.
-        at_that_place = places.pop() if places else _call
-        return at_that_place(original, self, *args)
+        call_at_its_place = places.pop() if places else _call_function
+        return call_at_its_place(original, self, *args)
 
     return bprop
 
 
-def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_function(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The driver: the calls that it intercepts, and their way to the core."""
+"""The driver of MindSpore: the native operators that it intercepts, and their calls for the core."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from ._calls import (
     OverloadCall,
 )
 from ._cells import cell_path, enclose_cells, patch_recomputation, report_compiled
-from ._targets import NativeTarget, PrimitiveInterception, targets
+from ._targets import NativeTarget, PrimitiveInterception, native_targets
 from ._tensors import memory_of
 from ._views import MindSporeViews
 
@@ -56,7 +56,7 @@ PRIVATE_NAMES = tuple(
 
 
 class MindSporeDriver(MindSporeAutograd):
-    """MindSpore, PyNative mode."""
+    """The driver of MindSpore in PyNative mode: an op is a call of a native operator."""
 
     api = 2
     framework = "mindspore"
@@ -68,10 +68,10 @@ class MindSporeDriver(MindSporeAutograd):
     def __init__(self) -> None:
         super().__init__()
         self.views = MindSporeViews()
-        self._generic = PrimitiveInterception(self)
-        self._recorded_later = False
-        # By address, since a view does not name the parameter that it shows.
-        self._memories: dict[int, Callable[[], Any]] = {}
+        self._primitive_interception = PrimitiveInterception(self)
+        self._has_stopped_pipeline = False
+        # Weak references by address, since a view does not name the parameter that it shows.
+        self._parameter_by_memory: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:
         """Intercept native operators, and patch the calls of cells, backward passes and recomputation."""
@@ -79,42 +79,41 @@ class MindSporeDriver(MindSporeAutograd):
             self.patches.place_stubs(self._sites)
         else:
             for site, target in self._sites.items():
-                self.patches.set(*_place_of(target), Detour(site))
-        self.patches.set(_Function, "apply", classmethod(Detour(self._apply)))
-        self._generic.patch(self.patches)
+                self.patches.set(*_holder_and_name(target), Detour(site))
+        self.patches.set(_Function, "apply", classmethod(Detour(self._apply_site)))
+        self._primitive_interception.patch(self.patches)
         enclose_cells(self.patches)
         self.patch_backward(self.patches)
         patch_recomputation(self.patches)
         report_compiled(self.patches)
-        # With the pipeline another thread creates the nodes, and may wait for the GIL while Python waits for
-        # it.
-        self._recorded_later = not _executor.disable_frontend_and_bprop_pipeline()
+        # In the pipeline a thread creates the nodes, and may wait for the GIL while Python waits for it.
+        self._has_stopped_pipeline = not _executor.disable_frontend_and_bprop_pipeline()
 
     def self_test_program(self) -> SelfTestProgram:
-        """Return a program of one op and its backward op."""
-        return SelfTestProgram(_run_tanh, "tanh", "tanh")
+        """Return a program of one op, tanh, and its backward op."""
+        return SelfTestProgram(_run_self_test, "tanh", "tanh")
 
     def detach(self) -> None:
-        """Leave MindSpore as it was."""
-        if self._recorded_later:
+        """Restore what `attach` has changed, and forget the parameters."""
+        if self._has_stopped_pipeline:
             _executor.enable_frontend_and_bprop_pipeline()
-            self._recorded_later = False
+            self._has_stopped_pipeline = False
         super().detach()
-        self._memories.clear()
+        self._parameter_by_memory.clear()
 
     @cached_property
     def _sites(self) -> dict[Site, NativeTarget]:
-        return {self._site(target): target for target in targets()}
+        return {self._site(target): target for target in native_targets()}
 
     def _site(self, target: NativeTarget) -> Site:
         """Return the site of a native operator."""
         name = target.operator
-        # Native code may call Python functions as a part of the operator; their ops are not ops of the
-        # program.
+        # Native code may call Python functions as a part of the operator: their ops are not the program's.
         return self.site(target.callable, Operation(name), name, IMPLEMENTATION)
 
     @cached_property
-    def _apply(self) -> Site:
+    def _apply_site(self) -> Site:
+        """The site of `Function.apply`, which calls functions with a custom backward."""
         function = vars(_Function)["apply"].__func__
         return self.site(function, Operation(APPLY), APPLY, TRANSPARENT | IMPLEMENTATION)
 
@@ -130,29 +129,31 @@ class MindSporeDriver(MindSporeAutograd):
         resumption: Resumption | None = None,
     ) -> Any:
         """Bring a call to the core, except for functions of MindSpore itself that compute nothing."""
-        if site is self._apply and args[0].__module__.startswith("mindspore."):
+        if site is self._apply_site and args[0].__module__.startswith("mindspore."):
             return site.invoke(args, kwargs)
         return super().handle(state, call_cache, op_id, site, args, kwargs, key, resumption)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order."""
-        if site is self._apply:
+        """Return the call with its inputs in schema order, of the class for its kind of target."""
+        if site is self._apply_site:
             return ApplyCall(site, args, kwargs)
-        target = self._sites.get(site)
+        target = self._sites.get(site)  # None for the sites of the executor's primitives
         return (NamedPrimitiveCall if target is None else _CALLS[target.kind])(site, args, kwargs)
 
     def unwrap_for_analysis(self, values: list[Any]) -> list[Any]:
-        """Record the memory of parameters among the values of an analysed execution; return the values."""
+        """Return the values, which have no boxes; record the memory of parameters among them for views."""
         for value in values:
             if isinstance(value, Parameter):
-                self._memories[memory_of(value)] = weakref.ref(value)
+                self._parameter_by_memory[memory_of(value)] = weakref.ref(value)
         return values
 
     def _variable_of(self, value: Any) -> Any:
-        """Return a parameter, the parameter that a tensor is a view of, or a leaf that needs a gradient."""
-        if isinstance(value, Parameter) or not isinstance(value, Tensor):
-            return value if isinstance(value, Parameter) else None
-        parameter = self._memories.get(memory_of(value), _no_parameter)()
+        """Return the parameter that a tensor is or shows, or a leaf that needs a gradient; else None."""
+        if isinstance(value, Parameter):
+            return value
+        if not isinstance(value, Tensor):
+            return None
+        parameter = self._parameter_by_memory.get(memory_of(value), _no_parameter)()
         # The address may have been freed and used again.
         if parameter is not None and memory_of(parameter) == memory_of(value):
             return parameter
@@ -167,11 +168,11 @@ class MindSporeDriver(MindSporeAutograd):
 
 
 def _part_of(value: Any, variable: Any) -> str:
-    """Name the part of a parameter that a smaller view shows, by its offset."""
+    """Name the part of a parameter that a smaller view shows, by its offset; "" for the whole."""
     return f"@{value.storage_offset()}" if value.size < variable.size else ""
 
 
-def _place_of(target: NativeTarget) -> tuple[Any, str]:
+def _holder_and_name(target: NativeTarget) -> tuple[Any, str]:
     """Return holder and name of a target; for methods the Python class, since the native one is immutable."""
     return (Tensor, target.name) if target.holder is native.TensorPy else (target.holder, target.name)
 
@@ -180,7 +181,7 @@ def _no_parameter() -> None:
     return None
 
 
-def _run_tanh() -> list[float]:
-    """Return tanh of two numbers, and its gradient."""
+def _run_self_test() -> list[float]:
+    """Compute tanh and its gradient; return their numbers."""
     value, gradient = mindspore.value_and_grad(mindspore.ops.tanh)(Tensor([0.5, -0.25], mindspore.float32))
     return [*value.asnumpy().tolist(), *gradient.asnumpy().tolist()]

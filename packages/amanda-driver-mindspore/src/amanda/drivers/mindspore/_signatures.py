@@ -20,7 +20,7 @@ NO_DEFAULT = inspect.Parameter.empty
 
 
 class OperatorSignature(NamedTuple):
-    """The signature of an operator.
+    """Names and defaults of an operator's arguments, as a call of it may pass them.
 
     names, defaults: of the arguments in order.  positional: maximal number of positional arguments.
     gathered: position of the argument that takes all the rest, such as `*shape` of `reshape`.
@@ -53,7 +53,7 @@ def kernel_signature(primitive: Any, count: int) -> OperatorSignature:
     """Return the signature of a generated class: arguments of the call, then those of the constructor."""
     parameters = parameters_of(primitive.__call__)
     constructor_parameters = parameters_of(primitive.__init__) if len(parameters) < count else []
-    return fill_names([*parameters, *constructor_parameters], count)
+    return signature_of_count([*parameters, *constructor_parameters], count)
 
 
 def primitive_signature(primitive: Any, count: int) -> OperatorSignature:
@@ -65,26 +65,31 @@ def primitive_signature(primitive: Any, count: int) -> OperatorSignature:
         attributes = getattr(primitive, "attrs", None) or {}
         names = attributes.get("input_names") or declaration_of(kind).names
         parameters = [(name, NO_DEFAULT) for name in names]
-    return fill_names(parameters, count)
+    return signature_of_count(parameters, count)
 
 
 @cache
 def overload_signatures(operator: str, name: str, method: bool) -> tuple[OperatorSignature, ...]:
-    """Return the signatures of a function or method, one for each overload; `self` is named `input`."""
+    """Return the documented signatures of a function or method, one for each overload; `self` is `input`.
+
+    Without documentation the only one takes any positional arguments.
+    """
     if method:
-        documented, head = getattr(Tensor, name, None), ["input"]
+        documented, first_names = getattr(Tensor, name, None), ["input"]
     else:
-        documented, head = getattr(functional_overload, operator, None), []
+        documented, first_names = getattr(functional_overload, operator, None), []
     lines = (getattr(documented, "__doc__", None) or "").splitlines()
-    texts = [match[1] for line in lines if (match := _SIGNATURE.match(line))]
-    return tuple(_parse_signature(text, head) for text in texts) or (
-        OperatorSignature(tuple(head), (NO_DEFAULT,), _ANY_NUMBER),
+    argument_texts = [match["arguments"] for line in lines if (match := _SIGNATURE.match(line))]
+    return tuple(_parse_signature(text, first_names) for text in argument_texts) or (
+        OperatorSignature(tuple(first_names), defaults=(NO_DEFAULT,), positional=_ANY_NUMBER),
     )
 
 
 _ANY_NUMBER = 99
 """Number of positional arguments of an operator without documentation: more than any call has."""
-_SIGNATURE = re.compile(r"^\s*(?:\.\. (?:method|function):: (?:\w+\.)*)?\w+\((.*)\)\s*(?:->.*)?$")
+_SIGNATURE = re.compile(
+    r"^\s*(?:\.\. (?:method|function):: (?:\w+\.)*)?\w+\((?P<arguments>.*)\)\s*(?:->.*)?$"
+)
 
 
 def parameters_of(function: Any) -> list[tuple[str, Any]]:
@@ -100,7 +105,7 @@ def parameters_of(function: Any) -> list[tuple[str, Any]]:
     ]
 
 
-def fill_names(parameters: list[tuple[str, Any]], count: int) -> OperatorSignature:
+def signature_of_count(parameters: list[tuple[str, Any]], count: int) -> OperatorSignature:
     """Return a signature of `count` arguments; those beyond the parameters are "argument2" and so on."""
     parameters = parameters[:count] + [(f"argument{i}", NO_DEFAULT) for i in range(len(parameters), count)]
     return OperatorSignature(
@@ -108,40 +113,42 @@ def fill_names(parameters: list[tuple[str, Any]], count: int) -> OperatorSignatu
     )
 
 
-def _parse_signature(text: str, head: list[str]) -> OperatorSignature:
-    """Parse the arguments in a signature of the documentation.  head: names ahead of those in the text."""
-    names, defaults = list(head), [NO_DEFAULT] * len(head)
+def _parse_signature(text: str, first_names: list[str]) -> OperatorSignature:
+    """Parse the arguments in a documented signature, "*size, dtype=None"; `first_names` come before."""
+    names, defaults = list(first_names), [NO_DEFAULT] * len(first_names)
     positional, gathered = None, None
-    for part in _split(text):
-        if part in ("*", "/"):
-            # Behind the first "*" arguments are passed by name.
-            positional = len(names) if part == "*" and positional is None else positional
+    for argument in _split_arguments(text):
+        if argument in ("*", "/"):
+            # Behind the first "*" arguments are passed by name; "/" makes no difference here.
+            positional = len(names) if argument == "*" and positional is None else positional
             continue
-        name, _, default = part.partition("=")
+        name, _, default = argument.partition("=")
         if name.startswith("*"):
             gathered, name = len(names), name[1:]
         names.append(name.strip())
-        defaults.append(_literal(default.strip()) if default else NO_DEFAULT)
-        if gathered is not None and positional is None:
+        defaults.append(_parse_default(default.strip()) if default else NO_DEFAULT)
+        if gathered is not None and positional is None:  # the gathering argument is the last positional one
             positional = len(names)
-    return OperatorSignature(
-        tuple(names), tuple(defaults), len(names) if positional is None else positional, gathered
-    )
+    positional = len(names) if positional is None else positional
+    return OperatorSignature(tuple(names), tuple(defaults), positional, gathered)
 
 
-def _split(text: str) -> list[str]:
-    """Split a text at the commas outside of brackets."""
-    parts, depth = [""], 0
+def _split_arguments(text: str) -> list[str]:
+    """Split the text of arguments at the commas outside of brackets."""
+    arguments, depth = [""], 0
     for character in text:
-        depth += (character in "([{") - (character in ")]}")
+        if character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
         if character == "," and not depth:
-            parts.append("")
+            arguments.append("")
         else:
-            parts[-1] += character
-    return [part.strip() for part in parts if part.strip()]
+            arguments[-1] += character
+    return [argument.strip() for argument in arguments if argument.strip()]
 
 
-def _literal(text: str) -> Any:
+def _parse_default(text: str) -> Any:
     """Return the value of a default in a signature's text; NO_DEFAULT for text that is not a literal."""
     try:
         # Defaults are read from documentation, which may contain anything.
@@ -160,7 +167,7 @@ class ArgumentDeclaration(NamedTuple):
     written: tuple[int, ...] = ()
 
 
-_UNDECLARED: Mapping[str, tuple[int, ...]] = {
+_WRITTEN_UNDECLARED: Mapping[str, tuple[int, ...]] = {
     "AdamNoUpdateParam": (0, 1),
     "ApplyCenteredRMSProp": (0, 1, 2, 3),
     "ApplyRMSProp": (0, 1, 2),
@@ -172,9 +179,9 @@ _UNDECLARED: Mapping[str, tuple[int, ...]] = {
     "LambApplyWeightAssign": (4,),
     "SGD": (0, 3, 5),
 }
-"""Written inputs of primitives that declare them in their documentation only."""
+"""Positions of written inputs of primitives that declare them in their documentation only."""
 
-_STATISTICS: Mapping[str, tuple[int, ...]] = {
+_WRITTEN_IN_TRAINING: Mapping[str, tuple[int, ...]] = {
     "BatchNorm": (3, 4),
     "BatchNormExt": (3, 4),
     "InstanceNorm": (3, 4),
@@ -182,7 +189,7 @@ _STATISTICS: Mapping[str, tuple[int, ...]] = {
 }
 """Running statistics, which a normalisation writes in training.  Some declare that they write the scale, too,
 which no kernel does."""
-_MAX_NORM: Mapping[str, tuple[int, ...]] = {"Embedding": (1,)}
+_WRITTEN_WITH_MAX_NORM: Mapping[str, tuple[int, ...]] = {"Embedding": (1,)}
 """Weights that are written if there is a `max_norm`."""
 
 # The objects of a declaration have no attribute for written arguments, so the source of the class is read.
@@ -192,29 +199,32 @@ _ARGUMENT = re.compile(r"make_sig\(\s*['\"](\w+)['\"](.*?)(?=make_sig\(|\Z)", re
 
 @cache
 def declaration_of(primitive: Any) -> ArgumentDeclaration:
-    """Return what a class of primitives declares, or the first of its bases that has a declaration."""
-    # A class may leave the declaration to its base class.
+    """Return what a class of primitives, or the first of its bases that does, declares in its source.
+
+    What only the documentation declares comes first. A class without any has an empty declaration.
+    """
     for kind in primitive.__mro__:
-        source = _classes(kind.__module__).get(kind.__name__, "")
-        declaration = _DECLARATION.search(source)
+        documented = _WRITTEN_UNDECLARED.get(kind.__name__)
+        declaration = _DECLARATION.search(_source_by_class(kind.__module__).get(kind.__name__, ""))
         if declaration is not None:
-            arguments = _ARGUMENT.findall(declaration[1])
+            arguments = _ARGUMENT.findall(declaration[1])  # pairs of a name and the options after it
             names = tuple(name for name, _ in arguments)
-            written = tuple(i for i, (_, options) in enumerate(arguments) if "RW_WRITE" in options)
-            return ArgumentDeclaration(names, _UNDECLARED.get(kind.__name__, written))
-        if kind.__name__ in _UNDECLARED:
-            return ArgumentDeclaration((), _UNDECLARED[kind.__name__])
+            declared = tuple(i for i, (_, options) in enumerate(arguments) if "RW_WRITE" in options)
+            return ArgumentDeclaration(names, declared if documented is None else documented)
+        if documented is not None:
+            return ArgumentDeclaration((), documented)
     return ArgumentDeclaration()
 
 
 @cache
-def _classes(module: str) -> Mapping[str, str]:
-    """Return the source of each class of a module of MindSpore."""
+def _source_by_class(module: str) -> Mapping[str, str]:
+    """Return the source of each class of a module of MindSpore, by name; none for other modules."""
     path = getattr(sys.modules.get(module), "__file__", None) or ""
     if not module.startswith("mindspore.") or not path.endswith(".py"):
         return {}
-    parts = re.split(r"^class (\w+)", Path(path).read_text("utf-8"), flags=re.MULTILINE)
-    return dict(zip(parts[1::2], parts[2::2], strict=False))
+    # The text before the first class, and then by turns a name and the source up to the next class.
+    _, *names_and_sources = re.split(r"^class (\w+)", Path(path).read_text("utf-8"), flags=re.MULTILINE)
+    return dict(zip(names_and_sources[::2], names_and_sources[1::2], strict=False))
 
 
 class Writes(NamedTuple):
@@ -234,14 +244,13 @@ def writes_of(primitive: type, attributes: Callable[[], Mapping[str, Any]]) -> W
     attributes: returns the arguments that are not tensors, by name.
     """
     name = primitive.__name__
-    if name in _STATISTICS:
-        return Writes(_STATISTICS[name]) if is_training(attributes()) else Writes()
-    if name in _MAX_NORM:
-        return Writes(_MAX_NORM[name]) if attributes().get("max_norm") is not None else Writes()
+    if name in _WRITTEN_IN_TRAINING:
+        return Writes(_WRITTEN_IN_TRAINING[name]) if is_training(attributes()) else Writes()
+    if name in _WRITTEN_WITH_MAX_NORM:
+        return Writes(_WRITTEN_WITH_MAX_NORM[name]) if attributes().get("max_norm") is not None else Writes()
     written = declaration_of(primitive).written
-    # The outputs of a primitive that writes stand for the written inputs, but AdamNoUpdateParam returns an
-    # update.
-    return Writes(written, () if name == "AdamNoUpdateParam" else written)
+    # AdamNoUpdateParam returns an update; the outputs of other primitives stand for the written inputs.
+    return Writes(written, returned=() if name == "AdamNoUpdateParam" else written)
 
 
 def is_training(attributes: Mapping[str, Any]) -> bool:
@@ -257,4 +266,4 @@ def unwritten_outputs(operator: str, attributes: Mapping[str, Any]) -> tuple[int
 
 
 HAS_UNWRITTEN = frozenset({"batch_norm", "lstm"})
-"""Operators with unwritten outputs."""
+"""Operators for which `unwritten_outputs` has positions."""

@@ -1,4 +1,4 @@
-"""Targets: the native callables of MindSpore that are operators, and the name of each operator.
+"""The native callables of MindSpore that are operators, each with the name of its operator.
 
 Python reaches MindSpore's kernels by generated functions (`pyboost_relu`), by generated classes
 (`ConcatPrim_`), by objects that pick among overloads (`_add_instance`) and by methods of tensors; what
@@ -68,24 +68,24 @@ SPELLINGS = {
 }
 """Operators by other names for them."""
 
-READS_AND_WRITES = (
+UNLISTED_METHODS = (
     "__getitem__", "__setitem__", "_item", "_tolist", "asnumpy", "assign_value_cpp", "to_dlpack",
 )  # fmt: skip
 """Methods of tensors that are not operators in MindSpore's lists."""
 
 
 @cache
-def targets() -> tuple[NativeTarget, ...]:
+def native_targets() -> tuple[NativeTarget, ...]:
     """Return the operators of this version of MindSpore that are native callables, each once."""
-    by_callable: dict[int, NativeTarget] = {}
-    for target in (*_kernels(), *_overloads(), *_methods()):
+    target_by_callable: dict[int, NativeTarget] = {}
+    for target in (*_kernel_targets(), *_overload_targets(), *_method_targets()):
         # Several names may lead to one callable, and a callable can have a single stub.
-        by_callable.setdefault(id(target.callable), target)
-    return tuple(by_callable.values())
+        target_by_callable.setdefault(id(target.callable), target)
+    return tuple(target_by_callable.values())
 
 
-def _kernels() -> Iterator[NativeTarget]:
-    """Yield the generated functions and classes that call kernels."""
+def _kernel_targets() -> Iterator[NativeTarget]:
+    """Yield the generated functions, and the calls of generated classes, that call kernels."""
     for name, function in vars(native).items():
         # Python calls these functions as globals of `gen_ops_prim`, so the fallback patches them there.
         if name.startswith("pyboost_"):
@@ -98,8 +98,8 @@ def _kernels() -> Iterator[NativeTarget]:
             yield NativeTarget(call.__func__, holder, "__call__", "kernel", name.removesuffix("_impl"))
 
 
-def _overloads() -> Iterator[NativeTarget]:
-    """Yield the objects that pick among overloads."""
+def _overload_targets() -> Iterator[NativeTarget]:
+    """Yield the calls of objects that pick among overloads, such as `_add_instance`."""
     for name, instance in vars(native).items():
         if name.endswith("_instance") and type(instance).__name__.endswith("Functional_"):
             holder = type(instance)
@@ -108,13 +108,13 @@ def _overloads() -> Iterator[NativeTarget]:
             yield NativeTarget(call, holder, "__call__", "overload", SPELLINGS.get(operator, operator))
 
 
-def _methods() -> Iterator[NativeTarget]:
-    """Yield the native methods of tensors."""
-    methods = vars(native.TensorPy)
-    for name in (*tensor_cpp_methods, *READS_AND_WRITES):
-        if name in methods:
+def _method_targets() -> Iterator[NativeTarget]:
+    """Yield the native methods of tensors that this version of MindSpore has."""
+    method_by_name = vars(native.TensorPy)
+    for name in (*tensor_cpp_methods, *UNLISTED_METHODS):
+        if name in method_by_name:
             kind: Kind = "assignment" if name == "assign_value_cpp" else "method"
-            yield NativeTarget(methods[name], native.TensorPy, name, kind, SPELLINGS.get(name, name))
+            yield NativeTarget(method_by_name[name], native.TensorPy, name, kind, SPELLINGS.get(name, name))
 
 
 NO_OPERATORS = frozenset(
@@ -132,12 +132,11 @@ def operator_of(primitive: str) -> str:
 
 @cache
 def _operators_by_class() -> dict[str, str]:
-    """Return the operators of generated primitives, by class name."""
-    suffix = "_op"
+    """Return the operator of each generated primitive by its class: "add" by "Add", the class of `add_op`."""
     return {
-        type(value).__name__: name.removesuffix(suffix)
+        type(value).__name__: name.removesuffix("_op")
         for name, value in vars(gen_ops_prim).items()
-        if name.endswith(suffix) and isinstance(value, gen_ops_prim.Primitive)
+        if name.endswith("_op") and isinstance(value, gen_ops_prim.Primitive)
     }
 
 
@@ -151,15 +150,15 @@ def snake_case(name: str) -> str:
 def writes_first_input(operator: str) -> bool:
     """Return True if an operator writes into its first input."""
     # "add_" writes in place, as in PyTorch; names with two underscores are special methods.
-    trailing = operator.endswith("_") and not operator.endswith("__")
-    return trailing or operator.startswith("inplace_") or operator == "setitem"
+    has_suffix = operator.endswith("_") and not operator.endswith("__")
+    return has_suffix or operator.startswith("inplace_") or operator == "setitem"
 
 
-METHODS = ("run_op_async", "real_run_op")
+RUN_METHODS = ("run_op_async", "real_run_op")
 
 
 class PrimitiveInterception:
-    """Stand-ins for the two methods of the executor that run primitives."""
+    """Patches of the two methods of the executor that run primitives, with a detour for each primitive."""
 
     def __init__(self, driver: EagerDriver) -> None:
         self._driver = driver
@@ -167,25 +166,25 @@ class PrimitiveInterception:
 
     def patch(self, patches: Patches) -> None:
         """Patch the methods until `patches` are restored."""
-        for method in METHODS:
+        for method in RUN_METHODS:
             patches.set(api._PyNativeExecutor, method, self._stand_in(method))
 
     def _stand_in(self, method: str) -> Callable[..., Any]:
         """Stand-in for a method of the executor: runs operators through their detours."""
         detours, original = self._detours, vars(native.PyNativeExecutor_)[method].__func__
 
-        def run(executor: Any, primitive: Any, name: str, args: Any) -> Any:
+        def run_primitive(executor: Any, primitive: Any, name: str, args: Any) -> Any:
             """Run an operator through its detour, or directly if its name is one of `NO_OPERATORS`."""
             if name in NO_OPERATORS:
                 return original(executor._executor, primitive, name, args)
             detour = detours.get((method, name))
             if detour is None:
-                detour = detours[method, name] = self._detour(original, name)
+                detour = detours[method, name] = self._make_detour(original, name)
             return detour(executor._executor, primitive, name, args)
 
-        return run
+        return run_primitive
 
-    def _detour(self, original: Any, name: str) -> Detour:
-        key = operator_of(name)
+    def _make_detour(self, original: Any, name: str) -> Detour:
+        operator = operator_of(name)
         # The native method serves all primitives, so it gets no stub; the partial makes a callable for each.
-        return Detour(self._driver.site(partial(original), Operation(key), key, IMPLEMENTATION))
+        return Detour(self._driver.site(partial(original), Operation(operator), operator, IMPLEMENTATION))

@@ -1,4 +1,4 @@
-"""Tensor primitives: isolation from autodiff, the straight-through edge, signatures, autoray's functions."""
+"""Operations of the core on MindSpore's tensors: isolation from autodiff, gradients, signatures, writes."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -45,13 +45,12 @@ class GradientsOff:
 
 def unrecorded() -> AbstractContextManager[None]:
     """Return a context for writes that autodiff does not record."""
-    # Outside of a gradient autodiff stays on: MindSpore refuses to write a view that was created in another
-    # mode.
+    # Outside of a gradient autodiff stays on: MindSpore refuses to write a view of another mode.
     return GradientsOff() if executor.requires_grad() else nullcontext()
 
 
 class MindSporeTensorOps:
-    """`TensorOps` of MindSpore."""
+    """Operations of the core on MindSpore's tensors: its `TensorOps`."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a Tensor or a Parameter."""
@@ -62,7 +61,7 @@ class MindSporeTensorOps:
         return GradientsOff()
 
     def version(self, value: Any) -> Any:
-        """Return MindSpore's count of a tensor's writes; for a list, that of each tensor."""
+        """Return MindSpore's count of a tensor's writes; for a list, that of each tensor; else None."""
         if isinstance(value, Tensor):
             return value._version
         if isinstance(value, (list, tuple)):
@@ -87,19 +86,21 @@ class MindSporeTensorOps:
         return _detach(value)
 
     def write(self, target: Any, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor; if isolated, autodiff does not record the write."""
+        """Copy a value into the user's tensor; if isolated, autodiff does not record the write.
+
+        Raises RoutineError for a value that is no tensor, or has another shape or kind.
+        """
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
-        # Autodiff records the write of a differentiable routine, so that gradients reach the routine's
-        # inputs.
-        if not isolated:
-            copy_into(target, _same_shape(target, value))
+        if not isolated:  # the value of a differentiable routine: gradients reach the routine's inputs
+            _check_shape(target, value)
+            copy_into(target, value)
             return
         with unrecorded():
             copy_into(target, _cast_like(target, value))
 
     def detach_value(self, value: Any) -> Any:
-        """Return a tensor without its graph; a leaf, such as a parameter, unchanged."""
+        """Return a tensor, or a list of tensors, without its graph; a leaf, as a parameter, unchanged."""
         if isinstance(value, Tensor):
             return _detach(value)
         if isinstance(value, (list, tuple)) and any(isinstance(element, Tensor) for element in value):
@@ -154,7 +155,7 @@ def memory_of(value: Any) -> int:
 
 
 def copy_into(target: Any, value: Any) -> None:
-    """Copy a value into a tensor's memory."""
+    """Copy a value into a tensor's memory, also into a view of a part of it."""
     # `copy_` raises, or writes nothing, for a view of a part of its memory. An assignment to the only element
     # of a new first axis writes each element in its place.
     if target.untyped_storage().size() == target.nbytes and target.is_contiguous():
@@ -186,11 +187,10 @@ def _detach(value: Any) -> Any:
     return ops.stop_gradient(value) if value._requires_grad and not value._is_leaf else value
 
 
-def _same_shape(original: Any, value: Any) -> Any:
-    """Return `value`; raise RoutineError if its shape is not that of `original`."""
+def _check_shape(original: Any, value: Any) -> None:
+    """Raise RoutineError if the shape of `value` is not that of `original`."""
     if tuple(original.shape) != tuple(value.shape):
         raise shape_error(tuple(value.shape), tuple(original.shape))
-    return value
 
 
 _COMPLEX = (mstype.complex64, mstype.complex128)
@@ -199,7 +199,7 @@ _FLOATING = (mstype.float16, mstype.bfloat16, mstype.float32, mstype.float64, *_
 
 def _cast_like(original: Any, value: Any) -> Any:
     """Return `value` in the floating type of `original`.  Raises RoutineError for another shape or kind."""
-    _same_shape(original, value)
+    _check_shape(original, value)
     original_dtype, value_dtype = original.dtype, value.dtype
     if (original_dtype in _COMPLEX) != (value_dtype in _COMPLEX):
         raise complex_error(value_dtype, original_dtype)
@@ -250,7 +250,7 @@ def register_when_imported() -> None:
 
 
 def _register_functions() -> None:
-    """Register parameters as tensors of MindSpore, and the functions."""
+    """Register parameters with autoray as tensors of MindSpore, and FUNCTIONS as its functions."""
     import autoray
 
     # The class of parameters is made at run time, and says that it is of another module.

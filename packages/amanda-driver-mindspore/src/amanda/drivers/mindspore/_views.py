@@ -16,7 +16,7 @@ Flags = NDArray[np.bool_]
 
 
 class TensorElements(NamedTuple):
-    """Some elements of a tensor.  marks: True for each of them."""
+    """Some elements of a tensor.  marks: a flag for each element, True for these."""
 
     tensor: Any
     marks: Flags
@@ -80,10 +80,9 @@ class MindSporeViews(Views):
         super().copy_writes(values)
 
     def _move_ties(self, tensor: Any) -> None:
-        """Update the ties of a tensor that has new memory."""
+        """Update the ties of a value that has new memory: they are looked up by memory."""
         memory = self.memory(tensor)
         for tie in self._living_ties():
-            # Ties are looked up by memory, so a tie moves to the list of the new one.
             if isinstance(tie, StorageTie) and tie.is_of(tensor):
                 former_memory, view_memory = tie.ends
                 if memory != former_memory:
@@ -92,13 +91,14 @@ class MindSporeViews(Views):
                     self._ties.setdefault(memory, []).append(tie)
 
     def written_parts(self, values: Sequence[Any]) -> dict[Hashable, "MemoryElements"]:
-        """Return the elements of tensors by their memory."""
-        parts: dict[Hashable, MemoryElements] = {}
+        """Return the written elements by memory: those of TensorElements, and all of a tensor."""
+        part_by_memory: dict[Hashable, MemoryElements] = {}
         for value in values:
             is_part = type(value) is TensorElements
             elements = value if is_part else TensorElements(value, np.ones(tuple(value.shape), bool))
-            parts.setdefault(self.memory(value), MemoryElements(elements.tensor)).add(*elements)
-        return parts
+            part = part_by_memory.setdefault(self.memory(value), MemoryElements(elements.tensor))
+            part.add(elements.tensor, elements.marks)
+        return part_by_memory
 
 
 class MemoryElements:
@@ -112,21 +112,22 @@ class MemoryElements:
     def add(self, tensor: Any, marks: Flags) -> None:
         """Add the marked elements of a tensor."""
         if tensor.itemsize == self._itemsize:
-            _view_of_row(self._flags, tensor)[marks] = True
+            _flags_of_tensor(self._flags, tensor)[marks] = True
         else:
             self._flags[...] = True
 
     def at(self, tensor: Any) -> Flags:
         """Return flags of the written elements of a tensor in the memory."""
         if tensor.itemsize == self._itemsize:
-            return _view_of_row(self._flags, tensor)
+            return _flags_of_tensor(self._flags, tensor)
         return np.full(tuple(tensor.shape), bool(self._flags.any()))
 
 
 class StorageTie(Tie):
-    """A tensor that a routine returned, and the view that it replaces.
+    """A value, a tensor that a routine returned, tied to the view that it replaces.
 
     holders: the program's tensors in the memory of the value, if the program does not have the value itself.
+    ends: the memory of the value, and that of the view.
     """
 
     def __init__(
@@ -166,11 +167,15 @@ class StorageTie(Tie):
         return self._view
 
     def copy_across(self, start: Hashable, written: MemoryElements) -> MemoryElements | None:
-        """Copy the written elements to the other side of the tie; return them, or None if there are none."""
+        """Copy the written elements to the other side of the tie; return them, or None if there are none.
+
+        start: the memory in which they were written.  Nothing is copied once the value is dead.
+        """
         value = self.value
         if value is None:
             return None
-        source, target = (value, self._view) if start == self.ends[0] else (self._view, value)
+        value_memory, _ = self.ends
+        source, target = (value, self._view) if start == value_memory else (self._view, value)
         marks = written.at(source)
         if not marks.any():
             return None
@@ -184,9 +189,9 @@ class StorageTie(Tie):
         """Return None: MindSpore has no sign of an unseen write."""
 
     def turn_into_view(self) -> bool:
-        """Give the value the memory of the view if their contents are equal; return False otherwise.
+        """Give the value the memory of the view; return False if their contents differ.
 
-        Also return False if other tensors lie in the memory of the value.
+        Also return False if other tensors lie in the memory of the value; return True if the value is dead.
         """
         value = self.value
         if value is None:
@@ -199,14 +204,15 @@ class StorageTie(Tie):
         return True
 
 
-def _view_of_row(row: NDArray[Any], tensor: Any) -> NDArray[Any]:
-    """Return a view of flat elements with the layout of a tensor in its memory."""
-    steps = [step * row.itemsize for step in tensor.stride()]
-    return np.lib.stride_tricks.as_strided(row[tensor.storage_offset() :], tuple(tensor.shape), steps)
+def _flags_of_tensor(memory_flags: Flags, tensor: Any) -> Flags:
+    """Return the flags of a tensor's elements, as a view of the flags of the memory that it lies in."""
+    strides = [stride * memory_flags.itemsize for stride in tensor.stride()]
+    flags = memory_flags[tensor.storage_offset() :]
+    return np.lib.stride_tricks.as_strided(flags, tuple(tensor.shape), strides)
 
 
 def _numpy_index(index: Any) -> Any:
-    """Return an index with arrays instead of tensors."""
+    """Return an index of a tensor as one for NumPy: with arrays instead of tensors, also in lists."""
     if isinstance(index, Tensor):
         return index.asnumpy()
     if isinstance(index, (list, tuple)):

@@ -1,7 +1,7 @@
-"""MindSpore's rule of StandardMapping, which tools find by this distribution's entry point.
+"""MindSpore's rule of StandardMapping: it writes an op's type, phase, layout and weight into its context.
 
-`standard` writes the keys that docs/vocabulary.md lists, but for `weight_layout` and `weight_groups`, which
-StandardMapping takes from a table. It imports no tool.
+Tools find `standard` by this distribution's entry point. docs/vocabulary.md lists the keys; StandardMapping
+takes `weight_layout` and `weight_groups` from a table. It imports no tool.
 """
 
 import re
@@ -15,14 +15,14 @@ from mindspore import Parameter
 from ._autograd import ACCUMULATE_GRAD
 from ._targets import operator_of
 
-_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
-_WEIGHT_AT = {
+_LAYOUT_BY_RANK = {2: "NC", 3: "NCW", 4: "NCHW", 5: "NCDHW"}
+_WEIGHT_INDEX_BY_TYPE = {
     "linear": 1, "batch_norm": 1, "instance_norm": 1, "layer_norm": 1, "group_norm": 2, "prelu": 1,
 }  # fmt: skip
 
 
 def standard(context: OpContext) -> None:
-    """Write every key of StandardMapping for an op of MindSpore."""
+    """Write every key of StandardMapping for an op; a backward op has those of its forward op already."""
     if "shape" not in context:
         context["phase"] = "optimizer" if _in_optimizer() else "forward"
         _describe_op(context)
@@ -74,63 +74,59 @@ def _describe_op(context: OpContext) -> None:
     context["in_place"] = base_name != name or name in ("setitem", "assign", "assign_add", "assign_sub")
     context["weight_index"] = weight
     context["layout"] = layout(kind, shape(inputs[0]) if inputs else None, context.get_attrs())
-    context["shape"] = shape
-    context["dtype"] = dtype
+    context["shape"], context["dtype"] = shape, dtype  # the functions, for tools to read any tensor
 
 
 def weight_index(
     kind: str, name: str, inputs: Sequence[Any], variable_of: Callable[[int], Any]
 ) -> int | None:
-    """Return where the weight is: by the op's schema; in a product, the factor that is a parameter's.
+    """Return the position of an op's weight among its inputs: by the op's schema, else None.
 
-    variable_of: returns the parameter that the input at a position is, or is a view of.
+    In a product it is the factor that is a parameter's, if the other is not.
+    kind: word for the op.  variable_of: returns the parameter that the input at a position is, or shows.
     """
     if kind == "matmul":
-        # A product of two activations has no weight, and of two parameters none that is more so than the
-        # other.
-        factors = [i for i in (0, 1) if i < len(inputs) and isinstance(variable_of(i), Parameter)]
-        return factors[0] if len(factors) == 1 else None
+        parameter_positions = [i for i in (0, 1) if i < len(inputs) and isinstance(variable_of(i), Parameter)]
+        return parameter_positions[0] if len(parameter_positions) == 1 else None
     if kind == "embedding":
         index: int | None = 0 if name == "gather" else 1
-    # Its second argument is the normalised shape.
     elif name == "layer_norm_ext":
-        index = 2
+        index = 2  # the second argument is the normalised shape
     else:
-        index = 1 if CONVOLUTION.fullmatch(kind) else _WEIGHT_AT.get(kind)
-    present = index is not None and index < len(inputs) and shape(inputs[index]) is not None
-    return index if present else None
+        index = 1 if CONVOLUTION.fullmatch(kind) else _WEIGHT_INDEX_BY_TYPE.get(kind)
+    is_tensor = index is not None and index < len(inputs) and shape(inputs[index]) is not None
+    return index if is_tensor else None
 
 
 def layout(kind: str, extents: Sequence[int] | None, attributes: dict[str, Any]) -> str | None:
-    """Return the axes of the data input of a convolution, pooling or normalisation; None for others."""
+    """Return the axes of the data input of a convolution, pooling or normalisation: "NCHW"; else None."""
     if extents is None or not (SPATIAL.fullmatch(kind) or kind in ("batch_norm", "group_norm")):
         return None
     data_format = attributes.get("data_format")
     if isinstance(data_format, str) and len(data_format) == len(extents):
         return data_format
-    return _BY_RANK.get(len(extents))
+    return _LAYOUT_BY_RANK.get(len(extents))
 
 
 def _describe_backward_op(context: OpContext) -> None:
-    """Write the keys that describe a backward op."""
+    """Write the keys that describe a backward op; None for each at a forward op."""
     if context.is_forward():
         context["backward_type"] = context["weight_grad_index"] = None
         return
-    node = context.get_backward_op().__name__
-    kind = context["type"]
-    context["backward_type"] = backward_type(node, kind)
+    node_name = context.get_backward_op().__name__
+    context["backward_type"] = backward_type(node_name, context["type"])
     context["weight_grad_index"] = _weight_grad_index(context)
 
 
-def backward_type(node: str, kind: str) -> str:
+def backward_type(node_name: str, kind: str) -> str:
     """Return the word for an autograd node of an op of type `kind`.
 
     The node that computes the op's gradient has the op's word, such as "conv2d_backward"; a node for a part
     of the op has another word.
     """
-    if node == ACCUMULATE_GRAD.__name__:
+    if node_name == ACCUMULATE_GRAD.__name__:
         return "accumulate_grad"
-    node_word = word(operator_of(node.removesuffix("Backward")))
+    node_word = word(operator_of(node_name.removesuffix("Backward")))
     # The gradient node of an embedding is named after the kernel that looks rows up.
     if kind == "embedding" and node_word in ("gather", "index_select"):
         node_word = kind
@@ -138,7 +134,7 @@ def backward_type(node: str, kind: str) -> str:
 
 
 def _weight_grad_index(context: OpContext) -> int | None:
-    """Return the position of the weight's gradient; a node computes gradients in the order of the inputs."""
+    """Return the position of the weight's gradient, the same as among the inputs; None if shapes differ."""
     index, kind = context["weight_index"], context["type"]
     if index is None or context["backward_type"] != f"{kind}_backward":
         return None
@@ -146,17 +142,17 @@ def _weight_grad_index(context: OpContext) -> int | None:
     if grads is None:
         return int(index)
     try:
-        extents = shape(context.get_inputs()[index])
-    except AmandaError:
+        weight_shape = shape(context.get_inputs()[index])
+    except AmandaError:  # the inputs are dropped after the op's first execution
         return int(index)
     has_gradient = index < len(grads) and grads[index] is not None
-    return int(index) if has_gradient and shape(grads[index]) == extents else None
+    return int(index) if has_gradient and shape(grads[index]) == weight_shape else None
 
 
 CONVOLUTION = re.compile(r"(conv_transpose|conv)([123])d")
 SPATIAL = re.compile(r"(?:conv_transpose|conv|max_pool|avg_pool|adaptive_avg_pool)[123]d")
 
-_SAME = {
+_OPERATORS_BY_WORD = {
     "add": "add_ext add_scalar adds assign_add accumulate_n_v2",
     "add_n": "addn",
     "amax": "reduce_max",
@@ -227,5 +223,5 @@ _SAME = {
     "where": "select",
 }
 
-WORDS = {name: word for word, names in _SAME.items() for name in names.split()}
+WORDS = {name: word for word, names in _OPERATORS_BY_WORD.items() for name in names.split()}
 """The vocabulary's word by MindSpore's name of an operator, where they differ."""

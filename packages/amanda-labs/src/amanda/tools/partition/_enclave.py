@@ -441,7 +441,7 @@ class Enclave:
 
 
 def _parameter_paths(inputs: Sequence[Any]) -> list[str]:
-    """Return the paths of the parameters among the encoded inputs of an op, each once, also those in lists."""
+    """Return the paths of the parameters among encoded inputs of an op, each once, also those in lists."""
     paths: list[str] = []
     for encoded in inputs:
         kind, value = next(iter(encoded.items())) if isinstance(encoded, dict) else ("", encoded)

@@ -217,7 +217,7 @@ class TorchLibrary(SearchLibrary):
     ) -> str:
         """Refuse calls in another form than `conv2d` with groups, and padding that would be negative."""
         inputs = context.get_inputs()
-        # With groups, the last input, the positions are those of the whole schema; `torch.convolution` has more.
+        # With groups, the last input, positions are those of the whole schema; `torch.convolution` has more.
         if len(inputs) < 7:
             return "it is called without groups; call the convolution as a module"
         if len(inputs) > 7:

@@ -390,27 +390,19 @@ def _make_finite_test() -> Callable[[Sequence[Any]], bool]:
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
     # `data_ptr` would copy a tensor that shares its memory until it is written.
     reads_memory = interceptor.NATIVE and hasattr(torch.Tensor, "const_data_ptr")
-    are_finite_at = interceptor.Moments.are_finite_at
-
-    def is_in_one_piece(tensor: Any) -> bool:
-        """Return True if no element lies outside of the first `numel` in memory, also of a transpose."""
-        if tensor.is_contiguous():
-            return True
-        return tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == 4 * tensor.numel()
+    are_finite_at: Callable[[int, int], bool] = interceptor.Moments.are_finite_at
 
     def are_finite(values: Sequence[Any]) -> bool:
         for tensor in values:
-            if (
-                type(tensor) not in plain_classes
-                or tensor.dtype is not float32
-                or tensor.layout is not strided
-            ):
-                return False
-            # A sum of these would fail, or be that of many calls of a transform.
-            if tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
+            is_plain = type(tensor) in plain_classes and tensor.dtype is float32 and tensor.layout is strided
+            # A sum of the others would fail, or be that of many calls of a transform.
+            if not is_plain or tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
                 return False
             count = tensor.numel() if reads_memory and tensor.is_cpu else 0
-            address = tensor.const_data_ptr() if 0 < count <= _IN_PLACE and is_in_one_piece(tensor) else 0
+            # A transpose fills its memory too; what lies between the elements of other views is not theirs.
+            in_place = 0 < count <= _IN_PLACE and (tensor.is_contiguous() or (
+                tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == 4 * count))  # fmt: skip
+            address = tensor.const_data_ptr() if in_place else 0
             if not (are_finite_at(address, count) if address else isfinite(tensor.sum().item())):
                 return False
         return True
