@@ -261,8 +261,7 @@ UNINITIALISED = frozenset(
 CALLING_OPS = frozenset("""
     Case For If Loop MapDefun PartitionedCall RemoteCall Scan SequenceMap StatefulPartitionedCall
     StatelessCase StatelessIf StatelessWhile SymbolicGradient While closed_call cond core_call
-    custom_jvp_call custom_vjp_call jit pjit remat scan shard_map while
-""".split())  # fmt: skip
+    custom_jvp_call custom_vjp_call jit pjit remat scan shard_map while""".split())  # fmt: skip
 """Types of ops that compute nothing themselves: they run functions or bodies, whose ops are seen."""
 
 _SHARED = """

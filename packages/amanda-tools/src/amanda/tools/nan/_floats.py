@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import amanda
-from amanda import interceptor
 from amanda.tools.kit import Dtype, OpTensor, RequiredNames, leaves, op_tensors, shape_text, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
@@ -219,11 +218,7 @@ class InputRecorder:
 
     def record(self, values: Sequence[Any], batches: Sequence[int] = ()) -> RecordedInputs:
         """Return the inputs of an execution that begins, with flags of those that are looked at now."""
-        # No recursion for values that hold no others: this runs ahead of every op.
-        references: list[Any] = [
-            _map_leaves(_reference, value) if isinstance(value, (list, tuple)) else _reference(value)
-            for value in values
-        ]
+        references = list(map(_reference, values))
         # From the second execution on, only inputs that the op writes are looked at beforehand.
         written_indices = self._written_indices
         if written_indices is None and not any(isinstance(x, _TensorReference) for x in leaves(references)):
@@ -266,7 +261,7 @@ class _TensorReference(ref):  # type: ignore[type-arg]
 
     @property
     def may_be_written(self) -> bool:
-        """True if the version has changed or is not known; False for a tensor that is gone."""
+        # Also if the version is not known; a tensor that is gone counts as not written.
         return self.version == _UNKNOWN_VERSION or _write_count(self()) not in (None, self.version)
 
 
@@ -280,15 +275,14 @@ _PLAIN_TYPES = frozenset({int, float, bool, type(None), slice})
 
 
 def _reference(value: Any) -> Any:
-    """Return a weak reference of a tensor that counts writes; any other value as it is."""
+    """Return a weak reference of a tensor that counts writes, also in lists; any other value as it is."""
     if type(value) in _PLAIN_TYPES:
         return value
     version = _write_count(value)
     if version is None:
-        return value
+        return list(map(_reference, value)) if isinstance(value, (list, tuple)) else value
     reference = _TensorReference(value)
-    # The version tells later whether the tensor still holds what the op read.
-    reference.version = version
+    reference.version = version  # it tells later whether the tensor still holds what the op read
     return reference
 
 
@@ -378,10 +372,7 @@ def _is_called_by_scaler() -> bool:
 
 @cache
 def _make_finite_test() -> Callable[[Sequence[Any]], bool]:
-    """Return a test, a hot path: True if values are plain tensors of float32 with finite elements.
-
-    It reads small tensors in memory; of others it computes the sum, which may overflow.
-    """
+    """Return a test, a hot path: True if values are plain float32 with finite elements, or a finite sum."""
     _REQUIRED.check()
     import torch
 
@@ -389,8 +380,8 @@ def _make_finite_test() -> Callable[[Sequence[Any]], bool]:
     functions: Any = torch._C._functorch
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
     # `data_ptr` would copy a tensor that shares its memory until it is written.
-    reads_memory = interceptor.NATIVE and hasattr(torch.Tensor, "const_data_ptr")
-    are_finite_at: Callable[[int, int], bool] = interceptor.Moments.are_finite_at
+    reads_memory = amanda.interceptor.NATIVE and hasattr(torch.Tensor, "const_data_ptr")
+    are_finite_at: Callable[[int, int], bool] = amanda.interceptor.Moments.are_finite_at
 
     def are_finite(values: Sequence[Any]) -> bool:
         for tensor in values:

@@ -47,8 +47,7 @@ logger = logging.getLogger("amanda")
 _MOVING_OPS = frozenset("""
     Identity IdentityN StopGradient alias as_strided cat clone contiguous copy detach expand expand_as flip
     getitem identity index_select narrow permute repeat reshape select setitem slice split squeeze stack to
-    transpose type type_as unbind unsqueeze
-""".split())  # fmt: skip
+    transpose type type_as unbind unsqueeze""".split())  # fmt: skip
 
 
 class NotFiniteError(AmandaError, ArithmeticError):
