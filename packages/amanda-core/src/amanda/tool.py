@@ -477,7 +477,10 @@ class Tool:
 
 
 def preparation(tool: Tool) -> AbstractContextManager[Any] | None:
-    """Return the context that computes a tool's state in advance; None for a tool that its scope prepares."""
+    """Return the context that computes a tool's state in advance; None without `calibrates_when_prepared`.
+
+    An override of the deprecated `preparing` goes first, with a warning.
+    """
     if type(tool).preparing is not Tool.preparing:  # an override from before `calibrating` was the name
         name = type(tool).__name__
         warn_deprecated(f"{name}.preparing", f"calibrating, and calibrates_when_prepared = True, in {name}",

@@ -154,7 +154,7 @@ def _kind_of_protocol(protocol: type) -> Kind:
 
 
 def _restricted_kind(kind: Kind, where: Where) -> Kind:
-    """Return a kind of those values of a kind for which a mark's condition holds, with the mark's words."""
+    """Return a kind of those values for which a mark's condition holds, with words of the mark."""
 
     def accept(value: Any) -> Any:
         value = kind.accept(value)

@@ -261,6 +261,8 @@ class Scope(interceptor.Extent):
     def bind(self, function: Callable[P, T]) -> Callable[P, T]:
         """Return a function to be called on another thread, with this scope in force there until it closes.
 
+        The scopes around this one, and their switches, are in force there too.
+
         Args:
             function: Function that another thread calls.
 

@@ -189,12 +189,17 @@ class AttentionPruneTool(DynamicPruneTool):
         return DynamicPruneResult(self._rows.values(), [*notes, *self._notes()])
 
     def loss(self) -> Any:
-        """Return strength times the squared distance from `keep` of the mean share of attentions' tokens."""
+        """Return strength times the squared distance from `keep` of the mean share of attentions' tokens.
+
+        0.0 unless thresholds are learned and an attention has decided which tokens stay.
+        """
         decisions = [decision for decision in self._predictions() if decision.later_tokens is not None]
         if not decisions or not self._learned:
             return 0.0
         share = sum(
-            1.0 if decision.alive is None else do("mean", decision.alive) for decision in decisions
+            # None: the attention has dropped no token.
+            1.0 if decision.alive is None else do("mean", decision.alive)
+            for decision in decisions
         ) / len(decisions)
         return self._strength * (share - self._share) ** 2
 

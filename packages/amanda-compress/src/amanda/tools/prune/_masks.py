@@ -443,7 +443,10 @@ class Pattern:
         return self.keep_masks is element_keep_masks
 
     def why_unsupported(self, extents: Sequence[int], has_axes: bool) -> str | None:
-        """Return why a weight of these extents cannot have the pattern; None for a weight that can."""
+        """Return why a weight cannot have the pattern; None for a weight that can.
+
+        extents: of outputs, inputs, and the rest.  has_axes: whether it is known which these are.
+        """
         if not has_axes and not self.is_elementwise:
             return "which of its axes are outputs and inputs is not known"
         if self.n_m is not None and extents[1] % self.n_m[1]:

@@ -185,10 +185,12 @@ def _read_variable(holder: Any) -> Any:
 
 
 def _find_form(value: Array, target: Array) -> Any:
-    """Return the transpose and reshape after which a value equals a target.
+    """Return the axes of the transpose, and the shapes after and before, by which a value equals a target.
 
     None if it equals the target as it is; NotImplemented if no form is found.
     """
+    if value.size != target.size:
+        return NotImplemented
     if value.shape == target.shape and _are_equal(value, target):
         return None
     # In eager mode nothing but the values tells through which transpose and reshape an op reads.

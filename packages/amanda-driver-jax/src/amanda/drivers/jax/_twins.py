@@ -89,6 +89,7 @@ def _run_noting_changes(calls: Sequence[Twins], run: Callable[..., Any], *args: 
     with collecting_notes() as notes:
         result = run(*args)
     for twins in calls:
+        # A value of a routine in the place of another is noted as an insertion.
         twins.ops_are_changed |= INSERTION in notes
     return result
 

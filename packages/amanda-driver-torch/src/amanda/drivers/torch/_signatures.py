@@ -150,7 +150,7 @@ def signatures(called: Any) -> tuple[Signature, ...]:
 
 @cache
 def _target_signatures(target: Target) -> tuple[Signature, ...]:
-    """Return the signatures of a target: written here, else ATen's schemas, else torch's test overrides.
+    """Return the signatures of a target: written here, else ATen's of tensors, else torch's test overrides.
 
     With ATen's schemas come the deprecated orders of arguments that the target still takes.
     """

@@ -302,7 +302,8 @@ def _window_mesh(step: Step, elements: Indices, output: int, channels: Mapping[s
     """Return the coordinates of the inputs in the window of each element, and the term count of all outputs.
 
     The mesh has the axes of the layout, where "H" and "W" are coordinates of the input, and the axes of
-    terms: `channels`, with their extents, then "h" and "w", the place in the window.
+    terms: `channels`, with their extents, then "h" and "w", the place in the window.  A coordinate is -1 in
+    the padding.
     """
     shape, layout, tables = step.outputs[output].shape, step.layout or "", step.arguments["tables"]
     spatial = [layout[axis] for axis in spatial_axes(layout)]
@@ -311,10 +312,10 @@ def _window_mesh(step: Step, elements: Indices, output: int, channels: Mapping[s
     for axis, table in zip(spatial, tables, strict=True):
         # The coordinate of an output becomes that of the input which each place of its window reads.
         mesh.coordinates[axis] = table[mesh.coordinates[axis], mesh.coordinates[axis.lower()]]
-    outputs_at_place = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
+    outputs_per_place = prod(extent for axis, extent in zip(layout, shape, strict=True) if axis in "NC")
     # Of the places of all windows, those inside of the tensor: in the padding there are no terms.
     places_read = prod(int((table >= 0).sum()) for table in tables)
-    return mesh, outputs_at_place * prod(channels.values()) * places_read
+    return mesh, outputs_per_place * prod(channels.values()) * places_read
 
 
 def convolution(step: Step, elements: Indices, output: int) -> Terms:

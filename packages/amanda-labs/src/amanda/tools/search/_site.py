@@ -87,6 +87,7 @@ class Site:
         """Return the position of the op's bias among its inputs; None without one."""
         inputs, product = context.get_inputs(), product_of(context)
         bias = None if product is None or product.weight is None else product.bias
+        # An input that the call leaves out has no element type.
         has_bias = bias is not None and bias < len(inputs) and context["dtype"](inputs[bias]) is not None
         return bias if has_bias else None
 

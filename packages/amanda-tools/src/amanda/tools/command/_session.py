@@ -207,11 +207,11 @@ class Session:
             util.register_after_fork(self, Session._close_before_multiprocessing_exits)
 
     def _close_before_multiprocessing_exits(self) -> None:
-        """Have the scope closed after all finalizers of this process, which multiprocessing started."""
+        """Have the scope closed after all finalizers of multiprocessing; save and watch signals till then."""
         # The lowest priority runs last; such a process skips `atexit`.
         sys.modules["multiprocessing.util"].Finalize(None, self._process.end, exitpriority=-100)
         if self._scope is not None and threading.current_thread() is threading.main_thread():
-            self._start_saving_thread()  # a pool terminates its workers as they wait for its locks
+            self._start_saving_thread()  # a pool kills workers that wait for its locks: no finalizer runs
             self._watch_signals_of_process()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product as combinations
+from itertools import product as cartesian_product
 from math import prod
 from typing import Any
 
@@ -134,10 +134,10 @@ def _tangent_components(shape: Any) -> BatchesByLevels:
 
 
 def _combine_components(values: Iterable[BatchesByLevels]) -> BatchesByLevels:
-    """Return the components of a product of values: all combinations of theirs that share no level."""
+    """Return the components of a product of values: all products of theirs that share no level."""
     combined: dict[Levels, dict[int, int]] = {frozenset(): {}}
     for value in values:
-        pairs = combinations(list(combined.items()), value.items())
+        pairs = cartesian_product(list(combined.items()), value.items())
         for (levels, batches), (other_levels, other_batches) in pairs:
             if not levels & other_levels:
                 merged_batches = combined.setdefault(levels | other_levels, {})
@@ -148,7 +148,7 @@ def _combine_components(values: Iterable[BatchesByLevels]) -> BatchesByLevels:
 def _count_products(factors: Sequence[BatchesByLevels]) -> int:
     """Return how many products, times their samples, give the tangents of a product of factors."""
     total = 0
-    for chosen_components in combinations(*(factor.items() for factor in factors)):
+    for chosen_components in cartesian_product(*(factor.items() for factor in factors)):
         levels = [level for component_levels, _ in chosen_components for level in component_levels]
         # One factor at least is a tangent, and no level comes twice.
         if levels and len(levels) == len(set(levels)):

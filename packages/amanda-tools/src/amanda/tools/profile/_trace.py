@@ -21,7 +21,7 @@ _STEPS = _FIRST_LANE - 1  # the track of steps
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """Return a trace: complete events by thread, and flows from forward to backward ops.
+    """Return a trace: events by thread, flows from forward to backward ops, and counters of live memory.
 
     Ops of a graph, which run in parallel, are on tracks without overlaps.
     """

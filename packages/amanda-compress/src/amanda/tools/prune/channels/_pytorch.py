@@ -290,7 +290,8 @@ class ModuleTracing(Tracing):
     def _families(self, tensor: Any, is_followed: bool = False) -> Families:
         """Return the families of a tensor, () for an unknown one; a new parameter gets new labels.
 
-        is_followed: True to give new labels to another new tensor too.
+        is_followed: True to give new labels to another new tensor too.  A tensor that the model does not name
+        is left whole.
         """
         import torch
 

@@ -337,8 +337,8 @@ def var(
     keepdims: Any = False,
     **options: Any,
 ) -> Any:
-    """Record the mean of the squared distances from the mean."""
-    refuse_options("var", {"dtype": dtype, "out": out, **options, **({"ddof": ddof} if ddof else {})})
+    """Record the mean of the squared distances from the mean; NotTraceable for `dtype`, `out`, `ddof`."""
+    refuse_options("var", {"dtype": dtype, "out": out, "ddof": ddof or None, **options})
     # The two-pass formula, as in NumPy: the mean of squares would cancel.
     distance = a - np.mean(a, axis, keepdims=True)
     return np.mean(distance * distance, axis, keepdims=keepdims)

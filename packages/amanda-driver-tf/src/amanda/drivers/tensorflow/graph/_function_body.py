@@ -93,7 +93,7 @@ def _report_guesses(
     forward_of: ForwardMap,
     rewriting: TensorFlowRewriting,
 ) -> None:
-    """Report that forward operations of a function's gradients are guesses, and unmapped custom gradients."""
+    """Report guesses, where forward operations of gradients are guesses, and unmapped custom gradients."""
     rewriting.report(
         f"the backward ops of {function_name}",
         "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",

@@ -134,7 +134,7 @@ class Locations:
         return self._location_by_directory[directory] or Location.outside(op)
 
     def _locate(self, op: tf.Operation, directory: str) -> Location | None:
-        """Find the layers in an operation's name scope, the outermost first; None outside of layers."""
+        """Find the layers around an operation: the function's, then those in its name scope; None outside."""
         layers = list(self._enclosing_layers)
         inner_layers = self._layer_index.inner_layers(layers[-1]) if layers else self._outermost_layers(op)
         scope = ""

@@ -228,6 +228,7 @@ def is_hidden(name: str) -> bool:
 
 def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
     """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call."""
+    # The first call replaces two methods of the graph, and leaves the names at one of them for later calls.
     hidden_names = getattr(graph._as_graph_def, "functions", None)
     if hidden_names is not None:
         hidden_names.update(functions)

@@ -430,7 +430,7 @@ def _replaced_nodes_entry(backend: Any, graph: GraphModule) -> tuple[str, str, s
 
 
 def _drop_from_inductor_cache(targets: Sequence[Any]) -> None:
-    """Drop targets of nodes from a cache of inductor's that would hold them, and their tools, for ever."""
+    """Drop tools' calls among targets from a cache of inductor's that would hold the tools for ever."""
     patterns = sys.modules.get("torch._inductor.fx_passes.misc_patterns")  # absent if inductor has not run
     cache = getattr(getattr(patterns, "numpy_compat_normalization", None), "cache", {})
     for target in targets:

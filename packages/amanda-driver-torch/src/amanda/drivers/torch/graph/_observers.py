@@ -218,7 +218,8 @@ class LateObservers:
     ) -> None:
         """Hook the node of the compiled backward pass to call the observers of backward ops.
 
-        Without such a node it is reported that backward ops go unobserved.  first_number: of the run's nodes.
+        If autograd has made other nodes instead, it is reported that they go unobserved.
+        first_number: the sequence number of the run's first node.
         """
         tensors = [leaf for leaf in tree_flatten((outputs, args))[0] if isinstance(leaf, torch.Tensor)]
         nodes = [node for node, _ in backward_nodes(tensors, first_number, sequence_number())]
