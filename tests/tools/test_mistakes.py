@@ -272,4 +272,4 @@ def test_a_scope_that_was_never_entered_is_told(kind: Any) -> None:
     tool = kind()
     amanda.apply(tool)
     torch.relu(torch.ones(2))
-    assert "No op was executed under this tool; `with amanda.apply(tool):` runs" in str(tool.result)
+    assert "No op that this tool selects ran in `with amanda.apply(tool):`" in str(tool.result)

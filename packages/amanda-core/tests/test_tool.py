@@ -126,6 +126,11 @@ def test_prepare_runs_the_model_and_gives_its_result() -> None:
     assert tool.prepare(lambda value, *, times: times, x(), times=3) == 3
 
 
+def test_prepare_without_a_model_says_what_it_was_given() -> None:
+    with pytest.raises(ToolError, match="given a list; give a model, then an example"):
+        amanda.Tool().prepare([1.0])  # type: ignore[arg-type]
+
+
 def test_preparing_is_a_former_name_of_calibrating() -> None:
     class Calibrated(Scaling):
         calibrates_when_prepared = True

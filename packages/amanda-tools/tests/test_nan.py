@@ -206,7 +206,7 @@ def test_the_sign_of_an_inf_is_in_the_summary_and_in_files() -> None:
 
 
 def test_an_unused_tool_says_so() -> None:
-    assert "No op was executed under this tool" in repr(NanTool())
+    assert "No op that this tool selects ran" in repr(NanTool())
 
 
 def test_stop_raises_at_the_op_and_names_it() -> None:

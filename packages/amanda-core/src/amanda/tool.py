@@ -455,7 +455,13 @@ class Tool:
 
         Returns:
             What the model returns.
+
+        Raises:
+            ToolError: For a model that cannot be called.
         """
+        if not callable(model):
+            given = type(model).__name__
+            raise ToolError(f"prepare was given a {given}; give a model, then an example of its inputs")
         with preparation(self) or nullcontext(), apply(self):
             return model(*example, **kwargs)
 

@@ -195,8 +195,8 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
 
     For the routines of a backward op: the analysis of one pass inserts them for all passes, and another pass
     may make no gradient of the weight or, of a broadcast weight, one of another shape.  Of a weight that is
-    computed anew for each call the rank alone is compared, of one without a known shape nothing.  Call it in a
-    callback without `require_outputs`: in one with it `weight_grad_index` is that of the present pass.
+    computed anew for each call the rank alone is compared, of one without a known shape nothing.  Call it in
+    a callback without `require_outputs`: in one with it `weight_grad_index` is that of the present pass.
     """
     index, shape = context["weight_grad_index"], context["shape"]
     if index is None:

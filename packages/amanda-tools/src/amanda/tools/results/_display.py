@@ -60,7 +60,7 @@ def shortened(text: str, width: int) -> str:
 
 _BACKWARD = "_backward"
 
-NOTHING = "No op was executed under this tool; `with amanda.apply(tool):` runs what is in it under the tool."
+NOTHING = "No op that this tool selects ran in `with amanda.apply(tool):`; the report has what fitted no op."
 """The note of an empty result."""
 
 
