@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import stat
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -97,6 +99,20 @@ def test_pruned_model(tmp_path: Path) -> None:
     assert result["schema"] == "amanda.prune"
     assert result == json.loads(json.dumps(tool.result.to_dict()))
     assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_others_may_read_the_files_of_a_model_as_the_umask_lets_them(tmp_path: Path) -> None:
+    model = network()
+    tool = GPTQTool(bits=4, group_size=32)
+    quantised(model, tool)
+    before = os.umask(0o022)
+    try:
+        convert(model, tool, tmp_path / "converted")
+        save_compressed(model, tmp_path / "saved", tool.finalize(model))
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("*/*")}
+    assert modes == dict.fromkeys(["config.json", "model.safetensors", "compressed.json"], 0o644)
 
 
 def test_finalised_quantised_model(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pickle
 import signal
 import stat
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -115,6 +116,29 @@ def test_a_new_file_has_the_mode_of_the_umask_and_an_older_one_keeps_its_own(tmp
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
     finally:
         os.umask(before)
+
+
+@pytest.mark.parametrize("path_in_target", ["", "tensors"])
+def test_a_file_that_a_library_makes_for_the_owner_alone_has_the_mode_of_the_umask(
+    path_in_target: str, tmp_path: Path
+) -> None:
+    def move_there(path: Path) -> None:
+        handle, private_file = tempfile.mkstemp(dir=path.parent)
+        os.close(handle)
+        Path(private_file).replace(path)
+
+    before = os.umask(0o027)
+    try:
+        with replacing(tmp_path / "a") as part:
+            move_there(part)
+        with replacing_all(tmp_path / "b", force=False) as new:
+            if path_in_target:
+                new.mkdir()
+            move_there(new / path_in_target)
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "a", tmp_path / "b" / path_in_target):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o640
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:

@@ -72,10 +72,12 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
             return
         part, lock_handle = _create_part(target)
         try:
+            new_mode = part.stat().st_mode
             yield part
-            if target.exists():
-                with suppress(OSError):  # a file system without modes
-                    part.chmod(stat.S_IMODE(target.stat().st_mode))
+            # A library that moves a file of its own there, such as safetensors, makes it for the owner alone.
+            mode = target.stat().st_mode if target.exists() else new_mode
+            with suppress(OSError):  # a file system without modes
+                part.chmod(stat.S_IMODE(mode))
             _flush_to_disk(part)
             part.replace(target)
         except BaseException:
@@ -127,8 +129,9 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
     """Return a context with a path in a new folder, whose contents replace the target when it is left.
 
     The file or folder at the path replaces the target; files beside the path, such as a model's data, replace
-    those beside the target.  After an exception, such as KeyboardInterrupt, the target is as it was.  A
-    process that is killed leaves the new folder, `.NAME.` and eight letters, with what was to be replaced.
+    those beside the target.  Everybody whom the umask lets read new files can read them.  After an exception,
+    such as KeyboardInterrupt, the target is as it was.  A process that is killed leaves the new folder,
+    `.NAME.` and eight letters, with what was to be replaced.
 
     Args:
         target: File or folder to write or replace.
@@ -145,8 +148,12 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
             new.mkdir()
             old.mkdir()
             yield new / target.name
+            # The mode that the umask leaves a new file; some libraries make files for the owner alone.
+            new_mode = new.stat().st_mode & 0o666
             for path in new.rglob("*"):
                 if path.is_file():
+                    with suppress(OSError):  # a file system without modes
+                        path.chmod(stat.S_IMODE(path.stat().st_mode) | new_mode)
                     _flush_to_disk(path)
             # The target itself last (False sorts first): a file never lacks the data that belong to it.
             names = sorted((path.name for path in new.iterdir()), key=lambda name: name == target.name)
