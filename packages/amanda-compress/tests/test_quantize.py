@@ -141,6 +141,18 @@ def test_dynamic_scales_are_those_of_each_execution() -> None:
     assert [one.scale for one in tool.result] == [None]
 
 
+def test_prepare_calibrates_the_static_method_unless_there_are_scales(
+    model: Network, batches: list[Tensor]
+) -> None:
+    tool, by_hand = QuantizeTool("static"), calibrated(model, batches[:1])
+    assert torch.equal(tool.prepare(model, batches[0]), _vanilla(model, batches[0]))
+    loaded = QuantizeTool("static")
+    loaded.load_state_dict(tool.state_dict())
+    for prepared in (tool, loaded):
+        prepared.prepare(model, 100 * batches[1])
+        assert [row.scale for row in prepared.result] == [row.scale for row in by_hand.result]
+
+
 def test_an_activation_that_was_never_calibrated_is_an_error_that_says_where(model: Network) -> None:
     tool = QuantizeTool(type=["linear"])
     with pytest.raises(QuantizeError, match="input 0 has no scale: calibrate") as caught, amanda.apply(tool):

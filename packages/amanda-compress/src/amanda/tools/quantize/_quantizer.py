@@ -160,11 +160,10 @@ class Quantizer:
         """
         if not self.has_scale:
             if not self.is_weight:
-                extents = "x".join(map(str, x.shape)) or "scalar"
                 raise QuantizeError(
                     f"{self.name} has no scale: calibrate with batches that execute this op, "
-                    "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`; it is a "
-                    f"tensor of {backend_of(x)}, {extents}"
+                    "`with amanda.apply(tool), tool.calibrating(): ...`, or set `calibration`; its shape is "
+                    f"{tuple(x.shape)}, in {backend_of(x)}"
                 )
             # A weight is there before any batch: its first value calibrates it.
             self._observe(x)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -297,6 +297,25 @@ class QuantizeTool(amanda.Tool):
         with amanda.disabled():
             for op in self._ops.values():
                 op.finish_calibration()
+
+    def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
+        """Run `model` once, so that scales are made; method "static" calibrates by the example.
+
+        A model that was calibrated before, or whose scales were loaded, keeps its scales.
+
+        Args:
+            model: A module or another callable.
+            *example: What it is called with, such as a batch.
+            **kwargs: Keyword arguments of the call.
+
+        Returns:
+            What the model returns.
+        """
+        has_scales = any(quantizer.has_scale and not quantizer.is_weight for quantizer in self._quantizers())
+        needs_scales = self.options.method == "static" and not (has_scales or self.waiting_state())
+        calibrates = needs_scales and not self.options.calibration
+        with self.calibrating() if calibrates else nullcontext():
+            return super().prepare(model, *example, **kwargs)
 
     def freeze(self) -> None:
         """Fix the scales of "qat"."""
