@@ -438,6 +438,7 @@ def test_weights_in_a_grouped_product_are_told_to_be_left() -> None:
     [
         ({"pattern": "blocks"}, ["'blocks'", "2:4", "tile", "structured"]),
         ({"pattern": "5:4"}, ["5:4"]),
+        ({"sparsity": "2:4"}, ["sparsity is '2:4'", "did you mean pattern='2:4'?"]),
         ({"scope": "layer"}, ["'layer'", "'global'"]),
         ({"sparsity": 1.5}, ["1.5"]),
         ({"pattern": "2:4", "scope": "global"}, ["2:4", "global"]),

@@ -119,6 +119,19 @@ def test_an_error_names_tool_option_value_and_what_is_right(make: Callable[[], A
         make()
 
 
+def test_an_error_names_the_only_option_that_has_such_a_word() -> None:
+    @checked
+    def sample(
+        share: Share, order: Literal["first", "last"] = "first", name: Name = "a",
+        first: Literal["up", "down"] = "up", second: Literal["up"] = "up",
+    ) -> None: ...  # fmt: skip
+
+    for word, hint in (("last", "; did you mean order='last'?"), ("any", ""), ("up", "")):
+        with pytest.raises(OptionError) as caught:
+            sample(word)  # type: ignore[arg-type]
+        assert str(caught.value) == f"sample: share is {word!r}; give a number from 0 to 1{hint}"
+
+
 def test_errors_of_scopes_and_registration_keep_their_classes() -> None:
     with pytest.raises(ScopeError, match=r"compiled is 'eagre'.*did you mean 'eager'"):
         amanda.apply(compiled="eagre")  # type: ignore[arg-type]

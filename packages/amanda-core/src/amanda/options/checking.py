@@ -211,13 +211,32 @@ class _ArgumentChecks:
             return self._error(
                 f"{callee} takes options, not a {type(value).__name__}: tool = {callee}(); {usage}"
             )
-        return mistake(callee, name, value, kind, str(why), self._error)
+        return mistake(callee, name, value, kind, str(why) or self._option_of_word(value), self._error)
+
+    def _option_of_word(self, value: Any) -> str:
+        """Return a question that names the only option with such a word; "" for other values."""
+        if not isinstance(value, str):
+            return ""
+        # Of an option that takes any text no word is typical.
+        options = [
+            name for name, kind in self._keywords.items()
+            if kind is not None and _accepts(kind, value) and not _accepts(kind, "?")
+        ]  # fmt: skip
+        return f"did you mean {options[0]}={value!r}?" if len(options) == 1 else ""
 
     def _callee_name(self, args: tuple[Any, ...]) -> str:
         """Return the name of what is called: of a constructor the class, which may be a user's subclass."""
         if self._qualname.endswith("__init__") and self._is_method and args:
             return type(args[0]).__name__
         return self._qualname.rpartition("<locals>.")[2]
+
+
+def _accepts(kind: Kind, value: Any) -> bool:
+    try:
+        kind.accept(value)
+    except Mismatch:
+        return False
+    return True
 
 
 def mistake(

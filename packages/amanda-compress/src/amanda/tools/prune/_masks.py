@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from math import inf, prod, sqrt
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from amanda.errors import AmandaError
-from amanda.options import NonNegativeInt, PositiveInt, Share, checked
+from amanda.options import NonNegativeInt, PositiveInt, Share, Where, checked
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import do, shape
 from amanda.tools.libraries import numpy as np
@@ -458,12 +458,18 @@ class Pattern:
         return None
 
 
-def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -> Pattern:
-    """Return a pattern by name: "unstructured", n:m such as "2:4", "block", "tile" or "structured".
+_N_M = re.compile(r"(\d+):(\d+)")
 
-    Raises PruneError for another name.
-    """
-    if match := re.fullmatch(r"(\d+):(\d+)", name):
+PatternName = (
+    Literal["unstructured", "block", "tile", "structured"]
+    | Annotated[str, Where("n:m such as 2:4", lambda name: _N_M.fullmatch(name) is not None)]
+)
+"""Name of a pattern of sparsity."""
+
+
+def pattern_of(name: PatternName, granularity: int, norm: int, block: tuple[int, int]) -> Pattern:
+    """Return a pattern by name; raise PruneError for n:m that keeps none, or more than there are."""
+    if match := _N_M.fullmatch(name):
         n, m = int(match[1]), int(match[2])
         if 0 < n <= m:
             return Pattern(name, partial(_n_m_keep_masks, n, m), (n, m))
@@ -474,10 +480,6 @@ def pattern_of(name: str, granularity: int, norm: int, block: tuple[int, int]) -
         "tile": partial(_matrix_tile_keep_masks, granularity),
         "structured": partial(channel_keep_masks, norm=norm),
     }
-    if name not in named:
-        raise PruneError(
-            f"pattern is {name!r}; it is unstructured, n:m (such as 2:4), block, tile or structured"
-        )
     return Pattern(name, named[name], block=(block[0], block[1]) if name == "block" else None)
 
 

@@ -9,7 +9,7 @@ from math import cos, pi
 from typing import Any, Literal
 
 import amanda
-from amanda.options import Name, NonNegativeInt, PositiveInt, Seed, Share, checked
+from amanda.options import NonNegativeInt, PositiveInt, Seed, Share, checked
 from amanda.tools.kit import tensors_of
 from amanda.tools.libraries import numpy as np
 from amanda.tools.prune._importance import (
@@ -23,6 +23,7 @@ from amanda.tools.prune._importance import (
 from amanda.tools.prune._masks import (
     Array,
     Pattern,
+    PatternName,
     PruneError,
     pattern_of,
     row_keep_masks,
@@ -256,7 +257,7 @@ class PruneOptions:
 
 
 class PruneTool(WeightTool[PrunedWeight]):
-    """Prune weights of convolutions and linear layers by masks; `finalize(model)` makes the zeros permanent.
+    """Prune convolutions and linear layers by masks; `finalize(model)` writes the zeros into the weights.
 
     Args:
         sparsity: The dropped share of each weight (scope "local"), or of all weights together ("global").
@@ -303,7 +304,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     def __init__(
         self,
         sparsity: Share = 0.5,
-        pattern: Name = "unstructured",
+        pattern: PatternName = "unstructured",
         scope: Scope = "local",
         importance: Importance = "magnitude",
         schedule: ScheduleKind = "constant",
