@@ -311,7 +311,7 @@ def test_modules_of_other_kinds_are_refused(tmp_path: Path) -> None:
     refused("is no ONNX file", tmp_path / "model.pt2", tool, out)
     refused("a float was given", path, 8.0, out)
     refused("give a torch.nn.Module, or the path of an ONNX file", object(), tool)
-    refused("give a NearestTool", nn.Linear(4, 4), tool)
+    refused("of amanda.tools.quantize.weights, or an ONNX file", nn.Linear(4, 4), tool)
     refused("is for ONNX files", nn.Linear(4, 4), tool, out)
     refused("'dynamic' is for models that run", path, QuantizeTool("dynamic"), out)
     refused("none of the 8 ops", path, QuantizeTool(type="add"), out)

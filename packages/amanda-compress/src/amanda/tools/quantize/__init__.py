@@ -66,3 +66,8 @@ def __getattr__(name: str) -> Any:
     from amanda.tools.quantize import weights
 
     return weights.convert
+
+
+def __dir__() -> list[str]:
+    """Return the names of the package, with `convert` before it is imported."""
+    return __all__

@@ -130,8 +130,9 @@ def _check_kinds(model: Any, tool: Any) -> None:
         )
     if not isinstance(tool, IntegerTool):
         raise QuantizeError(
-            f"a {type(tool).__name__} was given for a {type(model).__name__}; give a NearestTool, GPTQTool "
-            "or AWQTool, or an ONNX file of the model with a QuantizeTool"
+            f"a {type(tool).__name__} was given for a {type(model).__name__}: a module of PyTorch gets "
+            "integers in its weights alone; give a NearestTool, GPTQTool or AWQTool of "
+            "amanda.tools.quantize.weights, or an ONNX file of the model with a QuantizeTool"
         )
 
 
