@@ -543,6 +543,9 @@ def test_tensorboard_reads_what_was_written(
     resumed.close()
     assert [step for step, _ in read_events(tmp_path)["flops/FLOPs"]] == [50, 100]
     assert read_events(tmp_path)["flops/FLOPs"][1][1] == pytest.approx(4e12)
+    with amanda.apply(LiveTool(FlopsTool(), TensorBoardWriter(tmp_path), every=2)):
+        Training().run(3)  # which begins anew, and logs neither step 50 nor 100
+    assert [step for step, _ in read_events(tmp_path)["flops/FLOPs"]] == [2]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of sqlalchemy, at its import by mlflow
