@@ -32,7 +32,7 @@ from amanda.tools.live import (
 )
 from amanda.tools.nan import NanTool
 from amanda.tools.profile import ProfileTool
-from amanda.tools.results import Column, Result
+from amanda.tools.results import Column, Result, merge, restored
 from amanda.tools.sentinel import SentinelTool
 from amanda.tools.stats import StatsTool
 
@@ -122,6 +122,17 @@ def test_statistics_are_those_of_the_logged_step_alone() -> None:
     assert writer.closed == 1
 
 
+def test_quantiles_that_were_asked_for_are_logged() -> None:
+    training, writer = Training(), MemoryWriter()
+    asked, default = StatsTool(module="2", type="linear", quantiles=[0.5, 0.9]), StatsTool(module="2")
+    with amanda.apply(live := LiveTool(asked, writer, every=3), default):
+        training.run(3)
+    for row in live.result:
+        name = f"stats/2.{row.type}/{row.tensor}"
+        assert (writer.steps[3][f"{name} q0.5"], writer.steps[3][f"{name} q0.9"]) == (row.q0_5, row.q0_9)
+    assert not [name for name in scalars_of(default.result) if " q" in name]
+
+
 def test_routines_run_in_logged_steps_alone_and_nothing_is_attached_between() -> None:
     training, tool, attached = Training(), CountTool(), list[bool]()
     from amanda.scope.attachment import attachment
@@ -193,7 +204,7 @@ def test_executions_ahead_of_the_optimizer_are_no_steps(
     assert [step for step, values in writer.steps.items() if "flops/FLOPs optimizer" in values] == steps
     # Each step is logged once, so those of the executions that were logged are lost to the training.
     assert ("up to step 2 are of what ran ahead of the first step" in caplog.text) is (every == 1)
-    assert f"{len(steps)} of 4 steps were logged" in live.result.remarks[-2]
+    assert f"{len(steps)} of 4 steps were logged" in live.result.lead
 
 
 def test_an_optimizer_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -234,13 +245,13 @@ def test_a_run_that_is_resumed_goes_on_after_the_step_of_its_checkpoint() -> Non
     with amanda.apply(live):
         training.run(10)
     assert list(writer.steps) == [15, 20]
-    assert live.result.remarks[-2] == "2 of 10 steps were logged to MemoryWriter."
+    assert live.result.lead == "Of step 20 alone: 2 of 10 steps were logged to MemoryWriter."
     live.resume(24)  # the next step is due
-    assert live.result.remarks == ["No step ended."]
+    assert live.result.lead == "No step ended."
     with amanda.apply(live):
         training.run(2)
     assert list(writer.steps) == [15, 20, 25]
-    assert "1 of 2 steps were logged" in live.result.remarks[-2]
+    assert "1 of 2 steps were logged" in live.result.lead
 
 
 def test_executions_are_counted_from_the_step_of_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,7 +389,26 @@ def test_a_run_without_a_logged_step_says_so() -> None:
     live = LiveTool(StatsTool(), MemoryWriter(), every=50)
     with amanda.apply(live):
         Training().run(3)
-    assert "No step was logged: 3 ended, and multiples of 50 are logged." in live.result.remarks
+    sentence = "No step was logged: 3 ended, and multiples of 50 are logged; every=1 logs each."
+    result = live.result
+    assert str(result).splitlines()[:2] == ["Statistics of tensors", sentence]
+    assert result.headline == sentence.removesuffix(".")
+    # Neither a note on an empty result, nor what the text of a file would say instead.
+    for text in (str(result), str(restored(result.to_dict())), result.to_html()):
+        assert text.count(sentence) == 1
+        assert "No tensor was read" not in text
+        assert "No op was executed" not in text
+
+
+def test_the_step_of_the_result_is_told_first_also_of_ranks_and_trees() -> None:
+    flops, stats = (LiveTool(tool, MemoryWriter(), every=2) for tool in (FlopsTool(), StatsTool()))
+    with amanda.apply(flops, stats):
+        Training().run(5)
+    sentence = "Of step 4 alone: 2 of 5 steps were logged to MemoryWriter."
+    ranks = merge({"rank0": stats.result, "rank1": restored(stats.result.to_dict())})
+    for result in (flops.result, stats.result, ranks):
+        assert str(result).splitlines()[1] == sentence
+        assert str(result).count(sentence) == 1
 
 
 def test_steps_of_another_thread_are_told_to_be_missing() -> None:
@@ -387,9 +417,8 @@ def test_steps_of_another_thread_are_told_to_be_missing() -> None:
         thread = Thread(target=training.run, args=(3,))
         thread.start()
         thread.join()
-    (remark,) = live.result.remarks
-    assert remark.startswith("No step ended: ")
-    assert "in the thread of the scope" in remark
+    assert live.result.lead.startswith("No step ended: ")
+    assert "in the thread of the scope" in live.result.lead
 
 
 def test_the_result_is_saved_also_after_an_exception(tmp_path: Path) -> None:
@@ -402,7 +431,7 @@ def test_the_result_is_saved_also_after_an_exception(tmp_path: Path) -> None:
 
     with pytest.raises(ZeroDivisionError), amanda.apply(live):
         Training().run(9, fail)
-    assert "The result is of step 4, the last of them." in json.loads(file.read_text())["notes"]
+    assert json.loads(file.read_text())["notes"][0].startswith("Of step 4 alone: ")
     assert writer.closed == 1
     assert live._tool_scope.closed
     assert live._counting_scope.closed
@@ -435,6 +464,29 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert [(line["step"], line["loss"] == 0) for line in lines[3:]] == [
         (4, False), (5, True), (6, True), (7, True),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("first_step", "steps"),
+    [
+        ("start", [2, 4, 6]),
+        ("resume", [3, 6, 9, 12, 14, 16, 18]),
+        ("step", [3, 6, 9, 12, 13, 14, 16, 18]),
+    ],
+)
+def test_a_run_that_begins_anew_replaces_all_lines(first_step: str, steps: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    with amanda.apply(LiveTool(FlopsTool(), JSONLinesWriter(file), every=3)):
+        Training().run(15)
+    # The earlier run logged steps that this one has and does not log.
+    live = LiveTool(FlopsTool(), JSONLinesWriter(file), every=2)
+    if first_step == "resume":
+        live.resume(12)
+    numbers = iter(range(13, 19))
+    end = (lambda: live.step(next(numbers))) if first_step == "step" else (lambda: None)
+    with amanda.apply(live):
+        Training().run(6, end)
+    assert [json.loads(line)["step"] for line in file.read_text().splitlines()] == steps
 
 
 @pytest.mark.parametrize("text", ["remember\nthis\n", '{"loss": 1}\n', "remember"])
@@ -491,6 +543,9 @@ def test_tensorboard_reads_what_was_written(
     resumed.close()
     assert [step for step, _ in read_events(tmp_path)["flops/FLOPs"]] == [50, 100]
     assert read_events(tmp_path)["flops/FLOPs"][1][1] == pytest.approx(4e12)
+    with amanda.apply(LiveTool(FlopsTool(), TensorBoardWriter(tmp_path), every=2)):
+        Training().run(3)  # which begins anew, and logs neither step 50 nor 100
+    assert [step for step, _ in read_events(tmp_path)["flops/FLOPs"]] == [2]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of sqlalchemy, at its import by mlflow

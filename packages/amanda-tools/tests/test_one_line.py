@@ -145,8 +145,8 @@ def test_objects_say_what_they_hold() -> None:
     public = {name for name in dir(tool.result) if not name.startswith("_")}
     assert public == set(
         """
-        by columns from_dict headline keys merged missing name notes ops remarks rows save table title to_csv
-        to_dict to_html to_json to_pandas total tree unseen unsupported version whole
+        by columns from_dict headline keys lead merged missing name notes ops remarks rows save table title
+        to_csv to_dict to_html to_json to_pandas total tree unseen unsupported version whole
         """.split()
     )
 

@@ -534,6 +534,20 @@ def test_a_mean_stays_finite_where_sums_overflow(kind: Any, numbers: Sequence[fl
     assert (apart.mean, apart.m2) == (0.0, math.inf)
 
 
+def test_quantiles_that_were_asked_for_stay_in_a_narrow_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    model, x = nn.Sequential(nn.Linear(4, 8), nn.GELU()), torch.rand(3, 4)
+    asked, default = (
+        str(measured(lambda: model(x), type="gelu", **options)) for options in ({"quantiles": [0.5, 0.9]}, {})
+    )
+    heads = asked.splitlines()[3].split()
+    assert {"mean", "q0.5", "q0.9"} <= set(heads)
+    # A single row has no repeated texts, but its counts of nothing take no column.
+    assert not {"NaN", "Inf"} & set(heads)
+    assert "In every row: NaN 0, Inf 0." in " ".join(asked.split())
+    assert "q0.5" in default.partition("Hidden columns: ")[2]
+
+
 def test_iterating_gives_the_rows_of_the_table() -> None:
     layer, x = nn.Linear(2, 3), torch.ones(1, 2)
     result = measured(lambda: layer(x))

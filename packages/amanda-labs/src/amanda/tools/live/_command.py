@@ -18,6 +18,7 @@ from amanda.tools.live._writers import (
     ScalarWriter,
     TensorBoardWriter,
     WandbWriter,
+    begin_run,
 )
 
 logger = logging.getLogger("amanda")
@@ -68,9 +69,17 @@ class _FirstProcessWriter:
         self._writer: Any = writer
         self._has_logged_place = False
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+    @property
+    def _is_in_first_process(self) -> bool:
         session = Session.present()
-        if session is None or session.label.partition(".restart")[0] in ("main", "rank0"):
+        return session is None or session.label.partition(".restart")[0] in ("main", "rank0")
+
+    def begin(self, step: int) -> None:
+        if self._is_in_first_process:
+            begin_run(self._writer, step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        if self._is_in_first_process:
             self._writer.scalars(step, values)
             if not self._has_logged_place:
                 # At once: whoever watches has to know where.

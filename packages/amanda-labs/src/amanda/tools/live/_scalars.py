@@ -22,10 +22,10 @@ _NO_KEYS = frozenset({"phase", "type", "module", "source", "dtype"})
 def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, float]:
     """Return the numbers of a result by name, such as {"stats/encoder.linear/output 0 mean": 0.1}.
 
-    Of `stats` these are mean and standard deviation of outputs, L2 norms of weights and gradients; of `flops`
-    and `profile` totals; of `nan` and `sentinel` counts; of other results the columns of numbers, with a name
-    for each row by module, type and other texts.  A result with a method `scalars` returns its numbers by
-    name itself.
+    Of `stats` these are mean and standard deviation of outputs, L2 norms of weights and gradients, and of all
+    of them quantiles, if others than the default ones were asked for; of `flops` and `profile` totals; of
+    `nan` and `sentinel` counts; of other results the columns of numbers, with a name for each row by module,
+    type and other texts.  A result with a method `scalars` returns its numbers by name itself.
 
     Args:
         result: Result of a tool.
@@ -50,9 +50,9 @@ def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, f
 
 
 def _stats_numbers(result: Any) -> Iterator[tuple[str, float]]:
-    """Yield mean and standard deviation of each output, and the L2 norm of each weight and gradient."""
+    """Yield mean and standard deviation of each output, L2 of weights and gradients; quantiles of all."""
     names = _RowNames()
-    # Not by rows, whose quantiles take longer than all else.
+    # Not by rows, whose default quantiles take longer than all else.
     for entry in result.measured:
         # Indices and masks have no statistics that somebody would watch.
         if entry.is_integer or not entry.statistics.count:
@@ -63,6 +63,8 @@ def _stats_numbers(result: Any) -> Iterator[tuple[str, float]]:
             yield f"{name} std", entry.statistics.std
         else:
             yield f"{name} L2", entry.statistics.l2
+        if entry.sketch is not None:
+            yield from ((f"{name} q{q:g}", entry.quantile(q)) for q in result.chosen_quantiles)
 
 
 def _nan(result: Any) -> Mapping[str, float]:

@@ -18,7 +18,7 @@ from amanda.backend import State, when_imported
 from amanda.files import check_file_to_write
 from amanda.options import Name, NonNegativeInt, PositiveInt, checked, shown
 from amanda.tools.live._scalars import RUN_RESULTS, scalars_of
-from amanda.tools.live._writers import LiveError
+from amanda.tools.live._writers import LiveError, begin_run
 from amanda.tools.results import Result
 from amanda.tools.steps import Steps, Window
 
@@ -118,26 +118,30 @@ class LiveTool(amanda.Tool):
         result = copy(self._tool.result if self._result is None else self._result)
         if hasattr(result, "remarks"):
             reports = [f"{entry.what}: {entry.reason}" for entry in self._tool_scope.report[:10]]
-            result.remarks = [*result.remarks, *self._remarks(), *reports]
+            if isinstance(result, Result) and not self._runs_throughout:
+                # First of all, since every other sentence and number is of that step.
+                result.lead = self._sentence()
+            else:
+                reports = [self._sentence(), *reports]
+            result.remarks = [*result.remarks, *reports]
         return result
 
-    def _remarks(self) -> list[str]:
-        """Return sentences on the steps that were logged, and which of them the result is of."""
+    def _sentence(self) -> str:
+        """Return a sentence on the steps that were logged, and which of them the result is of."""
         ended_count = self._step_number - self._start_step
         if not ended_count:
             reason = (
                 ": the program has an optimizer of torch.optim, whose steps were waited for in the thread of "
                 "the scope"
             )
-            return [f"No step ended{reason if self._has_optimizer else ''}."]
+            return f"No step ended{reason if self._has_optimizer else ''}."
         if not self._logged_count:
-            return [
-                f"No step was logged: {ended_count:,} ended, and multiples of {self._every:,} are logged."
-            ]
-        remarks = [f"{self._logged_count:,} of {ended_count:,} steps were logged to {_place(self._writer)}."]
-        if not self._runs_throughout:
-            remarks.append(f"The result is of step {self._last_logged_step:,}, the last of them.")
-        return remarks
+            return (
+                f"No step was logged: {ended_count:,} ended, and multiples of {self._every:,} are logged; "
+                "every=1 logs each."
+            )
+        logged = f"{self._logged_count:,} of {ended_count:,} steps were logged to {_place(self._writer)}."
+        return logged if self._runs_throughout else f"Of step {self._last_logged_step:,} alone: {logged}"
 
     def restrict(self, admits: Callable[[amanda.OpContext], bool]) -> None:
         """Restrict the tool that is logged."""
@@ -165,6 +169,7 @@ class LiveTool(amanda.Tool):
         """
         self._step_number = step  # the last step that ended
         self._start_step = step  # the step after which counting began
+        self._first_step = step + 1
         self._last_logged_step = step
         self._logged_count = 0  # of steps after the start step
         self._result: Any = None  # of the last logged step, unless the tool runs throughout
@@ -182,6 +187,8 @@ class LiveTool(amanda.Tool):
         Args:
             number: Of the step that ends; None for one more than the last.
         """
+        if number is not None and self._step_end_event != "call":
+            self._first_step = number  # of a program that counts steps itself, and may have been resumed
         self.end_step(number)
         self.begin_step()
 
@@ -343,6 +350,8 @@ class LiveTool(amanda.Tool):
             elif self._columns is None:
                 earlier, self._counts_at_last_log = self._counts_at_last_log, numbers
                 numbers = {name: count - earlier.get(name, 0) for name, count in numbers.items()}
+            if not self._logged_count:
+                begin_run(self._writer, self._first_step)
             if logged_numbers := self._first_numbers(numbers):
                 self._writer.scalars(number, logged_numbers)
         self._last_logged_step, self._logged_count = number, self._logged_count + 1

@@ -26,7 +26,11 @@ class LiveError(AmandaError, ValueError):
 
 
 class ScalarWriter(Protocol):
-    """A place for the numbers of steps; a writer that has a method `close` is closed with the scope."""
+    """A place for the numbers of steps.
+
+    A writer that has a method `begin` is told the run's first step before the first numbers; what it has of
+    this step and later ones is of an earlier run.  One that has a method `close` is closed with the scope.
+    """
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Write the numbers of a step.
@@ -35,6 +39,12 @@ class ScalarWriter(Protocol):
             step: Number of the step, which increases from call to call.
             values: Numbers by name.
         """
+
+
+def begin_run(writer: Any, step: int) -> None:
+    """Tell a writer the first step of a run, if it has a method for it."""
+    if callable(method := getattr(writer, "begin", None)):
+        method(step)
 
 
 def _check_installed(writer: str, *modules: str) -> None:
@@ -56,9 +66,9 @@ _PACKAGES = {"mlflow": "mlflow-skinny", "opentelemetry": "opentelemetry-sdk"}
 class JSONLinesWriter:
     """Write a JSON object for each call into a file: `{"step": 50, "stats/0.linear/output 0 mean": 0.1}`.
 
-    A line is in the file when `scalars` returns, so a killed process loses none.  The first call drops the
-    lines of an earlier process from its step on: those that a resumed run computes again, and all of a run
-    that begins anew.
+    A line is in the file when `scalars` returns, so a killed process loses none.  Lines of an earlier process
+    are dropped from the run's first step on: those that a resumed run computes again, and all if a run begins
+    anew.
 
     Args:
         file: File to which lines are appended.
@@ -72,10 +82,17 @@ class JSONLinesWriter:
         self._stream: TextIO | None = None
         self._has_dropped_lines = False
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Append a line with the step and the numbers; NaN and infinities are words, as in results."""
+    def begin(self, step: int) -> None:
+        """Drop the lines of an earlier process from the first step of this run on."""
         if not self._has_dropped_lines:
             self._drop_later_lines(step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line with the step and the numbers; NaN and infinities are words, as in results.
+
+        Without a call of `begin`, the run's first step is that of the first call.
+        """
+        self.begin(step)
         if self._stream is None:
             with naming(self.file):
                 self._stream = self.file.open("a", encoding="utf-8")
@@ -135,8 +152,8 @@ class TensorBoardWriter:
     """Write files of events for TensorBoard, by torch.utils.tensorboard or, without PyTorch, by tf.summary.
 
     Args:
-        folder: For the files, of this writer alone: a resumed run has TensorBoard drop the steps from its
-            first one on that earlier files of the folder have.  None for a new folder in `runs`.
+        folder: For the files, of this writer alone: of earlier files there, TensorBoard drops the steps from
+            the first one of the run on.  None for a new folder in `runs`.
 
     Raises:
         LiveError: Without the libraries.
@@ -153,10 +170,14 @@ class TensorBoardWriter:
         self._writer: Any = None
         self._was_open = False
 
-    def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Write an event for each number."""
+    def begin(self, step: int) -> None:
+        """Begin a file, which drops the steps of an earlier process from the first step of this run on."""
         if self._writer is None:
             self._open(step)
+
+    def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write an event for each number; without a call of `begin`, this is the run's first step."""
+        self.begin(step)
         self._writer.add(step, values)
 
     def _open(self, step: int) -> None:

@@ -107,9 +107,8 @@ def html_table(
     value is the tooltip of shortened text.
     """
     marks = [' class="number"' if number else "" for number in numbers]
-    head = "".join(
-        f'<th scope="col"{mark}>{escape(name)}</th>' for name, mark in zip(names, marks, strict=True)
-    )
+    names_and_marks = zip(names, marks, strict=True)
+    head = "".join(f'<th scope="col"{mark}>{escape(name)}</th>' for name, mark in names_and_marks)
     body = "".join(f"<tr>{_cells(row, marks)}</tr>" for row in rows)
     foot = "".join(f"<th{mark}>{escape(total)}</th>" for total, mark in zip(totals, marks, strict=True))
     caption = f"<caption>{escape(title)}</caption>" if title else ""

@@ -132,7 +132,7 @@ class TreeResult(Result):
         self._all_rows = [(node.path, *numbers_of_node(node)) for _, node in nodes]
         self._own_ops_level = min((level for level, node in nodes if node.ops and node.children), default=inf)
         self._result = result
-        self.name, self.remarks = f"{result.name}.tree", result.remarks  # type: ignore[misc]
+        self.name, self.lead, self.remarks = f"{result.name}.tree", result.lead, result.remarks  # type: ignore[misc]
         self.title = f"{result._subject} by module"
         self.columns = (Column("module", show=labels.__getitem__), *columns)  # type: ignore[misc]
 

@@ -214,9 +214,11 @@ class TableLayout:
         if self._width_at(_READABLE) <= width:
             return
         self._fold_prefix()
-        if self._width_at(_READABLE) <= width or len(self.cells) < 2:
+        if self._width_at(_READABLE) <= width:
             return
-        equal = {i for i in self.positions[2:] if len(texts_by_position[i]) == 1 and not self.totals[i]}
+        texts = {i: texts_by_position[i] for i in self.positions[2:] if not self.totals[i]}
+        # Of one row all texts are equal: there only numbers of nothing.
+        equal = {i for i in texts if len(texts[i]) == 1 and (len(self.cells) > 1 or texts[i] == {"0"})}
         for i in sorted(equal):
             if _priority(self.columns[i]) < 0:
                 self.hidden.append(self.columns[i].name)
@@ -265,9 +267,8 @@ class TableLayout:
         self.positions = [i for i in self.positions if i not in positions]
 
     def _width_at(self, text_width: int) -> int:
-        return sum(self._column_width(i, text_width) for i in self.positions) + GAP * (
-            len(self.positions) - 1
-        )
+        widths = [self._column_width(i, text_width) for i in self.positions]
+        return sum(widths) + GAP * (len(widths) - 1)
 
     def _column_width(self, i: int, text_width: int) -> int:
         """Return the width of a column whose texts are cut to about `text_width`; numbers are never cut."""
@@ -322,8 +323,8 @@ def as_text(result: Result, view: View, width: int | None = None) -> str:
     width: None for that of the terminal, or 80 without one; the variable COLUMNS sets another.
     """
     result = result._printed(view)
-    sentences = [printable(sentence) for sentence in (result.title, *result.notes(), *result.remarks)]
-    count_above = 1 + result._leading
+    sentences = [printable(sentence) for sentence in (result.title, *result._sentences)]
+    count_above = 1 + result._leading + bool(result.lead)
     table_width = None if view.whole else width or shutil.get_terminal_size().columns
     table, omissions = _table_and_omissions(result, table_width, view)
     above = folded("\n".join(filter(None, sentences[:count_above])), width)

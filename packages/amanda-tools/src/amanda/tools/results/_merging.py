@@ -106,7 +106,8 @@ def restored(content: Mapping[str, Any], like: Result | None = None) -> Result:
         return Table.of(content)
     result: Result = result_class.from_dict(content)
     # Notes that the class does not write itself were added by whoever saved the result.
-    class_notes = set(result.notes())
+    result.lead = str(content.get("lead", ""))
+    class_notes = {result.lead, *result.notes()}
     result.remarks = [note for note in content.get("notes", ()) if note not in class_notes]
     return result
 
@@ -204,7 +205,8 @@ def merge(results: Mapping[str, Result], missing: Sequence[Name] = ()) -> Result
         notes.append(f"Of {_join_names(results)}{' together' if len(results) > 1 else ''}.")
     if missing:
         notes.append(f"There is no result of {_join_names(missing)}.")
-    merged.remarks = notes
+    leads = {name: [result.lead] for name, result in results.items() if result.lead}
+    merged.remarks, merged.lead = notes, " ".join(attribute_notes(leads))
     return merged
 
 
@@ -219,10 +221,8 @@ def by_rank(results: Mapping[str, Result]) -> Table:
     notes = attribute_notes({name: result.notes() for name, result in results.items()})
     names_and_rows = [(name, row) for name, result in results.items() for row in result.rows()]
     if tool := _source_tool(first):  # these are tables by rank already
-        rows_of_ranks = [
-            (f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
-            for name, (rank, *cells) in names_and_rows
-        ]
+        rows_of_ranks = [(f"{name}.rank{rank}" if isinstance(rank, int) else f"{name}.{rank}", *cells)
+                         for name, (rank, *cells) in names_and_rows]  # fmt: skip
         return Table(_RANKS, 1, first.columns, rows_of_ranks, first.title, notes, {"of": tool})
     numbered = [(_rank_number(name), *row) for name, row in names_and_rows]
     columns = [Column("rank", number=True), *first.columns]
@@ -236,10 +236,8 @@ def attribute_notes(sentences: Mapping[str, Sequence[str]]) -> list[str]:
     for name, result_sentences in sentences.items():
         for sentence in result_sentences:
             names_by_sentence.setdefault(sentence, []).append(name)
-    return [
-        sentence if len(names) == len(sentences) else f"{', '.join(names)}: {sentence}"
-        for sentence, names in names_by_sentence.items()
-    ]
+    return [sentence if len(names) == len(sentences) else f"{', '.join(names)}: {sentence}"
+            for sentence, names in names_by_sentence.items()]  # fmt: skip
 
 
 _RANKS = "ranks"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from amanda.errors import AmandaError, did_you_mean
 from amanda.files import write_file
 from amanda.options import PositiveInt, checked
-from amanda.tools.results._display import html_page, html_result, html_table, shortened
+from amanda.tools.results._display import NOTHING, html_page, html_result, html_table, shortened
 from amanda.tools.results._files import to_json
 from amanda.tools.results._layout import View, as_text, attribute_name, position_of
 
@@ -70,6 +70,8 @@ class Result(ABC):
     """Name of the column by which rows are in order, the largest first; "" for another order."""
     _combines: ClassVar[bool] = True
     """False for a table that is printed row by row, however long it is."""
+    lead: str = ""
+    """Sentence of whoever made it, above all others: what the numbers are of, or why there are none."""
     remarks: Sequence[str] = ()
     """Sentences of whoever made or merged it, below those of `notes`."""
 
@@ -97,7 +99,9 @@ class Result(ABC):
 
     @property
     def _sentences(self) -> list[str]:
-        return [*self.notes(), *self.remarks]
+        # A lead tells why there is nothing, better than a note for all results.
+        notes = [note for note in self.notes() if not (self.lead and note == NOTHING)]
+        return [*filter(None, [self.lead]), *notes, *self.remarks]
 
     def __iter__(self) -> Iterator[Any]:
         """Yield each row as a named tuple, with columns in lower case: `row.flops_per_byte`."""
@@ -121,7 +125,7 @@ class Result(ABC):
     @property
     def headline(self) -> str:
         """The first sentence of the result: its totals, or the number of its rows."""
-        if self._leading and self._sentences:
+        if (self._leading or self.lead) and self._sentences:
             return self._sentences[0].removesuffix(".")
         count = len(self.rows())
         return f"{count:,} row{'s' * (count != 1)}" if count else "No op was recorded"
@@ -188,7 +192,8 @@ class Result(ABC):
         if any(totals) and not totals[0]:
             totals[0] = "total"
         table = html_table(self.title, names, are_numbers, cells, totals)
-        return html_result(notes[: self._leading], table, notes[self._leading :])
+        count_above = self._leading + bool(self.lead)
+        return html_result(notes[:count_above], table, notes[count_above:])
 
     def _cell_texts(self, row: Sequence[Any]) -> list[str]:
         """Return the values of a row as its columns show them; "" for None."""
@@ -201,10 +206,8 @@ class Result(ABC):
 
     def _totals(self, rows: Sequence[Sequence[Any]]) -> list[str]:
         """Return the sums of columns as texts; "" of columns without a total."""
-        return [
-            column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
-            for i, column in enumerate(self.columns)
-        ]
+        return [column.show(sum(row[i] or 0 for row in rows)) if column.total and rows else ""
+                for i, column in enumerate(self.columns)]  # fmt: skip
 
     def to_pandas(self) -> pandas.DataFrame:
         """Return the rows as a data frame with the same columns; raise AmandaError without pandas."""
@@ -219,7 +222,8 @@ class Result(ABC):
         names = [column.name for column in self.columns]
         return {
             "schema": f"amanda.{self.name}", "version": self.version, **self._facts(), "title": self.title,
-            "notes": self._sentences, "columns": [column.to_dict() for column in self.columns],
+            **({"lead": self.lead} if self.lead else {}), "notes": self._sentences,
+            "columns": [column.to_dict() for column in self.columns],
             "rows": [dict(zip(names, row, strict=True)) for row in self.rows()],
         }  # fmt: skip
 

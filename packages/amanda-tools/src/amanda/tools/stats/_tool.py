@@ -61,7 +61,10 @@ class Measured:
         return replace(self, executions=executions, sketch=sketch, statistics=statistics)
 
 
-def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
+_QUANTILES = (0.01, 0.5, 0.99)
+
+
+def _columns(quantiles: tuple[float, ...]) -> tuple[Column, ...]:
     """Return the columns of a table with these quantiles."""
     count = partial(Column, show="{:,}".format, number=True, folded="sum")
     number = partial(Column, show="{:.3g}".format, number=True, folded="mean")
@@ -70,7 +73,7 @@ def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
         count("executions", shown=False), count("elements", priority=-1), number("mean", priority=3),
         number("std", priority=2), number("min", folded="min"), number("max", folded="max"),
         number("L1", shown=False), number("L2", priority=-1),
-        *(number(f"q{q:g}", priority=-1) for q in quantiles),
+        *(number(f"q{q:g}", priority=-1 if quantiles == _QUANTILES else 4) for q in quantiles),
         Column("sparsity", show="{:.1%}".format, number=True, unit="share", folded="mean", priority=-1),
         count("NaN"), count("Inf"),
     )  # fmt: skip
@@ -79,7 +82,8 @@ def _columns(quantiles: Sequence[float]) -> tuple[Column, ...]:
 class StatsResult(Result):
     """Statistics of weights, activations and gradients, in the order in which the ops were met.
 
-    quantiles: those that have a column; `Measured.quantile` gives any.
+    quantiles: those that have a column; `Measured.quantile` gives any.  chosen_quantiles: the same, none if
+    these are the default ones; narrow tables keep them, and logs have them.
     """
 
     name: ClassVar[str] = "stats"
@@ -89,6 +93,7 @@ class StatsResult(Result):
     def __init__(self, measured: Iterable[Measured], quantiles: Sequence[float] = ()) -> None:
         self.measured = tuple(measured)
         self.quantiles = tuple(quantiles)
+        self.chosen_quantiles = () if self.quantiles == _QUANTILES else self.quantiles
         self.columns = _columns(self.quantiles)  # type: ignore[misc]
 
     def rows(self) -> Sequence[Sequence[Any]]:
@@ -106,7 +111,7 @@ class StatsResult(Result):
         `NOTHING` without tensors; no magnitude without finite numbers.
         """
         if not self.measured:
-            return "No tensor was read." if self.remarks else NOTHING
+            return "No tensor was read." if self.remarks and not self.lead else NOTHING
         nan_count = sum(entry.statistics.nan for entry in self.measured)
         inf_count = sum(entry.statistics.inf + entry.statistics.negative_inf for entry in self.measured)
         counts_text = f"{len(self.measured):,} tensors: {nan_count:,} NaN, {inf_count:,} Inf"
@@ -167,9 +172,8 @@ class StatsResult(Result):
             texts_and_count = {key: row[key] for key in (*KEYS, "dtype", "executions")}
             statistics = Statistics.from_dict(details["statistics"])
             sketch = details["sketch"] and Sketch.from_dict(details["sketch"])
-            measured.append(
-                made_of(Measured, {**texts_and_count, "statistics": statistics, "sketch": sketch})
-            )
+            fields = {**texts_and_count, "statistics": statistics, "sketch": sketch}
+            measured.append(made_of(Measured, fields))
         return cls(measured, content["quantiles"])
 
 
@@ -262,7 +266,7 @@ class StatsTool(TensorTool[_OpStreams]):
     @checked
     def __init__(
         self, weights: bool = True, activations: bool = True, gradients: bool = True, every: PositiveInt = 1,
-        quantiles: Sequence[Share] = (0.01, 0.5, 0.99), bins: Annotated[int, Range(0, 1 << 24)] = 4096,
+        quantiles: Sequence[Share] = _QUANTILES, bins: Annotated[int, Range(0, 1 << 24)] = 4096,
         **selection: Unpack[SelectOptions],
     ) -> None:  # fmt: skip
         is_role_measured: dict[Role, bool] = {"weight": weights, "output": activations, "gradient": gradients}
@@ -278,12 +282,8 @@ class StatsTool(TensorTool[_OpStreams]):
     def result(self) -> StatsResult:
         """Return the statistics so far; wait for the devices."""
         # Ops that are gone come first: they ran before most of those that live.
-        records = list(self._records.values())
-        measured = [
-            *self._deleted_by_key.values(),
-            *(entry for record in records for entry in record.read_statistics()),
-        ]
-        result = StatsResult(measured, self._quantiles)
+        living = (entry for record in list(self._records.values()) for entry in record.read_statistics())
+        result = StatsResult([*self._deleted_by_key.values(), *living], self._quantiles)
         result.remarks = self.remarks
         return result
 
