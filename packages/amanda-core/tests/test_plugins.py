@@ -306,7 +306,10 @@ def test_load_tool_says_what_to_do(run: Run, call: str, error: str, parts: list[
 def test_info_tells_versions_states_and_fixes(run: Run) -> None:
     done = run("-m", "amanda")
     assert done.returncode == 0
-    assert done.stdout.startswith("Amanda ")
+    assert done.stdout.startswith("Usage: python -m amanda ")
+    usage, _, information = done.stdout.partition("\n\n")
+    assert "`python -m amanda --help` lists the commands." in " ".join(usage.split())
+    assert information == run("-m", "amanda", "info").stdout
     for part in ("Python 3.", "Interceptor: ", "goodframe", "pip install missingframe", "Commands: "):
         assert part in done.stdout
 

@@ -10,8 +10,10 @@ from typing import Any
 import children
 import pytest
 
+from amanda.__main__ import COMMON_OPTIONS
 from amanda.tools.command import SpecError, ToolSpec, make_tools
 from amanda.tools.live import LiveTool
+from amanda.tools.live._command import _WRITERS
 
 TRAINING = """
 import torch
@@ -48,6 +50,10 @@ def test_a_tool_with_log_is_logged_and_every_is_that_of_the_log(tmp_path: Path) 
     assert isinstance(live, LiveTool)
     assert live._every == 7
     assert not isinstance(made("stats:every=7"), LiveTool)
+
+
+def test_info_names_every_writer() -> None:
+    assert [name for name in _WRITERS if name not in COMMON_OPTIONS["log"]] == []
 
 
 @pytest.mark.parametrize(

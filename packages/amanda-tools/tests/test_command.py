@@ -103,7 +103,7 @@ def test_a_tool_is_made_with_its_options_and_its_selection() -> None:
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
-        ("flop", ["no distribution registers a tool 'flop'", "did you mean flops?"]),
+        ("flop", ["no tool 'flop'", "did you mean flops?"]),
         ("nan:stap", ["tool nan has no option 'stap'", "did you mean stop?"]),
         ("dump:output=ful", ["tool dump has no option 'output'", "did you mean outputs=full?"]),
         ("flops:part=backwards", ["did you mean phase=backward?"]),
@@ -279,6 +279,13 @@ def test_info_lists_the_options_of_every_tool(
     assert [line for line in lines if line in SELECTORS] == list(SELECTORS) == list(COMMON_OPTIONS)
     assert "  stop      false  true or false\n" in output
     assert max(len(line) for line in output.partition("Options")[2].splitlines()) <= 80
+
+
+def test_the_name_of_a_tool_is_no_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["flops", "hf:bert"]) == 2
+    message = capsys.readouterr().err
+    assert "no command 'flops'; did you mean `" in message
+    assert message.endswith("amanda run flops`?\n")
 
 
 def test_a_table_of_a_configuration_file_is_a_mapping() -> None:

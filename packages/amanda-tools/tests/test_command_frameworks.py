@@ -167,6 +167,16 @@ def calls(path: Path, type: str, phase: str = "forward") -> int:
     return sum(row["calls"] for row in rows if (row["type"], row["phase"]) == (type, phase))
 
 
+def test_tools_by_import_path_lie_beside_the_script_or_in_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for tool in ("near.py", "scripts/beside.py"):
+        (tmp_path / tool).write_text("from amanda.tools.flops import FlopsTool as Counter")
+    (tmp_path / "scripts" / "train.py").write_text("import torch\ntorch.ones(3).cumsum(0)")
+    amanda_run(tmp_path, "near.Counter,beside.Counter", "-q", "-o", "out", "scripts/train.py")
+    for tool in ("near", "beside"):
+        assert calls(tmp_path / "out" / f"{tool}.Counter.json", "cumsum") == 1
+
+
 def test_results_are_told_and_saved_and_the_program_prints_its_own(script: Path) -> None:
     script.write_text(
         f"{MODEL}\nfor _ in range(3):\n    model(torch.rand(5, 4)).sum().backward()\nprint('done')\n"

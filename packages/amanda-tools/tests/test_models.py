@@ -256,6 +256,8 @@ def test_models_of_keras_run_on_inputs_of_their_own() -> None:
         ("torch:made_nets.py:nothing", [], "returns int; it is to return a module, or (module, inputs)"),
         ("torch:made_nets.py:nett", [], "has no function 'nett'; did you mean net?"),
         ("torch:net", [], "'net' names no function; give FILE:FUNCTION"),
+        ("torch:torch.nn:Linear", [], "a colon: torch:torch.nn:Linear:in_features=...,out_features=..."),
+        ("torch:made_nets.py:net:wide=8", [], "'wide'; arguments follow behind a colon: torch:made_nets.py:"),
         ("onnx:none.onnx", [], "there is no file none.onnx"),
         ("keras:none.keras", [], "there is no file none.keras"),
         ("onnx:made_nets.py", [], "ONNX Runtime cannot load made_nets.py"),

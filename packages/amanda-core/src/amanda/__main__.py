@@ -17,7 +17,7 @@ from pathlib import Path
 from amanda.errors import AmandaError, PluginError, UnknownToolError, did_you_mean, printable
 from amanda.options import options_of
 from amanda.plugins.doctor import diagnoses
-from amanda.plugins.entries import COMMANDS, OFFERS, Plugin, install_command, registry, rivalry_message
+from amanda.plugins.entries import COMMANDS, OFFERS, TOOLS, Plugin, install_command, registry, rivalry_message
 from amanda.plugins.manager import list_drivers, list_tools, tool_class
 
 Command = Callable[[Sequence[str]], "int | None"]
@@ -25,12 +25,16 @@ HELP = frozenset({"-h", "--help"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand, `info` by default; return the exit status: 1 for an error, 2 for a wrong usage.
+    """Run a subcommand; return the exit status: 1 for an error, 2 for a wrong usage.
 
     `--help` and `--version` print, with status 0; of errors only the message is printed.
-    arguments: the subcommand and its arguments; None for those of the process.
+    arguments: the subcommand and its arguments; None for those of the process.  Without a subcommand the
+    usage precedes what `info` prints.
     """
-    name, *command_arguments = (sys.argv[1:] if arguments is None else arguments) or ["info"]
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if not arguments:
+        say(*_usage_in_short(), "")
+    name, *command_arguments = arguments or ["info"]
     if name in HELP:
         return _help()
     if name == "--version":
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in names_of_commands():
         command = install_command(name, "commands")
         # A command of ours that is absent needs its distribution, not a name that looks like it.
-        hint = f"it is not installed: {command}" if command else did_you_mean(name, names_of_commands())
+        hint = f"it is not installed: {command}" if command else _meant_command(name)
         return _print_error(_program(), f"no command {name!r}; {hint}", status=2)
     try:
         return _load_command(name)(command_arguments) or 0
@@ -76,6 +80,20 @@ def _load_command(name: str) -> Command:
         raise PluginError(rivalry_message(entries))
     command: Command = entries[0].load()
     return command
+
+
+def _meant_command(name: str) -> str:
+    """Return the end of an error about an unknown command, which may be the name of a tool."""
+    is_tool = any(entry.name == name for entry in registry.entries(TOOLS, fresh=False))
+    if is_tool and "run" in names_of_commands():
+        return f"did you mean `{_program()} run {name}`?"
+    return did_you_mean(name, names_of_commands())
+
+
+def _usage_in_short() -> list[str]:
+    """Return lines on how a program runs under a tool, if that command is installed, and on `--help`."""
+    usage = "run TOOL PROGRAM" if "run" in names_of_commands() else "COMMAND"
+    return _wrapped(f"Usage: {_program()} {usage}; `{_program()} --help` lists the commands.", " " * 4, "")
 
 
 def _help() -> int:
@@ -316,7 +334,7 @@ COMMON_OPTIONS = {
     "end": "the step before which the tool stops",
     "frequency": "a number of steps, of which the first counts",
     "out": "a file for the result, in the format of its suffix",
-    "log": "tensorboard, mlflow, wandb or jsonl, with a place: jsonl:stats.jsonl",
+    "log": "tensorboard, mlflow, wandb, opentelemetry or jsonl, with a place: jsonl:stats.jsonl",
     "every": "a number of steps, of which the last is logged: 50",
 }
 """Texts on the options that every tool has on the command line, by name: the values that each takes."""

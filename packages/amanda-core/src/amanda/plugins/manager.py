@@ -147,7 +147,7 @@ def _only_entry(name: str, entries_by_name: Mapping[str, list[PluginEntry]]) -> 
             hint = did_you_mean(name, entries_by_name)
         else:
             hint = 'none is installed: pip install "amanda-core[tools]"'
-        raise UnknownToolError(f"no distribution registers a tool {name!r}; {hint}")
+        raise UnknownToolError(f"no tool {name!r}; {hint}")
     entries = entries_by_name[name]
     if len(entries) > 1:
         raise PluginError(rivalry_message(entries))

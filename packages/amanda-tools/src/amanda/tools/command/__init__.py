@@ -45,11 +45,8 @@ def __getattr__(name: str) -> Any:
     if name == "made":
         warn_deprecated(f"{__name__}.made", f"{__name__}.make_tools", "amanda-tools 0.2", "0.4")
         return make_tools
-    modules = {
-        "instrument": "_instrument", "merge": "_gathering", "run": "_run", "Session": "_session",
-        "strip_traceback": "_session",
-    }  # fmt: skip
-    module = modules.get(name)
+    modules = {"instrument": "_instrument", "merge": "_gathering", "run": "_run"}
+    module = modules.get(name, "_session" if name in ("Session", "strip_traceback") else None)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{module}"), name)

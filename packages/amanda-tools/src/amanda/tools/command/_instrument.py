@@ -31,13 +31,10 @@ _STEP_SELECTORS = {"start", "end", "frequency"}
 @tool_option("A tool.")
 @click.option("-o", "--output", type=PATH, metavar="OUT", required=True, help="The copy.")
 @click.option("--config", type=PATH, metavar="FILE", help="Tools from TOML or YAML.")
-@click.option(
-    "--state", "states", multiple=True, metavar="[TOOL=]FILE",
-    help="Saved state of a tool (scales, masks): .npz, .safetensors, .json.",
-)  # fmt: skip
-@click.option(
-    "--report", type=path_to_write(*_FORMS), metavar="FILE", help=f"What was done, as {', '.join(_FORMS)}."
-)
+@click.option("--state", "states", multiple=True, metavar="[TOOL=]FILE",
+              help="Saved state of a tool (scales, masks): .npz, .safetensors, .json.")  # fmt: skip
+@click.option("--report", type=path_to_write(*_FORMS), metavar="FILE",
+              help=f"What was done, as {', '.join(_FORMS)}.")  # fmt: skip
 @limit_option
 @click.option("-f", "--force", is_flag=True, help="Replace OUT.")
 @click.option("-q", "--quiet", is_flag=True, help="Print no summary.")
@@ -61,7 +58,7 @@ def _command(
         if steps := _STEP_SELECTORS & spec.options.keys():
             selectors = ", ".join(sorted(steps))
             raise SpecError(f"tool {spec.name}: {selectors} chooses steps, and a file has none")
-    toolings = make_tools(specs)
+    toolings = make_tools(specs, folders=[""])  # as Python calls the working directory
     load_states(states, toolings)
     with _exit_on_sigterm():
         tools_to_write = [tooling.tool for tooling in toolings]
@@ -161,8 +158,7 @@ class InstrumentedResult(Result):
 
     def __init__(self, done: Instrumented, model: Path) -> None:
         self.title = f"{done.kind} {done.path}"
-        self._instrumented = done
-        self._model = model
+        self._instrumented, self._model = done, model
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return types and tools with their numbers of routines; stored ones are counted as stored alone."""

@@ -61,17 +61,15 @@ def exit_status(command: click.Command, name: str, arguments: Sequence[str], fai
 
 def save_option(*forms: str) -> Callable[[Any], Any]:
     """Return the option `--save FILE`, passed as `files`; forms: the suffixes that paths may have."""
-    return click.option(
-        "--save", "files", multiple=True, type=path_to_write(*forms), metavar="FILE",
-        help=f"Write the result, as {', '.join(forms)}; may be repeated.",
-    )  # fmt: skip
+    help_text = f"Write the result, as {', '.join(forms)}; may be repeated."
+    kind = path_to_write(*forms)
+    return click.option("--save", "files", multiple=True, type=kind, metavar="FILE", help=help_text)
 
 
 def tool_option(help_text: str) -> Callable[[Any], Any]:
     """Return the option `--tool`, passed as `tools`; help_text: its help."""
-    return click.option(
-        "-t", "--tool", "tools", multiple=True, metavar="TOOL[:OPTION=VALUE,...]", help=help_text
-    )  # fmt: skip
+    metavar = "TOOL[:OPTION=VALUE,...]"
+    return click.option("-t", "--tool", "tools", multiple=True, metavar=metavar, help=help_text)
 
 
 def compiled_option(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,10 +111,8 @@ def limit_option(command: Callable[..., Any]) -> Callable[..., Any]:
         with reading(limit):
             return command(**options)
 
-    return click.option(
-        "--limit", type=_bytes_of_size, metavar="SIZE",
-        help="Largest uncompressed size of a file to read, such as 4GB.",
-    )(limited)  # fmt: skip
+    help_text = "Largest uncompressed size of a file to read, such as 4GB."
+    return click.option("--limit", type=_bytes_of_size, metavar="SIZE", help=help_text)(limited)
 
 
 def path_to_write(*forms: str) -> Callable[[str], Path]:

@@ -31,10 +31,8 @@ FOLDER = str(Path(__file__).parent / "launch")
 # Variables that torchrun sets alike for all ranks of one start, and anew for a restart.
 _VARIABLES_OF_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")
 _RANK_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-_WORLD_SIZE_VARIABLES = (
-    ("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-)
+_WORLD_SIZE_VARIABLES = (("WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+                         ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"))  # fmt: skip
 _RANK_LABEL = re.compile(r"rank(\d+)(\.restart\d+)?")
 
 
@@ -50,7 +48,7 @@ class RunSettings:
     together: whether the program is one of several ranks, of which the last to end merges and prints.
     compiled: as in `amanda.apply`.  construction: whether tools see the ops that construct models.
     is_rank: whether the root is a rank.  no_op_texts: what is told where no process has executed an op;
-    empty if that is expected.
+    empty if that is expected.  tool_folders: where tools by import path may lie.
     """
 
     tools: list[tuple[str, dict[str, Any]]]
@@ -66,6 +64,7 @@ class RunSettings:
     construction: bool = False
     is_rank: bool = False
     no_op_texts: list[str] = field(default_factory=list)
+    tool_folders: list[str] = field(default_factory=list)
 
     def write_into(self, environment: MutableMapping[str, str]) -> None:
         """Write the settings into an environment, and put the folder of our sitecustomize on PYTHONPATH."""
@@ -83,7 +82,7 @@ class RunSettings:
 
     def toolings(self) -> list[Tooling]:
         """Return new tools for one process."""
-        return make_tools((ToolSpec(name, options) for name, options in self.tools), alone=True)
+        return make_tools((ToolSpec(*tool) for tool in self.tools), alone=True, folders=self.tool_folders)
 
 
 def no_op_text(tool: str, frameworks: Sequence[str]) -> str:

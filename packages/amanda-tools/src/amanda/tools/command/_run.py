@@ -40,23 +40,18 @@ class _RunCommand(click.Command):
 @tool_option("A tool to apply.")
 @click.option("--config", type=PATH, metavar="FILE", help="Tools from a TOML or YAML file.")
 @click.option("-o", "--output", type=PATH, metavar="FOLDER", help="Save each result in this folder.")
-@click.option(  # a thread can wait no longer than about 1e9 seconds
-    "--every", type=OptionType(Annotated[float, Range(above=0, most=1e9)]), metavar="SECONDS",
-    help="Also save results at this interval, in case the program is killed.",
-)  # fmt: skip
+# A thread can wait no longer than about 1e9 seconds.
+@click.option("--every", type=OptionType(Annotated[float, Range(above=0, most=1e9)]), metavar="SECONDS",
+              help="Also save results at this interval, in case the program is killed.")  # fmt: skip
 @compiled_option
-@click.option(
-    "--construction", is_flag=True, help="Also apply tools inside constructors and initializers of models."
-)
+@click.option("--construction", is_flag=True,
+              help="Also apply tools inside constructors and initializers of models.")  # fmt: skip
 @click.option("-q", "--quiet", is_flag=True, help="Print no results.")
-@click.option(
-    "--top", type=click.IntRange(min=1), metavar="N", help="Print N rows of each result, 15 by default."
-)
+@click.option("--top", type=click.IntRange(min=1), metavar="N",
+              help="Print N rows of each result, 15 by default.")  # fmt: skip
 @click.option("--sort", default="", metavar="COLUMN", help="Print rows by this column, the largest first.")
-@click.option(
-    "--depth", type=click.IntRange(min=1), metavar="N",
-    help="Combine rows below N components of a module's path.",
-)  # fmt: skip
+@click.option("--depth", type=click.IntRange(min=1), metavar="N",
+              help="Combine rows below N components of a module's path.")  # fmt: skip
 @click.option("--full", is_flag=True, help="Print every row and column of results.")
 @click.argument("program", nargs=-1, type=click.UNPROCESSED)
 def _command(
@@ -90,7 +85,10 @@ def _command(
         raise SpecError(f"{output} is a file; results are saved in a folder")
     if full and top is not None:
         raise SpecError("--full shows every row; give --full or --top, not both")
-    toolings = make_tools(configuration.tools, alone=True)  # so that errors come before the program starts
+    folders = _tool_folders(configuration.tools, program)
+    toolings = make_tools(
+        configuration.tools, alone=True, folders=folders
+    )  # so that errors come before the program starts
     for spec, tooling in zip(configuration.tools, toolings, strict=True):
         if tooling.out is not None:  # absolute, for processes that start in another folder
             spec.options["out"] = str(tooling.out)
@@ -99,9 +97,17 @@ def _command(
     is_tree = is_model(program[0]) and not sort and top is None
     view = {"top": top, "sort": sort, "depth": depth, "whole": full, "tree": is_tree}
     return launch(
-        program, configuration.tools, [tooling.name for tooling in toolings], output,
-        quiet=quiet, view=view, every=every, compiled=compiled, construction=construction,
+        program, configuration.tools, [tooling.name for tooling in toolings], output, quiet=quiet,
+        view=view, every=every, compiled=compiled, construction=construction, tool_folders=folders,
     )  # fmt: skip
+
+
+def _tool_folders(specs: Sequence[ToolSpec], program: Sequence[str]) -> list[str]:
+    """Return the folders of a program's scripts, and the working directory, for tools by import path."""
+    if not any("." in spec.name for spec in specs):
+        return []
+    script_folders = [Path(word).parent for word in program if word.endswith(".py")]
+    return [str(folder.absolute()) for folder in (*script_folders, Path())]
 
 
 def _check_column(name: str, toolings: Sequence[Tooling]) -> None:

@@ -228,7 +228,6 @@ class Messages(logging.Handler):
         self._quiet = quiet
         # A run of one process has no use for its label.
         self._prefix = f"{label}: " if label.startswith("rank") else ""
-        logger = logging.getLogger("amanda")
         # A forked child has inherited the handler of its parent, whose messages are not its own.
         logger.handlers[:] = [handler for handler in logger.handlers if not isinstance(handler, Messages)]
         logger.addHandler(self)

@@ -6,6 +6,7 @@ import functools
 import inspect
 import re
 import shlex
+import sys
 import types
 import typing
 from collections import Counter
@@ -288,8 +289,7 @@ class ToolSpec:
             raise SpecError(f"tool {self.name} needs {', '.join(missing)}")
         # A selector of a name that the tool has as an option itself is the tool's; `every` belongs to `log`.
         tool_options = options.keys() - ({"every"} if "log" in values else set())
-        names = [name for name in SELECTORS if name in values and name not in tool_options]
-        selectors = {name: values.pop(name) for name in names}
+        selectors = {name: values.pop(name) for name in SELECTORS if name in values.keys() - tool_options}
         log, every = selectors.pop("log", None), selectors.pop("every", 50)
         if log is None and "every" in self.options and "every" not in tool_options:
             raise SpecError(f"tool {self.name}, option every: it is for log, as in log=tensorboard,every=50")
@@ -313,8 +313,7 @@ class ToolSpec:
         except (AmandaError, ImportError, ValueError, TypeError, OSError) as error:
             raise SpecError(f"tool {self.name}: {error}") from error
         if not isinstance(tool, amanda.Tool):
-            type_name = type(tool).__name__
-            raise SpecError(f"what is registered as the tool {self.name} makes a {type_name}, no tool")
+            raise SpecError(f"what is registered as tool {self.name} makes a {type(tool).__name__}, no tool")
         return Tooling(self.name, tool, out and _check_result_path(self.name, tool, out), phase)
 
     def _read(self, name: str, value: OptionValue, options: Mapping[str, CommandOption]) -> Any:
@@ -367,16 +366,18 @@ def merge_specs(first: Iterable[ToolSpec], second: Iterable[ToolSpec]) -> list[T
     return specs
 
 
-def make_tools(specs: Iterable[ToolSpec], alone: bool = False) -> list[Tooling]:
+def make_tools(specs: Iterable[ToolSpec], alone: bool = False, folders: Sequence[str] = ()) -> list[Tooling]:
     """Return tools that count the same steps; the second of a kind is named "flops-2".
 
     Args:
         specs: In the order of the tools.
         alone: As of `ToolSpec.make`.
+        folders: Appended to `sys.path`, for tools by import path.
 
     Raises:
         SpecError: For a tool that is given twice; `ToolSpec.make` has further reasons and errors.
     """
+    sys.path += [folder for folder in folders if folder not in sys.path]
     # One counter for all tools, or each would watch every op for its own.
     steps, count_by_name, specs = Steps(), Counter[str](), list(specs)
     toolings = []

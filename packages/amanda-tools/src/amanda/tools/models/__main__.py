@@ -17,9 +17,8 @@ from amanda.tools.models import made
 
 @click.command()
 @click.argument("model")
-@click.option(
-    "--input-shape", "shapes", multiple=True, metavar="[NAME=]N,N,...", help="The shape of an input."
-)
+@click.option("--input-shape", "shapes", multiple=True, metavar="[NAME=]N,N,...",
+              help="The shape of an input.")  # fmt: skip
 @click.option("--backward", is_flag=True, help="Also run the backward pass, from gradients of 1.")
 @click.option("--device", default="cpu", help="cpu, cuda, or meta: shapes without values, for large models.")
 @click.option("--steps", default=1, type=click.IntRange(min=1), help="Number of runs.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +23,12 @@ def torch_model(request: Request) -> Subject:
     """Return the module that a function of FILE:FUNCTION or MODULE:FUNCTION returns, maybe with its inputs.
 
     Without these inputs are random, of the shapes that `--input-shape` gives, which takes precedence.
-    Raises ModelError if the function returns another object, or if no shapes of inputs are known.
+    Raises ModelError for a function of other arguments or another result, and without shapes of inputs.
     """
     torch = import_library("torch", request.word)
     with amanda.disabled():  # as in `import_model_library`
         make_module = function_of(request.name)
+    _check_arguments(make_module, request)
     with torch.device(request.device):
         returned = make_module(**request.options)
     module, *arguments = returned if isinstance(returned, (tuple, list)) else (returned,)
@@ -34,9 +37,8 @@ def torch_model(request: Request) -> Subject:
             f"{request.name} returns {type(module).__name__}; it is to return a module, or (module, inputs)"
         )
     if arguments and not request.shapes:
-        inputs = [
-            Input(f"input {i}", tuple(getattr(value, "shape", ()))) for i, value in enumerate(arguments)
-        ]
+        shapes = [tuple(getattr(value, "shape", ())) for value in arguments]
+        inputs = [Input(f"input {i}", shape) for i, shape in enumerate(shapes)]
         return make_torch_subject(request, module, inputs, lambda: module(*arguments))
     if not request.shapes:
         raise ModelError(
@@ -44,6 +46,23 @@ def torch_model(request: Request) -> Subject:
             f"{_guess_input_shape(torch, module)}, or have {request.name} return (module, inputs)"
         )
     return subject_on_random_inputs(request, module, [Input("input", ())], by_name=False)
+
+
+def _check_arguments(function: Callable[..., Any], request: Request) -> None:
+    """Raise ModelError, with a word that has its arguments, where a function does not take the options."""
+    try:
+        inspect.signature(function).bind(**request.options)
+    except TypeError as error:
+        entries = inspect.signature(function).parameters
+        required = [
+            name for name, entry in entries.items()
+            if entry.default is entry.empty and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
+        ]  # fmt: skip
+        words = ",".join(f"{name}=..." for name in required or entries)
+        hint = f"arguments follow behind a colon: {':'.join(filter(None, ('torch', request.name, words)))}"
+        raise ModelError(f"{request.word} cannot be made: {error}; {hint}") from None
+    except ValueError:  # a builtin without a signature
+        return
 
 
 def import_model_library(name: str, word: str) -> Any:
@@ -65,16 +84,11 @@ def subject_on_random_inputs(
     inputs, generator = set_input_shapes(inputs, request.shapes), np.random.default_rng(0)
     dtype = next((weight.dtype for weight in module.parameters() if weight.is_floating_point()), None)
     with amanda.disabled():
-        value_by_name = {
-            model_input.name: torch.from_numpy(model_input.value(generator)).to(request.device)
-            for model_input in inputs
-        }
+        tensors = [torch.from_numpy(entry.value(generator)).to(request.device) for entry in inputs]
         # Checkpoints are often of half precision, and take images and sound in the same.
-        value_by_name = {
-            name: value.to(dtype) if value.is_floating_point() else value
-            for name, value in value_by_name.items()
-        }
-    call_module = (lambda: module(**value_by_name)) if by_name else (lambda: module(*value_by_name.values()))
+        tensors = [tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors]
+    tensor_by_name = {entry.name: tensor for entry, tensor in zip(inputs, tensors, strict=True)}
+    call_module = (lambda: module(**tensor_by_name)) if by_name else (lambda: module(*tensors))
     return make_torch_subject(request, module, inputs, call_module, weights)
 
 
@@ -142,8 +156,7 @@ def _guess_input_shape(torch: Any, module: Any) -> str:
         if isinstance(layer, torch.nn.Linear):
             return f"1,{layer.in_features}"
         if isinstance(layer, (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)):
-            sizes = [224] * len(layer.kernel_size)
-            return ",".join(map(str, (1, layer.in_channels, *sizes)))
+            return ",".join(map(str, (1, layer.in_channels, *[224] * len(layer.kernel_size))))
     return "SIZE,SIZE,..."
 
 
@@ -160,8 +173,7 @@ def timm_model(request: Request) -> Subject:
     except (TypeError, ValueError) as error:
         raise ModelError(f"{request.word} cannot be made: {error}") from error
     # timm knows the size with which the model was trained.
-    size = tuple(model.pretrained_cfg.get("input_size") or (3, 224, 224))
-    images = Input("images", (1, *size))
+    images = Input("images", (1, *(model.pretrained_cfg.get("input_size") or (3, 224, 224))))
     return subject_on_random_inputs(request, model, [images], by_name=False, weights=RANDOM)
 
 
@@ -173,11 +185,9 @@ def keras_model(request: Request) -> Subject:
     generator = np.random.default_rng(0)
     values = [entry.value(generator) for entry in inputs]
     batch = values[0] if len(values) == 1 else values
-    call = (
-        _make_keras_training(keras, model, batch, request.word)
-        if request.backward
-        else lambda: model(batch, training=False)
-    )
+    call: Callable[[], Any] = partial(model, batch, training=False)
+    if request.backward:
+        call = _make_keras_training(keras, model, batch, request.word)
     kind = f"{type(model).__name__} {model.name}"
     # Weights of keras.applications may be chosen by an option.
     weights = "" if Path(request.name).suffix == ".keras" or request.options.get("weights") else RANDOM

@@ -160,10 +160,8 @@ def _model_inputs(model: Any, config: Any) -> Iterator[Input]:
 
 def _token_input(name: str, config: Any) -> Input:
     """Return an input of token numbers, as long as the model takes, and at most `TOKENS`."""
-    length_limits = [
-        getattr(config, field, None)
-        for field in ("max_position_embeddings", "n_positions", "max_target_positions")
-    ]
+    fields = ("max_position_embeddings", "n_positions", "max_target_positions")
+    length_limits = [getattr(config, field, None) for field in fields]
     length = min([TOKENS, *(limit for limit in length_limits if isinstance(limit, int) and limit > 0)])
     return Input(name, (1, length), config.vocab_size, "int64")
 
