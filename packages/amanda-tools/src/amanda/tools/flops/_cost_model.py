@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -41,12 +41,10 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return
     from torch._C import DisableTorchFunction
-    from torch.nn import Parameter
 
     inputs = context.get_inputs()
-    is_forward = context["phase"] == "forward"
     # An optimizer reads parameters to update them, which are not parameters of a layer.
-    parameters = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
+    parameters = _parameters_read(context, inputs) if context["phase"] == "forward" else ()
     context["parameters_read"] = [(interceptor.ordinal(value), local(value).numel()) for value in parameters]
     context["backward_macs"] = _backward_macs
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
@@ -59,6 +57,21 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
         context["differentiated"] = [value.requires_grad for value in tensors]
         context["is_complex"] = any(value.dtype.is_complex for value in tensors)
     context["is_view"] = is_view
+
+
+def _parameters_read(context: amanda.OpContext, inputs: Sequence[Any]) -> Iterator[Any]:
+    """Yield the parameters that an op of PyTorch reads, and not those of which it reads a view."""
+    from torch.nn import Parameter
+
+    variables: Iterable[Any] = leaves(inputs)
+    if not context.is_eager():  # its values stand for parameters, which the context has
+        variables = (
+            context.get_variable(i, item)
+            for i, value in enumerate(inputs)
+            for item, tensor in (enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)])
+            if getattr(tensor, "_base", None) is None
+        )
+    return (variable for variable in variables if isinstance(variable, Parameter))
 
 
 def extents(value: Any) -> Any:
