@@ -75,8 +75,7 @@ class FunctionProgram:
             _logger.removeFilter(_is_not_in_result)
         if self.compiled == "instrument":
             dump_tool.add_returned(returned)
-        result = dump_tool.result
-        name = routine_name(self.call)
+        result, name = dump_tool.result, routine_name(self.call)
         if not result.entries:
             raise AmandaError(f"{name} executed no op that could be compared")
         if result.failure:
