@@ -90,6 +90,20 @@ def test_a_wrong_kernel_is_found_at_its_op(model: Model) -> None:
     assert (first.type, first.module, first.inputs) == ("relu", "relu", True)
 
 
+def test_a_comparison_gives_no_hints_on_its_own_runs(
+    model: Model, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    # As with inductor, which is slow to compile.
+    monkeypatch.setattr("amanda.drivers.torch.graph._compiler._backend_name", lambda backend: "inductor")
+    compiled = torch.compile(model, backend="aot_eager")
+    for options in ({}, {"control": "float64"}, {"compiled": "eager"}):
+        diff(lambda: model(X), lambda: compiled(X), **options)  # type: ignore[arg-type]
+    assert not [record for record in caplog.records if record.name == "amanda"]
+    with amanda.apply(amanda.Tool()):
+        compiled(X)
+    assert "compiled model Model.forward: ran op by op" in caplog.text
+
+
 def test_eager_against_eager_is_said_first(model: Model) -> None:
     compiled = torch.compile(model, backend=one_more)
     result = diff(lambda: model(X), lambda: compiled(X), compiled="eager")

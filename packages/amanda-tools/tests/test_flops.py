@@ -283,6 +283,38 @@ def test_each_parameter_counts_once_in_whatever_ops_read_it() -> None:
     }  # fmt: skip
 
 
+class Tokens(Tied):
+    """Tied weights, a token that is put before the others, and a product with a view of a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.weight = nn.Parameter(torch.rand(1, 8)), nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.token, self.embedding(tokens)]) @ self.weight.t()
+        out: torch.Tensor = self.head(self.attention(x, x, x)[0])
+        return out
+
+
+@pytest.mark.slow
+def test_parameters_of_a_compiled_graph_are_those_of_eager_code() -> None:
+    torch.compiler.reset()
+    model, counts = Tokens(), []
+    x, y = torch.zeros(3, dtype=torch.long), torch.zeros(4, dtype=torch.long)
+    calls: list[Callable[[Tensor], Tensor]] = [model, torch.compile(model, backend="aot_eager")]
+    for run in calls:
+        flops = FlopsTool()
+        with amanda.apply(flops, compiled="instrument"):
+            for tokens in (x, y):
+                run(tokens).sum().backward()
+        counts.append({(row[0], row[2]) for row in flops.result.tree().rows()})
+    assert counts[0] == counts[1]
+    with amanda.apply(flops := FlopsTool(), compiled="instrument"):
+        for run in calls:  # the same parameters
+            run(x)
+    assert flops.result.tree().rows()[0][2] == sum(parameter.numel() for parameter in model.parameters())
+
+
 def test_parameters_stay_apart_in_a_file(tmp_path: Path) -> None:
     flops = FlopsTool()
     with amanda.apply(flops):

@@ -74,6 +74,21 @@ def test_callables_that_run_op_by_op_are_named_once_with_their_lines(
     assert "not instrumented" not in caplog.text
 
 
+class Doubling:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+
+def test_layers_of_torch_and_objects_have_names_too() -> None:
+    subjects: list[Any] = [torch.nn.Sequential(torch.nn.ReLU()), Model(), Doubling()]
+    with amanda.apply(amanda.Tool()) as scope:
+        for subject in subjects:
+            torch.compile(subject, backend="eager")(X)
+    names = ["model Sequential.forward", "model Model.forward", "function Doubling.__call__"]
+    assert [entry.what for entry in scope.report] == [f"compiled {name}" for name in names]
+    assert [entry.where.rpartition(":")[0] for entry in scope.report] == ["", __file__, __file__]
+
+
 def test_a_callable_that_the_user_has_run_as_eager_code_is_not_reported() -> None:
     compiled = torch.compile(Model(), backend=OneMore())
     with torch.compiler.set_stance("force_eager"), amanda.apply(amanda.Tool()) as scope:

@@ -301,7 +301,7 @@ class OpContext(dict[str, Any]):
         """
         return self._facts.read_value(self._input_at(index, "get_value"))
 
-    def get_variable(self, index: int | str) -> Any:
+    def get_variable(self, index: int | str, item: int | None = None) -> Any:
         """Return what holds an input's value from one execution to the next; None where nothing does.
 
         PyTorch: the parameter, or the leaf, that the input is or is a view of; of a tensor that the program
@@ -311,8 +311,10 @@ class OpContext(dict[str, Any]):
 
         Args:
             index: Position or name of the input, such as "weight".
+            item: Position in the input where that is a list, such as the tensors of `cat`.
         """
-        return self._facts.variable_of(self._input_at(index, "get_variable"))
+        value = self._input_at(index, "get_variable")
+        return self._facts.variable_of(value if item is None else value[item])
 
     def get_variable_path(self, variable: Any) -> str | None:
         """Return the path of a variable in the model: "layer1.0.conv1.weight".

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeGuard
 
@@ -24,6 +25,7 @@ RAN_OP_BY_OP = (
 )
 """Reason of a report on a compiled callable that ran its Python code."""
 _LEAVES_KEY = "amanda_leaves"
+_TORCH = f"{Path(torch.__file__).parent}/"
 _AccumulateGrad = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 
@@ -48,19 +50,31 @@ def report_op_by_op(state: State, frame: FrameType | None) -> None:
 
 def op_by_op_report_entry(function: Callable[..., Any] | None) -> tuple[str, str, str]:
     """Return a report's entry on a compiled callable, None if unknown: name, reason, "file:line" of code."""
+    kind, name, code = describe_callable(function)
+    # The line of a layer of torch's own says nothing of the program.
+    is_of_user = isinstance(code, CodeType) and not code.co_filename.startswith(_TORCH)
+    location = f"{code.co_filename}:{code.co_firstlineno}" if is_of_user else ""
+    return f"compiled {kind} {name}" if name else "compiled code", RAN_OP_BY_OP, location
+
+
+def describe_callable(function: Callable[..., Any] | None) -> tuple[str, str, Any]:
+    """Return kind, name and code of the user's callable within wrappers; name "" and code None if unknown."""
     # dynamo and decorators wrap the user's function, whose name and line the report is to show.
-    function = None if function is None else inspect.unwrap(function)
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, torch.nn.Module):
-        model_class = type(owner)
-        name = f"compiled model {model_class.__qualname__}.forward"
-        code = getattr(model_class.forward, "__code__", None)
-    else:
-        function_name = getattr(function, "__qualname__", None)
-        name = f"compiled function {function_name}" if function_name else "compiled code"
-        code = getattr(function, "__code__", None)
-    location = f"{code.co_filename}:{code.co_firstlineno}" if isinstance(code, CodeType) else ""
-    return name, RAN_OP_BY_OP, location
+    if function is not None:
+        function = inspect.unwrap(function, stop=lambda wrapper: _model_of(wrapper) is not None)
+    model = _model_of(function)
+    if model is not None:
+        model_class = type(model)
+        return "model", f"{model_class.__qualname__}.forward", getattr(model_class.forward, "__code__", None)
+    if function is not None and not hasattr(function, "__qualname__"):  # an object with `__call__`
+        function = type(function).__call__
+    return "function", getattr(function, "__qualname__", ""), getattr(function, "__code__", None)
+
+
+def _model_of(function: Any) -> torch.nn.Module | None:
+    """Return the model that is a function or that a method is bound to; None of other functions."""
+    owner = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
 
 
 class WatchedLeaf(NamedTuple):

@@ -57,8 +57,7 @@ class RunComparison:
         self._rtol, self._expected = rtol, expected if rtol is None else None
         self._largest_agreeing_error = 0.0
         """Largest relative error of the ops that agree."""
-        self.matcher = ExecutionMatcher(self._runs)
-        self.flows = DataFlow(run), DataFlow(other_run)
+        self.matcher, self.flows = ExecutionMatcher(self._runs), (DataFlow(run), DataFlow(other_run))
         self.matches: dict[Execution, OpMatch] = {}
         """Matches of ops by their first execution in run a."""
         self.dismissed_count = 0
@@ -161,8 +160,7 @@ class RunComparison:
         agreements: list[ReadAgreement] = []
         if type_a != type_b and any(a.shape != b.shape for a, b in input_pairs):
             # Two ops that compute one value of different tensors: their inputs cannot be compared.
-            read_error = math.inf
-            entries_read = self._runs[0].tensors_read(*match.first_execution)
+            read_error, entries_read = math.inf, self._runs[0].tensors_read(*match.first_execution)
             read_tensors = [(entry, 0.0, True) for entry in entries_read]
         else:
             # Positions mean nothing then: relu reads x, where a condition, 0.1 x, x.

@@ -69,8 +69,7 @@ class ExecutionMatcher:
         have no partner are counted, and two ops that are not the same too.
         """
         executions = self._executions([index], 0), self._executions([other_index], 1)
-        counts = list(map(len, executions))
-        in_order = _match_in_order(*executions)
+        counts, in_order = list(map(len, executions)), _match_in_order(*executions)
         # An op without outputs that correspond has no pairs to compare.
         matches = [match for match in in_order if match.pairs]
         are_comparable = all(map(self._is_comparable, in_order))
@@ -121,9 +120,7 @@ class ExecutionMatcher:
         executions_a, executions_b = match.executions
         reads_a = [self._runs[0].tensors_read(*execution) for execution in executions_a]
         reads_b = [self._runs[1].tensors_read(*execution) for execution in executions_b]
-        if match.is_whole:
-            return list(pair_entries(reads_a[0], reads_b[0]))
-        return self.join(reads_a, reads_b)
+        return list(pair_entries(reads_a[0], reads_b[0])) if match.is_whole else self.join(reads_a, reads_b)
 
     def join(
         self, executions: Sequence[Sequence[Entry]], other_executions: Sequence[Sequence[Entry]]

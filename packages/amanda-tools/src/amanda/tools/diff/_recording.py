@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import shlex
@@ -35,6 +36,14 @@ MAX_BYTES = 8 << 30
 """Bytes of tensors that are kept of a run."""
 
 
+_logger = logging.getLogger("amanda")
+
+
+def _is_not_in_result(record: logging.LogRecord) -> bool:
+    """Return False for hints on compiled code of functions: their result says what ran, and what differs."""
+    return not any(hint in record.getMessage() for hint in ("ran op by op", "control compares them"))
+
+
 @dataclass
 class FunctionProgram:
     """A function and what it is called with; returned: what it gave at its last run."""
@@ -54,6 +63,7 @@ class FunctionProgram:
         """
         dump_tool = DumpTool(folder, **_dump_options(self.max_bytes))
         made_tools: list[Any] = [tool_class(**options) for tool_class, options in tools_before]
+        _logger.addFilter(_is_not_in_result)
         try:
             # The recording tool comes last: it records what the tools before it changed.
             with amanda.apply(*made_tools, dump_tool, compiled=self.compiled):
@@ -61,10 +71,11 @@ class FunctionProgram:
         except BaseException:
             dump_tool.clear()  # else it would be written when the folder is gone
             raise
+        finally:
+            _logger.removeFilter(_is_not_in_result)
         if self.compiled == "instrument":
             dump_tool.add_returned(returned)
-        result = dump_tool.result
-        name = routine_name(self.call)
+        result, name = dump_tool.result, routine_name(self.call)
         if not result.entries:
             raise AmandaError(f"{name} executed no op that could be compared")
         if result.failure:

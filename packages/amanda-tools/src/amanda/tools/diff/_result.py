@@ -46,8 +46,7 @@ def _remaining_text(first: Comparison, remaining: DiffResult) -> str:
 def reading_text(read_tensors: Iterable[tuple[Entry, float, bool]], op: Op) -> str:
     """Return a text on the inputs of an op of run a: those that differ, or else the first ones."""
     # read_tensors: of run a, with their relative errors, and whether they agree.
-    parameters = dict(op.parameters)
-    all_tensors = list(read_tensors)
+    parameters, all_tensors = dict(op.parameters), list(read_tensors)
     differing_tensors = [(entry, relative, agrees) for entry, relative, agrees in all_tensors if not agrees]
     texts = []
     for entry, relative, agrees in (differing_tensors or all_tensors)[:_READ]:

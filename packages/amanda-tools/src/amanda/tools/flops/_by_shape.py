@@ -42,6 +42,9 @@ class ShapedContext(dict[str, Any]):
         return getattr(self._context, name)
 
 
+AnyContext = ShapedContext | amanda.OpContext
+
+
 class ShapeCounts(amanda.ShapeTally):
     """Count executions of an op, or of a backward op, by their shapes; compute costs when they are read.
 
@@ -63,10 +66,7 @@ class ShapeCounts(amanda.ShapeTally):
         settle: Callable[[ShapeCounts], None], forward: ShapeCounts | None = None, key: Hashable = None,
     ) -> None:  # fmt: skip
         super().__init__(MAX_SHAPES)
-        self._context = context
-        self._measure = measure
-        self._costs = costs
-        self._settle = settle
+        self._context, self._measure, self._costs, self._settle = context, measure, costs, settle
         self._recomputed: _RecomputationCounts | None = None
         self._counts_by_samples: dict[int, amanda.ShapeTally] = {}  # by the number of samples of a vmap
         # The cost of products is that of the forward op, which may have had samples that the gradients lack.
@@ -185,9 +185,7 @@ class AnyShapeCount(amanda.Tally):
 
     def __init__(self, op_cost: OpCost, key: Hashable) -> None:
         super().__init__()
-        self._op_cost = op_cost
-        self._recomputed = amanda.Tally()
-        self.key = key
+        self._op_cost, self._recomputed, self.key = op_cost, amanda.Tally(), key
 
     @property
     def recomputed(self) -> amanda.Tally:
@@ -213,9 +211,7 @@ class FirstShapeCount:
     __slots__ = ("_first_cost", "_other_cost", "_shapes", "_share_op_cost")
 
     def __init__(self, first: OpCost, other: OpCost, share: Callable[[OpCost], OpCost]) -> None:
-        self._first_cost = first
-        self._other_cost = other
-        self._share_op_cost = share
+        self._first_cost, self._other_cost, self._share_op_cost = first, other, share
         self._shapes: tuple[Any, ...] | None = None
 
     @amanda.observer

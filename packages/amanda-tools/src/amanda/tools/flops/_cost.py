@@ -218,8 +218,7 @@ class Extents:
     __slots__ = ("dtype", "shape")
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
-        self.shape = shape
-        self.dtype = dtype
+        self.shape, self.dtype = shape, dtype
 
     def dim(self) -> int:
         return len(self.shape)
@@ -288,8 +287,7 @@ class FlopsResult(PlacesResult[OpCost]):
     def __init__(self, places: Iterable[OpCost], by: Sequence[str] = KEYS, depth: int | None = None) -> None:
         # Places of ops that never ran are dropped, except for those whose executions cannot be seen.
         self.ops = [op_cost for op_cost in places if op_cost.calls or op_cost.flops is None]
-        self._is_warned = False
-        self._depth = depth
+        self._is_warned, self._depth = False, depth
         self._set_keys(by, "FLOPs")
 
     @classmethod

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.tools.flops._by_shape import ShapedContext
+from amanda.tools.flops._by_shape import AnyContext, ShapedContext
 from amanda.tools.flops._cost import Components, Cost, Extents, Formula, Shapes, are_known, components, size
 from amanda.tools.flops._formulas import attention_backward, no_cost
 from amanda.tools.flops._inside import COMPILED, InnerCosts, count_costs_inside
@@ -41,12 +41,10 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     if context.is_backward() or context["backward_macs"] is _backward_macs:
         return
     from torch._C import DisableTorchFunction
-    from torch.nn import Parameter
 
     inputs = context.get_inputs()
-    is_forward = context["phase"] == "forward"
     # An optimizer reads parameters to update them, which are not parameters of a layer.
-    parameters = [value for value in leaves(inputs) if is_forward and isinstance(value, Parameter)]
+    parameters = _parameters_read(context, inputs) if context["phase"] == "forward" else ()
     context["parameters_read"] = [(interceptor.ordinal(value), local(value).numel()) for value in parameters]
     context["backward_macs"] = _backward_macs
     context["batch_first"] = bool(context.get_attrs().get("batch_first"))
@@ -59,6 +57,21 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
         context["differentiated"] = [value.requires_grad for value in tensors]
         context["is_complex"] = any(value.dtype.is_complex for value in tensors)
     context["is_view"] = is_view
+
+
+def _parameters_read(context: amanda.OpContext, inputs: Sequence[Any]) -> Iterator[Any]:
+    """Yield the parameters that an op of PyTorch reads, and not those of which it reads a view."""
+    from torch.nn import Parameter
+
+    variables: Iterable[Any] = leaves(inputs)
+    if not context.is_eager():  # its values stand for parameters, which the context has
+        variables = (
+            context.get_variable(i, item)
+            for i, value in enumerate(inputs)
+            for item, tensor in (enumerate(value) if isinstance(value, (list, tuple)) else [(None, value)])
+            if getattr(tensor, "_base", None) is None
+        )
+    return (variable for variable in variables if isinstance(variable, Parameter))
 
 
 def extents(value: Any) -> Any:
@@ -207,9 +220,7 @@ def is_free(context: amanda.OpContext, names: tuple[str, str]) -> bool:
     return COPIES.isdisjoint(names) or bool(context["is_view"]((), ()))
 
 
-def shapes_of(
-    context: ShapedContext | amanda.OpContext, inputs: Sequence[Any], outputs: Sequence[Any]
-) -> Shapes:
+def shapes_of(context: AnyContext, inputs: Sequence[Any], outputs: Sequence[Any]) -> Shapes:
     """Return the shapes that a formula of the op is given."""
     return Shapes.of(
         context["type"], inputs, outputs, context["shape"], context.get_attrs(),
@@ -222,9 +233,7 @@ def has_shapes(names: tuple[str, str], shapes: Shapes) -> bool:
     return names[0] in OF_NESTED or shapes.are_known
 
 
-def bytes_moved(
-    context: ShapedContext | amanda.OpContext, names: tuple[str, str], outputs: Sequence[Any]
-) -> int:
+def bytes_moved(context: AnyContext, names: tuple[str, str], outputs: Sequence[Any]) -> int:
     """Return the bytes that one execution reads and writes; 0 for an op that gives a view."""
     inputs, in_place = context.get_inputs(), context["in_place"]
     if not in_place and names[1] in MOVES and context["is_view"](inputs, outputs):
@@ -239,7 +248,7 @@ _VIEW_OF_GRADIENT = re.compile(
 """Names of PyTorch's nodes that give a view of the gradient that enters."""
 
 
-def gradient_bytes(context: ShapedContext | amanda.OpContext, grads: Sequence[Any]) -> int:
+def gradient_bytes(context: AnyContext, grads: Sequence[Any]) -> int:
     """Return the bytes that a backward op moves to give these gradients; 0 where it gives a view."""
     if _VIEW_OF_GRADIENT.fullmatch(context.get_backward_op().__name__):
         return 0
@@ -282,10 +291,9 @@ class OpCostModel:
     """
 
     def __init__(self, custom: Mapping[str, Formula], complex_macs: int) -> None:
-        self.custom = dict(custom)
-        self._complex_macs = complex_macs
+        self.custom, self._complex_macs = dict(custom), complex_macs
 
-    def complex_products(self, context: ShapedContext | amanda.OpContext) -> int:
+    def complex_products(self, context: AnyContext) -> int:
         """Return the number of real multiply-accumulates in one of the op: 1, or more for complex numbers."""
         # Integers take no part: an index beside complex numbers does not make a product half real.
         dtypes = [str(context["dtype"](value)) for value in leaves(context.get_inputs())]
@@ -322,7 +330,7 @@ class OpCostModel:
         # A formula of the program counts complex products as the program likes.
         return total if custom_formula or products == 1 else total.with_complex(products)
 
-    def inner_costs_of(self, context: ShapedContext | amanda.OpContext) -> InnerCosts | None:
+    def inner_costs_of(self, context: AnyContext) -> InnerCosts | None:
         """Return the costs of the operators that an op calls, kept in the context for its backward ops.
 
         None where the framework cannot run an op without data, and where that fails.
@@ -334,7 +342,7 @@ class OpCostModel:
         return inner_costs
 
     def cost_of_backward_op(
-        self, context: ShapedContext | amanda.OpContext, backward_type: str, gradients: Sequence[Any]
+        self, context: AnyContext, backward_type: str, gradients: Sequence[Any]
     ) -> Cost | None:
         """Return the cost of a backward op that gives these gradients; None if it is not known."""
         word, shape = backward_type.removesuffix("_backward"), context["shape"]
@@ -349,8 +357,7 @@ class OpCostModel:
             return Cost()
         # A composite op, such as a loss, has a node for each inner operator, which were run without data.
         if word not in ELEMENTWISE and context.get_backward_order() == 1:
-            inner_costs = self.inner_costs_of(context)
-            node_name = context.get_backward_op().__name__
+            inner_costs, node_name = self.inner_costs_of(context), context.get_backward_op().__name__
             cost = inner_costs.pop_cost_of(node_name) if inner_costs else None
             if cost is not None:
                 return cost
@@ -373,8 +380,7 @@ class OpCostModel:
         """
         if not are_known([*op_shapes.inputs, *op_shapes.outputs, *incoming, *outgoing]):
             return None
-        costs = []
-        dtype = context["element_type"]
+        costs, dtype = [], context["element_type"]
         sides = [op_shapes.inputs, op_shapes.outputs, incoming, outgoing]
         for (inputs, outputs, *grads), count in components(sides):
             forward = replace(op_shapes, inputs=inputs, outputs=outputs)
@@ -402,7 +408,7 @@ def _stand_in(shape: Any, dtype: Any) -> Any:
     return None if shape is None else Extents(shape, dtype)
 
 
-def _attention_backward_cost(context: ShapedContext | amanda.OpContext, part: float) -> Cost | None:
+def _attention_backward_cost(context: AnyContext, part: float) -> Cost | None:
     """Return the cost of a fused backward kernel, which gives gradients of queries, keys and values.
 
     0 where no gradient enters; None where a shape is not known.  part: the share of this process.

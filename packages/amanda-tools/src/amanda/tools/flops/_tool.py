@@ -10,11 +10,11 @@ import amanda
 from amanda.options import Name, PositiveInt, checked
 from amanda.tools.flops._by_shape import (
     RECOMPUTATION,
+    AnyContext,
     AnyShapeCount,
     FirstShapeCount,
     ParameterKeys,
     ShapeCounts,
-    ShapedContext,
     are_shapes_enough,
     is_always_or_never_view,
 )
@@ -282,14 +282,11 @@ class FlopsTool(amanda.Tool):
         counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else by_shape
         context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
-    def _op_cost_at_shapes(
-        self, context: ShapedContext | amanda.OpContext, shapes: tuple[Any, ...] = ()
-    ) -> OpCost:
+    def _op_cost_at_shapes(self, context: AnyContext, shapes: tuple[Any, ...] = ()) -> OpCost:
         """Compute the cost of an op at the shapes of a context; return a new OpCost."""
         outputs = context.get_outputs() or []
         names = (context.get_forward_op_type(), context["type"])
-        op_shapes = shapes_of(context, context.get_inputs(), outputs)
-        op_cost = self._new_op_cost(context)
+        op_shapes, op_cost = shapes_of(context, context.get_inputs(), outputs), self._new_op_cost(context)
         cost = self._model.cost_of_op(names, op_shapes, op_cost.source, context["complex_products"])
         op_cost.macs, op_cost.flops = cost or (None, None)
         op_cost.estimate = 0 if cost else op_shapes.estimate
@@ -326,9 +323,7 @@ class FlopsTool(amanda.Tool):
         op_cost = self._shared_op_cost(self._gradient_op_cost(context))
         context.insert_after_backward_op(self._count_execution, grad_inputs=[], op_cost=op_cost)
 
-    def _gradient_op_cost(
-        self, context: ShapedContext | amanda.OpContext, shapes: tuple[Any, ...] = ()
-    ) -> OpCost:
+    def _gradient_op_cost(self, context: AnyContext, shapes: tuple[Any, ...] = ()) -> OpCost:
         """Compute the cost of a backward op at the shapes of a context; return a new OpCost."""
         op_cost = _unknown_gradient_cost(context)
         # The cost of the forward op at these shapes, which gradients of products repeat.
@@ -424,7 +419,7 @@ class FlopsTool(amanda.Tool):
         op_cost.calls += 1
 
 
-def _unknown_gradient_cost(context: ShapedContext | amanda.OpContext) -> OpCost:
+def _unknown_gradient_cost(context: AnyContext) -> OpCost:
     names = context["backward_type"], context.get_scope(), context.get_source()
     return OpCost("backward", *names, macs=None, flops=None)
 

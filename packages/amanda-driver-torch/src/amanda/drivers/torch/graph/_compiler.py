@@ -18,10 +18,16 @@ from amanda import interceptor
 from amanda.backend import State
 from amanda.graph import ValueHistory
 from torch._C._dynamo.eval_frame import set_eval_frame_isolate_recompiles_id
+from torch._dynamo import external_utils
 from torch._dynamo.convert_frame import CatchErrorsWrapper
 from torch.utils._pytree import tree_flatten
 
-from .._compiled_callables import WatchedLeaf, instruments_compiled_code, note_watched_leaves
+from .._compiled_callables import (
+    WatchedLeaf,
+    describe_callable,
+    instruments_compiled_code,
+    note_watched_leaves,
+)
 from .._modules import ParameterPaths, module_path, plain_module_calls
 from .._patches import TorchPatches
 from ._dynamo import SKIP_ONCE, guard_by_identity, guard_by_lifetime, guard_by_reads, skip_result
@@ -176,11 +182,13 @@ def unwrapped_backend(backend: Any) -> Any:
 class _ConvertedFrame(threading.local):
     """Facts of the frame that dynamo converts on this thread.
 
-    prefix: path of the module whose code it runs.  model_ordinal: ordinal of the module, 0 for a function.
-    path_of: finds paths of parameters in the modules around it.
+    function_name: name of the user's function.  prefix: path of the module whose code it runs.
+    model_ordinal: ordinal of the module, 0 for a function.  path_of: finds paths of parameters in the
+    modules around it.
     """
 
     code: CodeType | None = None
+    function_name = ""
     prefix = ""
     model_ordinal = 0
     path_of = ParameterPaths(())
@@ -188,16 +196,18 @@ class _ConvertedFrame(threading.local):
     @contextmanager
     def describing(self, frame: Any) -> Iterator[None]:
         """Hold the facts of a frame within the context, and then again those of the frame around it."""
-        outer_frame = self.code, self.prefix, self.model_ordinal, self.path_of
+        outer_facts = dict(self.__dict__)
         # The first argument is the module in a `forward`; its ordinal tells models of one class apart.
         receiver = frame.f_locals.get(next(iter(frame.f_code.co_varnames), ""), None)
         subjects = interceptor.subjects()
-        self.code, self.prefix, self.path_of = frame.f_code, module_path(subjects), ParameterPaths(subjects)
+        self.code, self.function_name = frame.f_code, _function_name(frame)
+        self.prefix, self.path_of = module_path(subjects), ParameterPaths(subjects)
         self.model_ordinal = interceptor.ordinal(receiver) if isinstance(receiver, torch.nn.Module) else 0
         try:
             yield
         finally:
-            self.code, self.prefix, self.model_ordinal, self.path_of = outer_frame
+            self.__dict__.clear()
+            self.__dict__.update(outer_facts)
 
 
 _frame = _ConvertedFrame()
@@ -256,7 +266,7 @@ class InstrumentingConverter:
         """Report that a compiled frame runs op by op, with the error for which it does."""
         failure = self._op_by_op[frame.f_code]
         self.backend.state.report(
-            f"the compiled graph of {_function_name(frame.f_code)}",
+            f"the compiled graph of {_function_name(frame)}",
             f"it runs op by op: {failure}",
             failure.where,
         )
@@ -363,7 +373,7 @@ class InstrumentingBackend:
         if not _is_from_torch(user_backend):
             program.report(*_replaced_nodes_entry(user_backend, instrumented))
         if program.gathers_observers and _backend_name(self.original).startswith("inductor"):
-            program.report(f"compiled graph of {_function_name(_frame.code)}", ROUNDED_OTHERWISE)
+            program.report(f"compiled graph of {_frame.function_name}", ROUNDED_OTHERWISE)
 
     def _instrument(
         self,
@@ -412,9 +422,13 @@ def _backend_name(backend: Any) -> str:
     return str(getattr(backend, "compiler_name", getattr(user_backend, "__name__", "")))
 
 
-def _function_name(code: CodeType | None) -> str:
-    """Return the name of a function by its code."""
-    return str(getattr(code, "co_qualname", getattr(code, "co_name", "a function")))
+def _function_name(frame: Any) -> str:
+    """Return the name of the user's function that a frame runs, or calls where the frame is dynamo's own."""
+    code = frame.f_code
+    if code.co_filename == external_utils.__file__:  # it calls what has no frame to convert, such as a layer
+        _, name, _ = describe_callable(frame.f_locals.get("fn"))
+        return name or "a function"
+    return str(getattr(code, "co_qualname", code.co_name))
 
 
 def _replaced_nodes_entry(backend: Any, graph: GraphModule) -> tuple[str, str, str]:
