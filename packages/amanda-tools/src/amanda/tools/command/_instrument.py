@@ -68,8 +68,7 @@ def _command(
         instrumented = amanda.instrument(
             model, *tools_to_write, out=output, force=force, about=list(map(str, specs))
         )
-    result = InstrumentedResult(instrumented, model)
-    printer = Printer(quiet)
+    result, printer = InstrumentedResult(instrumented, model), Printer(quiet)
     results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
     # Most tools of a file have nothing to report: they never ran.
     tables = [value for value in results if isinstance(value, Result) and value.rows()]
@@ -161,8 +160,7 @@ class InstrumentedResult(Result):
 
     def __init__(self, done: Instrumented, model: Path) -> None:
         self.title = f"{done.kind} {done.path}"
-        self._instrumented = done
-        self._model = model
+        self._instrumented, self._model = done, model
 
     def rows(self) -> Sequence[Sequence[Any]]:
         """Return types and tools with their numbers of routines; stored ones are counted as stored alone."""

@@ -78,14 +78,10 @@ def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:
         raise RuleError(f"{label} has {len(rule)} elements; {expected}")
     namespace, *functions = rule
     if not isinstance(namespace, (str, Namespace)):
-        raise RuleError(
-            f'the namespace of {label} is {namespace!r}; give tags such as "pytorch" or "*/*/graph"'
-        )
+        raise RuleError(f'the namespace of {label} is {namespace!r}; give tags, as "pytorch" or "*/*/graph"')
     tags = Namespace(str(namespace))
     if not all(tags):
-        raise RuleError(
-            f'the namespace of {label} is "{namespace}", which has an empty tag; "*" stands for any'
-        )
+        raise RuleError(f'the namespace of {label} is "{namespace}", with an empty tag; "*" stands for any')
     for name, function in zip(("before", "after"), functions, strict=False):
         if function is not None and not callable(function):
             raise RuleError(f"`{name}` of {label} is {function!r}; give a function of one context, or None")
@@ -195,8 +191,8 @@ def weight_gradient(context: OpContext) -> Callable[[int, Any], bool]:
 
     For the routines of a backward op: the analysis of one pass inserts them for all passes, and another pass
     may make no gradient of the weight or, of a broadcast weight, one of another shape.  Of a weight that is
-    computed anew for each call the rank alone is compared, of one without a known shape nothing.  Call it in a
-    callback without `require_outputs`: in one with it `weight_grad_index` is that of the present pass.
+    computed anew for each call the rank alone is compared, of one without a known shape nothing.  Call it in
+    a callback without `require_outputs`: in one with it `weight_grad_index` is that of the present pass.
     """
     index, shape = context["weight_grad_index"], context["shape"]
     if index is None:

@@ -34,9 +34,8 @@ def torch_model(request: Request) -> Subject:
             f"{request.name} returns {type(module).__name__}; it is to return a module, or (module, inputs)"
         )
     if arguments and not request.shapes:
-        inputs = [
-            Input(f"input {i}", tuple(getattr(value, "shape", ()))) for i, value in enumerate(arguments)
-        ]
+        shapes = [tuple(getattr(argument, "shape", ())) for argument in arguments]
+        inputs = [Input(f"input {i}", shape) for i, shape in enumerate(shapes)]
         return make_torch_subject(request, module, inputs, lambda: module(*arguments))
     if not request.shapes:
         raise ModelError(
