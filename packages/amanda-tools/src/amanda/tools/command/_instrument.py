@@ -21,8 +21,7 @@ from amanda.tools.command._line import PATH, exit_status, get_config, limit_opti
 from amanda.tools.command._specs import SpecError, Tooling, make_tools
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
-_FORMS = (".csv", ".html", ".json", ".txt")
-_STATE_SUFFIXES = (".npz", ".safetensors")
+_FORMS, _STATE_SUFFIXES = (".csv", ".html", ".json", ".txt"), (".npz", ".safetensors")
 _STEP_SELECTORS = {"start", "end", "frequency"}
 
 
