@@ -257,7 +257,7 @@ SILENT: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another framework": (of_a_namespace, "no op is of the namespace torch; there were ops of pytorch/"),
     "a thread from before": (started_before, "scope.bind(function) brings the scope along"),
-    "compiled code": (compiled, 'compiled="instrument" puts tools into the compiled code'),
+    "compiled code": (compiled, 'compiled="instrument" (Python) puts tools into the compiled code'),
 }  # fmt: skip
 
 

@@ -56,6 +56,24 @@ def test_a_program_runs_in_a_working_directory_that_is_gone(tmp_path: Path, scri
         assert done.stderr.endswith(told)
 
 
+@pytest.mark.slow
+def test_a_program_that_starts_python_has_the_results_of_its_child(script: Path) -> None:
+    script.write_text("import torch\ntorch.ones(3).cumsum(0)")
+    program = ["--", "env", "A=1", sys.executable, "train.py"]
+    done = amanda_run(script.parent, "dump,flops", "-o", "out", *program)
+    assert "lost" not in done.stderr
+    assert "amanda: dump of main\nDumped tensors\n" in done.stderr
+    assert sorted(path.name for path in (script.parent / "out").iterdir()) == ["flops.json", "main.dump.json"]
+    assert calls(script.parent / "out" / "flops.json", "cumsum") == 1
+    script.with_name("starts.py").write_text(
+        "import subprocess, sys\nfor _ in 'ab':\n    subprocess.run([sys.executable, 'train.py'])"
+    )
+    done = amanda_run(script.parent, "dump:folder=two", "starts.py")
+    assert "no tools" not in done.stderr
+    assert done.stderr.count("amanda: dump of process") == 2
+    assert len(list((script.parent / "two").rglob("index.json"))) == 2
+
+
 def test_a_folder_that_cannot_be_made_is_told_before_the_program_runs(script: Path) -> None:
     script.write_text("print('ran')")
     (script.parent / "file").write_text("")

@@ -204,11 +204,32 @@ def test_a_folder_with_other_things_is_refused(folder: Path, model: nn.Module) -
         DumpTool(folder / "thesis.txt")
     (folder / "thesis.txt").unlink()
     dumped(folder, lambda: model(torch.rand(1, 6)), outputs="full")
-    with pytest.raises(AmandaError, match="give overwrite=True or another folder"):
+    with pytest.raises(
+        AmandaError, match=r"give dump:overwrite \(shell\), overwrite=True \(Python\) or another folder"
+    ):
         DumpTool(folder)
     dump = dumped(folder, lambda: torch.ones(2).neg(), overwrite=True, outputs="full")
     assert {op.type for op in dump.ops} <= {"neg", "ones"}
     assert dump.files == [path.name for path in folder.iterdir() if path.name != "index.json"]
+
+
+def test_processes_of_one_run_keep_the_dumps_of_each_other(
+    folder: Path, model: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AMANDA_TOOLS", '{"folder": "/tmp/first"}')
+    first = dumped(folder, lambda: model(torch.rand(1, 6)))
+    idle = DumpTool(folder)  # of a process that executes no op
+    assert not idle.result.rows()
+    for overwrite in (False, True):
+        tool = DumpTool(folder, overwrite=overwrite)
+        with amanda.apply(tool):
+            model(torch.rand(1, 6))
+        assert tool.result.folder.parent == folder
+        assert len(Dump(tool.result.folder)) == len(Dump(folder)) == len(first)
+    monkeypatch.setenv("AMANDA_TOOLS", '{"folder": "/tmp/second"}')
+    with pytest.raises(AmandaError, match="has a dump in it"):
+        DumpTool(folder)
+    assert len(dumped(folder, lambda: torch.ones(2).neg(), overwrite=True)) < len(first)
 
 
 def test_wrong_options_are_told(folder: Path) -> None:
@@ -263,7 +284,7 @@ def test_what_waits_is_written_at_the_end_of_the_scope(folder: Path, model: nn.M
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (None, "has no index.json, so it is no dump"),
+        (None, "has no index.json, so it is no dump of `amanda run dump`"),
         ("[]", "is no index of a dump that can be read"),
         (
             '{"schema": "amanda.dump", "version": 9}',

@@ -133,7 +133,7 @@ def ignore(context: amanda.OpContext) -> None:
         ([["pytorch"]], r"rules\[0\] has 1 elements"),
         ([["pytorch", ignore, ignore, ignore]], r"rules\[0\] has 4 elements"),
         ([[ignore, "pytorch"]], r"the namespace of rules\[0\] is <function ignore"),
-        ([["pytorch//eager", ignore]], r'"pytorch//eager", which has an empty tag'),
+        ([["pytorch//eager", ignore]], r'"pytorch//eager", with an empty tag'),
         ([["pytorch", "conv2d"]], r"`before` of rules\[0\] is 'conv2d'; give a function"),
         ([["pytorch", ignore, 3]], r"`after` of rules\[0\] is 3"),
         ([["pytorch", None]], r"rules\[0\] has no function"),

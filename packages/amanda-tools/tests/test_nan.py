@@ -125,7 +125,7 @@ def test_the_line_of_a_planted_nan_is_told_in_the_forward_and_backward_pass_and_
     result = look(lambda: model(torch.rand(3, 4)).sum().backward()).result
     assert result.first is not None
     assert (result.first.phase, result.first.type) == ("backward", "pow_backward")
-    assert "Some inputs were Inf. Use `nan:inf` to find where Inf starts." in str(result)
+    assert "Some inputs were Inf: nan:inf (shell) or NanTool(inf=True) (Python) says where." in str(result)
     result = look(lambda: model(torch.rand(3, 4)).sum().backward(), inf=True).result
     assert [finding.type for finding in result.findings] == ["sqrt_backward", "pow_backward"]
     assert {(finding.phase, finding.module, finding.source) for finding in result.findings} == {

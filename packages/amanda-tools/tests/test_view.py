@@ -314,6 +314,27 @@ def test_the_command_writes_a_page_and_says_where(tmp_path: Path, trace: dict[st
     assert "amanda view: absent.json cannot be read: No such file" in failed.stderr
 
 
+def test_a_folder_stands_for_the_json_files_in_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "res"
+    folder.mkdir()
+    with pytest.raises(AmandaError, match=r"res is a folder without \.json files, as `amanda run -o` makes"):
+        to_page(folder)
+    for name in ("b.json", "a.json"):
+        saved(folder, name, table([row("relu", 1)]))
+    (folder / "a.csv").touch()
+    monkeypatch.chdir(folder)
+    assert main([".", "-o", "page.html"]) == 0
+    assert [source["name"] for source in embedded(Path("page.html").read_text())["sources"]] == [
+        "a.json",
+        "b.json",
+    ]
+    monkeypatch.chdir(tmp_path)
+    assert main(["res"]) == 0
+    assert capsys.readouterr().out == "page.html\nres.view.html\n"
+
+
 def test_the_page_is_written_where_wanted_and_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -21,7 +21,7 @@ GRAPHS_UNSUPPORTED = (
 )
 RAN_OP_BY_OP = (
     "ran op by op, as eager code: what the compiler made of it did not run; "
-    'compiled="instrument" puts tools into the compiled code'
+    '--compiled instrument (shell) or compiled="instrument" (Python) puts tools into the compiled code'
 )
 """Reason of a report on a compiled callable that ran its Python code."""
 _LEAVES_KEY = "amanda_leaves"

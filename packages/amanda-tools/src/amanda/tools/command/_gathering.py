@@ -38,10 +38,8 @@ class ProcessResults:
     def __init__(
         self, settings: RunSettings, tools: Sequence[Tooling], messages: Sequence[str], label: str
     ) -> None:
-        self._settings = settings
-        self._toolings = tools
-        self._logged_messages = messages
-        self._label = label
+        self._settings, self._toolings = settings, tools
+        self._logged_messages, self._label = messages, label
         self.is_quiet = settings.quiet
         # In front of the name of a merged file: roots that know nothing of each other must not share a name.
         self._merged_label = "" if label.partition(".")[0] == "main" or settings.together else label
@@ -178,10 +176,14 @@ class ProcessResults:
             own_path = [self._save(tooling, result, self._label)] if saw_op and not self._merged_label else []
             merged = merge_results(results, missing_labels)
             saved = self._save(tooling, merged, self._merged_label)
+            paths = [*own_path, *(entry["saved"] for entry in entry_by_label.values())]
             if len(labels) > 1:
                 printer.say(f"{name} of {len(labels)} processes ({', '.join(labels)})")
+            # The one process's own file has the same result, and is needed of a rank alone, to merge hosts.
+            elif saved and paths[0] and not labels[0].startswith("rank"):
+                Path(paths.pop()).unlink(missing_ok=True)
             printer.show(merged)
-            printer.say_saved(name, saved, *own_path, *(entry["saved"] for entry in entry_by_label.values()))
+            printer.say_saved(name, saved, *paths)
             return
         if saw_op:
             saved = self._save(tooling, result, self._label if entry_by_label else self._merged_label)
@@ -256,12 +258,11 @@ def _text_of(result: Any, view: Mapping[str, Any], width: int | None = None) -> 
     return result._text(width, **view) if isinstance(result, Result) else str(result)
 
 
-def report_other_processes(settings: RunSettings) -> None:
+def report_other_processes(settings: RunSettings, toolings: Sequence[Tooling] = ()) -> None:
     """Merge, save and print results of other processes, in a root without its own; an error is printed."""
+    # toolings: tools for their classes alone, which know how to merge; made where there are none.
     try:
-        # The tools are made for their classes alone, which know how to merge.
-        process_results = ProcessResults(settings, tools=settings.toolings(), messages=[], label="main")
-        process_results.report(saw_op=False)
+        ProcessResults(settings, toolings or settings.toolings(), [], label="main").report(saw_op=False)
     except Exception as error:  # the program's own end is not ours to change
         Printer().say(f"the results are lost: {type(error).__name__}: {error}")
 
@@ -281,9 +282,7 @@ _NAME_WITH_LABEL = re.compile(r"((?:(?:main|rank\d+|process\d+|restart\d+)\.)+)(
     help="File to write, in the format of its suffix; a folder if FILES is a folder.",
 )  # fmt: skip
 @click.option("--per-rank", is_flag=True, help="Keep the rows of each rank, with a column `rank`.")
-@click.option(
-    "--ranks", type=click.IntRange(min=1), metavar="N", help="Number of ranks, to report missing ones."
-)
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help="How many ranks, to name absent ones.")
 @limit_option
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing.")
 def _command(

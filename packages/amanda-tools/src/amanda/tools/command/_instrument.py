@@ -21,8 +21,7 @@ from amanda.tools.command._line import PATH, exit_status, get_config, limit_opti
 from amanda.tools.command._specs import SpecError, Tooling, make_tools
 from amanda.tools.results import Column, Result, check_file, parsing, read_npz
 
-_FORMS = (".csv", ".html", ".json", ".txt")
-_STATE_SUFFIXES = (".npz", ".safetensors")
+_FORMS, _STATE_SUFFIXES = (".csv", ".html", ".json", ".txt"), (".npz", ".safetensors")
 _STEP_SELECTORS = {"start", "end", "frequency"}
 
 
@@ -65,8 +64,7 @@ def _command(
         instrumented = amanda.instrument(
             model, *tools_to_write, out=output, force=force, about=list(map(str, specs))
         )
-    result = InstrumentedResult(instrumented, model)
-    printer = Printer(quiet)
+    result, printer = InstrumentedResult(instrumented, model), Printer(quiet)
     results: list[Any] = [getattr(tooling.tool, "result", None) for tooling in toolings]
     # Most tools of a file have nothing to report: they never ran.
     tables = [value for value in results if isinstance(value, Result) and value.rows()]

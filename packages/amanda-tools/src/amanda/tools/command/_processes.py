@@ -25,8 +25,7 @@ if sys.platform != "win32":
     import fcntl
 
 # The settings as JSON; the label of the process that set it, which the processes that it starts inherit.
-VARIABLE = "AMANDA_TOOLS"
-PROCESS = "AMANDA_PROCESS"
+VARIABLE, PROCESS = "AMANDA_TOOLS", "AMANDA_PROCESS"
 FOLDER = str(Path(__file__).parent / "launch")
 # Variables that torchrun sets alike for all ranks of one start, and anew for a restart.
 _VARIABLES_OF_RUN = ("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MASTER_ADDR", "MASTER_PORT")

@@ -97,7 +97,7 @@ def _command(
     is_tree = is_model(program[0]) and not sort and top is None
     view = {"top": top, "sort": sort, "depth": depth, "whole": full, "tree": is_tree}
     return launch(
-        program, configuration.tools, [tooling.name for tooling in toolings], output, quiet=quiet,
+        program, configuration.tools, toolings, output, quiet=quiet,
         view=view, every=every, compiled=compiled, construction=construction, tool_folders=folders,
     )  # fmt: skip
 
@@ -209,13 +209,13 @@ def find_command(program: Sequence[str]) -> tuple[list[str], bool]:
 
 
 def launch(
-    program: Sequence[str], specs: Sequence[ToolSpec], tool_names: Sequence[str], output: Path | None,
+    program: Sequence[str], specs: Sequence[ToolSpec], toolings: Sequence[Tooling], output: Path | None,
     **options: Any,
 ) -> int:  # fmt: skip
     """Replace this process by the program, by `exec`, with the tools in its environment.
 
     A program that Python does not run is a child process instead, whose exit status is returned.
-    tool_names: as results have them.  output: folder for results.  options: further fields of `RunSettings`.
+    toolings: the tools of the specs.  output: folder for results.  options: further fields of `RunSettings`.
     Raises SpecError for a folder that cannot be made, and for a program that cannot be run.
     """
     command, is_run_by_python = find_command(program)
@@ -232,8 +232,8 @@ def launch(
     settings = RunSettings(
         tools=[(tool.name, dict(tool.options)) for tool in specs], folder=folder, root=os.getpid(),
         output=None if output is None else str(output), frameworks=frameworks,
-        together=shared_folder is not None, is_rank=is_in_rank(),
-        no_op_texts=[] if may_run_no_op else [no_op_text(name, frameworks) for name in tool_names], **options,
+        together=shared_folder is not None, is_rank=is_in_rank(), **options,
+        no_op_texts=[] if may_run_no_op else [no_op_text(tool.name, frameworks) for tool in toolings],
     )  # fmt: skip
     environment = dict(os.environ)
     settings.write_into(environment)
@@ -245,7 +245,7 @@ def launch(
         # The program keeps our process id, so signals and exit status are its own.
         if is_run_by_python and os.name == "posix":
             os.execve(command[0], command, environment)
-        return _supervise(command, environment, settings)
+        return _supervise(command, environment, settings, toolings)
     except OSError as error:
         shutil.rmtree(folder, ignore_errors=True)
         raise SpecError(f"{command[0]} cannot be run: {error.strerror}") from None
@@ -263,7 +263,9 @@ def _make_results_folder(output: Path) -> Path:
         raise SpecError(f"results cannot be saved in {output}: {error.strerror}") from None
 
 
-def _supervise(command: Sequence[str], environment: dict[str, str], settings: RunSettings) -> int:
+def _supervise(
+    command: Sequence[str], environment: dict[str, str], settings: RunSettings, toolings: Sequence[Tooling]
+) -> int:
     """Run a program as a child, pass signals on, report results; return its status, or die of its signal."""
     from amanda.tools.command._gathering import report_other_processes
 
@@ -288,7 +290,7 @@ def _supervise(command: Sequence[str], environment: dict[str, str], settings: Ru
     for number, handler in previous_handlers.items():
         signal.signal(number, handler)
     # A program that failed has said why, and need not be told that it executed no op.
-    report_other_processes(replace(settings, no_op_texts=[]) if status else settings)
+    report_other_processes(replace(settings, no_op_texts=[]) if status else settings, toolings)
     if status < 0:
         # Shells tell a death by signal from an exit status, so we die of the same one.
         signal.signal(-status, signal.SIG_DFL)

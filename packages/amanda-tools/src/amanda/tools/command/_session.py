@@ -297,8 +297,7 @@ class Saving(threading.Thread):
 
     def __init__(self, save: Callable[[], None], every: float | None) -> None:
         super().__init__(name="amanda-saving", daemon=True)
-        self._save_present_results = save
-        self._interval = every
+        self._save_present_results, self._interval = save, every
         self._handler: Any = None
         self._ended = threading.Event()
         self._read_end, self._write_end = os.pipe()
@@ -359,8 +358,7 @@ def show_program_alone(before: Callable[[], None]) -> None:
 
     before: called before the traceback that ends the program, which is the last that it prints.
     """
-    previous_hook = sys.excepthook
-    previous_thread_hook = threading.excepthook
+    previous_hook, previous_thread_hook = sys.excepthook, threading.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         strip_traceback(error)
@@ -377,8 +375,7 @@ def show_program_alone(before: Callable[[], None]) -> None:
             args = threading.ExceptHookArgs((args.exc_type, args.exc_value, trace, args.thread))
         previous_thread_hook(args)
 
-    sys.excepthook = hook
-    threading.excepthook = thread_hook
+    sys.excepthook, threading.excepthook = hook, thread_hook
 
 
 def strip_traceback(error: BaseException | None) -> None:

@@ -222,7 +222,7 @@ class Dump:
         path = self.folder / INDEX
         with naming(path, "read"):
             if not path.exists():
-                raise AmandaError(f"{self.folder} has no {INDEX}, so it is no dump")
+                raise AmandaError(f"{self.folder} has no {INDEX}, so it is no dump of `amanda run dump`")
         self.ops: list[Op]
         self.entries: list[Entry]
         self.op_by_op: list[tuple[str, str]]

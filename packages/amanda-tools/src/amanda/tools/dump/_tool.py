@@ -131,9 +131,8 @@ class DumpTool(TensorTool[_IndexedOp]):
         max_tensor_bytes: NonNegativeInt = 64 << 20, format: Format = "safetensors", overwrite: bool = False,
         **selection: Unpack[SelectOptions],
     ) -> None:  # fmt: skip
-        keeps: dict[Role, Keep] = {
-            "input": inputs, "output": outputs, "weight": weights, "gradient": gradients
-        }  # fmt: skip
+        keeps: dict[Role, Keep]
+        keeps = {"input": inputs, "output": outputs, "weight": weights, "gradient": gradients}
         super().__init__([role for role, keep in keeps.items() if keep != "no"], every, executions)
         self._keep_by_role: dict[str, Keep] = {str(role): keep for role, keep in keeps.items()}
         self._max_bytes, self._max_tensor_bytes = max_bytes, max_tensor_bytes

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
+from hashlib import sha256
 from math import prod
 from pathlib import Path
 from secrets import token_hex
@@ -110,8 +111,8 @@ class Writer:
         self.ops: list[Op] = []
         self.reports: list[Report] = []
         self.failure, self._has_warned = "", False
-        self._check_folder(overwrite)
         self._stamp_of_older_dump, self._has_own_dump = _file_stamp(folder / INDEX), False
+        self._check_folder(overwrite)
         self.clear()
 
     def _check_folder(self, overwrite: bool) -> None:
@@ -122,14 +123,15 @@ class Writer:
         with naming(self.folder, "read"):
             # Only a dump, or what a killed one left, is replaced; anything else may be the user's work.
             names = sorted(path.name for path in self.folder.iterdir())
-        existing_names = [name for name in names if not _is_leftover(name)]
-        if existing_names and INDEX not in existing_names:
-            raise AmandaError(
-                f"{self.folder} has {existing_names[0]} in it; give a folder that is empty or not there"
-            )
-        if existing_names and not overwrite:
-            raise AmandaError(f"{self.folder} has a dump in it; give overwrite=True or another folder")
-        if existing_names:
+        others = [name for name in names if not _is_leftover(name)]
+        if others and INDEX not in others:
+            raise AmandaError(f"{self.folder} has {others[0]} in it; give an empty folder, or a new one")
+        if others and _is_of_this_run(self.folder / INDEX):
+            self._stamp_of_older_dump = None  # another process's, which is kept
+        elif others and not overwrite:
+            option = "dump:overwrite (shell), overwrite=True (Python)"
+            raise AmandaError(f"{self.folder} has a dump in it; give {option} or another folder")
+        elif others:
             Dump(self.folder)  # raises for an index.json of something else, which is not overwritten
 
     def clear(self) -> None:
@@ -218,11 +220,8 @@ class Writer:
             self._shard_count += 1
         # Only new entries become text, or each write would take longer than the one before.
         self._texts += [to_json(raw.to_entry().to_dict()) for raw in self._raw_entries[len(self._texts) :]]
-        index = to_json({
-            "schema": f"amanda.{NAME}", "version": VERSION,
-            "ops": [op_to_dict(op) for op in self.ops],
-            "op_by_op": self._op_by_op(),
-        })  # fmt: skip
+        fields = {"ops": [op_to_dict(op) for op in self.ops], "op_by_op": self._op_by_op()}
+        index = to_json({**_index_head(), **fields})
         text = f'{index[:-1]}, "entries": [{", ".join(self._texts)}]}}'
         write_file(self.folder / INDEX, text)
         if self.failure:
@@ -288,12 +287,26 @@ def _file_stamp(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
+def _index_head() -> dict[str, Any]:
+    """Return the first fields of an index, with what tells the processes of one `amanda run` from others."""
+    settings = os.environ.get("AMANDA_TOOLS")  # which all processes of a run inherit
+    run = settings and sha256(settings.encode()).hexdigest()[:16]
+    return {"schema": f"amanda.{NAME}", "version": VERSION, "run": run}
+
+
+def _is_of_this_run(index: Path) -> bool:
+    """Return True for an index that a process of this process's `amanda run` has written."""
+    start = to_json(head := _index_head())[:-1].encode()
+    with naming(index, "read"), index.open("rb") as file:  # its start tells, and the rest may be large
+        return head["run"] is not None and file.read(len(start)) == start
+
+
 def _claim_index(index: Path) -> bool:
     """Create an index without entries; return False if there is one."""
     try:
         # "x" fails if the file is there, so of several processes one alone claims the folder.
         with index.open("x") as file:
-            file.write(to_json({"schema": f"amanda.{NAME}", "version": VERSION, "ops": [], "entries": []}))
+            file.write(to_json({**_index_head(), "ops": [], "entries": []}))
     except FileExistsError:
         return False
     except BaseException:  # a full disk, which leaves it empty

@@ -78,14 +78,10 @@ def _read_rule(rule: Sequence[Any], label: str) -> MappingRule:
         raise RuleError(f"{label} has {len(rule)} elements; {expected}")
     namespace, *functions = rule
     if not isinstance(namespace, (str, Namespace)):
-        raise RuleError(
-            f'the namespace of {label} is {namespace!r}; give tags such as "pytorch" or "*/*/graph"'
-        )
+        raise RuleError(f'the namespace of {label} is {namespace!r}; give tags, as "pytorch" or "*/*/graph"')
     tags = Namespace(str(namespace))
     if not all(tags):
-        raise RuleError(
-            f'the namespace of {label} is "{namespace}", which has an empty tag; "*" stands for any'
-        )
+        raise RuleError(f'the namespace of {label} is "{namespace}", with an empty tag; "*" stands for any')
     for name, function in zip(("before", "after"), functions, strict=False):
         if function is not None and not callable(function):
             raise RuleError(f"`{name}` of {label} is {function!r}; give a function of one context, or None")

@@ -126,9 +126,8 @@ def _load_checkpoint(request: Request, model_class: Any, config: Any) -> tuple[A
     except OSError:  # there are no weights, but a configuration alone
         return None
     except Exception as error:  # safetensors has an error of its own for a damaged file
-        raise ModelError(
-            f"the weights of {request.name} cannot be loaded: {import_failure(error)}"
-        ) from error
+        reason = import_failure(error)
+        raise ModelError(f"the weights of {request.name} cannot be loaded: {reason}") from error
     missing = sorted(report["missing_keys"])
     weights = f"weights of {request.name}"
     if missing:

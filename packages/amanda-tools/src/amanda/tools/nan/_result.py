@@ -153,10 +153,8 @@ class NanResult(Result):
     @property
     def sentence(self) -> str:
         """The answer: where the first NaN, else the first Inf, comes from, or that there is none."""
-        nan_origins = [
-            origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan
-        ]
-        origin = nan_origins[0] if nan_origins else self.first
+        origins = [origin for origin in self._origins() if isinstance(origin, Entered) or origin.makes_nan]
+        origin = origins[0] if origins else self.first
         if origin is not None:
             return f"{origin.sentence}."
         if not self.executions:
@@ -264,7 +262,7 @@ class NanResult(Result):
             notes.append(f"{self.executions:,} ops ran{passed_on}.")
         inputs = [summary for finding in self.findings for summary in finding.inputs.values()]
         if not self._inf and any(summary.inf for summary in inputs):
-            notes.append("Some inputs were Inf. Use `nan:inf` to find where Inf starts.")
+            notes.append("Some inputs were Inf: nan:inf (shell) or NanTool(inf=True) (Python) says where.")
         if self._dropped:
             notes.append(f"{self._dropped:,} more ops produced {self._sought}; raise `limit` to see them.")
         if self._skipped and self:

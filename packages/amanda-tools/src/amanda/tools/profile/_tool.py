@@ -277,9 +277,7 @@ class ProfileTool(amanda.Tool):
         self._read_kernels()
         self._recorder.memory.process_deaths()
         result = ProfileResult.of(self._recorder, self._kernel_profiler.obstacle)
-        result.remarks = [
-            f"{len(ops):,} ops {reason}." for reason, ops in self._untimed_ops_by_reason.items()
-        ]
+        result.remarks = [f"{len(ops):,} ops {why}." for why, ops in self._untimed_ops_by_reason.items()]
         result.remarks += [
             f"{len(ops):,} ops ran under vmap when they were first met: a call computed all samples, "
             f"{'x'.join(map(str, sizes))}."

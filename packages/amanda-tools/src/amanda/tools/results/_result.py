@@ -267,9 +267,7 @@ class Result(ABC):
         suffix = max((ending for ending in forms if path.name.endswith(ending)), key=len, default="")
         if not suffix:
             supported = ", ".join(self._suffixes)
-            raise AmandaError(
-                f"{path} has no suffix of a form in which {self.name} can be saved: {supported}"
-            )
+            raise AmandaError(f"{path} has no suffix of a form that {self.name} has: {supported}")
         text = forms[suffix]()
         return write_file(path, text if text.endswith("\n") else f"{text}\n")
 

@@ -211,9 +211,7 @@ def _from_json(kind: type[Any], content: Mapping[str, Any]) -> Any:
     # Files of earlier versions lack these; every other key is needed.
     added_later = ("recomputations", "batches")
     names = [field.name for field in fields(kind) if field.name in content or field.name not in added_later]
-    values = {
-        name: content[name] if name == "attributes" else _lists_to_tuples(content[name]) for name in names
-    }
+    values = {key: content[key] if key == "attributes" else _lists_to_tuples(content[key]) for key in names}
     return made_of(kind, values)
 
 

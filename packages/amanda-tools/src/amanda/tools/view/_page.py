@@ -118,8 +118,7 @@ def table(source: Source, ops: Ops) -> dict[str, Any]:
     None for "ops" where the table is about something else.  As many rows as there are ops of one key are
     theirs in turn, unless texts in other columns tell the rows apart; otherwise each is about all of them.
     """
-    columns = _columns(source)
-    rows = source.objects_at("rows")
+    columns, rows = _columns(source), source.objects_at("rows")
     names = [column["name"] for column in columns]
     return {
         "name": source.name, "schema": source.schema,
@@ -161,13 +160,11 @@ def _columns(source: Source) -> list[dict[str, Any]]:
     names = dict.fromkeys((*column_by_name, *(rows[0] if rows else ())))
     if not names and rows:
         raise AmandaError(f"{source.name}: the rows of {source.schema} are empty objects")
-    described = []
-    for name in names:
-        column = column_by_name.get(name, {})
-        is_number = _are_numbers([row.get(name) for row in rows])
-        total, unit = bool(column.get("total")), _text_of(column.get("unit"))
-        described.append({"name": name, "number": is_number, "total": total, "unit": unit})
-    return described
+    return [
+        {"name": name, "number": _are_numbers([row.get(name) for row in rows]),
+         "total": bool(column.get("total")), "unit": _text_of(column.get("unit"))}
+        for name in names for column in [column_by_name.get(name, {})]
+    ]  # fmt: skip
 
 
 def _are_numbers(values: Sequence[Any]) -> bool:
@@ -245,7 +242,7 @@ def to_page(*results: str | Path | Result, title: str | None = None) -> str:
     The first trace among them gives the graph; tables of ops become columns beside it.
 
     Args:
-        *results: Paths of files, or results.
+        *results: Paths of files, paths of folders with such files, or results.
         title: Title of the page; None for the names of the results.
 
     Raises:
@@ -253,7 +250,7 @@ def to_page(*results: str | Path | Result, title: str | None = None) -> str:
     """
     if not results:
         raise AmandaError("a page is made of one result or more; none was given")
-    sources = [read(result) for result in results]
+    sources = [read(file) for result in results for file in _files_of(result)]
     names = ", ".join(source.name for source in sources)
     heading = title or names
     with parsing(names, "result"):
@@ -268,6 +265,16 @@ def to_page(*results: str | Path | Result, title: str | None = None) -> str:
         "script": script,
     }  # fmt: skip
     return re.sub(r"{{(.*?)}}", lambda match: parts[match[1]], _asset("index.html"))
+
+
+def _files_of(result: str | Path | Result) -> Sequence[str | Path | Result]:
+    """Return the .json files in a folder, as `amanda run -o` makes one; anything else alone."""
+    if isinstance(result, Result) or not Path(result).is_dir():
+        return [result]
+    paths = sorted(Path(result).glob("*.json"))
+    if not paths:
+        raise AmandaError(f"{result} is a folder without .json files, as `amanda run -o` makes them")
+    return paths
 
 
 def document(sources: Sequence[Source], title: str) -> dict[str, Any]:
@@ -348,10 +355,10 @@ def _command(files: Sequence[Path], output: Path | None, title: str | None, show
     """Make one self-contained HTML page of saved results.
 
     The page has a tree of modules, the graph, tables, and differences between runs. FILES are .json files of
-    a result's save(), also gzipped. Of several files, results for the same op are shown together.
-    Chrome traces open in https://ui.perfetto.dev instead.
+    a result's save(), also gzipped, or folders of `amanda run -o`. Of several files, results for the same op
+    are shown together. Chrome traces open in https://ui.perfetto.dev instead.
     """
-    page = output or Path(f"{files[0].name.removesuffix('.gz').removesuffix('.json')}.view.html")
+    page = output or Path(f"{files[0].absolute().name.removesuffix('.gz').removesuffix('.json')}.view.html")
     write_file(page, to_page(*files, title=title))
     sys.stdout.write(f"{page}\n")
     if shown:
