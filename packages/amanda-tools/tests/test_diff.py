@@ -173,6 +173,73 @@ def test_an_op_that_one_run_lacks_is_named_before_the_op_that_reads_its_result()
     assert f"an op of a alone, whose result softmax in 1, {reader.source} reads" in result.sentence
 
 
+class Faulty(nn.Module):
+    """A residual block with one op too many or too few; `extra` ops change nothing."""
+
+    def __init__(self, fault: str = "", extra: str = "") -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+        self.fault, self.extra = fault, extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(self.norm(x)))
+        if self.fault == "clamp":
+            h = h.clamp(max=0.3)
+        if self.fault == "mul":
+            h.mul_(1.5)
+        if self.extra == "clone":
+            h = h.clone()
+        if self.extra == "to":
+            h = h.double().to(h.dtype)
+        y = self.down(h)
+        return y if self.fault == "add" else x + y
+
+
+def run_as(precision: str, model: nn.Module, x: Tensor) -> Callable[[], Tensor]:
+    lower = copy.deepcopy(model).bfloat16()
+
+    def autocast() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(x)  # type: ignore[no-any-return]
+
+    runs = {"float32": lambda: model(x), "bfloat16": lambda: lower(x.bfloat16()), "autocast": autocast}
+    return runs[precision]
+
+
+@pytest.mark.parametrize("extra", ["", "clone", "to"])
+@pytest.mark.parametrize(("fault", "run"), [("", ""), ("clamp", "b"), ("mul", "b"), ("add", "a")])
+@pytest.mark.parametrize(
+    ("a", "b", "options"),
+    [
+        ("float32", "float32", {}),
+        ("float32", "bfloat16", {"rtol": 8e-2}),
+        ("float32", "autocast", {"rtol": 8e-2}),
+        ("autocast", "float32", {"rtol": 8e-2}),
+        ("bfloat16", "float32", {"control": "float64"}),
+    ],
+)
+def test_an_op_of_one_run_is_the_cause_across_element_types(
+    a: str, b: str, options: dict[str, Any], fault: str, run: str, extra: str
+) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Faulty(), Faulty(), Faulty()), torch.randn(8, 16)
+    other_model = twin(model, nn.Sequential(Faulty(), Faulty(fault, extra), Faulty()))
+    first = diff(run_as(a, model, x), run_as(b, other_model, x), **options).first
+    found = None if first is None else (first.type, first.module, first.only)
+    assert found == ((fault, "1", run) if fault else None)
+
+
+def test_a_transposed_tensor_is_a_change() -> None:
+    def turned(x: Tensor) -> Tensor:
+        return x.sin().transpose(1, 3).cos()
+
+    first = diff(
+        lambda x: x.sin().cos(), turned, torch.randn(2, 3, 3, 3, generator=torch.manual_seed(0))
+    ).first
+    assert first is not None
+    assert (first.type, first.only) == ("transpose", "b")
+
+
 class Rounded(Tensor):
     """A weight whose products its class computes, and rounds."""
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from amanda.tools.diff._errors import Pair
+from amanda.tools.diff._errors import TOLERANCES, Pair, array_distance, summary_distance
 from amanda.tools.diff._matching import Partners
 from amanda.tools.diff._run import DataFlow, Execution, Run
 from amanda.tools.dump import Entry, Op
@@ -28,27 +28,54 @@ class Cause:
 
 def find_cause(
     runs: tuple[Run, Run], flows: tuple[DataFlow, DataFlow], partners: Partners,
-    differing_reads: Sequence[tuple[Pair, float]],
+    differing_reads: Sequence[tuple[Pair, float, float]],
 ) -> Cause | None:  # fmt: skip
     """Find the op that causes the different inputs of an op, by the first of these that leads to one.
 
     An op without a counterpart that made the input, or else an op in place that wrote into it; None for
-    neither.  differing_reads: tensors that the op reads and that differ, with relative errors.
+    neither.  differing_reads: tensors that the op reads and that differ, with relative errors and bounds.
     """
-    for pair, error in differing_reads:
-        is_derived = any(run.is_derived(entry) for run, entry in zip(runs, pair, strict=True))
-        # Of a cast in one run, the op that reads it is named: it has two element types.
-        if is_derived or (pair[0].shape, pair[0].dtype) != (pair[1].shape, pair[1].dtype):
+    for read_pair, error, bound in differing_reads:
+        is_derived = any(run.is_derived(entry) for run, entry in zip(runs, read_pair, strict=True))
+        if is_derived or read_pair[0].shape != read_pair[1].shape:
             continue
+        reading_ops = [run.ops[entry.op] for run, entry in zip(runs, read_pair, strict=True)]
+        dtypes = {entry.dtype for entry in read_pair}
+        sides = zip(runs, flows, partners, read_pair, strict=True)
+        entry_a, entry_b = (_before_unmatched_ops(*side, bound, dtypes) for side in sides)
         # A dump has no references between tensors: the op that made these numbers last made the tensor.
-        producers = [flow.producer(entry) for flow, entry in zip(flows, pair, strict=True)]
-        reading_ops = [run.ops[entry.op] for run, entry in zip(runs, pair, strict=True)]
+        producers = [flow.producer(entry) for flow, entry in zip(flows, (entry_a, entry_b), strict=True)]
         cause = _unmatched_cause(producers, partners, reading_ops, error) or _overwriting_cause(
-            runs, flows, partners, pair, producers, reading_ops, error
+            runs, flows, partners, (entry_a, entry_b), producers, reading_ops, error
         )
         if cause is not None:
             return cause
     return None
+
+
+def _before_unmatched_ops(
+    run: Run, flow: DataFlow, matched: Collection[Execution], read: Entry, bound: float, dtypes: set[str]
+) -> Entry:
+    """Return a tensor as it was before ops without a counterpart that changed it by no more than a bound."""
+    # dtypes: element types of the tensor in both runs.  Of a cast from one to the other, the op that reads
+    # its result is named: it has two element types.
+    cast_bound = max(bound, *(TOLERANCES.get(dtype, 0.0) for dtype in dtypes)) if len(dtypes) > 1 else bound
+    while (output := flow.producer(read)) and (output.op, output.execution) not in matched:
+        entries = (e for e in run.tensors_read(output.op, output.execution) if e.shape == output.shape)
+        bounds = ((e, cast_bound if {e.dtype, output.dtype} == dtypes else bound) for e in entries)
+        unchanged = next((e for e, bound in bounds if _change(run, e, output) <= bound), None)
+        if unchanged is None:
+            break
+        read = unchanged
+    return read
+
+
+def _change(run: Run, entry: Entry, output: Entry) -> float:
+    # Not `distance`: a transposed tensor may be the same to it, in another layout.
+    before, after = run.array(entry), run.array(output)
+    if before is None or after is None:
+        return summary_distance(entry, output).relative
+    return array_distance(before, after).relative
 
 
 def _unmatched_cause(
@@ -57,10 +84,8 @@ def _unmatched_cause(
     """Return the ops of both runs that produced a tensor, if one or both have no counterpart; else None."""
     # producers, reading_ops: in run a and in run b.
     producer_a, producer_b = producers
-    are_unmatched = [
-        producer is not None and (producer.op, producer.execution) not in partners[run_index]
-        for run_index, producer in enumerate(producers)
-    ]
+    keys = [producer and (producer.op, producer.execution) for producer in producers]
+    are_unmatched = [key is not None and key not in partners[side] for side, key in enumerate(keys)]
     if all(are_unmatched):
         return Cause(producer_a, producer_b, error, reason="")
     reader_a, reader_b = map(_op_place, reading_ops)

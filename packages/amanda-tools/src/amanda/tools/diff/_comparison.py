@@ -36,11 +36,15 @@ ComparedPair = tuple[Pair, Comparison]
 
 
 class ReadAgreement(NamedTuple):
-    """How far a tensor that ops read is off between the runs: its role, and whether that is within bounds."""
+    """Role of a tensor that ops read, its error between the runs, and the error up to which it agrees."""
 
     role: str
     error: float
-    agrees: bool
+    bound: float
+
+    @property
+    def agrees(self) -> bool:
+        return self.error <= self.bound
 
 
 class RunComparison:
@@ -101,10 +105,8 @@ class RunComparison:
         self.matches = {match.first_execution: match for match in matches}
         self._is_one_precision = has_same_precision(self._runs, matches)
         matches.sort(key=lambda match: match.pairs[0][0].order)  # as the tensors lie in their files
-        only_a, only_b = (
-            [run.ops[i] for i in indices]
-            for run, indices in zip(self._runs, op_matches.unmatched_ops, strict=True)
-        )
+        sides = zip(self._runs, op_matches.unmatched_ops, strict=True)
+        only_a, only_b = ([run.ops[i] for i in indices] for run, indices in sides)
         compared_pairs = []
         for match in matches:
             comparison = self._compare_match(match)
@@ -278,13 +280,13 @@ class RunComparison:
             return True
         return any(
             flow.producer(entry) is not None
-            for read_pair, _ in self._differing_reads(self._match_of(pair))
+            for read_pair, *_ in self._differing_reads(self._match_of(pair))
             for flow, entry in zip(self.flows, read_pair, strict=True)
         )  # fmt: skip
 
-    def _differing_reads(self, match: OpMatch) -> list[tuple[Pair, float]]:
+    def _differing_reads(self, match: OpMatch) -> list[tuple[Pair, float, float]]:
         agreements = [(pair, self.agreement(pair)) for pair in self.matcher.pair_reads(match)]
-        return [(pair, read.error) for pair, read in agreements if not read.agrees]
+        return [(pair, read.error, read.bound) for pair, read in agreements if not read.agrees]
 
     def _compare_cause(self, cause: Cause, effect: Comparison, effect_pair: Pair) -> ComparedPair:
         """Return the row of the op that is the cause: its tensors, and their comparison.
@@ -366,7 +368,7 @@ class RunComparison:
         difference, bound = self._measure_distance(pair)
         # What an op reads has gone through views and casts, for which no error of a control is known.
         bound = max(bound, tolerance(pair[0].dtype, pair[1].dtype, self._rtol))
-        return ReadAgreement(pair[0].role, difference.relative, difference.relative <= bound)
+        return ReadAgreement(pair[0].role, difference.relative, bound)
 
     def _make_comparison(
         self, pair: Pair, difference: Distance, bound: float, agreements: Sequence[ReadAgreement] = (),
@@ -382,8 +384,7 @@ class RunComparison:
             other_source=other_op.source, execution=pair[0].execution, relative=difference.relative,
             cosine=difference.cosine, largest=difference.largest, exact=difference.exact, tolerance=bound,
             by_type=bound, dtypes=(pair[0].dtype, pair[1].dtype), inputs=all(inputs) if inputs else None,
-            weight=max(weights) if weights else None,
-            expected=self._expected_error(pair, read_error),
+            weight=max(weights) if weights else None, expected=self._expected_error(pair, read_error),
             is_retyped=bool(difference.relative) and self._is_retyped(pair),
         )  # fmt: skip
 
@@ -403,12 +404,10 @@ def _have_equal_sizes(pair: Pair) -> bool:
 
 
 def expected_errors(run: Run, control: Run) -> Expected:
-    """Compare a run with its control; return the relative error of each op that this explains.
-
-    A control in a wider type, such as float64, shows the rounding of the run, and also a fault that comes
-    with its precision, such as angles of a rotary embedding in bfloat16.  So with it an op is expected to err
-    at most as much as what it reads, or as its element type rounds, even where the distance is larger.
-    """
+    """Compare a run with its control; return the relative error of each op that this explains."""
+    # A control in a wider type, such as float64, shows the rounding of the run, and also a fault that comes
+    # with its precision, such as angles of a rotary embedding in bfloat16.  So with it an op is expected to
+    # err at most as much as what it reads, or as its element type rounds, even where the distance is larger.
     runs = run, control
     compared_runs = RunComparison(*runs, None)
     compared, _ = compared_runs.compare_ops({})
@@ -431,10 +430,8 @@ def expected_errors(run: Run, control: Run) -> Expected:
 
 
 def _error_from_control(runs: tuple[Run, Run], match: OpMatch, comparison: Comparison) -> float:
-    """Return the relative error of an op from its control, of finite numbers alone; `LARGEST` without these.
-
-    An overflow of the run says nothing of the numbers beside it.
-    """
+    """Return the relative error of an op from its control, of finite numbers alone; `LARGEST` without any."""
+    # An overflow of the run says nothing of the numbers beside it.
     if math.isfinite(comparison.relative):
         return min(comparison.relative, LARGEST)
     errors = []

@@ -107,10 +107,8 @@ def _compare_runs(
         result = DiffResult(run.name, other_run.name, [row for _, row in rows], *unmatched_ops, told=notes)
         return result, [pair for pair, _ in rows]
     if by is None:
-        notes.append(
-            f"Modules were compared, not ops: a ran as {_mode(run)}, b as {_mode(other_run)}; "
-            'by="op" compares ops'
-        )
+        modes = f"a ran as {_mode(run)}, b as {_mode(other_run)}"
+        notes.append(f'Modules were compared, not ops: {modes}; by="op" compares ops')
     names = mapping
     if names is None:
         names = pair_same_modules(run, other_run)

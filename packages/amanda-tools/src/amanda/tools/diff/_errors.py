@@ -65,10 +65,8 @@ def distance(
     numbers, other_numbers = arrays
     if numbers is None or other_numbers is None:
         return summary_distance(*pair, floor)
-    distances = [
-        array_distance(numbers, candidate, floor)
-        for candidate in arrangements(other_numbers, layouts[1], numbers.shape, layouts[0])
-    ]
+    candidates = arrangements(other_numbers, layouts[1], numbers.shape, layouts[0])
+    distances = [array_distance(numbers, candidate, floor) for candidate in candidates]
     # Several arrangements fit where extents are equal; the closest is taken for the one that is meant.
     return min(distances, key=lambda d: d.relative, default=Distance(math.inf, math.inf))
 

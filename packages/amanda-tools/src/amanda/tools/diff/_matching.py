@@ -171,10 +171,7 @@ class ExecutionMatcher:
     ) -> list[OpMatch] | None:
         """Match executions of one run with the pieces of them in the other; None where these do not fit."""
         # may_differ: the values of a whole and of its pieces need not be near.
-        outputs_a, outputs_b = (
-            [outputs for _, outputs in executed],
-            [outputs for _, outputs in other_executed],
-        )
+        outputs_a, outputs_b = ([outputs for _, outputs in side] for side in (executed, other_executed))
         is_swapped = _are_pieces(outputs_a, outputs_b)
         wholes, parts = (other_executed, executed) if is_swapped else (executed, other_executed)
         ranges = piece_ranges([outputs[0] for _, outputs in wholes], [outputs[0] for _, outputs in parts])
@@ -229,10 +226,8 @@ def _are_pieces(executions: Sequence[Sequence[Entry]], other_executions: Sequenc
     """Return True if the first are the pieces: there are more of them, or else smaller ones."""
     if len(executions) != len(other_executions):
         return len(executions) > len(other_executions)
-    sizes = [
-        sum(entry.summary.statistics.elements for outputs in side for entry in outputs)
-        for side in (executions, other_executions)
-    ]
+    sides = executions, other_executions
+    sizes = [sum(e.summary.statistics.elements for outputs in side for e in outputs) for side in sides]
     return sizes[0] < sizes[1]
 
 
@@ -347,10 +342,8 @@ class OpMatches:
 
     def _unpaired_ops(self, phase: str) -> Sides:
         """Return the ops of a phase that have no counterpart yet, of both runs."""
-        ops_a, ops_b = (
-            [i for i in run.op_indices(phase) if i not in paired]
-            for run, paired in zip(self._runs, self._paired, strict=True)
-        )
+        sides = zip(self._runs, self._paired, strict=True)
+        ops_a, ops_b = ([i for i in run.op_indices(phase) if i not in paired] for run, paired in sides)
         return ops_a, ops_b
 
 

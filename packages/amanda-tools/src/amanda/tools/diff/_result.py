@@ -108,10 +108,8 @@ class DiffResult(Result):
         if op not in ops:
             raise AmandaError(f"b has {failure}, at an op that a does not have")
         failed: dict[str, Any] = {"relative": math.inf, "largest": math.inf, "failure": failure}
-        self.comparisons = tuple(
-            replace(comparison, **failed) if b_op == op else comparison
-            for comparison, b_op in zip(self.comparisons, ops, strict=True)
-        )
+        rows = zip(self.comparisons, ops, strict=True)
+        self.comparisons = tuple(replace(row, **failed) if b_op == op else row for row, b_op in rows)
 
     @property
     def sentence(self) -> str:
@@ -167,10 +165,7 @@ class DiffResult(Result):
 
     def _growth_lines(self) -> list[str]:
         """Return a line for each op of `growth`."""
-        lines = [
-            f"  {comparison.relative:9.2g}  {comparison.place}, execution {comparison.execution}"
-            for comparison in self.growth
-        ]
+        lines = [f"  {c.relative:9.2g}  {c.place}, execution {c.execution}" for c in self.growth]
         return ["How the error grows, up to the last op:", *lines] if lines else []
 
     @property
