@@ -112,6 +112,7 @@ FOR_GRAPHS = (
     "_dynamo.eval_frame._callback_from_stance",
     "_dynamo.eval_frame._debug_get_cache_entry_list",
     "_dynamo.eval_frame._stance",
+    "_dynamo.external_utils",
     "_dynamo.guards.GuardBuilder.ID_MATCH",
     "_dynamo.guards.install_guard",
     "_dynamo.source.GlobalStateSource",
