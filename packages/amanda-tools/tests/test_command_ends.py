@@ -66,7 +66,7 @@ def test_a_program_that_starts_python_has_the_results_of_its_child(script: Path)
     assert sorted(path.name for path in (script.parent / "out").iterdir()) == ["flops.json", "main.dump.json"]
     assert calls(script.parent / "out" / "flops.json", "cumsum") == 1
     script.with_name("starts.py").write_text(
-        "import subprocess, sys\nfor _ in 'ab':\n    subprocess.run([sys.executable, 'train.py'])"
+        "from subprocess import run\nimport sys\nfor _ in 'ab':\n    run([sys.executable, 'train.py'])"
     )
     done = amanda_run(script.parent, "dump:folder=two", "starts.py")
     assert "no tools" not in done.stderr
