@@ -50,7 +50,7 @@ class SelfTestProgram(NamedTuple):
 
 
 class Driver(ABC):
-    """What a scope attaches to one framework, in one or more of its modes.
+    """Interception of one framework, in one or more of its modes, which scopes attach and detach.
 
     api: the `DRIVER_API` that the driver was written for, as a number.
     framework: import name of the framework.

@@ -31,7 +31,7 @@ from amanda.testing.fake import Node, Tensor, _autograd, _operators
 
 
 class FakeTensors(TensorOps):
-    """What the core does with the fake framework's tensors, and with the tape that records gradients."""
+    """Operations of the core on the fake framework's tensors, and on the tape that records gradients."""
 
     def is_tensor(self, value: Any) -> bool:
         """Return True if a value is a tensor."""

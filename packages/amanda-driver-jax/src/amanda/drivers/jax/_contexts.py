@@ -26,7 +26,7 @@ BACKWARD = "backward"
 
 
 class ToolStackPrograms:
-    """What the driver holds for the programs traced for a stack of tools; the `ToolStack` alone holds this.
+    """Records of the programs that were traced for a stack of tools; the `ToolStack` alone holds them.
 
     JAX's caches hold a program as long as its function lives, so a program holds nothing of the tools but
     tokens of routines and executions.

@@ -251,7 +251,7 @@ class Site(NamedTuple):
 
 
 class OpLabels(NamedTuple):
-    """What tells an op in results."""
+    """Phase, type, module and line by which results name an op."""
 
     phase: str
     type: str

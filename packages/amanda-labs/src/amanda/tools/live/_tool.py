@@ -193,7 +193,7 @@ class LiveTool(amanda.Tool):
         self.begin_step()
 
     def begin_calls(self, step: int) -> None:
-        """Let only calls begin and end steps after `step`; a callback calls this ahead of the scope."""
+        """Count steps by calls alone, from the one after `step`; a callback calls this ahead of the scope."""
         self._step_end_event = "call"
         # In a scope that the program opened, executions are counted already.
         self._close(self._counting_scope)

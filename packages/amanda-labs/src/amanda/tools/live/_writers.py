@@ -42,7 +42,7 @@ class ScalarWriter(Protocol):
 
 
 def begin_run(writer: Any, step: int) -> None:
-    """Tell a writer the first step of a run, if it has a method for it."""
+    """Call a writer's `begin` with the first step of a run, if it has that method."""
     if callable(method := getattr(writer, "begin", None)):
         method(step)
 

@@ -103,7 +103,7 @@ DATASET_FUNCTIONS_REPORT = (
     "the functions of datasets (tf.data)",
     "TensorFlow's native code runs what they map, filter and generate by as it is",
 )
-"""What is reported of datasets: the part that is not instrumented, and the reason."""
+"""The report's entry of datasets: the part that is not instrumented, and the reason."""
 
 
 class Datasets:

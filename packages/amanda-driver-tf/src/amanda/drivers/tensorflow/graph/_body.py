@@ -1,4 +1,4 @@
-"""What a rewrite of a graph reads and returns: a body of operations, the rewriting, the edited body."""
+"""Input and result of a rewrite of a graph: a body of operations, the rewriting, the edited body."""
 
 from __future__ import annotations
 
