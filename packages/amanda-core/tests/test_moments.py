@@ -121,22 +121,3 @@ def test_threads_add_to_one_object() -> None:
         thread.join()
     assert moments.numbers[0] == 80 * 100_000
     assert sum(struct.unpack("4101q", moments.counts or b"")) == 80 * 100_000
-
-
-@pytest.mark.parametrize("count", [0, 1, 3, 64, 1000])
-def test_floats_at_an_address_are_finite_or_not(count: int) -> None:
-    are_finite_at = interceptor.Moments.are_finite_at
-    values = array("f", [*numbers("f", count), 3.4e38, -3.4e38, 1e-45, -0.0])
-    assert are_finite_at(values.buffer_info()[0], len(values))
-    for i in range(len(values)):
-        for bad in (math.nan, -math.nan, math.inf, -math.inf):
-            number, values[i] = values[i], bad
-            assert not are_finite_at(values.buffer_info()[0], len(values))
-            assert are_finite_at(values.buffer_info()[0], i)
-            values[i] = number
-
-
-def test_addresses_and_counts_are_numbers() -> None:
-    for args in ((), (1,), (1, 2, 3), ("1", 0), (0, None)):
-        with pytest.raises(TypeError):
-            interceptor.Moments.are_finite_at(*args)

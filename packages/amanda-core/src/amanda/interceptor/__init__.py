@@ -12,7 +12,8 @@ is to run, or None for no routines. A `Reader` computes the key of a call's form
 gets two arguments more: the key under which the cache may learn the form of this call (0: it may not), and
 the `Resumption` with which Python continues an execution that native code has begun (else None).
 
-`Moments` are statistics of numbers in memory, for observers: they belong to no call.
+`Moments` are statistics of numbers in memory, for observers: they belong to no call. A `FiniteCheck` is a
+routine that native code calls only where an op's outputs are not finite.
 
 Without a C compiler at install time a pure-Python interceptor offers the same names, and replaces
 callables as attributes; `NATIVE` tells which interceptor is in force and `REASON` why.
@@ -43,6 +44,9 @@ __all__ = [
     "Detour",
     "Enclosure",
     "Extent",
+    "FiniteCheck",
+    "Gate",
+    "GatedRoutine",
     "Graphs",
     "Hook",
     "Lock",

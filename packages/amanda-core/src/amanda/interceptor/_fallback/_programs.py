@@ -138,15 +138,41 @@ class Moments(_NativeAlone):
         """Add the statistics of other moments with the same bins."""
         raise NotImplementedError
 
-    @staticmethod
-    def are_finite_at(address: int, count: int) -> bool:
-        """Return True if all floats of 32 bits at an address are finite.
 
-        Args:
-            address: Of memory that can be read.
-            count: Number of floats; few, since the GIL is held.
-        """
-        raise NotImplementedError
+class Gate:
+    """A switch of routines: native code does not call a `GatedRoutine` while its gate is not open."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+
+class GatedRoutine:
+    """Base of observers that do nothing while a gate is not open; Python calls them in any case.
+
+    Args:
+        gate: The gate, which others may share.
+    """
+
+    def __init__(self, gate: Gate) -> None:
+        pass
+
+
+class FiniteCheck:
+    """Base of two routines around an op, which native code calls only where an output is not finite.
+
+    before: routine before the op; None: this one is.  skips: whether native code may skip the routine.  copies: of the routine before an op, whether the op
+    writes its first input.  copy: the bytes of that input from before the op, if the op has run.
+
+    Args:
+        before: Routine before the op, of the routine after it; None for the routine before the op.
+        tally: Counts the executions that native code skips.
+    """
+
+    copy: bytearray | None = None
+
+    def __init__(self, before: "FiniteCheck | None" = None, tally: ShapeCounter | None = None) -> None:
+        self.before = before
+        self.skips = self.copies = False
 
 
 class Reader(_NativeAlone):
@@ -168,6 +194,13 @@ class Reader(_NativeAlone):
         Args:
             original: Tensor of the program.
             value: Value that a routine returned.
+        """
+        raise NotImplementedError
+
+    def host_memory(self, value: Any) -> tuple[int, int] | None:
+        """Return address and bytes of a tensor's numbers in host memory; None where only Python reads them.
+
+        The bytes of a view that is not contiguous have the numbers between its elements too.
         """
         raise NotImplementedError
 

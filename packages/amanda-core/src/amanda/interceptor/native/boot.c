@@ -1,7 +1,9 @@
+#include "execution/observer.h"
 #include "execution/program.h"
 #include "interception/lock.h"
 #include "interception/site.h"
 #include "pytorch/autograd.h"
+#include "statistics/finite.h"
 #include "statistics/moments.h"
 
 int add_function(PyObject *names, PyMethodDef *def) {
@@ -33,9 +35,9 @@ int amanda_boot(void *names) {
     if (called_from_main(names)) {
         int failed = activation_boot(names) || site_boot(names) || place_boot(names) || region_boot(names) ||
                      ordinal_boot(names) || lock_boot(names) || extent_boot(names) || probe_boot(names) || /* interception */
-                     execution_boot(names) || statistics_boot(names) ||                /* execution */
+                     execution_boot(names) || statistics_boot(names) || observer_boot(names) || /* execution */
                      add_type(names, "Reader", &Reader_Type) || graph_boot(names) ||   /* pytorch */
-                     moments_boot(names);                                              /* statistics */
+                     moments_boot(names) || finite_boot(names);                        /* statistics */
         if (failed) PyErr_Print();
         result = failed ? BOOT_FAILED : BOOTED;
     }

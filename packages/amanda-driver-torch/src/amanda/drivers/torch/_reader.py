@@ -79,6 +79,7 @@ def make_reader(
             ),
             layout=tensor_layout,
             wrappers=_wrapper_layout(),
+            elements=_element_layout(libraries) if tensor_layout else None,
         )
         # Symbols may exist and mean something else in another build: a trial on samples decides.
         if _reads_correctly(reader):
@@ -152,6 +153,30 @@ def _storage_offset() -> int:
     raise LookupError("the storage of a tensor")
 
 
+def _element_layout(libraries: "Libraries") -> tuple[Any, ...] | None:
+    """Return where numbers of tensors lie in host memory, and which bits of an element say NaN or Inf.
+
+    None if this torch keeps them elsewhere: Python then reads numbers, which takes longer.
+    """
+    samples = [torch.zeros(4)[start:] for start in (1, 3, 2)]
+    storages = [sample.untyped_storage() for sample in samples]
+    addresses = [storage.data_ptr() for storage in storages]
+    kinds = [(torch.zeros(1, dtype=dtype), width, mask) for dtype, (width, mask) in _EXPONENTS.items()]
+    for offset in range(0, 8 * _WORD, _WORD):
+        if [ctypes.c_void_p.from_address(storage._cdata + offset).value for storage in storages] == addresses:
+            start = _first_offset(lambda place: _words_at(ctypes.c_int64, samples, place) == [1, 3, 2])
+            return offset, start, libraries.address("aoti_torch_get_strides"), tuple(kinds)
+    return None
+
+
+_EXPONENTS = {
+    torch.float32: (4, 0xFF << 23), torch.float64: (8, 0x7FF << 52), torch.float16: (2, 0x1F << 10),
+    torch.bfloat16: (2, 0xFF << 7), torch.uint8: (1, 0), torch.int8: (1, 0), torch.int16: (2, 0),
+    torch.int32: (4, 0), torch.int64: (8, 0), torch.bool: (1, 0),
+}  # fmt: skip
+"""Bytes of an element, and the bits that are all set in one that is not finite; 0 for integers."""
+
+
 def _reads_correctly(reader: interceptor.Reader) -> bool:
     """Return True if the reader reads keys, versions, memory and forms of sample tensors as they are."""
     with torch.inference_mode(False), torch.enable_grad():
@@ -201,8 +226,12 @@ def _reads_versions(reader: interceptor.Reader) -> bool:
 
 def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
     """Return True if the memory of a view is that of its base, and of no equal tensor."""
-    view, equal = plain.view(6), torch.ones(2, 3)
-    return reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0
+    view, equal, row = plain.view(6), torch.ones(2, 3), plain[1]
+    spans = [reader.host_memory(tensor) for tensor in (plain.t(), row, plain[:, 2], plain[2:])]
+    start, width = plain.data_ptr(), plain.element_size()
+    right_spans = [(start, 6 * width), (row.data_ptr(), 3 * width), (start + 2 * width, 4 * width)]
+    reads_spans = spans[:3] in (right_spans, [None, None, None])
+    return reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0 and reads_spans
 
 
 def _finds_substitutes(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:

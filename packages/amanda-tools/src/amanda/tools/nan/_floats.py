@@ -139,8 +139,6 @@ def _is_finite(flat: Any) -> bool:
     return isfinite(abs(flat.dot(flat) if is_single else tensors_of(flat).total(flat)))
 
 
-# Elements up to which one thread reads memory faster than PyTorch computes a sum.
-_IN_PLACE = 1 << 14
 # Version of an inference tensor, which does not count writes.
 _UNKNOWN_VERSION = -1
 
@@ -207,18 +205,26 @@ class InputRecorder:
 
     Inputs that the op writes must be examined before it runs.  The first execution shows which these are, so
     all inputs are examined before the first execution.
-    dtype: `dtype` of StandardMapping.  looks_for_inf: True to look for Inf too.  in_place: the op writes its
-    first input.  is_eager: the caller of the op holds the inputs until the op ends.
+    dtype: `dtype` of StandardMapping.  looks_for_inf: True to look for Inf too.  is_in_place: the op writes
+    its first input.  is_eager: the caller of the op holds the inputs until the op ends.
     """
 
-    def __init__(self, dtype: Dtype, looks_for_inf: bool, in_place: bool, is_eager: bool) -> None:
+    def __init__(self, dtype: Dtype, looks_for_inf: bool, is_in_place: bool, is_eager: bool) -> None:
         self._dtype, self._looks_for_inf = dtype, looks_for_inf
-        self._in_place, self._is_eager = in_place, is_eager
+        self.is_in_place, self._is_eager = is_in_place, is_eager
         self._written_indices: frozenset[int] | None = None  # flat ones; None until the first execution ends
 
-    def record(self, values: Sequence[Any], batches: Sequence[int] = ()) -> RecordedInputs:
-        """Return the inputs of an execution that begins, with flags of those that are looked at now."""
+    def record(
+        self, values: Sequence[Any], batches: Sequence[int] = (), overwritten: bytearray | None = None
+    ) -> RecordedInputs:
+        """Return the inputs of an execution that begins, with flags of those that are looked at now.
+
+        overwritten: memory of the first input from before the op, if the op has run already.
+        """
         references = list(map(_reference, values))
+        if overwritten is not None:
+            references[0] = _tensor_before_write(values[0], overwritten)
+            return RecordedInputs(references, {}, (), batches)
         # From the second execution on, only inputs that the op writes are looked at beforehand.
         written_indices = self._written_indices
         if written_indices is None and not any(isinstance(x, _TensorReference) for x in leaves(references)):
@@ -228,7 +234,7 @@ class InputRecorder:
             for leaf in floating(values, self._dtype):
                 if written_indices is None or leaf.flat_index in written_indices:
                     flags_by_index[leaf.flat_index] = nonfinite_flags(leaf.tensor, self._looks_for_inf)
-        if self._in_place and references:
+        if self.is_in_place and references:
             # The op writes over this tensor, and the finding shows what it was before.
             references[0] = _map_leaves(self._copy_float, values[0])
         # In eager mode the caller holds its inputs; a second reference would keep memory longer.
@@ -242,6 +248,12 @@ class InputRecorder:
         """Note which inputs the op writes, after its first execution."""
         if self._written_indices is None:
             self._written_indices = frozenset(_indices_of_written(inputs.values))
+
+    @property
+    def may_record_after(self) -> bool:
+        """True if inputs can be recorded after the op, with a copy of the first where `is_in_place`."""
+        written_indices = self._written_indices
+        return written_indices is not None and written_indices <= ({0} if self.is_in_place else set())
 
     def floats(self, inputs: RecordedInputs, unread_at: Callable[[Sequence[Any]], Collection[int]]) -> Floats:
         """Return the tensors among inputs as before the op, without those at `unread_at(values)`."""
@@ -263,6 +275,17 @@ class _TensorReference(ref):  # type: ignore[type-arg]
     def may_be_written(self) -> bool:
         # Also if the version is not known; a tensor that is gone counts as not written.
         return self.version == _UNKNOWN_VERSION or _write_count(self()) not in (None, self.version)
+
+
+def _tensor_before_write(tensor: Any, memory: bytearray) -> Any:
+    """Return a tensor as it was before an op wrote it, of its memory then; flat if it had another form."""
+    import torch
+
+    values = torch.frombuffer(memory, dtype=tensor.dtype) if memory else torch.empty(0, dtype=tensor.dtype)
+    try:
+        return values.as_strided(tensor.shape, tensor.stride())
+    except RuntimeError:  # the op gave the tensor more elements
+        return values
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
@@ -372,16 +395,13 @@ def _is_called_by_scaler() -> bool:
 
 @cache
 def _make_finite_test() -> Callable[[Sequence[Any]], bool]:
-    """Return a test, a hot path: True if values are plain float32 with finite elements, or a finite sum."""
+    """Return a test, a hot path: True if values are plain float32 tensors with a finite sum."""
     _REQUIRED.check()
     import torch
 
     plain_classes, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
     functions: Any = torch._C._functorch
     is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
-    # `data_ptr` would copy a tensor that shares its memory until it is written.
-    reads_memory = amanda.interceptor.NATIVE and hasattr(torch.Tensor, "const_data_ptr")
-    are_finite_at: Callable[[int, int], bool] = amanda.interceptor.Moments.are_finite_at
 
     def are_finite(values: Sequence[Any]) -> bool:
         for tensor in values:
@@ -389,12 +409,7 @@ def _make_finite_test() -> Callable[[Sequence[Any]], bool]:
             # A sum of the others would fail, or be that of many calls of a transform.
             if not is_plain or tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
                 return False
-            count = tensor.numel() if reads_memory and tensor.is_cpu else 0
-            # A transpose fills its memory too; what lies between the elements of other views is not theirs.
-            in_place = 0 < count <= _IN_PLACE and (tensor.is_contiguous() or (
-                tensor.storage_offset() == 0 and tensor.untyped_storage().nbytes() == 4 * count))  # fmt: skip
-            address = tensor.const_data_ptr() if in_place else 0
-            if not (are_finite_at(address, count) if address else isfinite(tensor.sum().item())):
+            if not isfinite(tensor.sum().item()):
                 return False
         return True
 

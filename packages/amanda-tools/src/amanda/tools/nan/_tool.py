@@ -119,6 +119,7 @@ class NanTool(amanda.Tool):
         self._unread_remarks: dict[str, None] = {}  # what is not read
         # By thread and op, while the op runs.
         self._inputs_of_running: dict[tuple[int, _CheckedOp], RecordedInputs] = {}
+        self._native_executions = amanda.Tally()  # in which native code found finite outputs
         self.clear()
         self.depends_on(self._steps, StandardMapping(), MappingTool([["pytorch", write_torch_facts]]))
         self.add_inst_for_op(self._instrument_forward)
@@ -157,7 +158,8 @@ class NanTool(amanda.Tool):
         self._dropped_keys: set[FindingKey] = set()  # beyond the limit
         self._findings_of_callers: list[Finding] = []  # at ops that only run others
         self._entered_by_key: dict[FindingKey, Entered] = {}
-        self._execution_count = self._passed_on_count = 0
+        self._python_execution_count = self._passed_on_count = 0
+        self._native_executions.clear()
         self._first_nan_step: int | None = None  # step in which an op gave NaN first, which later ops read
         self._is_logged = False  # the first finding has been logged
         self._has_nan_update = False  # an op of an optimizer gave NaN, which weights hold from then on
@@ -166,6 +168,10 @@ class NanTool(amanda.Tool):
         self._scaled_backward = ScaledBackward()
         self._steps.clear()
         self._inputs_of_running.clear()
+
+    @property
+    def _execution_count(self) -> int:
+        return self._python_execution_count + self._native_executions.calls
 
     def _instrument_forward(self, context: amanda.OpContext) -> None:
         """Insert the routines that check a forward op, and those that follow the scale of a loss."""
@@ -217,22 +223,12 @@ class NanTool(amanda.Tool):
         if context.is_backward():
             insert_before, insert_after = context.insert_before_backward_op, context.insert_after_backward_op
         if is_eager:
-            insert_before(self._begin, op=op)
-            insert_after(self._end, op=op)
+            begin = _Begin(self._inputs_of_running, op)
+            insert_before(begin)
+            insert_after(_End(begin, self._native_executions, self._check_outputs))
         else:
             insert_before(self._begin_in_graph, op=op, begins=True)
             insert_after(self._end_in_graph, op=op)
-
-    @amanda.observer
-    @all_samples
-    def _begin(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
-        # An eager op ends on the thread it began on.
-        self._inputs_of_running[get_ident(), op] = op.recorder.record(values, batches)
-
-    @amanda.observer
-    @all_samples
-    def _end(self, *values: Any, op: _CheckedOp, batches: Sequence[int] = ()) -> None:
-        self._check_outputs(values, self._inputs_of_running.pop((get_ident(), op), None), op, batches)
 
     @amanda.observer
     def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
@@ -250,7 +246,7 @@ class NanTool(amanda.Tool):
         # Sums of squares may overflow, which only means that elements are looked at.
         with np.errstate(all="ignore"):
             if are_finite(executions.tensors):
-                self._execution_count += len(begin_end_pairs)
+                self._python_execution_count += len(begin_end_pairs)
                 for execution in executions if self._flags_by_op_id else ():
                     self._flags_by_op_id.pop(execution.kwargs["op"].op_id, None)
                 # Inputs that were recorded in an earlier batch are not needed: the outputs are finite.
@@ -271,7 +267,7 @@ class NanTool(amanda.Tool):
             # Inputs of an execution that began in an earlier batch were recorded in its `run`.
             recorded = execution.run.pop(op, None) if begin is None else None
             if are_finite(leaves(execution.values)):
-                self._execution_count += 1
+                self._python_execution_count += 1
                 self._flags_by_op_id.pop(op.op_id, None)
             else:
                 if begin is not None:
@@ -281,28 +277,30 @@ class NanTool(amanda.Tool):
     def _check_outputs(
         self, values: Sequence[Any], recorded: RecordedInputs | None, op: _CheckedOp,
         batches: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> bool:  # fmt: skip
         """Count an execution, and judge the op if the outputs have NaN, or Inf if the tool looks for it.
 
+        Returns True if the outputs have none.
         recorded: its inputs; None if not known.  batches: numbers of batches of a vmap, by flat index.
         Raises NotFiniteError for the first finding if the tool stops at one.
         """
-        execution, self._execution_count = self._execution_count, self._execution_count + 1
+        self._python_execution_count += 1
         if recorded is not None:
             op.recorder.note_writes(recorded)
         if op.are_finite(values):
             if self._flags_by_op_id and op.phase != "backward":
                 self._flags_by_op_id.pop(op.op_id, None)
-            return
+            return True
         op_tensors = floating(values, op.dtype, leave=partial(self._note_unread, op))
         if not any(nonfinite_flags(op_tensor.tensor, self._looks_for_inf) for op_tensor in op_tensors):
-            return
+            return True
         output_floats = Floats.of(values, op.dtype, self._looks_for_inf, batches=batches)
         input_floats = Floats() if recorded is None else op.recorder.floats(recorded, op.unread_positions)
         # An op that reads a handle gives what the variable held: the NaN was there before.
         if output_floats.flags & NAN and not input_floats.flags & NAN and op.reads_handle:
             input_floats = output_floats
-        self._judge(op, execution, input_floats, output_floats)
+        self._judge(op, self._execution_count - 1, input_floats, output_floats)
+        return False
 
     def _judge(self, op: _CheckedOp, execution: int, inputs: Floats, outputs: Floats) -> None:
         """Add a finding if the op made the NaN or Inf in its outputs, else count it as passed on."""
@@ -414,6 +412,45 @@ class NanTool(amanda.Tool):
         # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings_by_key:
             self._first_nan_step = None
+
+
+RunningInputs = dict[tuple[int, _CheckedOp], RecordedInputs]
+
+
+class _Begin(amanda.interceptor.FiniteCheck):
+    """Routine before an eager op: records its inputs; native code skips it where the outputs are finite."""
+
+    __amanda_marks__ = frozenset({"observer", "all_samples"})
+
+    def __init__(self, inputs_of_running: RunningInputs, op: _CheckedOp) -> None:
+        super().__init__()
+        self.inputs_of_running, self.op = inputs_of_running, op
+
+    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
+        # An eager op ends on the thread it began on.
+        recorded = self.op.recorder.record(values, batches, self.copy)
+        self.inputs_of_running[get_ident(), self.op] = recorded
+
+
+class _End(amanda.interceptor.FiniteCheck):
+    """Routine after an eager op: calls `check(outputs, recorded inputs, op, batches)`.
+
+    From the second execution on native code skips it where the outputs are finite, unless the op's last
+    execution was not: `check` then forgets that.
+    """
+
+    __amanda_marks__ = _Begin.__amanda_marks__
+
+    def __init__(self, begin: _Begin, tally: amanda.Tally, check: Callable[..., bool]) -> None:
+        super().__init__(begin, tally)
+        self._begin, self._check = begin, check
+
+    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
+        begin, op = self._begin, self._begin.op
+        recorded = begin.inputs_of_running.pop((get_ident(), op), None)
+        is_finite = self._check(values, recorded, op, batches)
+        begin.skips, begin.copies = op.recorder.may_record_after, op.recorder.is_in_place
+        self.skips = begin.skips and is_finite
 
 
 def _pair_begins_and_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, int]], list[int]]:

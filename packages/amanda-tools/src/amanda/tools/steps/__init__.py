@@ -74,6 +74,17 @@ class _StepCandidate:
         return self.order < rival.order
 
 
+class _LineCount(interceptor.GatedRoutine):
+    """Routine that counts an execution of a line outside of modules while the gate is open."""
+
+    def __init__(self, gate: interceptor.Gate, count: Callable[[Hashable], None]) -> None:
+        super().__init__(gate)
+        self._count = count
+
+    def __call__(self, place: Hashable) -> None:
+        self._count(place)
+
+
 class Steps(amanda.Tool):
     """Count the steps of a program from 0, such as batches of training.
 
@@ -96,6 +107,8 @@ class Steps(amanda.Tool):
         ] = {}  # by op id, or by line outside of modules
         self._model_ordinals: set[int] = set()  # of models whose first op has been analysed
         self._leader: _StepCandidate | None = None
+        # Not open while lines need no count: no line leads while the first op of a module does.
+        self._line_gate = interceptor.Gate()
         self._is_between_runs = True  # no op of a graph has been analysed since the last execution
         self.add_inst_for_op(self._watch_candidate)
 
@@ -111,7 +124,7 @@ class Steps(amanda.Tool):
 
     def clear(self) -> None:
         """Count from 0 again: the next step that begins is the first."""
-        self._leader = None
+        self._leader, self._line_gate.open = None, True
         for candidate in self._candidate_by_place.values():
             candidate.executions = 0
         self._begin_step(0)
@@ -139,7 +152,10 @@ class Steps(amanda.Tool):
             is_line, order = isinstance(place, tuple), len(self._candidate_by_place)
             thread = get_ident() if context.is_eager() else None
             self._candidate_by_place[place] = _StepCandidate(not is_line, order, thread)
-        context.insert_before_op(self._count_execution, inputs=[], place=place)
+        if isinstance(place, tuple):
+            context.insert_before_op(_LineCount(self._line_gate, self._count_execution), inputs=[], place=place)
+        else:
+            context.insert_before_op(self._count_execution, inputs=[], place=place)
 
     def _find_place(self, context: amanda.OpContext) -> Hashable:
         """Return the id of an op that may begin steps, or its line outside of modules; None for other ops."""
@@ -172,7 +188,7 @@ class Steps(amanda.Tool):
             return
         candidate.executions += 1
         if candidate.leads(self._leader) and not self._only_calls_begin_steps:
-            self._leader = candidate
+            self._leader, self._line_gate.open = candidate, not candidate.is_inside
             # The first execution finds the number at 0 already.
             if self.number != candidate.executions - 1:
                 self._begin_step(candidate.executions - 1)

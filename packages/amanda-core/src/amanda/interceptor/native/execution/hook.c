@@ -52,7 +52,8 @@ static PyObject *call_hook(PyObject *self, PyObject *const *args, size_t flags, 
         return PyErr_Format(PyExc_TypeError, "a hook is called with a tuple of values");
     Shapes shapes;
     if (read_shapes(hook, args, PyVectorcall_NARGS(flags), &shapes)) return NULL;
-    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], &shapes), *values = resumption;
+    PyObject *entered = PyVectorcall_NARGS(flags) > 1 && PyTuple_Check(args[1]) ? args[1] : NULL;
+    PyObject *resumption = run_on_values(hook->program, hook->reader, args[0], entered, &shapes), *values = resumption;
     if (hook->counts_alone && hook->program->needs_shape_codes && resumption == Py_None) keep_words(hook, &shapes.code);
     if (resumption && resumption != Py_None) {
         int shaped = hook->program->needs_shapes || hook->program->needs_shape_codes;

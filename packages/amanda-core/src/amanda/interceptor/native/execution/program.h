@@ -3,7 +3,7 @@
 #define AMANDA_PROGRAM_H
 #include "execution/counts.h"
 #include "execution/tally.h"
-#include "execution/tensors.h"
+#include "execution/observer.h"
 #include "interception/lock.h"
 
 #define VALUE_LIMIT 32
@@ -11,6 +11,7 @@
 /* One routine of a program. Here and below, the fields that a call reads first lie together, in few lines of the cache. */
 typedef struct {
     Tally *tally;             /* borrowed; the func itself, if native code counts in it; NULL: the func is called */
+    Observer *observer;       /* borrowed; the func itself, if native code may observe instead; NULL: it may not */
     char isolated, takes_all;
     char takes_shapes;        /* a keyword `shapes`, which is the last of the names */
     uint8_t count, positional; /* of selected values: all, and those passed by position; the others go by name */
@@ -57,9 +58,9 @@ typedef struct {
 extern PyTypeObject CallCache_Type, Program_Type, Hook_Type;
 int execution_boot(PyObject *names);
 
-/* Run the steps of a hook on values; shapes: for the steps that take some. Returns None, or the Resumption with which
-   Python continues. */
-PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, Shapes *shapes);
+/* Run the steps of a hook on a tuple of values.  entered: a tuple of the gradients that entered the op, for a hook after
+   it; or NULL.  shapes: for the steps that take some.  Returns None, or the Resumption with which Python continues. */
+PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, Shapes *shapes);
 PyObject *shapes_as_objects(Shapes *shapes); /* borrowed; NULL: an exception */
 int add_shapes(const Reader *reader, PyObject **shapes, PyObject *const *values, Py_ssize_t count); /* of one more side */
 PyObject *program_hook(Program *program, PyObject *args);

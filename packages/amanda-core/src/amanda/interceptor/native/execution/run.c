@@ -101,9 +101,17 @@ done:
 }
 
 static inline Outcome run_step(Thread *thread, const Reader *reader, int gradients, Program *program, Py_ssize_t index,
-                               PyObject **values, Py_ssize_t count, Shapes *shapes, PyObject **result) {
+                               PyObject **values, Py_ssize_t count, Shapes *shapes, const Moment *moment, PyObject **result) {
     Step *step = &program->steps[index];
     if (step->tally && tally_count(step->tally, step->takes_shapes ? &shapes->code : &NO_SHAPES)) return UNCHANGED;
+    if (step->observer) {
+        Observation observation = step->observer->observe(step->observer, thread, reader, values, count, moment);
+        if (observation == OBSERVED) return UNCHANGED;
+        if (observation == OBSERVER_FAILED) {
+            report_failure(program, index);
+            return FAILED;
+        }
+    }
     return call_step(thread, reader, gradients, program, index, values, count, shapes, result);
 }
 
@@ -273,9 +281,10 @@ static int run_before(Thread *thread, const Call *call, int gradients, Program *
                       PyObject **end) {
     const Reader *reader = call->site->reader;
     PyObject *result = NULL, **inputs = execution->inputs.items;
+    const Moment moment = {NULL, 0, 0};
     for (int i = 0; i < program->before; i++) {
-        Outcome outcome =
-            run_step(thread, reader, gradients, program, i, inputs, execution->count, &execution->shapes, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, inputs, execution->count, &execution->shapes,
+                                   &moment, &result);
         if (outcome == UNCHANGED) continue;
         if (outcome == FAILED) return 0;
         Substitution substitution = LEFT_TO_PYTHON;
@@ -316,9 +325,10 @@ static PyObject *run_after(Thread *thread, const Call *call, int gradients, Prog
     for (Py_ssize_t i = 0; i < count; i++) current.items[i] = Py_NewRef(values[i]); /* a list may lose them */
     PyObject *const output = count == 1 ? current.items[0] : NULL;
     int last = program->before + program->after - 1;
+    const Moment moment = {execution->inputs.items, execution->count == UNREAD ? 0 : execution->count, 0};
     for (int i = program->before; !end && i <= last; i++) {
-        Outcome outcome =
-            run_step(thread, reader, gradients, program, i, current.items, count, &execution->shapes, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, &execution->shapes,
+                                   &moment, &result);
         if (outcome == UNCHANGED) continue;
         PyObject *previous = may_substitute ? current.items[0] : NULL;
         Substitution substitution = LEFT_TO_PYTHON;
@@ -420,7 +430,7 @@ static PyObject *resume_on_values(Reason reason, Py_ssize_t step, PyObject *resu
     return make_resumption(Py_None, step, result, NULL, NULL);
 }
 
-PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, Shapes *shapes) {
+PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values, PyObject *entered, Shapes *shapes) {
     PyObject *result = NULL;
     Values current;
     Py_ssize_t count = PyTuple_GET_SIZE(values);
@@ -432,8 +442,9 @@ PyObject *run_on_values(Program *program, const Reader *reader, PyObject *values
     }
     Thread *thread = thread_state();
     int gradients = reader_gradients(reader, thread);
+    const Moment moment = {entered ? ((PyTupleObject *)entered)->ob_item : NULL, entered ? PyTuple_GET_SIZE(entered) : 0, 1};
     for (int i = 0; i < program->before + program->after; i++) {
-        Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, shapes, &result);
+        Outcome outcome = run_step(thread, reader, gradients, program, i, current.items, count, shapes, &moment, &result);
         if (outcome == UNCHANGED) continue;
         if (outcome == FAILED) {
             counts.handed[RESULT]++;

@@ -13,6 +13,17 @@ uint64_t reader_clock(const Reader *reader);
 int reader_needs_gradient(const Reader *reader, PyObject *tensor);
 int reader_is_leaf(const Reader *reader, PyObject *tensor); /* of a plain tensor */
 const void *reader_memory(const Reader *reader, PyObject *tensor); /* address of the storage; NULL: not a plain tensor */
+
+/* Memory of a tensor's numbers.  width: bytes of each.  exponent: bits that are all set in what is not finite; 0: integers. */
+typedef struct {
+    const void *at;
+    Py_ssize_t count;
+    int width;
+    uint64_t exponent;
+} Memory;
+/* Whether a value is a plain tensor in host memory of a known element type; the span of a view has the numbers between its
+   elements too. */
+int reader_host_memory(const Reader *reader, PyObject *tensor, Memory *memory);
 /* Add the shapes of inputs, of outputs, ... as words. */
 void reader_shape_code(const Reader *reader, PyObject *const *values, Py_ssize_t count, ShapeCode *words);
 PyObject *reader_shapes(const Reader *reader, PyObject *const *values, Py_ssize_t count,

@@ -7,6 +7,7 @@
 #define UNVERSIONED ((uint64_t)-1)
 #define TYPE_LIMIT 16
 #define FUNCTION_LIMIT 8
+#define ELEMENT_LIMIT 16
 
 typedef int32_t (*Describe)(const void *tensor, int64_t *out);
 typedef bool (*Predicate)(const void *tensor);
@@ -52,6 +53,16 @@ struct Reader {
     Tangent tangent;
     Predicate is_leaf;
     Py_ssize_t storage;                  /* offset in the TensorImpl of the pointer to the storage */
+    struct { /* of numbers in host memory; count 0: only Python reads them */
+        Py_ssize_t data, start; /* offsets: in the storage, of the pointer to its memory; in the TensorImpl, of 64 bits */
+        Sizes strides;
+        int count;
+        struct {
+            uint32_t dtype_and_device; /* as `layout.dtype_and_device` has them */
+            int width;                 /* bytes */
+            uint64_t exponent;
+        } kinds[ELEMENT_LIMIT];
+    } elements;
     const void *no_tangent;              /* tangent of a tensor that has none */
     PyObject *straight_through;          /* owned; called with an original and a value, returns the value */
 };

@@ -307,6 +307,31 @@ const void *reader_memory(const Reader *reader, PyObject *value) {
     return tensor ? *(const void *const *)((const char *)tensor + reader->storage) : NULL;
 }
 
+int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
+    const char *tensor = reader->elements.count && reader_is_tensor(reader, value) ? impl_with_layout(reader, value) : NULL;
+    if (!tensor) return 0;
+    uint32_t word = *(const uint32_t *)(tensor + reader->layout.dtype_and_device);
+    int kind = 0;
+    while (reader->elements.kinds[kind].dtype_and_device != word)
+        if (++kind == reader->elements.count) return 0;
+    int64_t rank = *(const int64_t *)(tensor + reader->layout.rank), *sizes, *strides, span = 1;
+    const void *handle = tensor_at(reader, value);
+    if (reader->sizes(handle, &sizes) || reader->elements.strides(handle, &strides)) return 0;
+    for (int64_t i = 0; i < rank; i++) {
+        if (strides[i] < 0) return 0;
+        span = sizes[i] && span ? span + (sizes[i] - 1) * strides[i] : 0;
+    }
+    memory->width = reader->elements.kinds[kind].width;
+    memory->exponent = reader->elements.kinds[kind].exponent;
+    memory->count = (Py_ssize_t)span;
+    memory->at = NULL;
+    if (!span) return 1;
+    const char *storage = *(const char *const *)(tensor + reader->storage);
+    const char *data = storage ? *(const char *const *)(storage + reader->elements.data) : NULL;
+    memory->at = data + *(const int64_t *)(tensor + reader->elements.start) * memory->width;
+    return data != NULL;
+}
+
 static inline int has_tangent(const Reader *reader, PyObject *value) {
     const void *handle = tensor_at(reader, value);
     return *reader->tangent(*(const void *const *)handle, 0, handle) != reader->no_tangent;
@@ -425,6 +450,31 @@ static int read_layout(Reader *reader, PyObject *tuple) {
     return 0;
 }
 
+static int read_elements(Reader *reader, PyObject *tuple) {
+    unsigned long long strides, exponent;
+    PyObject *kinds, *sample;
+    if (!PyArg_ParseTuple(tuple, "nnKO!", &reader->elements.data, &reader->elements.start, &strides, &PyTuple_Type, &kinds)) return -1;
+    if (!strides || !reader->layout.available || PyTuple_GET_SIZE(kinds) > ELEMENT_LIMIT) {
+        PyErr_Format(PyExc_ValueError, "an address and up to %d element types are wanted, and a layout", ELEMENT_LIMIT);
+        return -1;
+    }
+    reader->elements.strides = (Sizes)(uintptr_t)strides;
+    for (int i = 0; i < PyTuple_GET_SIZE(kinds); i++) {
+        int width;
+        if (!PyArg_ParseTuple(PyTuple_GET_ITEM(kinds, i), "OiK", &sample, &width, &exponent)) return -1;
+        const char *tensor = reader_is_tensor(reader, sample) ? impl_with_layout(reader, sample) : NULL;
+        if (!tensor) {
+            PyErr_Format(PyExc_TypeError, "a plain tensor is wanted, not %R", sample);
+            return -1;
+        }
+        reader->elements.kinds[i].dtype_and_device = *(const uint32_t *)(tensor + reader->layout.dtype_and_device);
+        reader->elements.kinds[i].width = width;
+        reader->elements.kinds[i].exponent = exponent;
+    }
+    reader->elements.count = (int)PyTuple_GET_SIZE(kinds);
+    return 0;
+}
+
 static int read_wrappers(Reader *reader, PyObject *tuple) {
     PyObject *samples;
     if (!PyArg_ParseTuple(tuple, "inO!", &reader->wrappers.mode, &reader->wrappers.content, &PyTuple_Type, &samples)) return -1;
@@ -446,14 +496,16 @@ static int read_wrappers(Reader *reader, PyObject *tuple) {
 }
 
 static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs) {
-    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", "layout", "wrappers", NULL};
+    static char *names[] = {"tensors", "plain", "offset", "describe", "extents", "modes", "autodiff", "values", "layout", "wrappers",
+                            "elements", NULL};
     PyObject *tensors, *plain, *describe, *extents, *modes, *autodiff, *values = Py_None, *layout = Py_None, *wrappers = Py_None;
+    PyObject *elements = Py_None;
     Py_ssize_t offset;
     int count = 0, described = 0;
     void *functions[FUNCTION_LIMIT];
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|OOO", names, &PyTuple_Type, &tensors, &PyTuple_Type,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O!O!nO!UO!O!|OOOO", names, &PyTuple_Type, &tensors, &PyTuple_Type,
                                      &plain, &offset, &PyTuple_Type, &describe, &extents, &PyTuple_Type, &modes,
-                                     &PyTuple_Type, &autodiff, &values, &layout, &wrappers))
+                                     &PyTuple_Type, &autodiff, &values, &layout, &wrappers, &elements))
         return NULL;
     Reader *reader = (Reader *)type->tp_alloc(type, 0);
     if (!reader) return NULL;
@@ -477,6 +529,7 @@ static PyObject *reader_new(PyTypeObject *type, PyObject *args, PyObject *kwargs
     if (values != Py_None && read_values(reader, values)) goto failed;
     if (layout != Py_None && read_layout(reader, layout)) goto failed;
     if (wrappers != Py_None && read_wrappers(reader, wrappers)) goto failed;
+    if (elements != Py_None && read_elements(reader, elements)) goto failed;
     return (PyObject *)reader;
 failed:
     Py_DECREF(reader);
@@ -514,6 +567,12 @@ static PyObject *reader_can_substitute(Reader *self, PyObject *args) {
     return PyBool_FromLong(can_substitute(self, original, value));
 }
 
+static PyObject *reader_memory_span(Reader *self, PyObject *value) {
+    Memory memory;
+    if (!reader_host_memory(self, value, &memory)) Py_RETURN_NONE;
+    return Py_BuildValue("nn", (Py_ssize_t)(intptr_t)memory.at, memory.count * memory.width);
+}
+
 static PyObject *reader_memory_of(Reader *self, PyObject *value) {
     return PyLong_FromVoidPtr((void *)reader_memory(self, value));
 }
@@ -522,6 +581,8 @@ static PyMethodDef reader_methods[] = {
     {"can_substitute", (PyCFunction)reader_can_substitute, METH_VARARGS,
      "can_substitute(original, value): whether native code may put a value in the place of a tensor."},
     {"memory", (PyCFunction)reader_memory_of, METH_O, "Return the address of a plain tensor's storage; 0 for any other value."},
+    {"host_memory", (PyCFunction)reader_memory_span, METH_O,
+     "Return address and bytes of a plain tensor's numbers, from the first to the last in memory; None for any other value."},
     {"key", (PyCFunction)reader_key_of, METH_VARARGS,
      "key(args, kwargs={}, sized=False): return the key of a call's form, 64 bits; 0 if only Python can tell the form."},
     {"version", (PyCFunction)reader_version_of, METH_O, "Return a number that changes with each write into a tensor, or into one in a list."},
@@ -531,7 +592,8 @@ PyTypeObject Reader_Type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.Reader",
     .tp_basicsize = sizeof(Reader),
     .tp_flags = Py_TPFLAGS_DEFAULT,
-    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None, wrappers=None):\n"
+    .tp_doc = "Reader(tensors, plain, offset, describe, extents, modes, autodiff, values=None, layout=None, wrappers=None,\n"
+              "elements=None):\n"
               "functions and offsets by which native code reads tensors.\n\n"
               "tensors: types, by identity, of which the framework's handle lies `offset` bytes into an object.\n"
               "plain: types whose values hold no tensor and override nothing.\n"
@@ -553,7 +615,11 @@ PyTypeObject Reader_Type = {
               "set while gradients are on.\n"
               "wrappers: of function transforms around tensors: the index of their mode, the offset, in the object that the\n"
               "handle of a wrapper points to, of the handle of the wrapped tensor, and a wrapper of each kind.  In that mode\n"
-              "a key tells whether a call has work, and no program may be learned under it.",
+              "a key tells whether a call has work, and no program may be learned under it.\n"
+              "elements: of numbers in host memory: the offset, in a storage, of the pointer to its memory; the offset, in the\n"
+              "object that a handle points to, of 64 bits with the place of the first element; the address of `int32_t\n"
+              "strides(handle *, int64_t **out)`; and for each element type a tensor, the bytes of an element, and the\n"
+              "bits that are all set in an element that is not finite, 0 for integers.",
     .tp_new = reader_new,
     .tp_dealloc = (destructor)reader_dealloc,
     .tp_methods = reader_methods,

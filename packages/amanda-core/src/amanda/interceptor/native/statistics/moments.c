@@ -287,22 +287,7 @@ static PyObject *moments_counts(Moments *self, void *Py_UNUSED(none)) {
     return PyBytes_FromStringAndSize((const char *)self->counts, (Py_ssize_t)self->total * (Py_ssize_t)sizeof *self->counts);
 }
 
-/* A float is finite unless all bits of its exponent are set. */
-static PyObject *moments_are_finite_at(PyObject *Py_UNUSED(none), PyObject *const *args, Py_ssize_t arg_count) {
-    if (arg_count != 2) return PyErr_Format(PyExc_TypeError, "an address and a count are wanted, not %zd values", arg_count);
-    const uint32_t *words = PyLong_AsVoidPtr(args[0]), exponent = (uint32_t)0xFF << 23;
-    Py_ssize_t count = PyLong_AsSsize_t(args[1]);
-    if (PyErr_Occurred()) return NULL;
-    uint32_t non_finite = 0;
-    _Pragma("omp simd reduction(| : non_finite)")
-    for (Py_ssize_t i = 0; i < count; i++) non_finite |= (uint32_t)((words[i] & exponent) == exponent);
-    return PyBool_FromLong(!non_finite);
-}
-
 static PyMethodDef moments_methods[] = {
-    {"are_finite_at", (PyCFunction)(void (*)(void))moments_are_finite_at, METH_FASTCALL | METH_STATIC,
-     "are_finite_at(address, count): return whether all floats of 32 bits at an address are finite.\n\n"
-     "The memory has to be readable; the GIL is held, so give few numbers."},
     {"add", (PyCFunction)moments_add, METH_O,
      "add(array): add the numbers of an array; return False unless they are floats or doubles in contiguous memory."},
     {"merge", (PyCFunction)moments_merge, METH_O, "merge(moments): add the numbers of other Moments, of the same bins."},

@@ -1,0 +1,27 @@
+/* Observers in native code: objects that programs run without a call of Python. */
+#ifndef AMANDA_OBSERVER_H
+#define AMANDA_OBSERVER_H
+#include "execution/tensors.h"
+
+/* Where in an execution an observer runs.  inputs: of the op, or the gradients that entered a backward op.
+   is_hook: the program runs as a hook, and the steps before the op are another program's. */
+typedef struct {
+    PyObject *const *inputs;
+    Py_ssize_t input_count;
+    int is_hook;
+} Moment;
+
+typedef enum { OBSERVER_FAILED = -1, CALL_PYTHON, OBSERVED } Observation; /* FAILED: an exception is set */
+
+/* Base of such objects. A program calls the object itself, as any routine, after CALL_PYTHON. */
+typedef struct Observer {
+    PyObject_HEAD
+    Observation (*observe)(struct Observer *self, Thread *thread, const Reader *reader, PyObject *const *values,
+                           Py_ssize_t count, const Moment *moment);
+    int needs_no_values; /* it may observe instead of a routine that selects values, or takes keywords */
+} Observer;
+
+extern PyTypeObject Observer_Type;
+int observer_boot(PyObject *names);
+
+#endif

@@ -1,0 +1,206 @@
+/* Pairs of routines around an op that are called only where an output holds NaN or Inf. */
+#include "statistics/finite.h"
+#include "execution/observer.h"
+#include "execution/tally.h"
+#include <string.h>
+#include <structmember.h>
+
+#define READ_LIMIT (1 << 21) /* bytes: the GIL is held, and several threads of torch sum larger tensors faster */
+
+typedef struct FiniteCheck {
+    Observer base;
+    struct FiniteCheck *before; /* owned; the routine before the op; NULL: this one is */
+    Tally *tally;               /* owned; counts executions without a call; NULL: they are not counted */
+    char skips;                 /* whether the routines are to be skipped where they can be */
+    char copies;                /* of a routine before the op: the op writes its first input */
+    const Thread *copied_on;    /* thread whose execution has copied the first input; NULL: none has */
+} FiniteCheck;
+
+static PyTypeObject FiniteCheck_Type;
+
+/* The first input of the op that copied last, from before the op. One place serves all ops: an optimizer has several that
+   write for each parameter. */
+static struct {
+    const FiniteCheck *owner; /* borrowed; NULL: there is no copy */
+    char *at;
+    Py_ssize_t size, room; /* bytes */
+} copy;
+
+/* ---- memory ---- */
+
+#define INLINE static inline __attribute__((always_inline))
+/* ALL_FINITE(name, word): whether no word at an address has all bits of the exponent set. */
+#define ALL_FINITE(NAME, WORD)                                                                          \
+    INLINE int NAME(const void *at, Py_ssize_t count, uint64_t mask) {                                  \
+        const WORD *words = at, exponent = (WORD)mask;                                                  \
+        WORD non_finite = 0;                                                                            \
+        _Pragma("omp simd reduction(| : non_finite)")                                                   \
+        for (Py_ssize_t i = 0; i < count; i++) non_finite |= (WORD)((words[i] & exponent) == exponent); \
+        return !non_finite;                                                                             \
+    }
+
+ALL_FINITE(are_finite_16, uint16_t)
+ALL_FINITE(are_finite_32, uint32_t)
+ALL_FINITE(are_finite_64, uint64_t)
+
+/* ANY_WIDTH(name, attributes): the same for elements of any width. */
+#define ANY_WIDTH(NAME, ATTRIBUTES)                                                                      \
+    ATTRIBUTES static int NAME(const Memory *memory) {                                                   \
+        if (memory->width == 2) return are_finite_16(memory->at, memory->count, memory->exponent);       \
+        if (memory->width == 4) return are_finite_32(memory->at, memory->count, memory->exponent);       \
+        return are_finite_64(memory->at, memory->count, memory->exponent);                               \
+    }
+
+ANY_WIDTH(is_finite_on_any_processor, )
+static int (*is_finite_memory)(const Memory *) = is_finite_on_any_processor;
+
+#if defined(__x86_64__) && defined(__GNUC__)
+ANY_WIDTH(is_finite_by_avx2, __attribute__((target("avx2"))))
+static void choose_vectors(void) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2")) is_finite_memory = is_finite_by_avx2;
+}
+#else
+static void choose_vectors(void) {}
+#endif
+
+/* Whether native code can tell that a value holds finite numbers alone. */
+static int is_finite(const Reader *reader, PyObject *value) {
+    Memory memory;
+    if (!reader_is_tensor(reader, value)) return reader_is_plain(reader, value);
+    if (!reader_host_memory(reader, value, &memory)) return 0;
+    if (!memory.exponent || !memory.count) return 1; /* integers */
+    return memory.count * memory.width <= READ_LIMIT && is_finite_memory(&memory);
+}
+
+/* ---- before the op ---- */
+
+/* Keep the first input as it is before the op. 0: Python has to. */
+static int copy_first_input(FiniteCheck *self, const Thread *thread, const Reader *reader, PyObject *const *values, Py_ssize_t count) {
+    Memory memory;
+    /* Another thread runs the op at the same time: there is one place for a copy. */
+    if (self->copied_on && self->copied_on != thread) return 0;
+    self->copied_on = NULL;
+    if (!count || !reader_is_tensor(reader, values[0]) || !reader_host_memory(reader, values[0], &memory)) return 0;
+    Py_ssize_t size = memory.count * memory.width;
+    if (size > READ_LIMIT) return 0;
+    if (size > copy.room) {
+        char *room = PyMem_Realloc(copy.at, (size_t)size);
+        if (!room) return 0;
+        copy.at = room;
+        copy.room = size;
+    }
+    if (size) memcpy(copy.at, memory.at, (size_t)size);
+    copy.size = size;
+    copy.owner = self;
+    self->copied_on = thread;
+    return 1;
+}
+
+/* ---- after the op ---- */
+
+/* Call the routine before the op, which was skipped, now that an output is not finite. */
+static int call_skipped(FiniteCheck *before, Thread *thread, const Reader *reader, const Moment *moment) {
+    int gradients = reader_gradients(reader, thread);
+    PyObject *inputs[32 + 1], *const *values = moment->inputs; /* a list of the program's may change meanwhile */
+    Py_ssize_t count = moment->input_count < 32 ? moment->input_count : 32;
+    for (Py_ssize_t i = 0; i < count; i++) inputs[i + 1] = Py_NewRef(values[i]);
+    if (gradients) reader_set_gradients(reader, thread, 0);
+    thread->suspensions++;
+    PyObject *result = PyObject_Vectorcall((PyObject *)before, inputs + 1, (size_t)count | PY_VECTORCALL_ARGUMENTS_OFFSET, NULL);
+    thread->suspensions--;
+    if (gradients) reader_set_gradients(reader, thread, 1);
+    for (Py_ssize_t i = 0; i < count; i++) Py_DECREF(inputs[i + 1]);
+    before->copied_on = NULL;
+    Py_XDECREF(result);
+    return result ? 0 : -1;
+}
+
+static Observation observe_finite(Observer *observer, Thread *thread, const Reader *reader, PyObject *const *values,
+                                  Py_ssize_t count, const Moment *moment) {
+    FiniteCheck *self = (FiniteCheck *)observer, *before = self->before;
+    if (!before) {
+        if (moment->is_hook) return OBSERVED; /* the hook after the op has the gradients that entered it */
+        return self->skips && (!self->copies || copy_first_input(self, thread, reader, values, count)) ? OBSERVED : CALL_PYTHON;
+    }
+    int was_skipped = moment->is_hook || (before->skips && (!before->copies || before->copied_on == thread));
+    int finite = self->skips && was_skipped;
+    for (Py_ssize_t i = 0; finite && i < count; i++) finite = is_finite(reader, values[i]);
+    if (!finite) return was_skipped && call_skipped(before, thread, reader, moment) ? OBSERVER_FAILED : CALL_PYTHON;
+    static const ShapeCode NO_SHAPES;
+    if (self->tally) tally_count(self->tally, &NO_SHAPES);
+    before->copied_on = NULL;
+    return OBSERVED;
+}
+
+/* ---- for Python ---- */
+
+static PyObject *finite_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+    FiniteCheck *self = (FiniteCheck *)type->tp_alloc(type, 0); /* subtypes take what they like */
+    if (self) self->base.observe = observe_finite;
+    return (PyObject *)self;
+}
+
+static int finite_init(FiniteCheck *self, PyObject *args, PyObject *kwargs) {
+    static char *names[] = {"before", "tally", NULL};
+    PyObject *before = NULL, *tally = NULL;
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|O!O!", names, &FiniteCheck_Type, &before, &Tally_Type, &tally)) return -1;
+    Py_XSETREF(self->before, (FiniteCheck *)Py_XNewRef(before));
+    Py_XSETREF(self->tally, (Tally *)Py_XNewRef(tally));
+    return 0;
+}
+
+static int finite_traverse(FiniteCheck *self, visitproc visit, void *arg) {
+    Py_VISIT(self->before);
+    Py_VISIT(self->tally);
+    return 0;
+}
+
+static void finite_dealloc(FiniteCheck *self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->before);
+    Py_CLEAR(self->tally);
+    if (copy.owner == self) copy.owner = NULL;
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyObject *finite_copy(FiniteCheck *self, void *Py_UNUSED(none)) {
+    if (!self->copied_on) Py_RETURN_NONE;
+    return PyByteArray_FromStringAndSize(copy.at, copy.owner == self ? copy.size : 0);
+}
+
+static PyMemberDef finite_members[] = {
+    {"before", T_OBJECT, offsetof(FiniteCheck, before), READONLY, "Routine before the op; None: this one is."},
+    {"skips", T_BOOL, offsetof(FiniteCheck, skips), 0, "Whether native code may skip the routine; false at first."},
+    {"copies", T_BOOL, offsetof(FiniteCheck, copies), 0,
+     "Of a routine before an op: whether the op writes its first input, so that native code keeps a copy."},
+    {0}};
+
+static PyGetSetDef finite_properties[] = {
+    {"copy", (getter)finite_copy, NULL,
+     "A copy of the first input's memory, from before the op; None unless the routine is called after the op has run.\n"
+     "Empty if another op has copied its input meanwhile.", NULL},
+    {0}};
+
+static PyTypeObject FiniteCheck_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.FiniteCheck",
+    .tp_basicsize = sizeof(FiniteCheck),
+    .tp_base = &Observer_Type,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .tp_doc = "FiniteCheck(before=None, tally=None): base of observers that native code calls only where an output is not finite.\n\n"
+              "A subclass defines __call__(*values).  Without `before` the object is the routine before an op or a backward\n"
+              "op, with it the one after it.  Where both have `skips` set, and all outputs are tensors in host memory\n"
+              "whose numbers are finite, neither is called, and `tally` counts the execution.  Else the routine before the\n"
+              "op is called as well, but after the op: inputs that the op has written are no longer what they were.",
+    .tp_new = finite_new,
+    .tp_init = (initproc)finite_init,
+    .tp_dealloc = (destructor)finite_dealloc,
+    .tp_traverse = (traverseproc)finite_traverse,
+    .tp_members = finite_members,
+    .tp_getset = finite_properties,
+};
+
+int finite_boot(PyObject *names) {
+    choose_vectors();
+    return add_type(names, "FiniteCheck", &FiniteCheck_Type);
+}
