@@ -160,3 +160,31 @@ def test_a_gradient_passes_by_a_loop_whose_derivative_nothing_reads(
     bare = function(p)
     with amanda.apply(looking(routine)):
         np.testing.assert_allclose(function(p), bare, rtol=1e-6)
+
+
+@jax.custom_jvp
+def projection(x: Any) -> Any:
+    """Return twice the positive numbers."""
+    return 2 * jnp.maximum(x, 0)
+
+
+@projection.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    is_kept = (primals[0] > 0).astype(jnp.float32)
+    return projection(primals[0]), is_kept * tangents[0] - is_kept * jnp.dot(is_kept, tangents[0]) / 3
+
+
+@pytest.mark.parametrize("routine", [None, lambda *values: values[0] if len(values) == 1 else values])
+@pytest.mark.parametrize("maps", [1, 2])
+def test_ops_of_a_mapped_rule_for_tangents_are_not_ops(routine: Any, maps: int) -> None:
+    x, function = jnp.array([0.1, -0.2, 0.3, 1.0, 2.0, -3.0]).reshape([1] * (maps - 1) + [2, 3]), projection
+    for _ in range(maps):
+        function = jax.vmap(function)
+    for derivative in (
+        jax.grad,
+        lambda loss: jax.jit(jax.grad(loss)),
+        lambda loss: jax.linearize(loss, x)[1],
+    ):
+        bare = derivative(lambda x: function(x).sum())(x)
+        with amanda.apply(looking(routine)):
+            np.testing.assert_allclose(derivative(lambda x: function(x).sum())(x), bare, rtol=1e-6)
