@@ -131,3 +131,60 @@ def test_functions_of_jax_are_given_fresh_arguments(look: Callable[[], amanda.To
         bare = bits(call)
         with amanda.apply(look()):
             assert bits(call) == bare
+
+
+def loop(p: Any) -> Any:
+    """Return a product with a number that a loop counts; the loop also sums parameters, for nothing."""
+
+    def step(state: Any) -> Any:
+        count, total = state
+        return count + 1, total + p[0]
+
+    count, _ = jax.lax.while_loop(lambda state: state[1] < 1, step, (0.0, 0.0))
+    return count * p[1]
+
+
+@pytest.mark.parametrize("routine", [lambda *values: None, lambda *values: values])
+@pytest.mark.parametrize("name", ["grad", "jit", "jit of grad", "cond", "scan"])
+def test_a_gradient_passes_by_a_loop_whose_derivative_nothing_reads(
+    name: str, routine: Callable[..., Any]
+) -> None:
+    p = jnp.array([0.1, 0.2, 0.3])
+    function: Callable[..., Any] = {
+        "grad": jax.grad(loop),
+        "jit": jax.grad(jax.jit(loop)),
+        "jit of grad": jax.jit(jax.grad(loop)),
+        "cond": jax.grad(lambda p: jax.lax.cond(p[2] > 0, loop, jnp.sum, p)),
+        "scan": jax.grad(lambda p: jax.lax.scan(lambda s, _: (s + loop(p * s), None), p[2], None, 2)[0]),
+    }[name]
+    bare = function(p)
+    with amanda.apply(looking(routine)):
+        np.testing.assert_allclose(function(p), bare, rtol=1e-6)
+
+
+@jax.custom_jvp
+def projection(x: Any) -> Any:
+    """Return twice the positive numbers."""
+    return 2 * jnp.maximum(x, 0)
+
+
+@projection.defjvp
+def _(primals: Any, tangents: Any) -> Any:
+    is_kept = (primals[0] > 0).astype(jnp.float32)
+    return projection(primals[0]), is_kept * tangents[0] - is_kept * jnp.dot(is_kept, tangents[0]) / 3
+
+
+@pytest.mark.parametrize("routine", [None, lambda *values: values[0] if len(values) == 1 else values])
+@pytest.mark.parametrize("maps", [1, 2])
+def test_ops_of_a_mapped_rule_for_tangents_are_not_ops(routine: Any, maps: int) -> None:
+    x, function = jnp.array([0.1, -0.2, 0.3, 1.0, 2.0, -3.0]).reshape([1] * (maps - 1) + [2, 3]), projection
+    for _ in range(maps):
+        function = jax.vmap(function)
+    for derivative in (
+        jax.grad,
+        lambda loss: jax.jit(jax.grad(loss)),
+        lambda loss: jax.linearize(loss, x)[1],
+    ):
+        bare = derivative(lambda x: function(x).sum())(x)
+        with amanda.apply(looking(routine)):
+            np.testing.assert_allclose(derivative(lambda x: function(x).sum())(x), bare, rtol=1e-6)

@@ -74,6 +74,22 @@ def test_executables_go_with_their_tools() -> None:
     assert step._cache_size() == 1
 
 
+def test_tools_may_end_while_jax_makes_a_function() -> None:
+    threshold = gc.get_threshold()
+    for _ in range(30):
+        tool: Any = Doubling()
+        tool.itself = tool  # so that a garbage collection ends it
+        with amanda.apply(tool):
+            jax.jit(dense)(W, X)
+        del tool
+        try:
+            gc.set_threshold(1)
+            functions = [jax.jit(dense) for _ in range(20)]
+        finally:
+            gc.set_threshold(*threshold)
+    assert functions[0](W, X) == dense(W, X)
+
+
 @pytest.mark.slow
 def test_a_thousand_scopes_keep_memory_flat() -> None:
     import resource

@@ -231,6 +231,31 @@ def _instrument_backward_pass(original: Callable[..., Any]) -> Callable[..., Any
     return backward_pass3
 
 
+def _pass_by_loops_without_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return JAX's look-up of transposes, with one for while loops that no gradient comes to.
+
+    JAX has none for these loops, and drops a loop before the pass if nothing reads its derivative.  A loop
+    whose ops have routines in Python has an effect, so that JAX keeps it.
+    """
+
+    @wraps(original)
+    def get_primitive_transpose(primitive: Any) -> Callable[..., Any]:
+        transpose: Callable[..., Any] = original(primitive)
+
+        def transpose_if_reached(cotangents: Any, *args: Any, **params: Any) -> Any:
+            if all(type(cotangent) is ad.Zero for cotangent in cotangents):
+                return [
+                    ad.Zero(arg.aval.to_ct_aval()) if ad.is_undefined_primal(arg) else None for arg in args
+                ]
+            return transpose(cotangents, *args, **params)
+
+        return transpose_if_reached if primitive is jax.lax.while_p else transpose
+
+    return get_primitive_transpose
+
+
 def instrument_backward(patches: Any) -> None:
     """Make every backward pass run routines at the taps that it comes through."""
     patches.set(ad, "backward_pass3", _instrument_backward_pass(ad.backward_pass3))
+    by_loops = _pass_by_loops_without_gradient(ad.get_primitive_transpose)
+    patches.set(ad, "get_primitive_transpose", by_loops)

@@ -1,5 +1,6 @@
 """Keys of JAX's caches: each stack of tools has traced programs of its own, beside those without tools."""
 
+import ctypes
 import gc
 import weakref
 from collections import defaultdict
@@ -43,7 +44,7 @@ class ToolStackPrograms:
         self._value_by_token: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._scopes: tuple[weakref.ref[Any], ...] = ()
         # Not at exit: the executables end with the process, and JAX may be gone already.
-        weakref.finalize(self, _clear_executables, self._user_functions).atexit = False
+        weakref.finalize(self, _clear_executables_soon, self._user_functions).atexit = False
 
     @staticmethod
     def of(stack: Any) -> "ToolStackPrograms":
@@ -78,6 +79,27 @@ def _is_open(reference: weakref.ref[Any]) -> bool:
     """Return True for a reference to a scope that lives and is open."""
     scope = reference()
     return scope is not None and not scope.closed
+
+
+_ENDED: list[weakref.WeakSet[Any]] = []  # the user's functions of stacks of tools that have ended
+
+
+def _clear_executables_soon(functions: weakref.WeakSet[Any]) -> None:
+    """Make Python drop the executables between two of the program's instructions.
+
+    A garbage collection may end the tools while JAX's native code makes a function: to clear its cache, which
+    is not there yet, would end the process.
+    """
+    _ENDED.append(functions)
+    ctypes.pythonapi.Py_AddPendingCall(_clear_ended, None)
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+def _clear_ended(_: Any) -> int:
+    """Drop the executables of all stacks of tools that have ended; return 0, for no error."""
+    while _ENDED:
+        _clear_executables(_ENDED.pop())
+    return 0
 
 
 def _clear_executables(functions: weakref.WeakSet[Any]) -> None:

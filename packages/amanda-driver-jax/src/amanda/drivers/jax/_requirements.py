@@ -23,7 +23,8 @@ _ESSENTIAL = {
     "effects": "control_flow_allowed_effects custom_derivatives_allowed_effects lowerable_effects "
     "ordered_effects partial_eval_kept_effects remat_allowed_effects shardable_ordered_effects",
     "interpreters.ad": "JVPTrace JVPTracer LinearizeTrace LinearizeTracer Zero backward_pass3 "
-    "instantiate_zeros linear_transpose2 primitive_jvps primitive_transposes",
+    "get_primitive_transpose instantiate_zeros is_undefined_primal linear_transpose2 primitive_jvps "
+    "primitive_transposes",
     "interpreters.batching": "BatchTracer bdim_at_front moveaxis primitive_batchers",
     "interpreters.partial_eval": "DynamicJaxprTrace.new_const DynamicJaxprTracer JaxprTrace JaxprTracer "
     "separate_consts",

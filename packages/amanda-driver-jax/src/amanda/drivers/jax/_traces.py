@@ -146,11 +146,21 @@ def is_within_jit() -> bool:
 
 def is_on_tangents(inputs: Sequence[Any]) -> bool:
     """Return True for an op on tangents: an op of a derivative rule, or of a linear program made of rules."""
-    trace: Any = core.trace_ctx.trace
-    # JAX sets `tag` on the traces of linear programs alone.
-    if isinstance(trace, pe.DynamicJaxprTrace) and hasattr(trace, "tag"):
-        return True
-    return any(isinstance(primal(value), pe.JaxprTracer) for value in inputs)
+    return _is_linear(core.trace_ctx.trace) or any(map(_is_tangent, inputs))
+
+
+def _is_linear(trace: Any) -> bool:
+    """Return True for the trace of a linear program: JAX sets `tag` on these alone."""
+    return isinstance(trace, pe.DynamicJaxprTrace) and hasattr(trace, "tag")
+
+
+def _is_tangent(value: Any) -> bool:
+    """Return True for a symbol of a linear program, also for one that a rule under vmap maps."""
+    value = primal(value)
+    while isinstance(value, batching.BatchTracer):
+        value = primal(value.val)
+    is_symbol = isinstance(value, pe.DynamicJaxprTracer)
+    return isinstance(value, pe.JaxprTracer) or (is_symbol and _is_linear(value._trace))
 
 
 def needs_gradient(value: Any) -> bool:
