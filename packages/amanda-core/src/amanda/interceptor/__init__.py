@@ -52,6 +52,7 @@ __all__ = [
     "Lock",
     "Mark",
     "Moments",
+    "MomentsObserver",
     "PlanTable",
     "Program",
     "Reader",

@@ -160,8 +160,9 @@ class GatedRoutine:
 class FiniteCheck:
     """Base of two routines around an op, which native code calls only where an output is not finite.
 
-    before: routine before the op; None: this one is.  skips: whether native code may skip the routine.  copies: of the routine before an op, whether the op
-    writes its first input.  copy: the bytes of that input from before the op, if the op has run.
+    before: routine before the op; None: this one is.  skips: whether native code may skip the routine.
+    copies: of the routine before an op, whether the op writes its first input.  copy: the bytes of that input
+    from before the op, if the op has run.
 
     Args:
         before: Routine before the op, of the routine after it; None for the routine before the op.
@@ -173,6 +174,19 @@ class FiniteCheck:
     def __init__(self, before: "FiniteCheck | None" = None, tally: ShapeCounter | None = None) -> None:
         self.before = before
         self.skips = self.copies = False
+
+
+class MomentsObserver:
+    """Base of observers instead of which native code adds the values' numbers to `Moments`.
+
+    moments: for each value, None for a value that is no tensor; None: the routine is called, as Python does
+    in any case.  length: number of elements, of all values, that native code measures; -1: any.
+    executions: how many native code has measured.
+    """
+
+    moments: tuple[Moments | None, ...] | None = None
+    length = -1
+    executions = 0
 
 
 class Reader(_NativeAlone):
@@ -197,10 +211,10 @@ class Reader(_NativeAlone):
         """
         raise NotImplementedError
 
-    def host_memory(self, value: Any) -> tuple[int, int] | None:
+    def host_memory(self, value: Any) -> tuple[int, int, bool] | None:
         """Return address and bytes of a tensor's numbers in host memory; None where only Python reads them.
 
-        The bytes of a view that is not contiguous have the numbers between its elements too.
+        Then, whether these are the elements, each once: a view may have other numbers between them.
         """
         raise NotImplementedError
 

@@ -165,8 +165,25 @@ def _element_layout(libraries: "Libraries") -> tuple[Any, ...] | None:
     for offset in range(0, 8 * _WORD, _WORD):
         if [ctypes.c_void_p.from_address(storage._cdata + offset).value for storage in storages] == addresses:
             start = _first_offset(lambda place: _words_at(ctypes.c_int64, samples, place) == [1, 3, 2])
-            return offset, start, libraries.address("aoti_torch_get_strides"), tuple(kinds)
+            strides = libraries.address("aoti_torch_get_strides")
+            return offset, start, *_negation_key(), strides, tuple(kinds)
     return None
+
+
+def _negation_key() -> tuple[int, int]:
+    """Return the offset of a tensor's dispatch keys, and the key of tensors that negate their memory."""
+    numbers = torch.zeros(2, dtype=torch.complex64)
+    samples = [
+        numbers.imag,
+        numbers.conj().imag,
+    ]  # of a conjugate, in whose memory the numbers are not negated
+
+    def changed_bits(offset: int) -> int:
+        plain, negated = _words_at(ctypes.c_uint64, samples, offset)
+        return plain ^ negated
+
+    offset = _first_offset(lambda offset: changed_bits(offset).bit_count() == 1)
+    return offset, changed_bits(offset)
 
 
 _EXPONENTS = {
@@ -229,7 +246,9 @@ def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
     view, equal, row = plain.view(6), torch.ones(2, 3), plain[1]
     spans = [reader.host_memory(tensor) for tensor in (plain.t(), row, plain[:, 2], plain[2:])]
     start, width = plain.data_ptr(), plain.element_size()
-    right_spans = [(start, 6 * width), (row.data_ptr(), 3 * width), (start + 2 * width, 4 * width)]
+    right_spans = [
+        (start, 6 * width, True), (row.data_ptr(), 3 * width, True), (start + 2 * width, 4 * width, False),
+    ]  # fmt: skip
     reads_spans = spans[:3] in (right_spans, [None, None, None])
     return reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0 and reads_spans
 

@@ -279,28 +279,43 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Insert observers of the inputs, or the weight alone, and of the outputs, by the tool's roles."""
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         options: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
-        observer = self._observe_slice if _SLICE in context else self._observe_execution
         self._unread.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         if "input" in self._roles:
-            context.insert_before_op(
-                observer, role="input", is_weights=lambda position, _: position == weight, **options
-            )
+            is_weight: Any = lambda position, _: position == weight  # noqa: E731
+            self._insert(context.insert_before_op, context, role="input", is_weights=is_weight, **options)
         elif "weight" in self._roles and weight is not None:
-            context.insert_before_op(observer, inputs=[weight], role="weight", first=weight, **options)
+            options_of_weight = {**options, "inputs": [weight], "first": weight}
+            self._insert(context.insert_before_op, context, role="weight", **options_of_weight)
         # Uninitialised memory would be reported as the statistics of an output.
         if "output" in self._roles and context["type"] not in UNINITIALISED:
-            context.insert_after_op(observer, role="output", **options)
+            self._insert(context.insert_after_op, context, role="output", **options)
 
     def _insert_backward_observer(self, context: amanda.OpContext) -> None:
         """Insert the observer of the gradients that leave a backward op, unless it accumulates one."""
         backward_type = context["backward_type"]
         # Its gradients are those of the op before it, which are observed there.
         if backward_type != "accumulate_grad":
-            observer = self._observe_slice if _SLICE in context else self._observe_execution
-            context.insert_after_backward_op(
-                observer, record=self._record(context, "backward", backward_type), role="gradient",
-                dtype=context["dtype"], is_weights=weight_gradient(context),
+            self._insert(
+                context.insert_after_backward_op, context, role="gradient", dtype=context["dtype"],
+                record=self._record(context, "backward", backward_type), is_weights=weight_gradient(context),
             )  # fmt: skip
+
+    def _insert(
+        self, insert: Callable[..., None], context: amanda.OpContext, inputs: list[int] | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
+        """Insert an observer.  insert: method of the context.  options: arguments of `_observe_execution`."""
+        selection = {} if inputs is None else {"inputs": inputs}
+        is_sliced = _SLICE in context
+        native = self.native_observer(options) if context.is_eager() and not is_sliced else None
+        if native is not None:
+            insert(native, **selection)
+        else:
+            insert(self._observe_slice if is_sliced else self._observe_execution, **selection, **options)
+
+    def native_observer(self, options: Mapping[str, Any]) -> Callable[..., None] | None:
+        """Return an observer that native code serves, of an eager op; None for the tool's own."""
+        return None
 
     def _follow_slices(self, context: amanda.OpContext) -> None:
         """Where an op reads one weight of an array of several, have each execution note which one."""
@@ -326,9 +341,17 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Count an execution, and observe its tensors if it is due.  first: position of the first value."""
         execution = self._count_execution(record, role)
         if execution is not None:  # it is due
-            leave = partial(self._note_unread, record)
-            tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
-            self.observe(record, _with_weight_roles(tensors, is_weights), execution)
+            tensors = self.tensors_of_execution(values, record, role, dtype, first, is_weights, batches)
+            self.observe(record, tensors, execution)
+
+    def tensors_of_execution(
+        self, values: Sequence[Any], record: RecordT, role: str, dtype: Dtype, first: int = 0,
+        is_weights: Callable[[int, Any], bool] | None = None, batches: Sequence[int] = (),
+    ) -> Iterator[OpTensor]:  # fmt: skip
+        """Return tensors among values, weights under the weight's role; note those that cannot be read."""
+        leave = partial(self._note_unread, record)
+        tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
+        return _with_weight_roles(tensors, is_weights)
 
     @amanda.observer
     @all_samples
@@ -340,10 +363,8 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         slice_name: str = run.get(_SLICE, "")
         execution = self._count_execution(record, f"{role} {slice_name}")
         if execution is not None:  # it is due
-            leave = partial(self._note_unread, record)
-            tensors = op_tensors(values, dtype, role, first=first, leave=leave, batches=batches)
-            of_slice = (tensor._replace(slice=slice_name) for tensor in tensors)
-            self.observe(record, _with_weight_roles(of_slice, is_weights), execution)
+            tensors = self.tensors_of_execution(values, record, role, dtype, first, is_weights, batches)
+            self.observe(record, (tensor._replace(slice=slice_name) for tensor in tensors), execution)
 
     def _note_unread(self, record: OpRecord, tensor: OpTensor, reason: str) -> None:
         self._unread[tensor.unread(reason, record.type, record.module or record.source)] = None

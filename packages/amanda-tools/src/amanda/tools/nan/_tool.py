@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.action import Executions, Observed, all_samples
+from amanda.action import Executions, Observed
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit import Dtype, OpTensor, folded_unread, leaves, parameter_paths, remarks_on_packed_inputs

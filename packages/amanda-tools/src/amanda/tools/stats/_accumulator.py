@@ -105,13 +105,13 @@ class Accumulator:
     Memory does not grow with their number.  Adding does not wait for the device.
     """
 
-    __slots__ = ("_bin_counts_by_device", "_bins", "_host_moments", "_unstored_zeros", "_vectors_by_device")
+    __slots__ = ("_bin_counts_by_device", "_bins", "_unstored_zeros", "_vectors_by_device", "host_moments")
 
     def __init__(self, bins: Bins | None) -> None:
         self._bins = bins
         # Numbers on the host are merged at once; those on a device wait as vectors, since to read them would
         # synchronise.
-        self._host_moments = Moments() if bins is None else Moments(bins.bits)
+        self.host_moments = Moments() if bins is None else Moments(bins.bits)
         self._vectors_by_device: dict[str, list[Any]] = {}
         self._bin_counts_by_device: dict[str, Any] = {}
         self._unstored_zeros = 0  # of sparse tensors
@@ -137,11 +137,11 @@ class Accumulator:
     def _add_array(self, array: Any) -> None:
         """Add real numbers of NumPy, of any layout and element type."""
         # False for another type than float32 and float64, which is converted block by block.
-        if self._host_moments.add(array):
+        if self.host_moments.add(array):
             return
         flat = array.reshape(-1)
         for start in range(0, len(flat), Tensors.cached_block):
-            self._host_moments.add(flat[start : start + Tensors.cached_block].astype(np.float64))
+            self.host_moments.add(flat[start : start + Tensors.cached_block].astype(np.float64))
 
     def _add_block(self, block: Any) -> None:
         """Add the statistics of a block, and its counts of bins, to those of its device."""
@@ -182,19 +182,19 @@ class Accumulator:
             shared = Accumulator(first_accumulator._bins)
             shared._add_array(flat)
             for accumulator, _ in group:
-                accumulator._host_moments.merge(shared._host_moments)
+                accumulator.host_moments.merge(shared.host_moments)
 
     def vector(self) -> Sequence[float]:
         """Return the fields of `statistics` in their order."""
         if self._vectors_by_device or self._unstored_zeros:
             return tuple(vars(self.statistics()).values())
-        numbers: Sequence[float] = self._host_moments.numbers
+        numbers: Sequence[float] = self.host_moments.numbers
         return numbers
 
     def statistics(self) -> Statistics:
         """Return the statistics of all that was added; wait for the devices."""
         # Vectors of each device are merged there first: one transfer for each device.
-        total = Statistics.of_vector(self._host_moments.numbers)
+        total = Statistics.of_vector(self.host_moments.numbers)
         if self._unstored_zeros:
             # Least and most 0: else the merge would take the empty extremes, inf and -inf.
             unstored = Statistics(count=self._unstored_zeros, zeros=self._unstored_zeros, least=0.0, most=0.0)
@@ -208,7 +208,7 @@ class Accumulator:
         """Return the sketch of all that was added; None without bins."""
         if self._bins is None:
             return None
-        host_bytes = self._host_moments.counts
+        host_bytes = self.host_moments.counts
         host_counts = None if host_bytes is None else np.frombuffer(host_bytes, np.int64)
         if host_counts is not None and not (self._bin_counts_by_device or self._unstored_zeros):
             return Sketch(self._bins, host_counts)

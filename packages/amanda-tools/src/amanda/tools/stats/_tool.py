@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -199,6 +199,7 @@ class _OpStreams(OpRecord):
     """One op, forward or backward, and the stream of each of its tensors, by a label such as "output 0"."""
 
     stream_by_label: dict[str, _Stream] = field(default_factory=dict)
+    measurements: list[_Measurement] = field(default_factory=list)
 
     def read_statistics(self) -> Iterator[Measured]:
         """Yield an entry for each tensor, with the statistics so far; wait for the devices."""
@@ -206,8 +207,8 @@ class _OpStreams(OpRecord):
         for label, stream in list(self.stream_by_label.items()):
             yield Measured(
                 self.phase, self.type, self.module, self.source, tensor=stream.label_with_sizes(label),
-                dtype=stream.dtype, executions=stream.executions, statistics=stream.accumulator.statistics(),
-                sketch=stream.accumulator.sketch(),
+                dtype=stream.dtype, executions=stream.execution_count,
+                statistics=stream.accumulator.statistics(), sketch=stream.accumulator.sketch(),
             )  # fmt: skip
 
 
@@ -220,8 +221,13 @@ class _Stream:
 
     accumulator: Accumulator
     dtype: str
-    executions: int = 0
+    executions: int = 0  # that Python has measured
     batches: set[tuple[int, ...]] = field(default_factory=set)
+    measurement: _Measurement | None = None  # whose native executions are the stream's too
+
+    @property
+    def execution_count(self) -> int:
+        return self.executions + (0 if self.measurement is None else self.measurement.executions)
 
     def note_batches(self, sizes: Sequence[int]) -> None:
         """Note the sizes of the batches of a vmap; of many different sizes the least and the greatest."""
@@ -235,6 +241,42 @@ class _Stream:
             return label
         sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
         return label.replace(_BATCH * len(min(self.batches)), f"(vmap {sizes})")
+
+
+class _Measurement(amanda.interceptor.MomentsObserver):
+    """Routine that measures the tensors of an eager op; native code measures them from the second time on."""
+
+    __amanda_marks__ = frozenset({"observer", "all_samples"})
+
+    def __init__(self, tool: StatsTool, options: Mapping[str, Any]) -> None:
+        super().__init__()
+        self._tool, self._options = tool, options
+        self._is_first = True
+
+    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
+        self._tool._observe_execution(*values, batches=batches, **self._options)
+        if self._is_first and not batches:
+            self._is_first, self.moments = False, self._find_moments(values)
+
+    def _find_moments(self, values: Sequence[Any]) -> tuple[Any, ...] | None:
+        """Return the moments of each value's stream, None of a value without; None if values are lists."""
+        options: Any = self._options
+        moments: list[Any] = [None] * len(values)
+        for tensor in self._tool.tensors_of_execution(values, **options):
+            if tensor.flat_index + options.get("first", 0) != tensor.position:
+                return None
+            stream = options["record"].stream_by_label[_stream_label(tensor)]
+            stream.measurement = self
+            moments[tensor.flat_index] = stream.accumulator.host_moments
+        if (
+            options.get("is_weights") is not None
+        ):  # a gradient of another size may be that of a weight no more
+            self.length = sum(tensor.numel() for tensor in values if tensor is not None)
+        return tuple(moments)
+
+    def restart(self) -> None:
+        """Measure in Python again, into new streams."""
+        self._is_first, self.moments, self.executions = True, None, 0
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -293,6 +335,8 @@ class StatsTool(TensorTool[_OpStreams]):
         self._deleted_by_key.clear()
         for record in self._records.values():
             record.stream_by_label.clear()
+            for measurement in record.measurements:
+                measurement.restart()
 
     def op_gone(self, op_id: int) -> None:
         """Merge the statistics of a deleted op with those of equal keys; wait for the devices."""
@@ -306,6 +350,13 @@ class StatsTool(TensorTool[_OpStreams]):
         """Return an op, of which nothing is measured yet."""
         self._backward_ids.setdefault(context.get_op_id(), []).append(context.get_backward_op_id())
         return _OpStreams(phase, kind, context.get_scope(), context.get_source())
+
+    def native_observer(self, options: Mapping[str, Any]) -> Callable[..., None] | None:
+        if self._every > 1 or not amanda.interceptor.NATIVE:
+            return None
+        measurement = _Measurement(self, options)
+        options["record"].measurements.append(measurement)
+        return measurement
 
     def observe(self, record: _OpStreams, tensors: Iterator[OpTensor], execution: int) -> None:
         """Measure the tensors of an execution."""

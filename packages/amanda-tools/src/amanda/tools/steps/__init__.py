@@ -153,7 +153,9 @@ class Steps(amanda.Tool):
             thread = get_ident() if context.is_eager() else None
             self._candidate_by_place[place] = _StepCandidate(not is_line, order, thread)
         if isinstance(place, tuple):
-            context.insert_before_op(_LineCount(self._line_gate, self._count_execution), inputs=[], place=place)
+            context.insert_before_op(
+                _LineCount(self._line_gate, self._count_execution), inputs=[], place=place
+            )
         else:
             context.insert_before_op(self._count_execution, inputs=[], place=place)
 

@@ -49,7 +49,7 @@ static PyObject *gated_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObje
     GatedRoutine *self = (GatedRoutine *)type->tp_alloc(type, 0); /* subtypes take what they like */
     if (!self) return NULL;
     self->base.observe = observe_gate;
-    self->base.needs_no_values = 1;
+    self->base.reads = NO_VALUES;
     return (PyObject *)self;
 }
 

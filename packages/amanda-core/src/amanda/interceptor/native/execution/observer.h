@@ -18,7 +18,7 @@ typedef struct Observer {
     PyObject_HEAD
     Observation (*observe)(struct Observer *self, Thread *thread, const Reader *reader, PyObject *const *values,
                            Py_ssize_t count, const Moment *moment);
-    int needs_no_values; /* it may observe instead of a routine that selects values, or takes keywords */
+    enum { ALL_VALUES, SELECTED_VALUES, NO_VALUES } reads; /* ALL: it serves no routine that selects some */
 } Observer;
 
 extern PyTypeObject Observer_Type;

@@ -25,9 +25,11 @@ static int read_step(Step *step, PyObject *description) {
     step->takes_shapes = (char)shapes;
     if (PyType_IsSubtype(Py_TYPE(func), &Tally_Type) && !step->takes_all && !step->count && !PyDict_GET_SIZE(kwargs))
         step->tally = (Tally *)func;
-    int takes_values_alone = step->takes_all && !PyDict_GET_SIZE(kwargs) && !shapes;
-    if (PyType_IsSubtype(Py_TYPE(func), &Observer_Type) && (takes_values_alone || ((Observer *)func)->needs_no_values))
-        step->observer = (Observer *)func;
+    if (PyType_IsSubtype(Py_TYPE(func), &Observer_Type)) {
+        Observer *observer = (Observer *)func;
+        int takes_values_alone = !PyDict_GET_SIZE(kwargs) && !shapes && (step->takes_all || observer->reads == SELECTED_VALUES);
+        if (takes_values_alone || observer->reads == NO_VALUES) step->observer = observer;
+    }
     if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);
     step->names = step->kwargs ? PySequence_Tuple(step->kwargs) : NULL; /* a subclass may iterate otherwise */

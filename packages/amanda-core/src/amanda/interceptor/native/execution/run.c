@@ -105,7 +105,12 @@ static inline Outcome run_step(Thread *thread, const Reader *reader, int gradien
     Step *step = &program->steps[index];
     if (step->tally && tally_count(step->tally, step->takes_shapes ? &shapes->code : &NO_SHAPES)) return UNCHANGED;
     if (step->observer) {
-        Observation observation = step->observer->observe(step->observer, thread, reader, values, count, moment);
+        PyObject *stack[1 + VALUE_LIMIT], **selection = values;
+        Py_ssize_t selected = count;
+        if (!step->takes_all && step->observer->reads != NO_VALUES)
+            selection = step_arguments(step, values, count, NULL, stack, &selected);
+        if (!selection) return UNSUITED;
+        Observation observation = step->observer->observe(step->observer, thread, reader, selection, selected, moment);
         if (observation == OBSERVED) return UNCHANGED;
         if (observation == OBSERVER_FAILED) {
             report_failure(program, index);

@@ -56,6 +56,8 @@ struct Reader {
     struct { /* of numbers in host memory; count 0: only Python reads them */
         Py_ssize_t data, start; /* offsets: in the storage, of the pointer to its memory; in the TensorImpl, of 64 bits */
         Sizes strides;
+        Py_ssize_t keys;        /* offset in the TensorImpl of 64 bits, */
+        uint64_t lazy_key;      /* of which this one says that the elements are the negatives of what is in memory */
         int count;
         struct {
             uint32_t dtype_and_device; /* as `layout.dtype_and_device` has them */

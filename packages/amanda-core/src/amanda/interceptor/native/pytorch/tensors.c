@@ -307,6 +307,19 @@ const void *reader_memory(const Reader *reader, PyObject *value) {
     return tensor ? *(const void *const *)((const char *)tensor + reader->storage) : NULL;
 }
 
+/* Whether sizes and strides are those of a permutation of a contiguous tensor. */
+static int is_permutation(int64_t rank, const int64_t *sizes, const int64_t *strides) {
+    int64_t stride = 1, length = 1;
+    for (int64_t i = 0; i < rank; i++) length *= sizes[i];
+    for (int64_t i = 0; i < rank && stride < length; i++) { /* one more dimension each time */
+        int64_t at = 0;
+        while (at < rank && (sizes[at] == 1 || strides[at] != stride)) at++;
+        if (at == rank) return 0;
+        stride *= sizes[at];
+    }
+    return stride == length;
+}
+
 int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
     const char *tensor = reader->elements.count && reader_is_tensor(reader, value) ? impl_with_layout(reader, value) : NULL;
     if (!tensor) return 0;
@@ -325,10 +338,13 @@ int reader_host_memory(const Reader *reader, PyObject *value, Memory *memory) {
     memory->exponent = reader->elements.kinds[kind].exponent;
     memory->count = (Py_ssize_t)span;
     memory->at = NULL;
+    memory->is_dense = 1;
     if (!span) return 1;
     const char *storage = *(const char *const *)(tensor + reader->storage);
     const char *data = storage ? *(const char *const *)(storage + reader->elements.data) : NULL;
     memory->at = data + *(const int64_t *)(tensor + reader->elements.start) * memory->width;
+    int is_lazy = (*(const uint64_t *)(tensor + reader->elements.keys) & reader->elements.lazy_key) != 0;
+    memory->is_dense = !is_lazy && is_permutation(rank, sizes, strides);
     return data != NULL;
 }
 
@@ -453,7 +469,11 @@ static int read_layout(Reader *reader, PyObject *tuple) {
 static int read_elements(Reader *reader, PyObject *tuple) {
     unsigned long long strides, exponent;
     PyObject *kinds, *sample;
-    if (!PyArg_ParseTuple(tuple, "nnKO!", &reader->elements.data, &reader->elements.start, &strides, &PyTuple_Type, &kinds)) return -1;
+    unsigned long long lazy_key;
+    if (!PyArg_ParseTuple(tuple, "nnnKKO!", &reader->elements.data, &reader->elements.start, &reader->elements.keys, &lazy_key,
+                          &strides, &PyTuple_Type, &kinds))
+        return -1;
+    reader->elements.lazy_key = lazy_key;
     if (!strides || !reader->layout.available || PyTuple_GET_SIZE(kinds) > ELEMENT_LIMIT) {
         PyErr_Format(PyExc_ValueError, "an address and up to %d element types are wanted, and a layout", ELEMENT_LIMIT);
         return -1;
@@ -570,7 +590,7 @@ static PyObject *reader_can_substitute(Reader *self, PyObject *args) {
 static PyObject *reader_memory_span(Reader *self, PyObject *value) {
     Memory memory;
     if (!reader_host_memory(self, value, &memory)) Py_RETURN_NONE;
-    return Py_BuildValue("nn", (Py_ssize_t)(intptr_t)memory.at, memory.count * memory.width);
+    return Py_BuildValue("nnN", (Py_ssize_t)(intptr_t)memory.at, memory.count * memory.width, PyBool_FromLong(memory.is_dense));
 }
 
 static PyObject *reader_memory_of(Reader *self, PyObject *value) {
@@ -582,7 +602,8 @@ static PyMethodDef reader_methods[] = {
      "can_substitute(original, value): whether native code may put a value in the place of a tensor."},
     {"memory", (PyCFunction)reader_memory_of, METH_O, "Return the address of a plain tensor's storage; 0 for any other value."},
     {"host_memory", (PyCFunction)reader_memory_span, METH_O,
-     "Return address and bytes of a plain tensor's numbers, from the first to the last in memory; None for any other value."},
+     "Return address and bytes of a plain tensor's numbers, from the first to the last in memory, and whether each is an\n"
+     "element, as it is, and each element once; None for any other value."},
     {"key", (PyCFunction)reader_key_of, METH_VARARGS,
      "key(args, kwargs={}, sized=False): return the key of a call's form, 64 bits; 0 if only Python can tell the form."},
     {"version", (PyCFunction)reader_version_of, METH_O, "Return a number that changes with each write into a tensor, or into one in a list."},
@@ -617,7 +638,8 @@ PyTypeObject Reader_Type = {
               "handle of a wrapper points to, of the handle of the wrapped tensor, and a wrapper of each kind.  In that mode\n"
               "a key tells whether a call has work, and no program may be learned under it.\n"
               "elements: of numbers in host memory: the offset, in a storage, of the pointer to its memory; the offset, in the\n"
-              "object that a handle points to, of 64 bits with the place of the first element; the address of `int32_t\n"
+              "object that a handle points to, of 64 bits with the place of the first element; that of 64 bits of which one, the\n"
+              "next item, is set where elements are negatives of what is in memory; the address of `int32_t\n"
               "strides(handle *, int64_t **out)`; and for each element type a tensor, the bytes of an element, and the\n"
               "bits that are all set in an element that is not finite, 0 for integers.",
     .tp_new = reader_new,

@@ -4,9 +4,11 @@
    blocks are put together by the formula of Chan, Golub, LeVeque 1979. Bins divide each power of two evenly, as those
    of DDSketch with a linearly interpolated logarithm do: Masson, Rim, Lee 2019. */
 #include "statistics/moments.h"
+#include "execution/observer.h"
 #include <float.h>
 #include <math.h>
 #include <string.h>
+#include <structmember.h>
 
 #define BLOCK 4096
 #define LOWEST (-88) /* magnitudes from 2**LOWEST have bins of their own, */
@@ -14,6 +16,7 @@
 #define BITS_LIMIT 16
 #define TABLES 4          /* neighbours are counted apart: they are often in one bin, and would wait for one another */
 #define TABLE_LIMIT 4104  /* bins that a table has room for */
+#define MEASURED_LIMIT 32 /* values of an op */
 #define SHARED (1 << 15)  /* so many numbers are measured without the GIL, where tables suffice */
 
 typedef struct {
@@ -194,7 +197,7 @@ static int make_counts(Moments *self) {
     return 0;
 }
 
-static int add_tabled(Moments *self, const Py_buffer *view, int is_float, int64_t size, Scratch *scratch) {
+static int add_tabled(Moments *self, const char *at, int is_float, int64_t size, Scratch *scratch) {
     const int64_t most = (int64_t)1 << 30; /* what a table counts does not overflow */
     scratch->tables = NULL;
     if (self->total && !(scratch->tables = PyMem_RawMalloc(TABLES * sizeof(Table)))) {
@@ -205,7 +208,7 @@ static int add_tabled(Moments *self, const Py_buffer *view, int is_float, int64_
         Sums sums = NONE; /* another thread may add to this object meanwhile */
         Py_BEGIN_ALLOW_THREADS
         if (scratch->tables) memset(scratch->tables, 0, TABLES * sizeof(Table));
-        measure(&sums, NULL, scratch, (const char *)view->buf + start * view->itemsize, is_float,
+        measure(&sums, NULL, scratch, at + start * (Py_ssize_t)(is_float ? sizeof(float) : sizeof(double)), is_float,
                 size - start < most ? size - start : most, self->bits, self->side);
         Py_END_ALLOW_THREADS
         merge(&self->sums, &sums);
@@ -219,13 +222,11 @@ static int add_tabled(Moments *self, const Py_buffer *view, int is_float, int64_
     return 0;
 }
 
-static int add_view(Moments *self, const Py_buffer *view) {
-    int is_float = view->itemsize == sizeof(float);
-    int64_t size = view->len / view->itemsize;
+static int add_numbers(Moments *self, const void *at, int is_float, int64_t size) {
     Scratch scratch;
     if (make_counts(self)) return -1;
-    if (self->total <= TABLE_LIMIT && size >= SHARED) return add_tabled(self, view, is_float, size, &scratch);
-    measure(&self->sums, self->counts, &scratch, view->buf, is_float, size, self->bits, self->side);
+    if (self->total <= TABLE_LIMIT && size >= SHARED) return add_tabled(self, at, is_float, size, &scratch);
+    measure(&self->sums, self->counts, &scratch, at, is_float, size, self->bits, self->side);
     return 0;
 }
 
@@ -237,7 +238,7 @@ static PyObject *moments_add(Moments *self, PyObject *numbers) {
         Py_RETURN_FALSE;
     }
     int is_floating = view.format && (!strcmp(view.format, "f") || !strcmp(view.format, "d"));
-    int failed = is_floating && view.len && add_view(self, &view);
+    int failed = is_floating && view.len && add_numbers(self, view.buf, view.itemsize == sizeof(float), view.len / view.itemsize);
     PyBuffer_Release(&view);
     return failed ? NULL : PyBool_FromLong(is_floating);
 }
@@ -312,7 +313,108 @@ static PyTypeObject Moments_Type = {
     .tp_getset = moments_fields,
 };
 
+/* ---- of the values of an op ---- */
+
+typedef struct {
+    Observer base;
+    PyObject *moments;    /* owned tuple; for each value Moments, or None for a value without numbers; NULL: not known */
+    long long length;     /* of the values, all together; -1: any */
+    long long executions; /* that native code has measured */
+} MomentsObserver;
+
+/* Measure each value, or none and leave them to Python. */
+static Observation observe_moments(Observer *observer, Thread *Py_UNUSED(thread), const Reader *reader, PyObject *const *values,
+                                   Py_ssize_t count, const Moment *Py_UNUSED(moment)) {
+    MomentsObserver *self = (MomentsObserver *)observer;
+    long long length = 0;
+    Memory memory[MEASURED_LIMIT];
+    if (!self->moments || PyTuple_GET_SIZE(self->moments) != count || count > MEASURED_LIMIT) return CALL_PYTHON;
+    for (Py_ssize_t i = 0; i < count; i++) {
+        if (PyTuple_GET_ITEM(self->moments, i) == Py_None) {
+            if (!reader_is_plain(reader, values[i])) return CALL_PYTHON;
+        } else if (!reader_host_memory(reader, values[i], &memory[i]) || !memory[i].exponent || memory[i].width < 4 ||
+                   !memory[i].is_dense)
+            return CALL_PYTHON;
+        else
+            length += memory[i].count;
+    }
+    if (self->length >= 0 && length != self->length) return CALL_PYTHON;
+    PyObject *moments = Py_NewRef(self->moments); /* others may run, and replace them, while large memory is read */
+    int failed = 0;
+    for (Py_ssize_t i = 0; !failed && i < count; i++) {
+        PyObject *target = PyTuple_GET_ITEM(moments, i);
+        if (target == Py_None || !memory[i].count) continue;
+        failed = add_numbers((Moments *)target, memory[i].at, memory[i].width == sizeof(float), memory[i].count);
+    }
+    Py_DECREF(moments);
+    self->executions++;
+    return failed ? OBSERVER_FAILED : OBSERVED;
+}
+
+static PyObject *observer_new(PyTypeObject *type, PyObject *Py_UNUSED(args), PyObject *Py_UNUSED(kwargs)) {
+    MomentsObserver *self = (MomentsObserver *)type->tp_alloc(type, 0); /* subtypes take what they like */
+    if (!self) return NULL;
+    self->base.observe = observe_moments;
+    self->base.reads = SELECTED_VALUES;
+    self->length = -1;
+    return (PyObject *)self;
+}
+
+static int observer_set(MomentsObserver *self, PyObject *moments, void *Py_UNUSED(none)) {
+    int is_known = moments && moments != Py_None, fits = !is_known || PyTuple_CheckExact(moments);
+    for (Py_ssize_t i = 0; is_known && fits && i < PyTuple_GET_SIZE(moments); i++) {
+        PyObject *item = PyTuple_GET_ITEM(moments, i);
+        fits = item == Py_None || Py_IS_TYPE(item, &Moments_Type);
+    }
+    if (!fits) {
+        PyErr_Format(PyExc_TypeError, "a tuple of Moments and None is wanted, not %R", moments);
+        return -1;
+    }
+    Py_XSETREF(self->moments, is_known ? Py_NewRef(moments) : NULL);
+    return 0;
+}
+
+static PyObject *observer_get(MomentsObserver *self, void *Py_UNUSED(none)) {
+    return Py_NewRef(self->moments ? self->moments : Py_None);
+}
+
+static int observer_traverse(MomentsObserver *self, visitproc visit, void *arg) {
+    Py_VISIT(self->moments);
+    return 0;
+}
+
+static void observer_dealloc(MomentsObserver *self) {
+    PyObject_GC_UnTrack(self);
+    Py_CLEAR(self->moments);
+    Py_TYPE(self)->tp_free(self);
+}
+
+static PyMemberDef observer_members[] = {
+    {"length", T_LONGLONG, offsetof(MomentsObserver, length), 0,
+     "Number of elements, of all values together, that native code measures; -1 for any."},
+    {"executions", T_LONGLONG, offsetof(MomentsObserver, executions), 0, "Number of executions that native code has measured."}, {0}};
+
+static PyGetSetDef observer_properties[] = {
+    {"moments", (getter)observer_get, (setter)observer_set,
+     "Moments for each value, None for a value that is no tensor; None at first: the routine itself is called.", NULL},
+    {0}};
+
+static PyTypeObject MomentsObserver_Type = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "amanda.interceptor.MomentsObserver",
+    .tp_basicsize = sizeof(MomentsObserver),
+    .tp_base = &Observer_Type,
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_BASETYPE,
+    .tp_doc = "MomentsObserver(): base of observers that native code does not call, but adds the values' numbers to Moments.\n\n"
+              "A subclass defines __call__(*values).  It is called until `moments` is set, and where a value is no float or\n"
+              "double tensor in one piece of host memory.",
+    .tp_new = observer_new,
+    .tp_dealloc = (destructor)observer_dealloc,
+    .tp_traverse = (traverseproc)observer_traverse,
+    .tp_members = observer_members,
+    .tp_getset = observer_properties,
+};
+
 int moments_boot(PyObject *names) {
     choose_vectors();
-    return add_type(names, "Moments", &Moments_Type);
+    return add_type(names, "Moments", &Moments_Type) || add_type(names, "MomentsObserver", &MomentsObserver_Type) ? -1 : 0;
 }
