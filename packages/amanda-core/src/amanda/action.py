@@ -17,13 +17,25 @@ from amanda.plan.action import (
     traceable,
     with_marks,
 )
-from amanda.plan.observers import Executions, Observed, ShapeTally, Tally, gathered
+from amanda.plan.observers import (
+    Executions,
+    FiniteObserver,
+    GatedObserver,
+    MomentsObserver,
+    Observed,
+    ShapeTally,
+    Tally,
+    gathered,
+)
 
 __all__ = [
     "Action",
     "ActionType",
     "Executions",
+    "FiniteObserver",
+    "GatedObserver",
     "InstrumentationPoint",
+    "MomentsObserver",
     "Observed",
     "Routine",
     "ShapeTally",

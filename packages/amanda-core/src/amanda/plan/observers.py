@@ -81,6 +81,75 @@ class ShapeTally(interceptor.ShapeCounter):
         return sample_count(shapes)
 
 
+class GatedObserver(interceptor.GatedRoutine):
+    """Observer that native code does not call while a gate is not open; Python calls it in any case.
+
+    Args:
+        gate: `interceptor.Gate`, which observers share; open at first.
+        routine: Called with the values and options of an execution.
+    """
+
+    __amanda_marks__ = frozenset({"observer"})
+
+    def __init__(self, gate: interceptor.Gate, routine: Callable[..., None]) -> None:
+        super().__init__(gate)
+        self._routine = routine
+
+    def __call__(self, *values: Any, **options: Any) -> None:
+        self._routine(*values, **options)
+
+
+class FiniteObserver(interceptor.FiniteCheck):
+    """Observer of all values of an op, which native code calls only where an output is not finite.
+
+    One is inserted before an op and one after it.  While both have `skips` set, native code calls neither if
+    all outputs are tensors in host memory without NaN and Inf.  Otherwise it calls the one before after the
+    op: inputs that the op has written are no longer what they were.  If `copies` is set too, in the observer
+    before, its `copy` has the bytes that the first input had before the op.
+
+    Args:
+        routine: Called with this object, the values, and the numbers of batches of a vmap, by flat index.
+        *before_and_tally: Of the observer after an op: that before it, and a `Tally` of skipped executions.
+    """
+
+    __amanda_marks__ = frozenset({"observer", "all_samples"})
+
+    def __init__(self, routine: Callable[..., None], *before_and_tally: Any) -> None:
+        super().__init__(*before_and_tally)
+        self._routine = routine
+
+    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
+        self._routine(self, values, batches)
+
+
+class MomentsObserver(interceptor.MomentsObserver):
+    """Observer that adds the numbers of values to `interceptor.Moments`, which native code does from then on.
+
+    Args:
+        routine: Called with the values and options of an execution whose values native code does not read.
+        find_moments: Called after the first execution with this object, the values and the options: may set
+            `moments`, for each value, with None for a value that is no tensor, and `length`.
+    """
+
+    __amanda_marks__ = frozenset({"observer", "all_samples"})
+
+    def __init__(self, routine: Callable[..., None], find_moments: Callable[..., None]) -> None:
+        super().__init__()
+        self._routine, self._find_moments = routine, find_moments
+        self._is_first = True
+
+    def __call__(self, *values: Any, batches: Sequence[int] = (), **options: Any) -> None:
+        """Call the routine, and after the first execution look for the moments."""
+        self._routine(*values, batches=batches, **options)
+        if self._is_first and not batches:
+            self._is_first = False
+            self._find_moments(self, values, **options)
+
+    def restart(self) -> None:
+        """Forget the moments and the executions that native code has measured."""
+        self._is_first, self.moments, self.executions = True, None, 0
+
+
 # A protocol: drivers store more about a place than this room knows.
 class ActionPlace(Protocol):
     """An observer's action, with facts of its op."""

@@ -279,43 +279,28 @@ class TensorTool(amanda.Tool, Generic[RecordT]):
         """Insert observers of the inputs, or the weight alone, and of the outputs, by the tool's roles."""
         record, weight = self._record(context, context["phase"], context["type"]), context["weight_index"]
         options: dict[str, Any] = {"record": record, "dtype": context["dtype"]}
+        observer = self._observe_slice if _SLICE in context else self._observe_execution
         self._unread.update(dict.fromkeys(remarks_on_packed_inputs(context)))
         if "input" in self._roles:
-            is_weight: Any = lambda position, _: position == weight  # noqa: E731
-            self._insert(context.insert_before_op, context, role="input", is_weights=is_weight, **options)
+            context.insert_before_op(
+                observer, role="input", is_weights=lambda position, _: position == weight, **options
+            )
         elif "weight" in self._roles and weight is not None:
-            options_of_weight = {**options, "inputs": [weight], "first": weight}
-            self._insert(context.insert_before_op, context, role="weight", **options_of_weight)
+            context.insert_before_op(observer, inputs=[weight], role="weight", first=weight, **options)
         # Uninitialised memory would be reported as the statistics of an output.
         if "output" in self._roles and context["type"] not in UNINITIALISED:
-            self._insert(context.insert_after_op, context, role="output", **options)
+            context.insert_after_op(observer, role="output", **options)
 
     def _insert_backward_observer(self, context: amanda.OpContext) -> None:
         """Insert the observer of the gradients that leave a backward op, unless it accumulates one."""
         backward_type = context["backward_type"]
         # Its gradients are those of the op before it, which are observed there.
         if backward_type != "accumulate_grad":
-            self._insert(
-                context.insert_after_backward_op, context, role="gradient", dtype=context["dtype"],
-                record=self._record(context, "backward", backward_type), is_weights=weight_gradient(context),
+            observer = self._observe_slice if _SLICE in context else self._observe_execution
+            context.insert_after_backward_op(
+                observer, record=self._record(context, "backward", backward_type), role="gradient",
+                dtype=context["dtype"], is_weights=weight_gradient(context),
             )  # fmt: skip
-
-    def _insert(
-        self, insert: Callable[..., None], context: amanda.OpContext, inputs: list[int] | None = None,
-        **options: Any,
-    ) -> None:  # fmt: skip
-        """Insert an observer.  insert: method of the context.  options: arguments of `_observe_execution`."""
-        selection = {} if inputs is None else {"inputs": inputs}
-        is_sliced = _SLICE in context
-        native = self.native_observer(options) if context.is_eager() and not is_sliced else None
-        if native is not None:
-            insert(native, **selection)
-        else:
-            insert(self._observe_slice if is_sliced else self._observe_execution, **selection, **options)
-
-    def native_observer(self, options: Mapping[str, Any]) -> Callable[..., None] | None:
-        """Return an observer that native code serves, of an eager op; None for the tool's own."""
-        return None
 
     def _follow_slices(self, context: amanda.OpContext) -> None:
         """Where an op reads one weight of an array of several, have each execution note which one."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from math import isfinite, isnan, prod
 from operator import or_
 from typing import Any, NamedTuple
 from weakref import ref
 
 import amanda
-from amanda.tools.kit import Dtype, OpTensor, RequiredNames, leaves, op_tensors, shape_text, tensors_of
+from amanda.tools.kit import Dtype, OpTensor, leaves, op_tensors, shape_text, tensors_of
 from amanda.tools.libraries import do
 from amanda.tools.libraries import numpy as np
 from amanda.tools.results import made_of, number_of
@@ -330,11 +330,6 @@ def _indices_of_written(references: Sequence[Any]) -> list[int]:
     return [i for i, leaf in flat if isinstance(leaf, _TensorReference) and leaf.may_be_written]
 
 
-_REQUIRED = RequiredNames(
-    "amanda.tools.nan", "torch", "torch:_C._functorch.is_functorch_wrapped_tensor",
-    "torch:_C._functorch.is_legacy_batchedtensor", "torch:Tensor._version",
-)  # fmt: skip
-
 _SCALER_MODULE = "torch.amp.grad_scaler"
 _SCALER_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 
@@ -342,12 +337,10 @@ _SCALER_CHECK = "_amp_foreach_non_finite_check_and_unscale_"
 def write_torch_facts(context: amanda.OpContext) -> None:
     """Write the functions and the role by which NanTool checks an op of PyTorch.
 
-    are_finite: returns True only if all elements of some values are finite, and quickly.
     saved_tensors: of a backward op, returns the tensors that the node under way has saved.
     loss_scale: of a forward op: "scale" where a GradScaler scales a loss, "check" where it checks gradients.
     unread_positions: of a forward op, returns the positions of inputs that it writes and does not read.
     """
-    context["are_finite"] = _make_finite_test()
     if context.is_backward():
         context["saved_tensors"] = saved_tensors_of_node
     if context.is_forward():
@@ -391,26 +384,3 @@ def _is_called_by_scaler() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-@cache
-def _make_finite_test() -> Callable[[Sequence[Any]], bool]:
-    """Return a test, a hot path: True if values are plain float32 tensors with a finite sum."""
-    _REQUIRED.check()
-    import torch
-
-    plain_classes, float32, strided = (torch.Tensor, torch.nn.Parameter), torch.float32, torch.strided
-    functions: Any = torch._C._functorch
-    is_wrapped, is_batched = functions.is_functorch_wrapped_tensor, functions.is_legacy_batchedtensor
-
-    def are_finite(values: Sequence[Any]) -> bool:
-        for tensor in values:
-            is_plain = type(tensor) in plain_classes and tensor.dtype is float32 and tensor.layout is strided
-            # A sum of the others would fail, or be that of many calls of a transform.
-            if not is_plain or tensor.is_meta or tensor.is_nested or is_wrapped(tensor) or is_batched(tensor):
-                return False
-            if not isfinite(tensor.sum().item()):
-                return False
-        return True
-
-    return are_finite

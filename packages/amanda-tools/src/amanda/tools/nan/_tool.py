@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import amanda
-from amanda.action import Executions, Observed
+from amanda.action import Executions, FiniteObserver, Observed
 from amanda.errors import AmandaError
 from amanda.options import PositiveInt, checked
 from amanda.tools.kit import Dtype, OpTensor, folded_unread, leaves, parameter_paths, remarks_on_packed_inputs
@@ -67,9 +67,8 @@ class _CheckedOp:
     """An op, the recorder of its inputs, and the paths of the parameters among its inputs, by position.
 
     dtype: `dtype` of StandardMapping.  only_moves: it only copies or views inputs.  only_calls: it only runs
-    other ops.  are_finite: returns True only if all elements of some values are finite.  op_id: of the
-    forward op.  saved_tensors: returns what the backward op under way has saved; None if unknown.
-    unread_positions: returns the positions of inputs that an execution does not read.
+    other ops.  op_id: of the forward op.  saved_tensors: returns what the backward op under way has saved;
+    None if unknown.  unread_positions: returns the positions of inputs that an execution does not read.
     """
 
     phase: str
@@ -78,7 +77,6 @@ class _CheckedOp:
     source: str
     dtype: Dtype
     recorder: InputRecorder
-    are_finite: Callable[[Sequence[Any]], bool] = lambda values: False
     parameter_paths: Mapping[int, str] = field(default_factory=dict)
     only_moves: bool = False
     reads_handle: bool = False
@@ -216,19 +214,36 @@ class NanTool(amanda.Tool):
         op = _CheckedOp(
             phase, type=kind, module=context.get_scope(), source=context.get_source(), dtype=dtype,
             recorder=InputRecorder(dtype, self._looks_for_inf, in_place, is_eager),
-            op_id=context.get_op_id(), **_fact_in(context, "are_finite"), **facts,
+            op_id=context.get_op_id(), **facts,
         )  # fmt: skip
         insert_before: Any = context.insert_before_op
         insert_after: Any = context.insert_after_op
         if context.is_backward():
             insert_before, insert_after = context.insert_before_backward_op, context.insert_after_backward_op
         if is_eager:
-            begin = _Begin(self._inputs_of_running, op)
+            begin = FiniteObserver(partial(self._begin, op))
             insert_before(begin)
-            insert_after(_End(begin, self._native_executions, self._check_outputs))
+            insert_after(FiniteObserver(partial(self._end, op), begin, self._native_executions))
         else:
             insert_before(self._begin_in_graph, op=op, begins=True)
             insert_after(self._end_in_graph, op=op)
+
+    def _begin(
+        self, op: _CheckedOp, begin: FiniteObserver, values: Sequence[Any], batches: Sequence[int]
+    ) -> None:
+        # An eager op ends on the thread it began on.
+        self._inputs_of_running[get_ident(), op] = op.recorder.record(values, batches, begin.copy)
+
+    def _end(
+        self, op: _CheckedOp, end: FiniteObserver, values: Sequence[Any], batches: Sequence[int]
+    ) -> None:
+        """Check the outputs of an op; let native code do so from then on."""
+        recorded = self._inputs_of_running.pop((get_ident(), op), None)
+        is_finite, begin = self._check_outputs(values, recorded, op, batches), end.before
+        if begin is not None:
+            begin.skips, begin.copies = op.recorder.may_record_after, op.recorder.is_in_place
+            # After outputs with NaN Python is to see that the next ones have none.
+            end.skips = begin.skips and is_finite
 
     @amanda.observer
     def _begin_in_graph(self, *values: Any, op: _CheckedOp, run: dict[Any, Any], begins: bool) -> None:
@@ -287,12 +302,10 @@ class NanTool(amanda.Tool):
         self._python_execution_count += 1
         if recorded is not None:
             op.recorder.note_writes(recorded)
-        if op.are_finite(values):
-            if self._flags_by_op_id and op.phase != "backward":
-                self._flags_by_op_id.pop(op.op_id, None)
-            return True
         op_tensors = floating(values, op.dtype, leave=partial(self._note_unread, op))
         if not any(nonfinite_flags(op_tensor.tensor, self._looks_for_inf) for op_tensor in op_tensors):
+            if op.phase != "backward":
+                self._flags_by_op_id.pop(op.op_id, None)
             return True
         output_floats = Floats.of(values, op.dtype, self._looks_for_inf, batches=batches)
         input_floats = Floats() if recorded is None else op.recorder.floats(recorded, op.unread_positions)
@@ -412,45 +425,6 @@ class NanTool(amanda.Tool):
         # What the skipped step gave has been thrown away.
         if is_skipped and not self._findings_by_key:
             self._first_nan_step = None
-
-
-RunningInputs = dict[tuple[int, _CheckedOp], RecordedInputs]
-
-
-class _Begin(amanda.interceptor.FiniteCheck):
-    """Routine before an eager op: records its inputs; native code skips it where the outputs are finite."""
-
-    __amanda_marks__ = frozenset({"observer", "all_samples"})
-
-    def __init__(self, inputs_of_running: RunningInputs, op: _CheckedOp) -> None:
-        super().__init__()
-        self.inputs_of_running, self.op = inputs_of_running, op
-
-    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
-        # An eager op ends on the thread it began on.
-        recorded = self.op.recorder.record(values, batches, self.copy)
-        self.inputs_of_running[get_ident(), self.op] = recorded
-
-
-class _End(amanda.interceptor.FiniteCheck):
-    """Routine after an eager op: calls `check(outputs, recorded inputs, op, batches)`.
-
-    From the second execution on native code skips it where the outputs are finite, unless the op's last
-    execution was not: `check` then forgets that.
-    """
-
-    __amanda_marks__ = _Begin.__amanda_marks__
-
-    def __init__(self, begin: _Begin, tally: amanda.Tally, check: Callable[..., bool]) -> None:
-        super().__init__(begin, tally)
-        self._begin, self._check = begin, check
-
-    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
-        begin, op = self._begin, self._begin.op
-        recorded = begin.inputs_of_running.pop((get_ident(), op), None)
-        is_finite = self._check(values, recorded, op, batches)
-        begin.skips, begin.copies = op.recorder.may_record_after, op.recorder.is_in_place
-        self.skips = begin.skips and is_finite
 
 
 def _pair_begins_and_ends(executions: Sequence[Observed]) -> tuple[list[tuple[int | None, int]], list[int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import amanda
+from amanda.action import MomentsObserver
 from amanda.options import PositiveInt, Range, Share, checked
 from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, place_text
 from amanda.tools.mapping import is_partial
@@ -199,7 +200,6 @@ class _OpStreams(OpRecord):
     """One op, forward or backward, and the stream of each of its tensors, by a label such as "output 0"."""
 
     stream_by_label: dict[str, _Stream] = field(default_factory=dict)
-    measurements: list[_Measurement] = field(default_factory=list)
 
     def read_statistics(self) -> Iterator[Measured]:
         """Yield an entry for each tensor, with the statistics so far; wait for the devices."""
@@ -223,11 +223,11 @@ class _Stream:
     dtype: str
     executions: int = 0  # that Python has measured
     batches: set[tuple[int, ...]] = field(default_factory=set)
-    measurement: _Measurement | None = None  # whose native executions are the stream's too
+    observers: list[MomentsObserver] = field(default_factory=list)  # one for each plan of the op
 
     @property
     def execution_count(self) -> int:
-        return self.executions + (0 if self.measurement is None else self.measurement.executions)
+        return self.executions + sum(observer.executions for observer in self.observers)
 
     def note_batches(self, sizes: Sequence[int]) -> None:
         """Note the sizes of the batches of a vmap; of many different sizes the least and the greatest."""
@@ -241,42 +241,6 @@ class _Stream:
             return label
         sizes = " to ".join("x".join(map(str, size)) for size in sorted(self.batches))
         return label.replace(_BATCH * len(min(self.batches)), f"(vmap {sizes})")
-
-
-class _Measurement(amanda.interceptor.MomentsObserver):
-    """Routine that measures the tensors of an eager op; native code measures them from the second time on."""
-
-    __amanda_marks__ = frozenset({"observer", "all_samples"})
-
-    def __init__(self, tool: StatsTool, options: Mapping[str, Any]) -> None:
-        super().__init__()
-        self._tool, self._options = tool, options
-        self._is_first = True
-
-    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
-        self._tool._observe_execution(*values, batches=batches, **self._options)
-        if self._is_first and not batches:
-            self._is_first, self.moments = False, self._find_moments(values)
-
-    def _find_moments(self, values: Sequence[Any]) -> tuple[Any, ...] | None:
-        """Return the moments of each value's stream, None of a value without; None if values are lists."""
-        options: Any = self._options
-        moments: list[Any] = [None] * len(values)
-        for tensor in self._tool.tensors_of_execution(values, **options):
-            if tensor.flat_index + options.get("first", 0) != tensor.position:
-                return None
-            stream = options["record"].stream_by_label[_stream_label(tensor)]
-            stream.measurement = self
-            moments[tensor.flat_index] = stream.accumulator.host_moments
-        if (
-            options.get("is_weights") is not None
-        ):  # a gradient of another size may be that of a weight no more
-            self.length = sum(tensor.numel() for tensor in values if tensor is not None)
-        return tuple(moments)
-
-    def restart(self) -> None:
-        """Measure in Python again, into new streams."""
-        self._is_first, self.moments, self.executions = True, None, 0
 
 
 class StatsTool(TensorTool[_OpStreams]):
@@ -318,6 +282,8 @@ class StatsTool(TensorTool[_OpStreams]):
         # `op_gone` names a forward op; its backward ops have records of their own.
         self._backward_ids: dict[int, list[int | None]] = {}  # of the ops in `_records`
         self._deleted_by_key: dict[tuple[str, ...], Measured] = {}  # of ops of deleted models
+        if amanda.interceptor.NATIVE:
+            self.wrap_routines(self._measure_natively)
         select(self, **selection)
 
     @property
@@ -334,9 +300,10 @@ class StatsTool(TensorTool[_OpStreams]):
         super().clear()
         self._deleted_by_key.clear()
         for record in self._records.values():
+            for stream in record.stream_by_label.values():
+                for observer in stream.observers:
+                    observer.restart()
             record.stream_by_label.clear()
-            for measurement in record.measurements:
-                measurement.restart()
 
     def op_gone(self, op_id: int) -> None:
         """Merge the statistics of a deleted op with those of equal keys; wait for the devices."""
@@ -351,12 +318,24 @@ class StatsTool(TensorTool[_OpStreams]):
         self._backward_ids.setdefault(context.get_op_id(), []).append(context.get_backward_op_id())
         return _OpStreams(phase, kind, context.get_scope(), context.get_source())
 
-    def native_observer(self, options: Mapping[str, Any]) -> Callable[..., None] | None:
-        if self._every > 1 or not amanda.interceptor.NATIVE:
-            return None
-        measurement = _Measurement(self, options)
-        options["record"].measurements.append(measurement)
-        return measurement
+    def _measure_natively(self, context: amanda.OpContext, type: amanda.ActionType, routine: Any) -> Any:
+        """Return a routine that native code serves, for each execution of an eager op; else the routine."""
+        if not context.is_eager() or self._every > 1 or routine != self._observe_execution:
+            return routine
+        return MomentsObserver(routine, self._find_moments)
+
+    def _find_moments(self, observer: MomentsObserver, values: Sequence[Any], **options: Any) -> None:
+        """Tell an observer the moments of each value's stream; not where values are lists."""
+        moments: list[Any] = [None] * len(values)
+        for tensor in self.tensors_of_execution(values, **options):
+            if tensor.flat_index + options.get("first", 0) != tensor.position:
+                return
+            stream = options["record"].stream_by_label[_stream_label(tensor)]
+            stream.observers.append(observer)
+            moments[tensor.flat_index] = stream.accumulator.host_moments
+        if "is_weights" in options:  # a gradient of another size may be that of a weight no more
+            observer.length = sum(tensor.numel() for tensor in values if tensor is not None)
+        observer.moments = tuple(moments)
 
     def observe(self, record: _OpStreams, tensors: Iterator[OpTensor], execution: int) -> None:
         """Measure the tensors of an execution."""

@@ -15,7 +15,7 @@ from typing import Any
 
 import amanda
 from amanda import interceptor
-from amanda.action import Routine, has_run, marks, opening, with_marks
+from amanda.action import GatedObserver, Routine, has_run, marks, opening, with_marks
 from amanda.errors import AmandaError
 from amanda.options import NonNegativeInt, PositiveInt, checked, deprecated
 from amanda.tools.mapping import in_construction
@@ -72,17 +72,6 @@ class _StepCandidate:
         if (self.executions > 1) != (rival.executions > 1):
             return self.executions > 1
         return self.order < rival.order
-
-
-class _LineCount(interceptor.GatedRoutine):
-    """Routine that counts an execution of a line outside of modules while the gate is open."""
-
-    def __init__(self, gate: interceptor.Gate, count: Callable[[Hashable], None]) -> None:
-        super().__init__(gate)
-        self._count = count
-
-    def __call__(self, place: Hashable) -> None:
-        self._count(place)
 
 
 class Steps(amanda.Tool):
@@ -152,12 +141,10 @@ class Steps(amanda.Tool):
             is_line, order = isinstance(place, tuple), len(self._candidate_by_place)
             thread = get_ident() if context.is_eager() else None
             self._candidate_by_place[place] = _StepCandidate(not is_line, order, thread)
+        count: Any = self._count_execution
         if isinstance(place, tuple):
-            context.insert_before_op(
-                _LineCount(self._line_gate, self._count_execution), inputs=[], place=place
-            )
-        else:
-            context.insert_before_op(self._count_execution, inputs=[], place=place)
+            count = GatedObserver(self._line_gate, count)
+        context.insert_before_op(count, inputs=[], place=place)
 
     def _find_place(self, context: amanda.OpContext) -> Hashable:
         """Return the id of an op that may begin steps, or its line outside of modules; None for other ops."""

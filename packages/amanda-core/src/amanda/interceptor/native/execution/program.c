@@ -27,8 +27,7 @@ static int read_step(Step *step, PyObject *description) {
         step->tally = (Tally *)func;
     if (PyType_IsSubtype(Py_TYPE(func), &Observer_Type)) {
         Observer *observer = (Observer *)func;
-        int takes_values_alone = !PyDict_GET_SIZE(kwargs) && !shapes && (step->takes_all || observer->reads == SELECTED_VALUES);
-        if (takes_values_alone || observer->reads == NO_VALUES) step->observer = observer;
+        if (step->takes_all || observer->reads != ALL_VALUES) step->observer = observer;
     }
     if (!PyDict_GET_SIZE(kwargs) && !shapes) return 0;
     step->kwargs = PyDict_Copy(kwargs);

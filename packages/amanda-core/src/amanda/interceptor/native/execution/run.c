@@ -105,12 +105,14 @@ static inline Outcome run_step(Thread *thread, const Reader *reader, int gradien
     Step *step = &program->steps[index];
     if (step->tally && tally_count(step->tally, step->takes_shapes ? &shapes->code : &NO_SHAPES)) return UNCHANGED;
     if (step->observer) {
-        PyObject *stack[1 + VALUE_LIMIT], **selection = values;
-        Py_ssize_t selected = count;
-        if (!step->takes_all && step->observer->reads != NO_VALUES)
-            selection = step_arguments(step, values, count, NULL, stack, &selected);
-        if (!selection) return UNSUITED;
-        Observation observation = step->observer->observe(step->observer, thread, reader, selection, selected, moment);
+        PyObject *selection[VALUE_LIMIT];
+        int selects = !step->takes_all && step->observer->reads == SELECTED_VALUES;
+        for (int i = 0; selects && i < step->count; i++) {
+            if (step->select[i] >= count) return UNSUITED;
+            selection[i] = values[step->select[i]];
+        }
+        Observation observation = step->observer->observe(step->observer, thread, reader, selects ? selection : values,
+                                                          selects ? step->count : count, moment);
         if (observation == OBSERVED) return UNCHANGED;
         if (observation == OBSERVER_FAILED) {
             report_failure(program, index);

@@ -1,0 +1,268 @@
+"""Observers that native code serves see what they would see by calls of Python."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import amanda
+from amanda import interceptor
+from amanda.action import FiniteObserver, GatedObserver
+from amanda.tools.nan import NanTool
+from amanda.tools.nan import _tool as nan_tool
+from amanda.tools.stats import StatsTool
+from amanda.tools.steps import Steps
+
+native_alone = pytest.mark.skipif(not interceptor.NATIVE, reason="native code observes")
+NAN = float("nan")
+
+
+class CalledObserver:
+    """`FiniteObserver` that Python calls at each execution."""
+
+    __amanda_marks__ = frozenset({"observer", "all_samples"})
+    copy = None
+
+    def __init__(self, routine: Callable[..., None], before: Any = None, tally: Any = None) -> None:
+        self.routine, self.before = routine, before
+        self.skips = self.copies = False
+
+    def __call__(self, *values: Any, batches: Sequence[int] = ()) -> None:
+        self.routine(self, values, batches)
+
+
+def training(poison: Callable[[int, torch.nn.Module], None] = lambda step, model: None) -> Callable[[], None]:
+    """Return a program that trains a model with AdamW for some steps, after `poison(step, model)`."""
+
+    def program() -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.GELU(), torch.nn.Linear(8, 3)
+        )
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(5):
+            poison(step, model)
+            model(torch.randn(4 + step % 2, 6)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return program
+
+
+def poison_weight(step: int, model: Any) -> None:
+    if step == 3:
+        with torch.no_grad():
+            model[3].weight[0, 0] = NAN
+
+
+def poison_gradient(step: int, model: Any) -> None:
+    if step == 2:
+        model[0].weight.register_hook(lambda gradient: gradient * NAN)
+
+
+def in_place() -> None:
+    x = torch.ones(4)
+    for step in range(5):
+        y = x.clone()
+        y.mul_(2)
+        if step == 3:
+            y[1] = -1
+        y.sqrt_()  # NaN in the fourth round
+        y.nan_to_num_(0)
+        y.add_(NAN if step == 4 else 1)
+
+
+def views() -> None:
+    base = torch.full((4, 6), NAN)
+    for step in range(4):
+        base[:, ::2] = 1
+        base[:, ::2].log()  # what lies between the elements is NaN
+        base.t()[0].sub(2).sqrt() if step == 2 else base.t()[0].sqrt()
+        torch.ones(2, 3).expand(4, 2, 3).mul(3)
+
+
+def types() -> None:
+    for step in range(4):
+        for dtype in (
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.complex64,
+            torch.int64,
+        ):
+            x = torch.arange(1, 5).to(dtype)
+            y = x + x
+            if dtype.is_floating_point:
+                (y - 100).log() if step == 2 else y.log()
+                torch.full((3,), float("inf")).to(dtype) - (float("inf") if step == 3 else 1)
+
+
+def large() -> None:
+    x = torch.ones(1200, 1200)  # more than native code reads
+    for step in range(3):
+        y = x * 2
+        y[7, 7] = -1 if step == 2 else 1
+        y.log_()
+
+
+PROGRAMS: dict[str, Callable[[], None]] = {
+    "training": training(), "weight": training(poison_weight), "gradient": training(poison_gradient),
+    "in place": in_place, "views": views, "types": types, "large": large,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("inf", [False, True])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nan_finds_what_it_finds_when_python_looks(
+    name: str, inf: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = []
+    for observer in (FiniteObserver, CalledObserver):
+        monkeypatch.setattr(nan_tool, "FiniteObserver", observer)
+        tool = NanTool(inf=inf)
+        with amanda.apply(tool):
+            PROGRAMS[name]()
+        texts.append(tool.result.to_dict())
+    assert texts[0] == texts[1]
+
+
+@native_alone
+def test_native_code_calls_nan_only_where_an_output_is_not_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    call = FiniteObserver.__call__
+
+    def record(self: FiniteObserver, *values: Any, **options: Any) -> None:
+        calls.append((self.before is None, self.copy))
+        call(self, *values, **options)
+
+    monkeypatch.setattr(FiniteObserver, "__call__", record)
+    x = torch.tensor([1.0, 4.0])
+    tool = NanTool()
+    with amanda.apply(tool):
+        for value in (9.0, 16.0, -4.0):
+            calls.clear()
+            x[0] = value
+            x.sqrt_()
+    assert tool.result.findings[0].inputs[0].least == -4.0
+    # After the op: the observer before it, with the memory from then, and the one after it.
+    assert [is_before for is_before, _ in calls] == [True, False]
+    assert torch.frombuffer(calls[0][1], dtype=torch.float32).tolist() == [-4.0, pytest.approx(4**0.25)]
+
+
+@native_alone
+def test_a_write_on_another_thread_has_its_own_inputs() -> None:
+    tool = NanTool()
+    barrier = threading.Barrier(2)
+
+    def work(value: float) -> None:
+        barrier.wait()
+        for step in range(200):
+            x = torch.full((64,), value if step == 150 else 4.0)
+            x.sqrt_()
+
+    with amanda.apply(tool):
+        threads = [threading.Thread(target=work, args=(value,)) for value in (-1.0, 4.0)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    (finding,) = tool.result.findings
+    assert finding.type == "sqrt"
+    assert finding.times == 1
+
+
+@pytest.mark.parametrize("name", ["training", "views", "types", "in place"])
+def test_statistics_are_those_that_python_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for is_native in (interceptor.NATIVE, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(interceptor, "NATIVE", is_native)
+            tool = StatsTool()
+        with amanda.apply(tool):
+            PROGRAMS[name]()
+        results.append(tool.result)
+    native, called = results
+    assert native.notes() == called.notes()
+    for ours, expected in zip(native.measured, called.measured, strict=True):
+        assert (ours.type, ours.tensor, ours.executions) == (
+            expected.type,
+            expected.tensor,
+            expected.executions,
+        )
+        numbers, expected_numbers = vars(ours.statistics), vars(expected.statistics)
+        assert numbers == pytest.approx(expected_numbers, rel=1e-9, nan_ok=True)
+        assert ours.quantile(0.5) == pytest.approx(expected.quantile(0.5), nan_ok=True)
+
+
+def test_statistics_begin_again_after_clear() -> None:
+    tool = StatsTool()
+    x = torch.arange(4.0)
+    with amanda.apply(tool):
+        for step in range(4):
+            if step == 2:
+                tool.clear()
+            x.mul(step)
+    (entry,) = [entry for entry in tool.result.measured if entry.type == "mul"]
+    assert entry.executions == 2
+    assert entry.statistics.most == 9
+
+
+def test_a_closed_gate_keeps_native_code_from_calling() -> None:
+    seen: list[Any] = []
+    gate = interceptor.Gate()
+    tool = amanda.Tool()
+    tool.add_inst_for_op(lambda context: context.insert_after_op(GatedObserver(gate, seen.append)))
+    x = torch.ones(2)
+    with amanda.apply(tool):
+        for is_open in (True, True, False, False, True):
+            gate.open = is_open
+            x.neg()
+    assert len(seen) == (3 if interceptor.NATIVE else 5)
+
+
+def test_steps_count_as_before_once_a_module_leads() -> None:
+    steps, model = Steps(), torch.nn.Linear(2, 2)
+    numbers = []
+    with amanda.apply(steps):
+        for epoch in range(2):
+            for _ in range(3):
+                (model(torch.ones(1, 2)) * 2).sum().mul(3)
+                numbers.append(steps.number)
+            if epoch == 0:
+                steps.clear()
+                torch.ones(2).neg()
+    assert numbers == [0, 1, 2, 0, 1, 2]
+
+
+@native_alone
+def test_memory_of_tensors_is_read_as_it_lies() -> None:
+    from amanda.drivers.torch._reader import make_reader
+
+    reader, missing = make_reader(lambda original, value: value)
+    assert reader is not None and not missing
+    x = torch.zeros(3, 4)
+    negated = torch.zeros(3, dtype=torch.complex64).conj().imag
+    for tensor, bytes_and_density in (
+        (x, (48, True)), (x.t(), (48, True)), (x[:, 1:3], (40, False)), (x[1:1], (0, True)),
+        (torch.zeros(2).expand(3, 2), (8, False)), (x[0, 0], (4, True)), (negated, (20, False)),
+        (torch.zeros(2, 2, 2, 2).to(memory_format=torch.channels_last), (64, True)),
+        (torch.zeros(9).as_strided((3, 3), (2, 2)), (36, False)),
+    ):  # fmt: skip
+        memory = reader.host_memory(tensor)
+        assert memory is not None
+        assert memory[1:] == bytes_and_density
+        assert memory[0] == (tensor.data_ptr() if tensor.numel() else 0) or tensor is negated
+    for other in (
+        3,
+        None,
+        [x],
+        x.to_sparse(),
+        torch.zeros(2, device="meta"),
+        torch.zeros(2, dtype=torch.complex64),
+    ):
+        assert reader.host_memory(other) is None
