@@ -55,7 +55,8 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
         return None
     continuation, reader = _PythonContinuation(ops, facts), ops.reader
     # A check that is due before the op is called after it, by the hook there, which has both gradients.
-    checks = [action.func.before for action in actions.after if isinstance(action.func, FiniteCheck)]
+    routines_after: list[Any] = [action.func for action in actions.after]
+    checks = [routine.before for routine in routines_after if isinstance(routine, FiniteCheck)]
     actions_before = [action for action in actions.before if action.func not in checks]
     program_before = program_on_values(actions_before, facts) if actions_before else None
     program_after = program_on_values(actions.after, facts) if actions.after else None

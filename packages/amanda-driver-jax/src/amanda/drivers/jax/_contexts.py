@@ -91,15 +91,17 @@ def _clear_executables_soon(functions: weakref.WeakSet[Any]) -> None:
     is not there yet, would end the process.
     """
     _ENDED.append(functions)
-    ctypes.pythonapi.Py_AddPendingCall(_clear_ended, None)
+    ctypes.pythonapi.Py_AddPendingCall(_CLEAR_ENDED, None)
 
 
-@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 def _clear_ended(_: Any) -> int:
     """Drop the executables of all stacks of tools that have ended; return 0, for no error."""
     while _ENDED:
         _clear_executables(_ENDED.pop())
     return 0
+
+
+_CLEAR_ENDED = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(_clear_ended)
 
 
 def _clear_executables(functions: weakref.WeakSet[Any]) -> None:
