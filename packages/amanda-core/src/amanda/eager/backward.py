@@ -56,7 +56,7 @@ def _compile_hooks(ops: EagerDriver, trace: Trace, op: Any, place: int) -> Nativ
     continuation, reader = _PythonContinuation(ops, facts), ops.reader
     # A check that is due before the op is called after it, by the hook there, which has both gradients.
     routines_after: list[Any] = [action.func for action in actions.after]
-    checks = [routine.before for routine in routines_after if isinstance(routine, FiniteCheck)]
+    checks: list[Any] = [routine.before for routine in routines_after if isinstance(routine, FiniteCheck)]
     actions_before = [action for action in actions.before if action.func not in checks]
     program_before = program_on_values(actions_before, facts) if actions_before else None
     program_after = program_on_values(actions.after, facts) if actions.after else None
