@@ -244,7 +244,8 @@ def test_memory_of_tensors_is_read_as_it_lies() -> None:
     from amanda.drivers.torch._reader import make_reader
 
     reader, missing = make_reader(lambda original, value: value)
-    assert reader is not None and not missing
+    assert reader is not None
+    assert not missing
     x = torch.zeros(3, 4)
     negated = torch.zeros(3, dtype=torch.complex64).conj().imag
     for tensor, bytes_and_density in (

@@ -197,13 +197,10 @@ class NanTool(amanda.Tool):
         kind = context["backward_type"]
         if kind == "accumulate_grad":
             return
-        if context.is_eager():
-            self._insert_checks(context, "backward", kind, **_fact_in(context, "saved_tensors"))
-            return
         self._insert_checks(
-            context, "backward", kind,
-            reads_handle=_reads_handle(context, context.get_grad_outputs() or ()),
-            only_calls=context.get_backward_op().__name__ in CALLING_OPS,
+            context, "backward", kind, only_calls=context.get_backward_op().__name__ in CALLING_OPS,
+            reads_handle=not context.is_eager() and _reads_handle(context, context.get_grad_outputs() or ()),
+            **_fact_in(context, "saved_tensors"),
         )  # fmt: skip
 
     def _insert_checks(

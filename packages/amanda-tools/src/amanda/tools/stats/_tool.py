@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import amanda
 from amanda.action import MomentsObserver
 from amanda.options import PositiveInt, Range, Share, checked
-from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, place_text
+from amanda.tools.kit import OpRecord, OpTensor, Role, TensorTool, place_text, tensors_of
 from amanda.tools.mapping import is_partial
 from amanda.tools.results import NOTHING, Column, Result, check_schema, made_of, read_json
 from amanda.tools.select import SelectOptions, select
@@ -334,7 +335,8 @@ class StatsTool(TensorTool[_OpStreams]):
             stream.observers.append(observer)
             moments[tensor.flat_index] = stream.accumulator.host_moments
         if "is_weights" in options:  # a gradient of another size may be that of a weight no more
-            observer.length = sum(tensor.numel() for tensor in values if tensor is not None)
+            extents = [tensors_of(value).extents(value) for value in values if value is not None]
+            observer.length = sum(map(prod, extents))
         observer.moments = tuple(moments)
 
     def observe(self, record: _OpStreams, tensors: Iterator[OpTensor], execution: int) -> None:
