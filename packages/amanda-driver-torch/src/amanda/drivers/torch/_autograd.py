@@ -95,7 +95,10 @@ class Autograd(EagerDriver):
         return _marked_graphs.marker(trace, writes_input)
 
     def patch_backward_passes(self, patches: Patches) -> None:
-        """Replace torch's function that runs backward passes by one that hooks nodes for the tools."""
+        """Replace torch's function that runs backward passes by one that hooks nodes for the tools.
+
+        The function that registers hooks at nodes is replaced too.
+        """
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
             patches.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
@@ -108,7 +111,8 @@ class Autograd(EagerDriver):
         def run_backward(is_transform: bool, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none.
 
-            Reports leaves of compiled graphs, and enables double backward if the pass makes a graph.
+            Reports leaves of compiled graphs, and enables double backward if the pass makes a graph.  Hooks
+            of interrupted passes are removed first; plans learn in the end which backward ops are analysed.
             """
             activation = interceptor.active()
             gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
@@ -255,9 +259,9 @@ class _BackwardPass:
         self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
-        """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path.
+        """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.
 
-        Adds none if the pass may repeat the counts of an earlier one.
+        Does nothing if the pass may repeat the counts of an earlier one.
         Nodes that another pass under way has hooked are left to that pass; leaves in a transform get none.
         The pass is under way from here on, until `remove_hooks`.
         """
@@ -309,7 +313,10 @@ class _BackwardPass:
             self._analyse_and_hook(node, mark, place, is_leaf)
 
     def _can_repeat_earlier_pass(self, outputs: Sequence[Any]) -> bool:
-        """Return True if an earlier pass has the counts of this one, which `remove_hooks` then repeats."""
+        """Return True if an earlier pass has the counts of this one, which `remove_hooks` then repeats.
+
+        If not, notes the form of the graph, if it has one, so that `remove_hooks` learns the counts.
+        """
         # Another pass may have hooks at nodes of this one, and a hook of the program may take gradients away.
         if self._counts is None or self.under_way or NodeHooks.of_program:
             return False
@@ -399,7 +406,9 @@ class _BackwardPass:
             trace.facts.drop_values()
 
     def mark_backward_ops_analysed(self, may_run_again: bool) -> None:
-        """Record in their plans that all backward ops of the pass's ops are analysed; not under create_graph.
+        """Record in their plans that all backward ops of the pass's ops are analysed; drop the ops' values.
+
+        Does nothing under create_graph.
 
         may_run_again: whether another pass may come through the graph.
         """

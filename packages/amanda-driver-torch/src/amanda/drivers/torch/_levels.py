@@ -96,15 +96,15 @@ def call_with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], te
     """
     results: list[Any] = []
 
-    def call(batched: torch.Tensor) -> torch.Tensor:
-        def track(tracked: torch.Tensor) -> torch.Tensor:
+    def call_within_vmap(batched: torch.Tensor) -> torch.Tensor:
+        def call_within_grad(tracked: torch.Tensor) -> torch.Tensor:
             results.append(function(batched, tracked))
             return tracked
 
-        torch.func.vjp(track, batched)
+        torch.func.vjp(call_within_grad, batched)
         return batched
 
-    torch.func.vmap(call)(tensor[None])
+    torch.func.vmap(call_within_vmap)(tensor[None])
     return results[0]
 
 

@@ -49,7 +49,10 @@ def call_within(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def plain_module_calls() -> Iterator[None]:
-    """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it."""
+    """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it.
+
+    Other threads call modules so too, and wait here until the context ends.  A patch of the program stays.
+    """
     module = torch.nn.Module
     with _patch_lock:
         call_before = vars(module)["__call__"]
@@ -105,7 +108,7 @@ class HandedInParameter(ParameterSlot):
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The module; None once it is dead."""
+        """Return the module; None once it is dead."""
         return self._module()
 
     def tensor(self) -> torch.Tensor | None:

@@ -35,6 +35,7 @@ class SavingHooks(SavedTensors):
     """
 
     def __init__(self, tensors_to_write: list[torch.Tensor]) -> None:
+        """Take the user's hooks that are in force now; tensors_to_write: that routines may write."""
         self._tensors_to_write = tensors_to_write
         self._saved_in_their_memory: list[SavedTensor] = []
         hooks: tuple[Any, Any] = _program_hooks() or (None, SavedTensor.unpack)
@@ -86,6 +87,7 @@ class SavedAtNodes(SavedTensors):
     def __init__(
         self, tensors_to_write: list[torch.Tensor], results: list[torch.Tensor], further_nodes: int = 0
     ) -> None:
+        """Find the nodes now, before the program drops a result; none if nothing is to be written."""
         self._tensors_to_write = tensors_to_write
         self._nodes = _nearest_nodes(results, further_nodes) if tensors_to_write else set()
 
@@ -190,7 +192,7 @@ def hide_unpack_frame(error: BaseException) -> None:
 
 
 def has_hooks() -> bool:
-    """Return True inside `saved_tensors_hooks` of the user."""
+    """Return True inside `saved_tensors_hooks` of the user; False in any case before torch 2.8."""
     return _program_hooks() is not None
 
 

@@ -43,6 +43,7 @@ class Binding:
     )  # fmt: skip
 
     def __init__(self, layout: ArgumentLayout) -> None:
+        """Take the names and positions of a layout; `self` and `input` name the same input."""
         self.names = layout.names
         self.always_written = layout.written_positions
         self.unreturned_positions = layout.unreturned_positions
@@ -79,14 +80,20 @@ class Binding:
             raise KeyError(f"no input {name!r}; inputs are {', '.join(self.names)}") from None
 
     def written_positions(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Return the positions of the inputs that a call with these values writes; None is not written."""
+        """Return the positions of the inputs that a call with these values writes; None is not written.
+
+        Statistics count if the flag for them is set.
+        """
         positions = self.always_written
         if self.statistics is not None and inputs[self.statistics.flag_position]:
             positions += self.statistics.positions
         return tuple(i for i in positions if inputs[i] is not None)
 
     def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the values that are not tensors by name, with the defaults of absent arguments."""
+        """Return the values that are not tensors by name, with the defaults of absent arguments.
+
+        None for an optional tensor is left out.
+        """
         values_by_name = dict(self.defaults)
         for i, value in enumerate(inputs):
             if value is None and i in self._optional_tensors:

@@ -94,7 +94,7 @@ class TransformedTensors(TorchTensors):
         return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)], _NODES_OF_AN_OP)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged.
+        """Return `value` in type and batches of `original`, to which gradients of all levels pass unchanged.
 
         An original whose place no value can take is returned itself, with a report.
         """
