@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 RECOMPILE_LIMIT = 1 << 16
 """Limit on compilations of a code object: tools come and go, and each model has graphs of its own."""
 
-
 ROUNDED_OTHERWISE = (
     "it keeps values for tools' routines, so that its numbers may be rounded otherwise than without tools: "
     "amanda.drivers.torch.graph.control compares them"
@@ -96,6 +95,7 @@ def choose_callback(callback: Any, choose_by_stance: Callable[[Any], Any]) -> An
     """Return dynamo's callback for the frames of a compiled callable: one that instruments if a scope asks.
 
     Else the callback that `choose_by_stance` returns, or, where tools are disabled, `callback` itself.
+    May switch dynamo to the generation's region; reports a callback that captures no graph.
     """
     if isinstance(callback, InstrumentingConverter):
         return callback
@@ -342,7 +342,8 @@ class InstrumentingBackend:
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Have the user's backend compile a graph, with routines if tools insert any.
 
-        An error of instrumenting is noted for the converter too, since dynamo would wrap it.
+        The generation gets the graph, and guards watch what its routines read and that the tools live.  An
+        error of instrumenting is noted for the converter too, since dynamo would wrap it.
         """
         program = GraphProgram(self.state)
         late_observers = LateObservers(program) if _uses_aot_autograd(self.original) else None
@@ -461,7 +462,7 @@ class CompiledGraph:
         self._program, self._compiled, self._late_observers = program, compiled, late_observers
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph; in scopes that instrument graphs, also report and call late observers."""
+        """Run the graph; in scopes that instrument graphs, report, call late observers, and note leaves."""
         state, program = instrumenting_state(), self._program
         if state is None:
             return self._compiled(*args)
@@ -490,6 +491,7 @@ def _weak_runner(graph: CompiledGraph, fallback: Callable[..., Any] | None = Non
     graph_reference = ref(graph)
 
     def run(*args: Any) -> Any:
+        """Run the graph, or the fallback once the graph is gone."""
         run_graph = graph_reference() or fallback
         # Once the tools have ended, the backend equals no other: dynamo does not take this code for it.
         assert run_graph is not None

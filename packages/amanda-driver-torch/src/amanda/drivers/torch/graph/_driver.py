@@ -53,7 +53,10 @@ class GraphDriver(Driver):
 
         @functools.wraps(original)
         def callback_from_stance(callback: Any) -> Any:
-            """Return a callback that instruments graphs if a scope asks for it, else by dynamo's stance."""
+            """Return a callback that instruments graphs if a scope asks for it, else by dynamo's stance.
+
+            For torch's control flow it is dynamo's own; where no tool is in force, module calls are torch's.
+            """
             if callback is None or callback is False:
                 return original(callback)
             activation = interceptor.active()

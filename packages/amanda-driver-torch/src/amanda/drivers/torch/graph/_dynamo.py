@@ -46,7 +46,8 @@ _CONTAINERS = {"_modules", "__self__", ""}
 def skip_result(frame: Any) -> ConvertFrameReturn | None:
     """Return dynamo's result for a frame that it must not convert; None for other frames.
 
-    Amanda's own code is skipped for good. Other code is skipped once: a routine may be called elsewhere too.
+    Amanda's own code is skipped for good. Code that runs without tools is skipped once: a routine may be
+    called elsewhere too.
     """
     # Frames of Amanda and of routines call the interceptor, which dynamo would trace into the user's graph.
     if interceptor.codes.is_ours(frame.f_code):
@@ -75,7 +76,8 @@ def guard_by_identity(nodes: Sequence[Any]) -> None:
 def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
     """Guard the graph that dynamo compiles now by the values that its routines read: a change retraces it.
 
-    Reads that no guard can watch are reported.  history: notes the reads, for later graphs of the code.
+    Reads that no guard can watch are reported, and values that the routines have set are not watched.
+    history: notes the reads, for later graphs of the code.
     """
     reads = program.reads
     reads.drop_changed_places()
@@ -95,6 +97,7 @@ def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
         return reads is not None and reads.are_unchanged()
 
     def guard(builder: Any, new_guard: Any) -> None:
+        """Add `reads_hold` to the guards of the graph that dynamo compiles now."""
         explanation = ["what traceable routines of Amanda's tools read is as it was"]
         builder.guard_manager.root.add_lambda_guard(reads_hold, explanation, new_guard.user_stack)
 

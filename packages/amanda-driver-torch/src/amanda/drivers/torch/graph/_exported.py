@@ -60,6 +60,7 @@ class ExportedFile(Artefact):
 
         Nothing is exported if tools insert nothing, or if a routine would be called as Python: that is
         refused.  inlining: the tools' state; gets refusals, reports, and actions whose results are stored.
+        Raises ArtefactError for a program without example inputs.
         """
         module = self._program.module()
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -110,7 +111,10 @@ class ExportedFile(Artefact):
 
 
 def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
-    """Return the dynamic sizes of a program's inputs, as `torch.export.export` takes them; None without."""
+    """Return the dynamic sizes of a program's inputs, as `torch.export.export` takes them; None without.
+
+    All are `Dim.AUTO` if any is.
+    """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     # Parameters, buffers and constants come first among the placeholders.
     user_inputs = values[len(values) - len(program.graph_signature.user_inputs) :]

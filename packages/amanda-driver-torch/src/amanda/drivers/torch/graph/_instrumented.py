@@ -50,6 +50,7 @@ class InstrumentedCall:
     """
 
     def __init__(self, name: str, program: GraphProgram) -> None:
+        """Take the name of the node; a trial of the routines adds the tensors that they hold."""
         self.__name__ = self.__qualname__ = f"instrumented_{name}"
         self.__module__ = "amanda"
         self.program = program
@@ -149,6 +150,7 @@ class InstrumentedLeaf(InstrumentedCall):
         facts, actions = self.site
 
         def run_leaf_routines(gradients: Sequence[Any]) -> Any:
+            """Return the gradient after the routines before AccumulateGrad; those after it get no value."""
             with routines.running():
                 gradients = tuple(routines.run_all(actions.before, list(gradients), facts))
                 routines.run_all(actions.after, [], facts)  # AccumulateGrad hands no gradients on

@@ -95,26 +95,26 @@ class BackwardOpWithRoutines(NamedTuple):
 
 def backward_views_unlike_eager(
     node_runs: Mapping[Node, NodeRun],
-    site_by_node_id: Mapping[int, BackwardOpWithRoutines],
+    backward_op_by_node_id: Mapping[int, BackwardOpWithRoutines],
     by_aot_autograd: bool,
 ) -> Iterator[tuple[OpFacts, str]]:
     """Yield facts of backward ops of views that do not run as in eager mode, and the reason.
 
-    site_by_node_id: the backward ops with routines, by the id of autograd's node.
+    backward_op_by_node_id: the backward ops with routines, by the id of autograd's node.
     by_aot_autograd: whether AOTAutograd compiles the graph.
     """
-    if not site_by_node_id:
+    if not backward_op_by_node_id:
         return
     nodes_made_outside = _nodes_of_views_made_outside(node_runs) if by_aot_autograd else ()
     for grad_node in nodes_made_outside:
-        site = site_by_node_id.get(id(grad_node))
-        if site is not None and site.is_called_in_graph:
+        backward_op = backward_op_by_node_id.get(id(grad_node))
+        if backward_op is not None and backward_op.is_called_in_graph:
             reason = "AOTAutograd makes the view outside of the graph: its routines are not called"
-            yield site.facts, reason
+            yield backward_op.facts, reason
     position_by_node = {node: i for i, node in enumerate(node_runs)}
     for written, writer, _ in _written_tensors(node_runs):
-        site = site_by_node_id.get(id(written.grad_fn))
-        if site is None or written._base is None:
+        backward_op = backward_op_by_node_id.get(id(written.grad_fn))
+        if backward_op is None or written._base is None:
             continue
         readers = [
             user for node, node_run in node_runs.items() if node_run.value is written for user in node.users
@@ -124,7 +124,7 @@ def backward_views_unlike_eager(
             position_by_node.get(user, len(position_by_node)) > position_by_node[writer] for user in readers
         ):
             reason = "a view is written and read: eager mode may have another backward op in its place"
-            yield site.facts, reason
+            yield backward_op.facts, reason
 
 
 def _nodes_of_views_made_outside(node_runs: Mapping[Node, NodeRun]) -> Iterator[Any]:

@@ -137,7 +137,7 @@ class ObserverBatch:
         return tensors_by_call
 
     def run(self, execution: GraphExecution, flat: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call the observers whose tools' scopes are open; those with a gathered form after the others."""
+        """Call the observers whose tools' scopes are open, those with a gathered form last; return []."""
         for i in self._indices_without_gathered_form:
             self._calls[i].run(execution, flat[i])
         for group, indices in self._indices_by_group.items():
@@ -149,6 +149,7 @@ class ObserverBatch:
 
     @staticmethod
     def _observed(call: PythonCall, flat: Sequence[Any]) -> Observed:
+        """Return the detached values of a call with its arguments and place, for the gathered form."""
         (action,) = call.actions
         values = call.unflatten([tensor.detach() for tensor in flat])
         return Observed(values, action.kwargs, _ObserverPlace(action, call.facts), _no_run)
@@ -232,7 +233,10 @@ class LateObservers:
 
     @staticmethod
     def _call_observers(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
-        """Call the observers whose tools' scopes are open; their errors get a note of the op; a hot path."""
+        """Call the observers whose tools' scopes are open; their errors get a note of the op; a hot path.
+
+        Raises RoutineError for one that returns values.
+        """
         is_open_by_tool_id: dict[int, bool] = {}
         with interceptor.Suspension(), torch.no_grad():
             for action, facts in observers:

@@ -83,6 +83,7 @@ class GraphProgram:
     living: ClassVar[WeakValueDictionary[int, GraphProgram]] = WeakValueDictionary()
 
     def __init__(self, state: State, runs_outside_scopes: bool = False) -> None:
+        """Begin with an empty table, under a number by which custom ops find the program while it lives."""
         self.number = next(self._numbers)
         self.state = state
         self.runs_outside_scopes = runs_outside_scopes
@@ -154,7 +155,10 @@ class GraphExecution(Execution):
         return execution
 
     def runs_action(self, action: Any) -> bool:
-        """Return True if a scope with the action's tool is open, and `amanda.disabled()` is not in force."""
+        """Return True if a scope with the action's tool is open, and `amanda.disabled()` is not in force.
+
+        True in any case if the program runs outside of scopes; False for an opening, which has run by then.
+        """
         if action.opening:  # it has run with the token
             return False
         if self.program.runs_outside_scopes:
@@ -199,7 +203,10 @@ def _call_routine(
 def _call_taped(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
-    """Call a routine that takes part in autodiff, and store its inputs and outputs for `_pull_gradients`."""
+    """Call a routine that takes part in autodiff, and store its inputs and outputs for `_pull_gradients`.
+
+    Returns the outputs as `_call_routine` does.
+    """
     execution = GraphExecution.of_token(token)
     # A graph of the routine's own, from leaves: the graph around it sees one op, `tape`.
     with torch.enable_grad():
@@ -264,7 +271,7 @@ def _call_without_data(
 ) -> Tensors:
     """Return empty tensors of the form of a call's results, for compilers that trace without data.
 
-    There are none for an observer.
+    There are none for an observer.  For a replacement the op runs without data.
     """
     if likes:
         return [torch.empty_like(like) for like in likes]

@@ -191,7 +191,7 @@ class ReplacementCall(PythonCall):
         return list(_as_list(result))
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return empty tensors like the results of the op itself, which the routine's must be like."""
+        """Run the op, and return empty tensors like its results, which the routine's must be like."""
         results = _as_list(self.compute(self.unflatten(values)))
         return [torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in results]
 
@@ -210,7 +210,10 @@ class GradientReplacementCall(PythonCall):
         self.actions = (action,)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the gradients that something reads: the routine's, or those of kernels if it gives none."""
+        """Return the gradients that something reads: the routine's, or those of kernels if it gives none.
+
+        Those of kernels, too, if the routine may not run.  Raises RoutineError for another number of them.
+        """
         (action,) = self.actions
         # Last come the gradients that kernels computed, which are the result if the routine declines.
         incoming_count = len(flat) - len(self.read_gradients)

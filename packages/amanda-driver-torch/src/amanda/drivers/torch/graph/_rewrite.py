@@ -70,6 +70,7 @@ class FxRewriting:
         history: ValueHistory | None = None, path_of: ParameterPaths | None = None,
         late_observers: LateObservers | None = None, inlines_only: bool = False,
     ) -> None:  # fmt: skip
+        """Prepare the rewriting; no tool is asked before `rewrite` or `analyse_forward`."""
         self.module = module
         self.symbols = symbols
         self.program = program
@@ -152,6 +153,7 @@ class FxRewriting:
     def _analyse_node(self, node_run: NodeRun) -> None:
         """Have the tools analyse the native ops of a node, or report why they cannot be instrumented.
 
+        Observers that run late, and routines that cannot run there, are taken out of the op's actions.
         Raises ActionError for a replacement that reads inputs of other ops.
         """
         node = node_run.node
@@ -213,7 +215,10 @@ class FxRewriting:
             self.program.report(subject, f"{reason}: {names}", where)
 
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
-        """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
+        """Return the facts of a native op; its id is a hash of its place in the model and in the code.
+
+        To be called once for an op: ops of one place are counted here.
+        """
         scope, source = module_path_of(node, self._prefix), user_line_of(node)
         eager_call = call.eager_call
         value_parameters = [(value, self.symbols.parameter_of(value)) for value in eager_call.inputs]
@@ -247,7 +252,10 @@ class FxRewriting:
         return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
 
     def _analyse_backward(self, node_runs: dict[Node, NodeRun]) -> None:
-        """Have the tools analyse the backward ops of the graph; report those unlike eager mode's."""
+        """Have the tools analyse the backward ops of the graph; report those unlike eager mode's.
+
+        The program gets the leaves with actions.
+        """
         self._reached_ids = _ids_of_reached_nodes(node_runs)
         # From the outputs to the inputs, as a backward pass goes.
         for node_run in reversed(node_runs.values()):
@@ -296,7 +304,10 @@ class FxRewriting:
                 yield leaf, path or node.name, [action.tool for action in actions]
 
     def _leaf_place(self, leaf: torch.Tensor) -> int:
-        """Return the place of a leaf's AccumulateGrad among backward ops, as eager mode numbers it."""
+        """Return the place of a leaf's AccumulateGrad among backward ops, as eager mode numbers it.
+
+        To be called once for a leaf: those that are not parameters are counted here.
+        """
         variable = self.symbols.parameter_of(leaf)
         if variable is not None:
             return LEAF_PLACE + self.symbols.ordinal(variable)
@@ -349,7 +360,7 @@ class FxRewriting:
         """Return the copy of the graph in which nodes with routines are replaced.
 
         Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
-        Python need a token in the copy.
+        Python need a token in the copy.  The program gets what decides which observers may wait.
         """
         # Before the trials, which may drop actions.
         steps_to_write = {node: steps for node, steps in self._steps_by_node.items() if any(steps)}

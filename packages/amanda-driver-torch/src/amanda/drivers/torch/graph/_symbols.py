@@ -127,8 +127,9 @@ class GraphSymbols:
         return interceptor.ordinal(variable)
 
     def read_value(self, value: Any) -> Any:
-        """Return the present value of a tensor that depends on weights alone.
+        """Return the present value of a tensor that depends on weights alone; any other value as it is.
 
+        Runs the nodes that lead from the weights to the tensor.
         Raises AmandaError for a tensor that is computed when the graph runs.
         """
         if not isinstance(value, torch.Tensor):
