@@ -83,7 +83,7 @@ class Autograd(EagerDriver):
         return bracket
 
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
-        """Attach the trace to the nodes of the op's results; from there a backward pass finds the others."""
+        """Attach the trace to nodes of the op's results, if any; a backward pass finds the others from there."""
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
@@ -95,10 +95,7 @@ class Autograd(EagerDriver):
         return _marked_graphs.marker(trace, writes_input)
 
     def patch_backward_passes(self, patches: Patches) -> None:
-        """Replace torch's function that runs backward passes by one that hooks nodes for the tools.
-
-        The function that registers hooks at nodes is replaced too.
-        """
+        """Patch torch to hook nodes for the tools in backward passes, and to register these hooks faster."""
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
             patches.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
@@ -350,14 +347,14 @@ class _BackwardPass:
             self._marked_nodes = marked_nodes
             if self.under_way:
                 self._ids_hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
-                    id(node) for running in self.under_way for node, *_ in running._marked_nodes
+                    id(node) for other_pass in self.under_way for node, *_ in other_pass._marked_nodes
                 )
             self.under_way.append(self)
 
     def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
         """Run the tools' analyses of a node's backward op, and hook the node if routines or analyses are due.
 
-        Under create_graph each node is hooked, to mark the nodes that it makes.
+        Under create_graph each node is hooked, to mark the nodes that it makes.  Ends the learning of counts.
         """
         trace = mark.trace
         if self._counts is not None:
@@ -387,7 +384,7 @@ class _BackwardPass:
             while self._node_handles:
                 node, handle = self._node_handles[-1]
                 sharing_passes = [
-                    running for running in other_passes if id(node) in running._ids_hooked_elsewhere
+                    other_pass for other_pass in other_passes if id(node) in other_pass._ids_hooked_elsewhere
                 ]
                 if sharing_passes:  # the pass that ends last removes the hook
                     sharing_passes[0]._node_handles.append((node, handle))
@@ -425,7 +422,7 @@ class _BackwardPass:
 def remove_abandoned_hooks() -> None:
     """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
     thread = threading.get_ident()
-    listed_passes = [listed for listed in _BackwardPass.under_way if listed.thread == thread]
+    listed_passes = [listed_pass for listed_pass in _BackwardPass.under_way if listed_pass.thread == thread]
     if not listed_passes:
         return
     # An interrupt may have skipped the `finally` of `run_backward`.  A pass runs if a frame of that function,
@@ -465,7 +462,7 @@ class _StepHooks(QuickHooks):
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the node's gradients after the routines behind it; None if none has changed.
 
-        Marks the nodes that the node made under create_graph.
+        Marks the nodes that the node made under create_graph, and counts the backward op as run.
         """
         # Before the routines run, whose own ops would take sequence numbers too.
         self._mark_second_order(grad_inputs)

@@ -215,8 +215,8 @@ class CollectiveCall(TorchCall):
 
     def as_function(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that makes the call with inputs like this call's."""
-        compute, nested = super().as_function(), self._with_nested_lists
-        return lambda inputs: compute(nested(inputs))
+        compute, with_nested_lists = super().as_function(), self._with_nested_lists
+        return lambda inputs: compute(with_nested_lists(inputs))
 
     def _with_nested_lists(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs with the flattened lists nested as in the call, and the others as they are."""

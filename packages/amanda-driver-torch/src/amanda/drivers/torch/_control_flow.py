@@ -222,12 +222,12 @@ def _with_zero_gradients(
     ]
     results = [leaves[i] for i in positions]
     trained_operands = [value for value in tree_leaves(operands) if _needs_gradient(value)]
-    unread = _tensors_without_path(trained_operands if candidates is None else candidates, results)
+    unread_tensors = _tensors_without_path(trained_operands if candidates is None else candidates, results)
     all_need_gradient = all(result.requires_grad for result in results)
-    if not unread and (not trained_operands or all_need_gradient):
+    if not unread_tensors and (not trained_operands or all_need_gradient):
         return outputs
     # If none is unread, a result that depends on no operand still gets a node, behind which are the operands.
-    tensors_with_zeros = unread or trained_operands
+    tensors_with_zeros = unread_tensors or trained_operands
     with interceptor.Suspension():
         new_results: Any = _ZeroGradients.apply(len(results), *results, *tensors_with_zeros)  # type: ignore[no-untyped-call]
     for i, result in zip(positions, new_results, strict=True):

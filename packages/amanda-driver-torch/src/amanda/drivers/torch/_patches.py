@@ -287,9 +287,9 @@ def _keep_old_dynamo_from_compiling(patches: Patches) -> None:
 
 def forget_torch_callables() -> None:
     """Clear dynamo's list of torch's callables, which may hold callables that the driver had replaced."""
-    forget = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
-    if forget is not None:
-        forget()
+    clear_list = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
+    if clear_list is not None:
+        clear_list()
 
 
 def _patch_to_run_uninstrumented(patches: Patches, module: str, name: str) -> None:

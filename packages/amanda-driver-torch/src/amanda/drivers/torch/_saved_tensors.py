@@ -326,10 +326,10 @@ def _error_text(tensor: torch.Tensor, version: int) -> str:
     try:
         _set_versions((tensor,), (version,))
         try:
-            saving: Any = _SaveForBackward.apply(torch.zeros((), requires_grad=True), [tensor])  # type: ignore[no-untyped-call]
+            result: Any = _SaveForBackward.apply(torch.zeros((), requires_grad=True), [tensor])  # type: ignore[no-untyped-call]
         finally:
             _set_versions((tensor,), (current_version,))
-        _ = saving.grad_fn.saved_tensors  # raises
+        _ = result.grad_fn.saved_tensors  # raises
     except RuntimeError as error:
         return str(error)
     except TypeError:  # torch has no such function, or another one

@@ -58,7 +58,7 @@ class Binding:
             self._position_by_name["self"] = self._position_by_name["input"]
 
     def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
-        """Return the inputs in the order of the schema."""
+        """Return the inputs in the order of the schema; a call of this form has no keywords."""
         return list(args)
 
     def argument_indices(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:

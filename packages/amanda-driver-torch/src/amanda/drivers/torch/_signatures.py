@@ -163,8 +163,8 @@ def _target_signatures(target: Target) -> tuple[Signature, ...]:
     overloads = [arguments for arguments in overloads if any(map(_concerns_tensors, arguments))] or overloads
     if not overloads:
         return _testing_signatures(target.callable)
-    accepted = [_in_python_order(arguments, target) for arguments in overloads]
-    return (*accepted, *_signatures_in_deprecated_orders(overloads, target))
+    signatures_by_overload = [_in_python_order(arguments, target) for arguments in overloads]
+    return (*signatures_by_overload, *_signatures_in_deprecated_orders(overloads, target))
 
 
 def _concerns_tensors(argument: Argument) -> bool:

@@ -73,7 +73,7 @@ def has_overlap(tensor: torch.Tensor) -> bool:
     """Return True if elements share a memory cell by a stride of 0, as after `expand`, not otherwise."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def distinct_elements(tensor: torch.Tensor, expanded: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def distinct_elements(tensor: torch.Tensor, expanded: torch.Tensor) -> torch.Ten
         return tensor
     # Of each dimension that `expand` has repeated the first element alone.
     dimensions = zip(expanded.size(), expanded.stride(), strict=True)
-    return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in dimensions)]
+    return tensor[tuple(slice(1 if size > 1 and stride == 0 else None) for size, stride in dimensions)]
 
 
 def copy_laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -118,8 +118,8 @@ def _strides_without_overlap(view: torch.Tensor) -> list[int]:
     """
     sizes, strides = list(view.size()), list(view.stride())
     # A dimension with one of these strides follows on another without a gap, and could be joined with it.
-    joining_strides = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
-    last_cell = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    joining_strides = {size * stride for size, stride in zip(sizes, strides, strict=True)} | set(strides)
+    last_cell = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     next_stride = last_cell + 1
     for i in reversed(range(len(sizes))):
         if sizes[i] > 1 and strides[i] == 0:

@@ -21,19 +21,20 @@ from ._straight_through import StraightThrough, WriteThrough, has_tangent, strai
 class GradOff:
     """Context like `torch.no_grad`, without its generality and at a third of its cost."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_mode_before",)
 
     def __enter__(self) -> None:
-        self._before: bool | None = torch.is_grad_enabled()
+        # None once the mode from before is restored.
+        self._mode_before: bool | None = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_: Any) -> None:
-        before, self._before = self._before, None
-        torch._C._set_grad_enabled(bool(before))
+        was_grad_enabled, self._mode_before = self._mode_before, None
+        torch._C._set_grad_enabled(bool(was_grad_enabled))
 
     def __del__(self) -> None:
         # An interrupt may come as `__exit__` is called: freeing the context still restores the mode.
-        if getattr(self, "_before", None) is not None:
+        if getattr(self, "_mode_before", None) is not None:
             self.__exit__()
 
 
@@ -366,8 +367,8 @@ def _write_shared_cells(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _cast_outside_autograd(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    fitting: torch.Tensor = _without_gradient(cast_to_fit, original, value)
-    return fitting
+    cast_value: torch.Tensor = _without_gradient(cast_to_fit, original, value)
+    return cast_value
 
 
 def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

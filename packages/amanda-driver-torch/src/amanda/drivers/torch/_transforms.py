@@ -70,8 +70,8 @@ class TransformedTensors(TorchTensors):
 
     def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient at which levels; None where no node can be made."""
-        needs = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
-        return needs if any(needs) else None
+        needs_by_layer = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
+        return needs_by_layer if any(needs_by_layer) else None
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of a sample of each tensor, also in lists, with its batches and tangents."""
@@ -175,7 +175,8 @@ class OpOnCopy(SavedTensors):
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op in place on a copy of its tensor, and copy the result into the tensor, which is returned.
 
-        The op runs on the tensor itself if it does more than write numbers into one tensor.
+        The op runs on the tensor itself, perhaps for a second time, if it does more than write numbers into
+        one tensor.
         """
         target = inputs[0]
         if tuple(call.target_positions) != (0,) or not isinstance(target, torch.Tensor):

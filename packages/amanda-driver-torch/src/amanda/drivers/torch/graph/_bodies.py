@@ -85,7 +85,7 @@ def analyse_bodies(
 
 
 def _symbols_of_body(body: GraphModule, parameters: Sequence[Any]) -> GraphSymbols | None:
-    """Return the inputs of a body without data; None if the body has no examples of them.
+    """Return the values of a body without data; None if the body has no examples of its inputs.
 
     parameters: for each operand of the op, the parameter that it is, or None.
     """

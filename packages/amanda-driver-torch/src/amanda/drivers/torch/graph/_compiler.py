@@ -233,9 +233,9 @@ class InstrumentingConverter:
 
         An error of instrumenting is raised as itself; SharedMemory makes the frame run op by op.
         """
-        skipped = skip_result(frame)
-        if skipped is not None:
-            return skipped
+        skip_of_frame = skip_result(frame)
+        if skip_of_frame is not None:
+            return skip_of_frame
         if frame.f_code in self._op_by_op:
             self._report_op_by_op(frame)
             return SKIP_ONCE
@@ -328,10 +328,10 @@ class InstrumentingBackend:
         stack = self.state.stack
         if stack is None or not stack.guards:
             return nullcontext()
-        fixed: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        static_context: AbstractContextManager[Any] = torch._dynamo.config.patch(
             assume_static_by_default=True, automatic_dynamic_shapes=False
         )
-        return fixed
+        return static_context
 
     def take_failure(self) -> BaseException | None:
         """Return and forget the error of instrumenting a graph on this thread; dynamo would wrap it."""
@@ -413,8 +413,8 @@ def _is_from_torch(backend: Any) -> bool:
 
 def _uses_aot_autograd(backend: Any) -> bool:
     """Return True for a backend of torch's that compiles by AOTAutograd."""
-    from_torch = _is_from_torch(getattr(backend, "compiler_fn", backend))
-    return from_torch and _backend_name(backend).startswith(("inductor", "aot_", "cudagraphs"))
+    is_from_torch = _is_from_torch(getattr(backend, "compiler_fn", backend))
+    return is_from_torch and _backend_name(backend).startswith(("inductor", "aot_", "cudagraphs"))
 
 
 def _backend_name(backend: Any) -> str:

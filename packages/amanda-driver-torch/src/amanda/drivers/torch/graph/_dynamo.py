@@ -123,7 +123,10 @@ def user_line_of(node: Node) -> str:
 
 
 def module_path_of(node: Node, prefix: str = "") -> str:
-    """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
+    """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1".
+
+    prefix: path of the module whose code the graph is of.
+    """
     # The stack lists the enclosing modules from the outermost on, with full paths.
     module_stack = (node.meta.get("nn_module_stack") or {}).values()
     calls = [(_dotted_path(path), module_class) for path, module_class in module_stack]

@@ -207,11 +207,11 @@ class _ConstantFolder:
         specs = zip(placeholders, program.graph_signature.input_specs, strict=True)
         self.tensor_names = {node: spec.target for node, spec in specs if spec.kind in _TENSOR_KINDS}
         # A buffer that the program writes has no constant value.
-        changed = {*program.graph_signature.buffers_to_mutate.values()}
+        written_buffer_names = {*program.graph_signature.buffers_to_mutate.values()}
         self.values = {
             node: self._stored_tensor(name)
             for node, name in self.tensor_names.items()
-            if name and name not in changed
+            if name and name not in written_buffer_names
         }
         self.new_placeholders = {
             node
@@ -277,14 +277,14 @@ class _ConstantFolder:
         while True:  # a node that loses its placeholder stays computed, from placeholders that are then read
             computed_nodes = [node for node in last_nodes if node not in placeholder_by_node]
             read_placeholders = {source for node in computed_nodes for source in self.sources[node]}
-            remaining = {
+            remaining_placeholders = {
                 node: placeholder
                 for node, placeholder in placeholder_by_node.items()
                 if placeholder not in read_placeholders
             }
-            if len(remaining) == len(placeholder_by_node):
+            if len(remaining_placeholders) == len(placeholder_by_node):
                 return placeholder_by_node
-            placeholder_by_node = remaining
+            placeholder_by_node = remaining_placeholders
 
     def _can_take(
         self, placeholder: Node, node: Node, storable_nodes: Collection[Node],

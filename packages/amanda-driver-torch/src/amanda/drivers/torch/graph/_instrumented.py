@@ -61,10 +61,10 @@ class InstrumentedCall:
 
     def __call__(self, token: torch.Tensor | None, *values: Any) -> Any:
         """Return the node's value; values: the held tensors as the graph has them, then the node's inputs."""
-        count = len(self.held_tensors.tensors)
+        held_count = len(self.held_tensors.tensors)
         # Hooks in the backward pass hold `routines`: no output may be reachable from there, or autograd's
         # graph would be a cycle that is never freed.
-        held_values, values = values[:count], values[count:]
+        held_values, values = values[:held_count], values[held_count:]
         routines = NodeRoutines(self.program, token, lambda: self.held_tensors.replaced_by(held_values))
         with routines.running():
             return self.run(routines, values)
@@ -113,16 +113,16 @@ def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> An
     if outputs is NotImplemented:
         outputs = call.invoke(inputs)
     values, rebuild = call.append_unreturned(outputs, inputs, *TENSORS.flatten(outputs))
-    written = call.target_tensors(inputs, values)
+    written_tensors = call.target_tensors(inputs, values)
     if step.backward:
-        tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
+        tensors = [value for value in (*values, *written_tensors) if isinstance(value, torch.Tensor)]
         for node, place in list(backward_nodes(tensors, first_number, sequence_number())):
             if place in step.backward:
                 routines.hook_node(node, *step.backward[place])
     if target is not None:
         (changed_value,) = routines.run_all(actions.after, values, facts)
         return rebuild([target.copy_(changed_value)])
-    mutable_positions = [i for i, value in enumerate(values) if is_among(value, written)]
+    mutable_positions = [i for i, value in enumerate(values) if is_among(value, written_tensors)]
     changed_values = routines.run_all(actions.after, values, facts, mutable_positions)
     return outputs if changed_values is values else rebuild(changed_values)
 

@@ -46,11 +46,11 @@ def check_views(node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence
         first_view_by_memory.setdefault(memory, _ChangedView(position_by_node[node], step.facts.source))
     if not first_view_by_memory:
         return
-    for written, writer, memory in _written_tensors(node_runs):
+    for written_tensor, writer, memory in _written_tensors(node_runs):
         view, write_position = first_view_by_memory.get(memory), position_by_node[writer]
         if view is None or write_position <= view.position:
             continue
-        if _is_read_later(node_runs, position_by_node, memory, written, write_position):
+        if _is_read_later(node_runs, position_by_node, memory, written_tensor, write_position):
             raise SharedMemory(f"{_target_name(writer)} writes into", view.source)
     for memory, view in first_view_by_memory.items():
         inputs_and_outputs = [
@@ -112,12 +112,15 @@ def backward_views_unlike_eager(
             reason = "AOTAutograd makes the view outside of the graph: its routines are not called"
             yield backward_op.facts, reason
     position_by_node = {node: i for i, node in enumerate(node_runs)}
-    for written, writer, _ in _written_tensors(node_runs):
-        backward_op = backward_op_by_node_id.get(id(written.grad_fn))
-        if backward_op is None or written._base is None:
+    for written_tensor, writer, _ in _written_tensors(node_runs):
+        backward_op = backward_op_by_node_id.get(id(written_tensor.grad_fn))
+        if backward_op is None or written_tensor._base is None:
             continue
         readers = [
-            user for node, node_run in node_runs.items() if node_run.value is written for user in node.users
+            user
+            for node, node_run in node_runs.items()
+            if node_run.value is written_tensor
+            for user in node.users
         ]
         # The output node is not a key of `position_by_node`: it comes after all nodes.
         if any(
@@ -162,8 +165,8 @@ def _changed_views(
 def _memory_of_new_views(call: NativeCall) -> set[int]:
     """Return the storages in which a call has made a view: an input lies there, and an output that is new."""
     eager_call = call.eager_call
-    written = {id(eager_call.inputs[i]) for i in eager_call.target_positions}
-    new_outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
+    ids_of_written = {id(eager_call.inputs[i]) for i in eager_call.target_positions}
+    new_outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in ids_of_written]
     return {*_storage_ids(eager_call.inputs)} & {*_storage_ids(new_outputs)}
 
 
@@ -172,12 +175,12 @@ def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, N
     for node, node_run in node_runs.items():
         for call in node_run.calls:
             written_inputs = [call.eager_call.inputs[i] for i in call.eager_call.written_positions]
-            for written in written_inputs:
-                yield from ((written, node, memory) for memory in _storage_ids(written))
+            for written_tensor in written_inputs:
+                yield from ((written_tensor, node, memory) for memory in _storage_ids(written_tensor))
 
 
 def _is_read_later(
-    node_runs: Mapping[Node, NodeRun], position_by_node: Mapping[Node, int], memory: int, written: Any,
+    node_runs: Mapping[Node, NodeRun], position_by_node: Mapping[Node, int], memory: int, written_tensor: Any,
     write_position: int,
 ) -> bool:  # fmt: skip
     """Return True if the memory of a written tensor is read through another one after the write.
@@ -185,7 +188,7 @@ def _is_read_later(
     Memory of an input counts as read, by the caller.  write_position: of the node that writes.
     """
     for node, node_run in node_runs.items():
-        if node_run.value is written or memory not in _storage_ids(node_run.value):
+        if node_run.value is written_tensor or memory not in _storage_ids(node_run.value):
             continue
         # The output node is not a key of `position_by_node`: it comes after all nodes.
         user_positions = [position_by_node.get(user, len(position_by_node)) for user in node.users]

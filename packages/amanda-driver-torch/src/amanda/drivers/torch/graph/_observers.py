@@ -192,9 +192,9 @@ class LateObservers:
         if is_run:
             observers = self._forward if facts.backward_op_id is None else self._backward
             observers += [(action, facts) for action in late_actions]
-        remaining = Actions()
-        remaining.add(action for action in actions.all if action not in late_actions)
-        return remaining
+        remaining_actions = Actions()
+        remaining_actions.add(action for action in actions.all if action not in late_actions)
+        return remaining_actions
 
     def run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the compiled graph, then call the observers, and return the outputs of the graph.

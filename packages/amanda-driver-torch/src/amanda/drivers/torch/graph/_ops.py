@@ -170,9 +170,9 @@ class GraphExecution(Execution):
 
     def call_at(self, slot: int, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
         """Run the call at a slot, and return its outputs."""
-        called: Any = self.table[slot]
+        call: Any = self.table[slot]
         with interceptor.Suspension():
-            return called.run(self, called.store_numbers(values, numbers))  # type: ignore[no-any-return]
+            return call.run(self, call.store_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 class TapedCall(NamedTuple):
@@ -196,6 +196,7 @@ def _call_routine(
     """Call a routine, and return its outputs in memory of their own.
 
     likes: tensors of the graph, in whose form the outputs are returned; empty for the outputs as they are.
+    program: number of the program, for `_call_without_data`.
     """
     return _copy_to_new_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
 

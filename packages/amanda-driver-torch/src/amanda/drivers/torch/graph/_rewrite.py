@@ -110,8 +110,8 @@ class FxRewriting:
                 if self._wants_backward():
                     self._analyse_backward(node_runs)
                 check_views(node_runs, self._steps_by_node)
-                bodies_change = any(bodies.are_changed() for bodies in self.bodies.values())
-                is_changed = any(self.steps()) or self._site_by_leaf_id or bodies_change
+                has_changed_bodies = any(bodies.are_changed() for bodies in self.bodies.values())
+                is_changed = any(self.steps()) or self._site_by_leaf_id or has_changed_bodies
                 with self.symbols.without_data():
                     copy = self._write_copy(node_runs) if is_changed else None
                 self.report_left_out(node_runs)
@@ -183,14 +183,14 @@ class FxRewriting:
         """
         if not (call.in_transform or self._inlines_only):
             return actions
-        inlined = Actions()
-        inlined.add(action for action in actions.all if self._routines.is_inlined(action))
-        refused = [action for action in actions.all if not self._routines.is_inlined(action)]
-        for action in refused:
+        inlined_actions = Actions()
+        inlined_actions.add(action for action in actions.all if self._routines.is_inlined(action))
+        refused_actions = [action for action in actions.all if not self._routines.is_inlined(action)]
+        for action in refused_actions:
             action.tool.refused(action, NO_PYTHON)
-        if refused:
+        if refused_actions:
             self.left_out_counts[facts.op_type] += 1
-        return inlined
+        return inlined_actions
 
     def report_left_out(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Report the ops in transforms and in bodies at which routines do not run, and backward ops there."""
@@ -421,17 +421,17 @@ def _ids_of_reached_nodes(node_runs: Mapping[Node, NodeRun]) -> set[int] | None:
     outputs = [tensor for tensor in tree_flatten(values)[0] if isinstance(tensor, torch.Tensor)]
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     # Held until the end, so that no two of them get the same id.
-    reached: dict[int, Any] = {
+    reached_by_id: dict[int, Any] = {
         id(tensor): tensor for tensor in outputs if tensor.requires_grad and tensor.is_leaf
     }
     while waiting:
         node = waiting.pop()
-        if id(node) not in reached:
-            reached[id(node)] = node
+        if id(node) not in reached_by_id:
+            reached_by_id[id(node)] = node
             if type(node) is AccumulateGrad:
-                reached[id(node.variable)] = node.variable
+                reached_by_id[id(node.variable)] = node.variable
             waiting += [child for child, _ in node.next_functions if child is not None]
-    return set(reached)
+    return set(reached_by_id)
 
 
 def _gradients_without_data(node: Any) -> tuple[list[Any], list[Any]]:

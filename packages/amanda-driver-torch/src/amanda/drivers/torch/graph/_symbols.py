@@ -135,8 +135,8 @@ class GraphSymbols:
         if not isinstance(value, torch.Tensor):
             return value
         with torch.utils._python_dispatch._disable_current_modes(), uninstrumented():
-            computed = self._compute_value(value)
-        return computed
+            present_value = self._compute_value(value)
+        return present_value
 
     def _compute_value(self, value: Any) -> Any:
         """Compute a tensor from weights, by the nodes that lead to it.
