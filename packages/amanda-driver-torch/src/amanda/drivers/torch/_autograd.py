@@ -83,7 +83,7 @@ class Autograd(EagerDriver):
         return bracket
 
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
-        """Attach the trace to nodes of the op's results, if any; a backward pass finds the others from there."""
+        """Attach the trace to the nodes of the op's results, if any; a pass finds the others from there."""
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
