@@ -110,6 +110,7 @@ class Autograd(EagerDriver):
 
             Reports leaves of compiled graphs, and enables double backward if the pass makes a graph.  Hooks
             of interrupted passes are removed first; plans learn in the end which backward ops are analysed.
+            Repeats outside of module calls are counted anew after the pass.
             """
             activation = interceptor.active()
             gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
@@ -405,8 +406,7 @@ class _BackwardPass:
     def mark_backward_ops_analysed(self, may_run_again: bool) -> None:
         """Record in their plans that all backward ops of the pass's ops are analysed; drop the ops' values.
 
-        Does nothing under create_graph.
-
+        Leaves out ops that may get more backward ops, as all may under create_graph.
         may_run_again: whether another pass may come through the graph.
         """
         if self._create_graph:  # an op gets more backward ops later

@@ -243,7 +243,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return call_outside_modes(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order; an object that is called through is the op."""
+        """Return the call with its inputs in schema order; an object that is called through is the op.
+
+        The op of an overload is its packet, that of a scripted function a `ScriptedOp`.
+        """
         target = self._targets_by_site.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)

@@ -173,7 +173,7 @@ def without_transforms_above(level: int) -> Iterator[None]:
 
 
 def drop_ended_batches(shapes: Any) -> Any:
-    """Return shapes of an op's execution without the batches of vmaps that have ended since.
+    """Return shapes of an op's execution without tangents and without batches of vmaps that have ended.
 
     Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
     """

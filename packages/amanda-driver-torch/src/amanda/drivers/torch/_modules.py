@@ -150,7 +150,10 @@ class VariableFinder:
             return base if is_leaf else None
 
     def _slot_of(self, value: torch.Tensor) -> HandedInParameter | None:
-        """Return the slot that holds a value or its base, in the op's module or a child of it; else None."""
+        """Return the slot that holds a value or its base, in the op's module or a child of it; else None.
+
+        Slots that hold a parameter, or a tensor of another subclass, are left out.
+        """
         module = None if self._innermost_module is None else self._innermost_module()
         if module is None:
             return None

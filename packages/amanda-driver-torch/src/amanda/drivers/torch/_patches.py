@@ -107,7 +107,10 @@ class TorchPatches:
 
     @staticmethod
     def _patch_checkpoints(patches: Patches) -> None:
-        """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
+        """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids.
+
+        What their hooks compute is hidden from tools.
+        """
         checkpoint = torch.utils.checkpoint
         generator_name = next((name for name in _CHECKPOINT_GENERATORS if hasattr(checkpoint, name)), "")
         generator = getattr(checkpoint, generator_name, None)

@@ -95,7 +95,8 @@ def choose_callback(callback: Any, choose_by_stance: Callable[[Any], Any]) -> An
     """Return dynamo's callback for the frames of a compiled callable: one that instruments if a scope asks.
 
     Else the callback that `choose_by_stance` returns, or, where tools are disabled, `callback` itself.
-    May switch dynamo to the generation's region; reports a callback that captures no graph.
+    May switch dynamo to the generation's region, and frees ended entries.  A callback that captures no graph
+    is reported.
     """
     if isinstance(callback, InstrumentingConverter):
         return callback
@@ -116,7 +117,10 @@ def choose_callback(callback: Any, choose_by_stance: Callable[[Any], Any]) -> An
 
 
 def _converter_of(state: State, callback: Any) -> InstrumentingConverter:
-    """Return the converter of a callback for the tools of a state, made when it is first needed."""
+    """Return the converter of a callback for the tools of a state, made when it is first needed.
+
+    The state becomes the last in force.  Without caching each call makes a converter and a generation.
+    """
     stack = state.stack
     assert stack is not None
     # Without caching nothing is shared with another call: each has a generation of its own.
@@ -265,11 +269,8 @@ class InstrumentingConverter:
     def _report_op_by_op(self, frame: Any) -> None:
         """Report that a compiled frame runs op by op, with the error for which it does."""
         failure = self._op_by_op[frame.f_code]
-        self.backend.state.report(
-            f"the compiled graph of {_function_name(frame)}",
-            f"it runs op by op: {failure}",
-            failure.where,
-        )
+        subject = f"the compiled graph of {_function_name(frame)}"
+        self.backend.state.report(subject, f"it runs op by op: {failure}", failure.where)
 
 
 class InstrumentingBackend:
@@ -377,12 +378,9 @@ class InstrumentingBackend:
             program.report(f"compiled graph of {_frame.function_name}", ROUNDED_OTHERWISE)
 
     def _instrument(
-        self,
-        module: GraphModule,
-        inputs: Sequence[Any],
-        program: GraphProgram,
+        self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram,
         late_observers: LateObservers | None,
-    ) -> GraphModule | None:
+    ) -> GraphModule | None:  # fmt: skip
         """Return the frame's graph with routines in it, None if there are none; guard it by parameters."""
         module = inline_bodies(module) or module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]

@@ -129,7 +129,7 @@ def _copy_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Iterator[Difference]:
-    """Yield the tensors of two runs that differ in a bit, with the largest distance, or with NaN."""
+    """Yield the tensors that differ in a bit, with the largest distance; NaN for another shape or none."""
     for name in {**first, **second}:
         if name not in first or name not in second or first[name].shape != second[name].shape:
             yield Difference(name, float("nan"))

@@ -97,7 +97,10 @@ class InstrumentedNode(InstrumentedCall):
 
 
 def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
-    """Run a native op with its routines, and hook its backward ops; return the op's outputs."""
+    """Run a native op with its routines, and hook its backward ops; return the op's outputs.
+
+    If routines may change the result of an op in place, the op writes a clone of its target.
+    """
     # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
     actions, facts = step.actions, step.facts
     inputs = routines.run_all(actions.before, call.inputs, facts, call.written_positions)

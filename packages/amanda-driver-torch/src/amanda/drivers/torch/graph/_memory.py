@@ -72,7 +72,7 @@ class _ChangedView(NamedTuple):
 def observers_of_written_memory(
     node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[int, Action]]:
-    """Yield each observer, with its op's id, that gets values in memory into which the graph writes."""
+    """Yield each action beside an op, with the op's id, that gets values in memory that the graph writes."""
     written_storages = {memory for _, _, memory in _written_tensors(node_runs)}
     if not written_storages:
         return

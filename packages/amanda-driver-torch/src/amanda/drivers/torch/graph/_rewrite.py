@@ -361,6 +361,7 @@ class FxRewriting:
 
         Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
         Python need a token in the copy.  The program gets what decides which observers may wait.
+        The node runs lose their calls.
         """
         # Before the trials, which may drop actions.
         steps_to_write = {node: steps for node, steps in self._steps_by_node.items() if any(steps)}
