@@ -42,7 +42,7 @@ class SavingHooks(SavedTensors):
         self._pack_of_program, self._unpack = hooks
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op under the hooks, which then know the tensors that it saves."""
+        """Run an op under the hooks, which then know the tensors that it saves; to be called once."""
         self._dataless_call = DatalessCall(call.as_function(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
@@ -222,7 +222,7 @@ class DatalessCall:
         self._inputs = map_nested(TensorSpec.of, list(inputs))
 
     def node_name(self) -> str:
-        """Return the name of the node that the op makes on tensors without data."""
+        """Run the op on tensors without data; return the name of its node, or the likeliest if it fails."""
         try:
             assert self._compute is not None
             inputs = map_nested(TensorSpec.tensor, self._inputs)

@@ -73,7 +73,10 @@ class Binding:
         return tuple(inputs), {}
 
     def index(self, name: str) -> int:
-        """Return the position of an input by its name; `self` and `input` are the same."""
+        """Return the position of an input by its name; `self` and `input` are the same.
+
+        Raises KeyError for another name.
+        """
         try:
             return self._position_by_name[name]
         except KeyError:

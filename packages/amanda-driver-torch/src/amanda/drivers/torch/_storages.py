@@ -222,8 +222,10 @@ class WrittenPart:
             strided_as(self._flags, tensor).masked_fill_(mask, True)
 
     def add(self, tensor: torch.Tensor) -> "WrittenPart":
-        """Add the elements of another tensor in the storage, and return this part."""
-        # Elements of another size are not told apart: the whole storage counts as written.
+        """Add the elements of another tensor in the storage, and return this part.
+
+        Elements of another size are not told apart: the whole storage then counts as written.
+        """
         self._is_whole_storage = self._is_whole_storage or tensor.element_size() != self.tensor.element_size()
         if not self._is_whole_storage:
             strided_as(self._storage_flags(), tensor).fill_(True)

@@ -82,7 +82,10 @@ class TransformedTensors(TorchTensors):
         super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
 
     def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
-        """Return a context that runs an op in place beside tensors that a routine may write later."""
+        """Return what an op runs under whose saved tensors a routine may write later; None if not needed.
+
+        In forward mode an op in place runs on a copy; elsewhere hooks copy what it saves.
+        """
         # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
         if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
             return OpOnCopy()
@@ -236,7 +239,10 @@ def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _unwrapped_data(value: Any) -> Any:
-    """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front."""
+    """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front.
+
+    Any other value is returned as it is.
+    """
     if isinstance(value, torch.Tensor):
         return with_batches_first(value)[1] if is_wrapped(value) else value
     return [_unwrapped_data(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -66,7 +66,7 @@ class CallbackForUserFrames:
 
 
 def guard_by_identity(nodes: Sequence[Any]) -> None:
-    """Guard a graph by the identity of parameters, so that another model gets a graph of its own."""
+    """Guard a graph by the identity of parameters with a source: another model gets a graph of its own."""
     for node in nodes:
         source = node._dynamo_source
         if source is not None:
@@ -88,7 +88,10 @@ def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
     reads_reference = ref(reads)
 
     def reads_hold(_: Any) -> bool:
-        """Return True if all values that routines read are unchanged, or the graph runs without tools."""
+        """Return True if all values that routines read are unchanged, or the graph runs without tools.
+
+        False once the program is gone.
+        """
         activation = interceptor.ACTIVATION.get(None)
         state = None if activation is None else activation.state
         if not (instruments_compiled_code(state) and state.enabled):

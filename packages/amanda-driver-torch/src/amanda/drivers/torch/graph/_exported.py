@@ -160,7 +160,7 @@ def _range_end(value: Any) -> int | None:
 
 
 def _actions_on_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
-    """Yield the actions before an op whose routines get weights, or values computed from weights, alone."""
+    """Yield the actions before an op that select weights, or values computed from weights, alone."""
     inputs = facts.inputs or []
     for action in plan.before:
         selected_inputs = [inputs[i] for i in action.select or ()]
@@ -169,7 +169,7 @@ def _actions_on_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
 
 
 def _is_known_before_run(value: Any, facts: OpFacts) -> bool:
-    """Return True if a value is known before the graph runs."""
+    """Return True if a value can be computed before the graph runs, which is tried here."""
     try:
         facts.read_value(value)
     except AmandaError:

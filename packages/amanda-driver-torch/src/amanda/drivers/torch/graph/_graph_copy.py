@@ -116,7 +116,7 @@ class GraphCopy:
         return True
 
     def finish(self) -> GraphModule:
-        """Return the copy as a module."""
+        """Return the copy as a module, after a check of its graph."""
         self._module.graph.lint()
         self._module.recompile()
         return self._module

@@ -152,7 +152,7 @@ def _record_in_transform(
 
 
 def uninstrumented() -> AbstractContextManager[None]:
-    """Return a context in which nothing is intercepted, but whose state is that in force."""
+    """Return a context in which nothing is intercepted, but whose state is that in force, or a new one."""
     activation = interceptor.ACTIVATION.get(None)
     state = None if activation is None else activation.state
     return in_force(interceptor.Activation(None, state if type(state) is State else State(), False, False))

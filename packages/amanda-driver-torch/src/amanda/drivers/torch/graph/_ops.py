@@ -29,7 +29,7 @@ class ExportedTensors(TorchTensors):
     def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine."""
+        """Call a routine; autograd stays as it is."""
         return func(*values, **kwargs)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -129,7 +129,7 @@ class GraphExecution(Execution):
     living: ClassVar[WeakValueDictionary[int, GraphExecution]] = WeakValueDictionary()
 
     def __init__(self, program: GraphProgram) -> None:
-        """Begin a run in the state in force, or in the program's if it runs outside of scopes."""
+        """Begin a run in the state in force, or in the program's outside of scopes."""
         state = current_state()
         if program.runs_outside_scopes or state.stack is None:
             state = program.state

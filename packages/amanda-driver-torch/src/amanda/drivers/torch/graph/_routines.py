@@ -170,7 +170,10 @@ class NodeRoutines:
         return gradients
 
     def _as_python_call(self, action: Action, facts: OpFacts) -> Action:
-        """Return an action whose routine inserts a custom op that calls the action's routine as Python."""
+        """Return an action whose routine inserts a custom op that calls the action's routine as Python.
+
+        The action is differentiable if that routine takes part in autodiff, as an observer does not.
+        """
         is_taped = (action.differentiable or self.program.state.autodiff) and not action.observer
 
         def insert_call(*place_values: Any) -> Any:

@@ -92,7 +92,7 @@ class GraphSymbols:
         return symbol
 
     def attribute_symbol(self, target: str) -> Any:
-        """Return the symbol of an attribute of the graph's module."""
+        """Return the symbol of an attribute of the graph's module, which is made the first time."""
         if target not in self._symbol_by_attribute:
             value: Any = self.module
             for part in target.split("."):
