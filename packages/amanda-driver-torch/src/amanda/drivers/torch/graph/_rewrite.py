@@ -246,7 +246,7 @@ class FxRewriting:
         )  # fmt: skip
 
     def _read_parameter(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
-        """Return the ordinal of the parameter that an op reads, and the part that a view reads, "" for all."""
+        """Return the ordinal of the parameter that an op reads, and the part that a view reads, "" if all."""
         if value._base is None or value.numel() == variable.numel():
             return self.symbols.ordinal(variable), ""
         return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
