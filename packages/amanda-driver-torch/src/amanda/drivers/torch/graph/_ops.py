@@ -129,7 +129,7 @@ class GraphExecution(Execution):
     living: ClassVar[WeakValueDictionary[int, GraphExecution]] = WeakValueDictionary()
 
     def __init__(self, program: GraphProgram) -> None:
-        """Begin a run in the state in force; in the program's outside of scopes, or if that needs no scope."""
+        """Begin a run in the state in force; in the program's outside of scopes, or if it needs none."""
         state = current_state()
         if program.runs_outside_scopes or state.stack is None:
             state = program.state
