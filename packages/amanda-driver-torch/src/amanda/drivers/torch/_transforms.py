@@ -82,10 +82,7 @@ class TransformedTensors(TorchTensors):
         super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
 
     def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
-        """Return what an op runs under whose saved tensors a routine may write later; None if not needed.
-
-        In forward mode an op in place runs on a copy; elsewhere hooks copy what it saves.
-        """
+        """Return hooks to run an op under, or `OpOnCopy` in forward mode; None where no hooks are needed."""
         # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
         if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
             return OpOnCopy()
