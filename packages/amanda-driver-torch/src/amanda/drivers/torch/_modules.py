@@ -51,7 +51,7 @@ def call_within(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 def plain_module_calls() -> Iterator[None]:
     """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it.
 
-    Other threads call modules so too, and wait here until the context ends.  A patch of the program stays.
+    Other threads call modules so too; to enter the context they wait for its end.  A program's patch stays.
     """
     module = torch.nn.Module
     with _patch_lock:
