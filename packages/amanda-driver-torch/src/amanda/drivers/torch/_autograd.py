@@ -83,7 +83,7 @@ class Autograd(EagerDriver):
         return bracket
 
     def attach_trace(self, trace: Trace, bracket: NodeBracket, values: list[Any]) -> None:
-        """Attach the trace to the nodes of the op's results; from there a backward pass finds the others."""
+        """Attach the trace to the nodes of the op's results, if any; a pass finds the others from there."""
         if bracket.start != bracket.end:
             _marked_graphs.mark(values, Mark(trace, bracket.begin, bracket.start, bracket.end))
 
@@ -95,7 +95,7 @@ class Autograd(EagerDriver):
         return _marked_graphs.marker(trace, writes_input)
 
     def patch_backward_passes(self, patches: Patches) -> None:
-        """Replace torch's function that runs backward passes by one that hooks nodes for the tools."""
+        """Patch torch to hook nodes for the tools in backward passes, and to register these hooks faster."""
         # `torch.autograd` has imported the function by name: both modules need the patch.
         for module in (torch.autograd.graph, torch.autograd):
             patches.set(module, _RUN_BACKWARD, self._run_with_hooks(getattr(module, _RUN_BACKWARD)))
@@ -108,7 +108,9 @@ class Autograd(EagerDriver):
         def run_backward(is_transform: bool, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             """Run a pass with hooks at the nodes that tools instrument; as torch does if there is none.
 
-            Reports leaves of compiled graphs, and enables double backward if the pass makes a graph.
+            Reports leaves of compiled graphs, and enables double backward if the pass makes a graph.  Hooks
+            of interrupted passes are removed first; plans learn in the end which backward ops are analysed.
+            Repeats outside of module calls are counted anew after the pass.
             """
             activation = interceptor.active()
             gradients, keeps_graph, create_graph, inputs, accumulates = _pass_options(*args, **kwargs)
@@ -255,9 +257,9 @@ class _BackwardPass:
         self._counts = PassCounts(stack.passes) if stack is not None and may_repeat else None
 
     def add_hooks(self, outputs: Sequence[Any]) -> None:
-        """Hook the nodes, in the graph behind `outputs`, that tools instrument; a hot path.
+        """Have tools analyse new backward ops behind `outputs`, and hook nodes for routines; a hot path.
 
-        Adds none if the pass may repeat the counts of an earlier one.
+        Does nothing if the pass may repeat the counts of an earlier one.
         Nodes that another pass under way has hooked are left to that pass; leaves in a transform get none.
         The pass is under way from here on, until `remove_hooks`.
         """
@@ -309,7 +311,10 @@ class _BackwardPass:
             self._analyse_and_hook(node, mark, place, is_leaf)
 
     def _can_repeat_earlier_pass(self, outputs: Sequence[Any]) -> bool:
-        """Return True if an earlier pass has the counts of this one, which `remove_hooks` then repeats."""
+        """Return True if an earlier pass has the counts of this one, which `remove_hooks` then repeats.
+
+        If not, notes the form of the graph, if it has one, so that `remove_hooks` learns the counts.
+        """
         # Another pass may have hooks at nodes of this one, and a hook of the program may take gradients away.
         if self._counts is None or self.under_way or NodeHooks.of_program:
             return False
@@ -343,14 +348,14 @@ class _BackwardPass:
             self._marked_nodes = marked_nodes
             if self.under_way:
                 self._ids_hooked_elsewhere = {id(node) for node, *_ in marked_nodes}.intersection(
-                    id(node) for running in self.under_way for node, *_ in running._marked_nodes
+                    id(node) for other_pass in self.under_way for node, *_ in other_pass._marked_nodes
                 )
             self.under_way.append(self)
 
     def _analyse_and_hook(self, node: Any, mark: Mark, place: int, is_leaf: bool) -> None:
         """Run the tools' analyses of a node's backward op, and hook the node if routines or analyses are due.
 
-        Under create_graph each node is hooked, to mark the nodes that it makes.
+        Under create_graph each node is hooked, to mark the nodes that it makes.  Ends the learning of counts.
         """
         trace = mark.trace
         if self._counts is not None:
@@ -380,7 +385,7 @@ class _BackwardPass:
             while self._node_handles:
                 node, handle = self._node_handles[-1]
                 sharing_passes = [
-                    running for running in other_passes if id(node) in running._ids_hooked_elsewhere
+                    other_pass for other_pass in other_passes if id(node) in other_pass._ids_hooked_elsewhere
                 ]
                 if sharing_passes:  # the pass that ends last removes the hook
                     sharing_passes[0]._node_handles.append((node, handle))
@@ -399,8 +404,9 @@ class _BackwardPass:
             trace.facts.drop_values()
 
     def mark_backward_ops_analysed(self, may_run_again: bool) -> None:
-        """Record in their plans that all backward ops of the pass's ops are analysed; not under create_graph.
+        """Record in their plans that all backward ops of the pass's ops are analysed; drop the ops' values.
 
+        Leaves out ops that may get more backward ops, as all may under create_graph.
         may_run_again: whether another pass may come through the graph.
         """
         if self._create_graph:  # an op gets more backward ops later
@@ -416,7 +422,7 @@ class _BackwardPass:
 def remove_abandoned_hooks() -> None:
     """Remove the hooks of passes on this thread that an interrupt ended before they could remove these."""
     thread = threading.get_ident()
-    listed_passes = [listed for listed in _BackwardPass.under_way if listed.thread == thread]
+    listed_passes = [listed_pass for listed_pass in _BackwardPass.under_way if listed_pass.thread == thread]
     if not listed_passes:
         return
     # An interrupt may have skipped the `finally` of `run_backward`.  A pass runs if a frame of that function,
@@ -456,7 +462,7 @@ class _StepHooks(QuickHooks):
     def after(self, grad_inputs: tuple[Any, ...], grad_outputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
         """Return the node's gradients after the routines behind it; None if none has changed.
 
-        Marks the nodes that the node made under create_graph.
+        Marks the nodes that the node made under create_graph, and counts the backward op as run.
         """
         # Before the routines run, whose own ops would take sequence numbers too.
         self._mark_second_order(grad_inputs)

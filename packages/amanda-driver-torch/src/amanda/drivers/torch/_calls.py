@@ -61,7 +61,8 @@ class TorchCall(Call):
 
         Only for an op that may make a view of its first input, or that reads all its memory: with another
         layout `reshape` would make a view where the program's call copies, or the reverse.  A value that is
-        not strided, or has another shape, stays as it is.
+        not strided, or has another shape, stays as it is.  `as_strided` gets the rest of the original's
+        storage too, but under a transform the elements alone.
         """
         original, value = self.inputs[0], inputs[0]  # the program's, and a routine's if it has changed that
         if value is original or not _may_return_view(self._site.key):
@@ -135,7 +136,7 @@ class TorchCall(Call):
     def in_form_of_result(self, result: Any) -> Any:
         """Return a replacement's tuple or list as the named tuple that the op returns; other results as is.
 
-        So is a tuple if torch has no named tuple of that length for the op.
+        So is a tuple or list if torch has no named tuple of that length for the op.
         """
         # Torch has another class for results by `out=`: `max_out` beside `max`.
         name = f"{self._site.key}_out" if self.target_positions else self._site.key
@@ -214,8 +215,8 @@ class CollectiveCall(TorchCall):
 
     def as_function(self) -> Callable[[Sequence[Any]], Any]:
         """Return a function that makes the call with inputs like this call's."""
-        compute, nested = super().as_function(), self._with_nested_lists
-        return lambda inputs: compute(nested(inputs))
+        compute, with_nested_lists = super().as_function(), self._with_nested_lists
+        return lambda inputs: compute(with_nested_lists(inputs))
 
     def _with_nested_lists(self, inputs: Sequence[Any]) -> list[Any]:
         """Return the inputs with the flattened lists nested as in the call, and the others as they are."""
@@ -234,7 +235,10 @@ def _split_by_lengths(flat: Sequence[Any], lengths: Sequence[int]) -> list[list[
 
 
 def _target_positions(binding: Binding, inputs: Sequence[Any], in_place: bool) -> tuple[int, ...]:
-    """Return the positions of the inputs that the call writes its results into: 0 for an op in place."""
+    """Return the positions of the inputs that the call writes its results into: 0 for an op in place.
+
+    Inputs that are None are left out, and those that the op fills for its backward op alone.
+    """
     if in_place:
         return (0,)
     # rrelu's `noise` is written, but is not a result: the op fills it for its backward op.

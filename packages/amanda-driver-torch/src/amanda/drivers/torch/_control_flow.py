@@ -64,7 +64,8 @@ def is_control_flow(function: Any) -> bool:
 def _cond(pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any) -> Any:
     """Run the branch that is taken, and return its outputs.
 
-    Tensors that only the other branch reads get zeros as gradient, as in torch.
+    Tensors that only the other branch reads get zeros as gradient, as in torch: with autograd on, that branch
+    runs too, on tensors without data.
     """
     branch, skipped_branch = (true_fn, false_fn) if pred else (false_fn, true_fn)
     if not torch.is_grad_enabled():
@@ -81,7 +82,7 @@ def _while_loop(
     """Run the body while the condition holds; return the carried values in the form that the body gives.
 
     They are clones of the inputs if the body never runs.  Carried inputs on which no result depends get zeros
-    as gradient.
+    as gradient.  Reports rounding.  options: of torch's op, unused.
     """
     operands = _views_that_sum_gradients(tuple(carried_inputs))
     values = operands
@@ -104,6 +105,7 @@ def _scan(
     """Call the function for each row of `xs`; return the last carry and the stacked outputs.
 
     They have the form of the function's results.  Operands on which no result depends get zeros as gradient.
+    Reports rounding.
     """
     operands = _views_that_sum_gradients((tuple(init), tuple(xs)))
     carry, stacked_rows = operands
@@ -121,7 +123,7 @@ def _scan(
 def _map(f: Callable[..., Any], xs: Sequence[Any], pos_args: Sequence[Any]) -> Any:
     """Call the function for each row of `xs`; return the stacked results in the form of the function's.
 
-    Operands on which no result depends get zeros as gradient.
+    Operands on which no result depends get zeros as gradient.  Reports rounding.
     """
     operands = _views_that_sum_gradients((tuple(xs), tuple(pos_args)))
     stacked_rows, shared_values = operands
@@ -220,12 +222,12 @@ def _with_zero_gradients(
     ]
     results = [leaves[i] for i in positions]
     trained_operands = [value for value in tree_leaves(operands) if _needs_gradient(value)]
-    unread = _tensors_without_path(trained_operands if candidates is None else candidates, results)
+    unread_tensors = _tensors_without_path(trained_operands if candidates is None else candidates, results)
     all_need_gradient = all(result.requires_grad for result in results)
-    if not unread and (not trained_operands or all_need_gradient):
+    if not unread_tensors and (not trained_operands or all_need_gradient):
         return outputs
     # If none is unread, a result that depends on no operand still gets a node, behind which are the operands.
-    tensors_with_zeros = unread or trained_operands
+    tensors_with_zeros = unread_tensors or trained_operands
     with interceptor.Suspension():
         new_results: Any = _ZeroGradients.apply(len(results), *results, *tensors_with_zeros)  # type: ignore[no-untyped-call]
     for i, result in zip(positions, new_results, strict=True):
@@ -275,6 +277,7 @@ class _ReadTensors(TorchFunctionMode):
         self.tensor_by_id: dict[int, torch.Tensor] = {}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Note the arguments that need a gradient, unless autograd is off; return the function's result."""
         if torch.is_grad_enabled():
             for value in tree_leaves((args, kwargs)):
                 if _needs_gradient(value):
@@ -294,6 +297,7 @@ def _tensors_read_by(branch: Callable[..., Any], operands: Any) -> list[torch.Te
     operand_by_fake_id: dict[int, torch.Tensor] = {}
 
     def without_data(value: Any) -> Any:
+        """Return a fake tensor for an operand, noted by the `id` of the fake; any other value as it is."""
         if not isinstance(value, torch.Tensor):
             return value
         fake: torch.Tensor = fake_mode.from_tensor(value.detach(), static_shapes=True)

@@ -73,13 +73,14 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     slot_of = staticmethod(slot_of)
 
     def __init__(self) -> None:
+        """Make the patches and views of the driver; nothing is patched before `attach`."""
         super().__init__()
         self._patches = TorchPatches(self)
         self._detour_by_class: dict[type, Detour] = {}
         self.views = TorchViews()
 
     def register_framework(self) -> None:
-        """Register the types that enter op ids, and skip the frames of checkpoints in call sites."""
+        """Register the types and leaves that enter op ids; skip the frames of checkpoints in call sites."""
         super().register_framework()
         self.skip_code(torch.utils.checkpoint.__file__, COMPOSABLE_FILE)
         for callable_type in _CALLABLE_TYPES:
@@ -87,7 +88,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         interceptor.set_leaf_type(torch.Tensor, _is_trainable_leaf)
 
     def attach(self) -> None:
-        """Intercept native operators, enclose module calls, and patch torch where it leaves the thread."""
+        """Intercept native operators, enclose module calls, and patch torch where it leaves the thread.
+
+        Backward passes are patched too.  Logs a warning for each name that this torch lacks.
+        """
         warn_of_absent_names()
         if interceptor.NATIVE:
             self.patches.place_stubs(self._targets_by_site)
@@ -100,7 +104,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         self._patches.install(self.patches)
 
     def detach(self) -> None:
-        """Undo all changes of torch."""
+        """Undo all changes of torch, with the hooks that interrupted passes have left at nodes.
+
+        Without native code dynamo's list of torch's callables is cleared as well.
+        """
         remove_abandoned_hooks()  # of passes that an interrupt ended: they would outlive the scope
         super().detach()
         if not interceptor.NATIVE:
@@ -172,7 +179,8 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
 
         So what the driver reads of tensors calls no `__torch_function__` of the user's.
         Other calls are only made: those of torch within an op or a kernel, and those that `symbolic_trace`
-        records.  state: of the scopes in force, or a recorder of graph mode, which records the call instead.
+        records.  The latter, and calls of TorchScript, are reported.
+        state: of the scopes in force, or a recorder of graph mode, which records the call instead.
         key: of the call in native code, 0 for none.  resumption: of a call that native code has begun.
         """
         if type(state) is not State:  # a recorder, which collects the ops of a graph's nodes
@@ -235,7 +243,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return call_outside_modes(func, values, kwargs, overrides=False)
 
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return the call with its inputs in schema order; of a call through an object, that is the op."""
+        """Return the call with its inputs in schema order; an object that is called through is the op.
+
+        The op of an overload is its packet, that of a scripted function a `ScriptedOp`.
+        """
         target = self._targets_by_site.get(site)
         if target is not None and target.kind != "classmethod":
             bound = binding(site.target, args, kwargs)
@@ -255,7 +266,10 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
     def flatten_with_unreturned(
         self, call: Call, outputs: Any, inputs: Sequence[Any]
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-        """Return an op's outputs as a list, after waiting for those of a functional collective."""
+        """Return outputs and unreturned written inputs of an op as a list, and what puts it back into form.
+
+        Waits for the results of a functional collective first.
+        """
         values, rebuild = super().flatten_with_unreturned(call, outputs, inputs)
         if is_functional_collective(call.op):
             wait_for_results(values)
@@ -270,7 +284,7 @@ class TorchDriver(TorchTensors, Autograd, EagerDriver):
         return None
 
     def identity_values(self, call: Call) -> list[Any]:
-        """Return the parameters that enter the op's id; none for an op that moves parameters."""
+        """Return the parameters, also in lists, that enter the op's id; none for an op that moves them."""
         if getattr(call.op, "__name__", "") in _MOVING_OPS:
             return []
         parameters = []
@@ -316,7 +330,10 @@ _REQUIRES_GRAD, _IS_LEAF, _BASE = (
 
 
 def _is_trainable_leaf(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is a leaf that needs a gradient, such as weights of code without modules."""
+    """Return True if a tensor is a leaf that needs a gradient, such as weights of code without modules.
+
+    False for a view of a tensor that needs one.
+    """
     with WithoutTorchFunction():
         if not _REQUIRES_GRAD(tensor):
             return False

@@ -47,8 +47,8 @@ class LevelTie(Tie):
         """Return True if the program has the value, or anything else has a tensor in its memory."""
         if sys.getrefcount(self._value) > _REFERENCES_OF_A_TIE:
             return True
-        uses: int = torch._C._storage_Use_Count(self._storage._cdata)
-        return uses > _USES_OF_A_TIE
+        use_count: int = torch._C._storage_Use_Count(self._storage._cdata)
+        return use_count > _USES_OF_A_TIE
 
     @property
     def view(self) -> torch.Tensor:
@@ -73,10 +73,10 @@ class LevelTie(Tie):
             written_mask = written.mask_in(source_data)  # None: all elements
             if written_mask is not None and not bool(written_mask.any()):
                 return None  # the write was elsewhere in the storage
-        changed = source
+        written_values = source
         if written_mask is not None:
-            changed = torch.where(wrap_in_batches(levels, written_mask), source, target)
-        target.copy_(changed)
+            written_values = torch.where(wrap_in_batches(levels, written_mask), source, target)
+        target.copy_(written_values)
         self._versions = self._current_versions()
         with without_transforms(), torch.no_grad():
             _, target_data = with_batches_first(target)

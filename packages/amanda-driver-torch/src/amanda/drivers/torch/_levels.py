@@ -96,15 +96,15 @@ def call_with_wrappers(function: Callable[[torch.Tensor, torch.Tensor], Any], te
     """
     results: list[Any] = []
 
-    def call(batched: torch.Tensor) -> torch.Tensor:
-        def track(tracked: torch.Tensor) -> torch.Tensor:
+    def call_within_vmap(batched: torch.Tensor) -> torch.Tensor:
+        def call_within_grad(tracked: torch.Tensor) -> torch.Tensor:
             results.append(function(batched, tracked))
             return tracked
 
-        torch.func.vjp(track, batched)
+        torch.func.vjp(call_within_grad, batched)
         return batched
 
-    torch.func.vmap(call)(tensor[None])
+    torch.func.vmap(call_within_vmap)(tensor[None])
     return results[0]
 
 
@@ -173,7 +173,7 @@ def without_transforms_above(level: int) -> Iterator[None]:
 
 
 def drop_ended_batches(shapes: Any) -> Any:
-    """Return shapes of an op's execution without the batches of vmaps that have ended since.
+    """Return shapes of an op's execution without tangents and without batches of vmaps that have ended.
 
     Backward ops outside of the vmap of their op compute with gradients that have the axes of all samples.
     """

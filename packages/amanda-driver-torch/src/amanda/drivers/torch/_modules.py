@@ -49,7 +49,10 @@ def call_within(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def plain_module_calls() -> Iterator[None]:
-    """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it."""
+    """Make module calls torch's own within the context: dynamo traces `Module.__call__` as it finds it.
+
+    Other threads call modules so too; to enter the context they wait for its end.  A program's patch stays.
+    """
     module = torch.nn.Module
     with _patch_lock:
         call_before = vars(module)["__call__"]
@@ -105,7 +108,7 @@ class HandedInParameter(ParameterSlot):
 
     @property
     def module(self) -> torch.nn.Module | None:
-        """The module; None once it is dead."""
+        """Return the module; None once it is dead."""
         return self._module()
 
     def tensor(self) -> torch.Tensor | None:
@@ -147,7 +150,10 @@ class VariableFinder:
             return base if is_leaf else None
 
     def _slot_of(self, value: torch.Tensor) -> HandedInParameter | None:
-        """Return the slot that holds a value or its base, in the op's module or a child of it; else None."""
+        """Return the slot that holds a value or its base, in the op's module or a child of it; else None.
+
+        Slots that hold a parameter, or a tensor of another subclass, are left out.
+        """
         module = None if self._innermost_module is None else self._innermost_module()
         if module is None:
             return None

@@ -30,7 +30,7 @@ class QuickHooks:
 
 
 def remove_hook_handles(handles: list[tuple[Any, Any]]) -> None:
-    """Remove hooks from nodes; handles: pairs of a node and what registering the hook returned."""
+    """Remove hooks from nodes, and empty the list; handles: pairs of a node and what registering returned."""
     for _, handle in handles:
         if type(handle) is tuple:  # of a hook that `register_hooks_without_handles` made torch register
             hook_by_number, number = handle
@@ -53,6 +53,7 @@ def register_hooks_without_handles(patches: Patches) -> None:
     def register_hook(hook_by_number: Any, hook: Any) -> tuple[Any, Any]:
         """Return a node's hooks with a new hook, and what `remove_hook_handles` removes it by.
 
+        A hook that is not the driver's is noted in `NodeHooks`, and registered by torch's function.
         hook_by_number: the node's dict of hooks; None if it has none yet.
         """
         # The program's hooks, and those of libraries, get the handle that torch promises.
@@ -110,7 +111,8 @@ class PassCounts:
     def repeat_or_learn(self, node_handles: Sequence[tuple[Any, Any]], marks: Iterable[Mark]) -> None:
         """Count as an earlier pass did, or make a record of this one, which has run all nodes.
 
-        node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all its nodes.
+        No record is made if the program has hooks at nodes, or a hook cannot repeat; the oldest record makes
+        room.  node_handles: of the pass's hooks, as `remove_hook_handles` takes them.  marks: of all nodes.
         """
         hooks, self._hooks_to_repeat = self._hooks_to_repeat, None
         form, self._form_to_learn = self._form_to_learn, None

@@ -93,8 +93,8 @@ def kinds_of(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> str:
 
 def _with_fewest_missing(candidates: list[CallForm]) -> list[CallForm]:
     """Return the forms that lack the fewest required arguments."""
-    fewest = min((form.missing_count for form in candidates), default=0)
-    return [form for form in candidates if form.missing_count == fewest]
+    fewest_missing = min((form.missing_count for form in candidates), default=0)
+    return [form for form in candidates if form.missing_count == fewest_missing]
 
 
 def _forms_of_signature(signature: Signature, nargs: int, keywords: tuple[str, ...]) -> Iterator[CallForm]:

@@ -185,7 +185,7 @@ def as_class_of(like: torch.Tensor, value: Any) -> Any:
         return value
     if tensor_class.__torch_function__ is torch._C._disabled_torch_function_impl:  # such as a Parameter
         return value
-    converted: Any = value.as_subclass(tensor_class)
-    if converted is not like:
-        converted.__dict__.update(like.__dict__)
-    return converted
+    instance: Any = value.as_subclass(tensor_class)
+    if instance is not like:
+        instance.__dict__.update(like.__dict__)
+    return instance

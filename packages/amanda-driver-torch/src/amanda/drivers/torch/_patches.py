@@ -107,7 +107,10 @@ class TorchPatches:
 
     @staticmethod
     def _patch_checkpoints(patches: Patches) -> None:
-        """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids."""
+        """Make checkpoints recompute at the place of the first run, so that recomputed ops have its ids.
+
+        What their hooks compute is hidden from tools.
+        """
         checkpoint = torch.utils.checkpoint
         generator_name = next((name for name in _CHECKPOINT_GENERATORS if hasattr(checkpoint, name)), "")
         generator = getattr(checkpoint, generator_name, None)
@@ -144,7 +147,7 @@ class TorchPatches:
     def _set_stance(patches: Patches) -> None:
         """Set dynamo's stance to eager, so that compiled callables run their Python code in scopes.
 
-        A dynamo without stances is patched instead.
+        A dynamo without stances is patched instead.  The class holds the stance, and the user's from before.
         """
         if not dynamo_has_stances():
             _keep_old_dynamo_from_compiling(patches)
@@ -178,7 +181,8 @@ def _patch_composable_checkpoint(patches: Patches, wrapped_generator: Any) -> No
     """Make a module that `torch.distributed._composable.checkpoint` has marked recompute within its call.
 
     Does nothing if that function runs checkpoints otherwise.
-    wrapped_generator: the driver's wrapper of torch's generator, which the module may have imported.
+    wrapped_generator: the driver's wrapper of torch's generator; a module that has imported this wrapper gets
+    torch's generator back first.
     """
     module: Any = sys.modules[COMPOSABLE_MODULE]
     generator = getattr(module, _CHECKPOINT_GENERATOR, None)
@@ -286,9 +290,9 @@ def _keep_old_dynamo_from_compiling(patches: Patches) -> None:
 
 def forget_torch_callables() -> None:
     """Clear dynamo's list of torch's callables, which may hold callables that the driver had replaced."""
-    forget = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
-    if forget is not None:
-        forget()
+    clear_list = getattr(sys.modules.get("torch._dynamo.trace_rules"), "clear_lru_cache", None)
+    if clear_list is not None:
+        clear_list()
 
 
 def _patch_to_run_uninstrumented(patches: Patches, module: str, name: str) -> None:
@@ -330,6 +334,7 @@ def _patch_linearize_to_report_tangents(patches: Patches) -> None:
 
     @functools.wraps(original)
     def make_and_report(self: Any, *args: Any, **kwargs: Any) -> None:
+        """Make the folded module; if `linearize` makes it in a scope, report the ops of its graph."""
         original(self, *args, **kwargs)
         if interceptor.active() is not None and _is_called_by_transform("linearize"):
             op_counts = Counter(

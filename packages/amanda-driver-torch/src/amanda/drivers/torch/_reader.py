@@ -127,13 +127,13 @@ def _wrapper_layout() -> tuple[int, int, tuple[torch.Tensor, ...]]:
 
 def _content_offset(samples: tuple[torch.Tensor, ...]) -> int:
     """Return the offset, in wrappers of transforms, of the pointer to the tensor that they wrap."""
-    contents = []  # addresses of the wrapped tensors
+    wrapped_addresses = []  # addresses of the wrapped tensors
     for sample in samples:
-        _, wrapped, *_ = layers(sample)
-        contents.append(wrapped._cdata)
+        _, wrapped_tensor, *_ = layers(sample)
+        wrapped_addresses.append(wrapped_tensor._cdata)
     for offset in range(0, _WRAPPER_SIZE, ctypes.sizeof(ctypes.c_void_p)):
         pointers = [ctypes.c_void_p.from_address(sample._cdata + offset).value for sample in samples]
-        if pointers == contents:
+        if pointers == wrapped_addresses:
             return offset
     raise LookupError("the tensor within a wrapper of torch.func")
 
@@ -243,14 +243,15 @@ def _reads_versions(reader: interceptor.Reader) -> bool:
 
 def _reads_memory(reader: interceptor.Reader, plain: torch.Tensor) -> bool:
     """Return True if the memory of a view is that of its base, and of no equal tensor."""
-    view, equal, row = plain.view(6), torch.ones(2, 3), plain[1]
+    view, equal_tensor, row = plain.view(6), torch.ones(2, 3), plain[1]
     spans = [reader.host_memory(tensor) for tensor in (plain.t(), row, plain[:, 2], plain[2:])]
     start, width = plain.data_ptr(), plain.element_size()
     right_spans = [
         (start, 6 * width, True), (row.data_ptr(), 3 * width, True), (start + 2 * width, 4 * width, False),
     ]  # fmt: skip
     reads_spans = spans[:3] in (right_spans, [None, None, None])
-    return reader.memory(plain) == reader.memory(view) != reader.memory(equal) != 0 and reads_spans
+    reads_memory = reader.memory(plain) == reader.memory(view) != reader.memory(equal_tensor) != 0
+    return reads_memory and reads_spans
 
 
 def _finds_substitutes(reader: interceptor.Reader, plain: torch.Tensor, trained: torch.Tensor) -> bool:
@@ -283,9 +284,9 @@ class Libraries:
     """Addresses of functions in torch's libraries."""
 
     def __init__(self) -> None:
-        home = Path(torch.__file__).parent / "lib"
+        library_folder = Path(torch.__file__).parent / "lib"
         names = [_LIBRARIES[sys.platform].format(name) for name in ("torch_cpu", "c10")]
-        self._libraries = [ctypes.CDLL(str(home / name)) for name in names]
+        self._libraries = [ctypes.CDLL(str(library_folder / name)) for name in names]
 
     def address(self, name: str) -> int:
         """Return the address of a function; raise LookupError if the libraries lack the function."""
@@ -347,9 +348,9 @@ def _version_offsets() -> tuple[int, int]:
     for index, sample in enumerate(samples):
         for _ in range(300 + 77 * index):
             sample.zero_()
-    detached = [sample.detach() for sample in samples]
+    detached_samples = [sample.detach() for sample in samples]
     with torch.inference_mode():
-        unversioned = torch.zeros(2)
+        inference_tensor = torch.zeros(2)
     versions = [sample._version for sample in samples]
     # Offsets in a counter that may be the version's: behind its vtable pointer and reference counts.
     version_offsets = range(2 * _WORD, 3 * _WORD, 4)
@@ -359,9 +360,9 @@ def _version_offsets() -> tuple[int, int]:
         counters = _words_at(ctypes.c_uint64, samples, offset)  # addresses, if the word is the pointer
         # A tensor and what is detached from it share an object for this, and one for their memory: both are
         # on the heap and longer than the searched offsets. Four values: 0 and three different counters.
-        if counters != _words_at(ctypes.c_uint64, detached, offset) or len({0, *counters}) != 4:
+        if counters != _words_at(ctypes.c_uint64, detached_samples, offset) or len({0, *counters}) != 4:
             return None
-        if any(_words_at(ctypes.c_uint64, [unversioned], offset)):
+        if any(_words_at(ctypes.c_uint64, [inference_tensor], offset)):
             return None
         for version_offset in version_offsets:
             words = [ctypes.c_uint32.from_address(counter + version_offset).value for counter in counters]
@@ -381,14 +382,14 @@ def _dtype_offset() -> int:
     samples_by_device = {
         device: [torch.zeros(2, dtype=dtype, device=device) for dtype in dtypes] for device in ("cpu", "meta")
     }
-    transposed = [torch.zeros(3, 4, dtype=dtype).t() for dtype in dtypes]
+    transposed_samples = [torch.zeros(3, 4, dtype=dtype).t() for dtype in dtypes]
 
     def fits(offset: int) -> bool:
         """Return True if the word differs by dtype and device alone, and has no device index."""
         cpu_words, meta_words = (
             _words_at(ctypes.c_uint32, samples, offset) for samples in samples_by_device.values()
         )
-        ignores_strides = cpu_words == _words_at(ctypes.c_uint32, transposed, offset)
+        ignores_strides = cpu_words == _words_at(ctypes.c_uint32, transposed_samples, offset)
         # From the lowest bits on: 16 of the dtype, 8 of the device type, 8 of the device index.
         cpu_dtypes, meta_dtypes = ([word & 0xFFFF for word in words] for words in (cpu_words, meta_words))
         cpu_types, meta_types = ({word >> 16 & 0xFF for word in words} for words in (cpu_words, meta_words))
@@ -404,21 +405,24 @@ def _rank_offset() -> int:
     shapes = ((), (7,), (7, 3), (2, 5, 2), (1, 1, 1, 1), (2, 1, 1, 1, 1, 1, 3))
     samples = [torch.zeros(shape) for shape in shapes]
     return _first_offset(
-        lambda offset: _words_at(ctypes.c_uint64, samples, offset) == [s.dim() for s in samples]
+        lambda offset: _words_at(ctypes.c_uint64, samples, offset) == [sample.dim() for sample in samples]
     )
 
 
 def _autograd_offset() -> int:
     """Return the offset of a pointer that is NULL unless autograd knows the tensor."""
     # No view among the plain samples: views have autograd metadata even without a gradient.
-    plain = [torch.zeros(2), torch.zeros(2, 3), torch.zeros((), dtype=torch.int64)]
-    recorded = [torch.zeros(2, requires_grad=True), torch.nn.Parameter(torch.zeros(1))]
-    recorded.append(recorded[0] * 2)
+    plain_tensors = [torch.zeros(2), torch.zeros(2, 3), torch.zeros((), dtype=torch.int64)]
+    recorded_tensors = [torch.zeros(2, requires_grad=True), torch.nn.Parameter(torch.zeros(1))]
+    recorded_tensors.append(recorded_tensors[0] * 2)
 
     def fits(offset: int) -> bool:
         """Return True if the word is 0 in plain tensors, and another pointer in each recorded tensor."""
-        is_null = not any(_words_at(ctypes.c_uint64, plain, offset))
-        return is_null and len({0, *_words_at(ctypes.c_uint64, recorded, offset)}) == len(recorded) + 1
+        is_null = not any(_words_at(ctypes.c_uint64, plain_tensors, offset))
+        return (
+            is_null
+            and len({0, *_words_at(ctypes.c_uint64, recorded_tensors, offset)}) == len(recorded_tensors) + 1
+        )
 
     return _first_offset(fits)
 
@@ -432,13 +436,15 @@ def _grad_mode_bit(get_switches: int) -> tuple[int, int]:
     # The switches are thread-local: native code calls this function once per thread, then reads the byte.
     address = ctypes.PYFUNCTYPE(ctypes.c_void_p)(get_switches)() or 0
     with torch.no_grad():
-        off = ctypes.string_at(address, 4 * _WORD)
+        bytes_off = ctypes.string_at(address, 4 * _WORD)
     with torch.enable_grad():
-        on = ctypes.string_at(address, 4 * _WORD)
-    pairs = zip(on, off, strict=True)
-    changed = [(i, byte_on ^ byte_off) for i, (byte_on, byte_off) in enumerate(pairs) if byte_on != byte_off]
-    if len(changed) == 1:
-        offset, flipped_bits = changed[0]
-        if flipped_bits.bit_count() == 1 and on[offset] & flipped_bits:
+        bytes_on = ctypes.string_at(address, 4 * _WORD)
+    pairs = zip(bytes_on, bytes_off, strict=True)
+    changed_bytes = [
+        (i, byte_on ^ byte_off) for i, (byte_on, byte_off) in enumerate(pairs) if byte_on != byte_off
+    ]
+    if len(changed_bytes) == 1:
+        offset, flipped_bits = changed_bytes[0]
+        if flipped_bits.bit_count() == 1 and bytes_on[offset] & flipped_bits:
             return offset, flipped_bits
     raise LookupError("autograd's switches")

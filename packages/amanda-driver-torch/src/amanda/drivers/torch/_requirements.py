@@ -153,12 +153,14 @@ def missing_for_graphs() -> tuple[str, ...]:
 
 def warn_of_absent_names() -> None:
     """Log a warning for each optional name, and each part of torch's API, that this torch lacks."""
-    tested = f"amanda-driver-torch was tested with torch up to {NEWEST_TESTED}"
+    version_note = f"amanda-driver-torch was tested with torch up to {NEWEST_TESTED}"
     # Parts of torch's API differ between builds as well as versions: warn, and serve the rest.
-    absent = dict.fromkeys(missing_paths(), "its calls are not seen")
-    absent |= {path: consequence for path, consequence in OPTIONAL.items() if torch_attribute(path) is None}
-    for path, consequence in absent.items():
-        log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {tested}")
+    consequence_by_path = dict.fromkeys(missing_paths(), "its calls are not seen")
+    consequence_by_path |= {
+        path: consequence for path, consequence in OPTIONAL.items() if torch_attribute(path) is None
+    }
+    for path, consequence in consequence_by_path.items():
+        log_once(logging.WARNING, f"torch {torch.__version__} lacks {path}: {consequence}; {version_note}")
 
 
 def count_private_names() -> int:

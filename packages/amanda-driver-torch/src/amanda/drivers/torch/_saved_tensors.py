@@ -35,13 +35,14 @@ class SavingHooks(SavedTensors):
     """
 
     def __init__(self, tensors_to_write: list[torch.Tensor]) -> None:
+        """Take the user's hooks that are in force now; tensors_to_write: that routines may write."""
         self._tensors_to_write = tensors_to_write
         self._saved_in_their_memory: list[SavedTensor] = []
         hooks: tuple[Any, Any] = _program_hooks() or (None, SavedTensor.unpack)
         self._pack_of_program, self._unpack = hooks
 
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
-        """Run an op under the hooks, which then know the tensors that it saves."""
+        """Run an op under the hooks, which then know the tensors that it saves; to be called once."""
         self._dataless_call = DatalessCall(call.as_function(), inputs)
         try:
             # An interrupt is raised after a call returns, so once `try` is left the hooks were pushed.
@@ -86,6 +87,7 @@ class SavedAtNodes(SavedTensors):
     def __init__(
         self, tensors_to_write: list[torch.Tensor], results: list[torch.Tensor], further_nodes: int = 0
     ) -> None:
+        """Find the nodes now, before the program drops a result; none if nothing is to be written."""
         self._tensors_to_write = tensors_to_write
         self._nodes = _nearest_nodes(results, further_nodes) if tensors_to_write else set()
 
@@ -190,7 +192,7 @@ def hide_unpack_frame(error: BaseException) -> None:
 
 
 def has_hooks() -> bool:
-    """Return True inside `saved_tensors_hooks` of the user."""
+    """Return True inside `saved_tensors_hooks` of the user; False in any case before torch 2.8."""
     return _program_hooks() is not None
 
 
@@ -220,7 +222,7 @@ class DatalessCall:
         self._inputs = map_nested(TensorSpec.of, list(inputs))
 
     def node_name(self) -> str:
-        """Return the name of the node that the op makes on tensors without data."""
+        """Run the op on tensors without data; return the name of its node, or the likeliest if it fails."""
         try:
             assert self._compute is not None
             inputs = map_nested(TensorSpec.tensor, self._inputs)
@@ -324,10 +326,10 @@ def _error_text(tensor: torch.Tensor, version: int) -> str:
     try:
         _set_versions((tensor,), (version,))
         try:
-            saving: Any = _SaveForBackward.apply(torch.zeros((), requires_grad=True), [tensor])  # type: ignore[no-untyped-call]
+            result: Any = _SaveForBackward.apply(torch.zeros((), requires_grad=True), [tensor])  # type: ignore[no-untyped-call]
         finally:
             _set_versions((tensor,), (current_version,))
-        _ = saving.grad_fn.saved_tensors  # raises
+        _ = result.grad_fn.saved_tensors  # raises
     except RuntimeError as error:
         return str(error)
     except TypeError:  # torch has no such function, or another one

@@ -43,6 +43,7 @@ class Binding:
     )  # fmt: skip
 
     def __init__(self, layout: ArgumentLayout) -> None:
+        """Take the names and positions of a layout; `self` and `input` name the same input."""
         self.names = layout.names
         self.always_written = layout.written_positions
         self.unreturned_positions = layout.unreturned_positions
@@ -57,7 +58,7 @@ class Binding:
             self._position_by_name["self"] = self._position_by_name["input"]
 
     def inputs(self, args: Args, kwargs: Kwargs | None = None) -> list[Any]:
-        """Return the inputs in the order of the schema."""
+        """Return the inputs in the order of the schema; a call of this form has no keywords."""
         return list(args)
 
     def argument_indices(self, nargs: int, keywords: Sequence[str]) -> tuple[int | tuple[int, int], ...]:
@@ -72,21 +73,30 @@ class Binding:
         return tuple(inputs), {}
 
     def index(self, name: str) -> int:
-        """Return the position of an input by its name; `self` and `input` are the same."""
+        """Return the position of an input by its name; `self` and `input` are the same.
+
+        Raises KeyError for another name.
+        """
         try:
             return self._position_by_name[name]
         except KeyError:
             raise KeyError(f"no input {name!r}; inputs are {', '.join(self.names)}") from None
 
     def written_positions(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Return the positions of the inputs that a call with these values writes; None is not written."""
+        """Return the positions of the inputs that a call with these values writes; None is not written.
+
+        Statistics count if the flag for them is set.
+        """
         positions = self.always_written
         if self.statistics is not None and inputs[self.statistics.flag_position]:
             positions += self.statistics.positions
         return tuple(i for i in positions if inputs[i] is not None)
 
     def attributes(self, inputs: Sequence[Any]) -> dict[str, Any]:
-        """Return the values that are not tensors by name, with the defaults of absent arguments."""
+        """Return the values that are not tensors by name, with the defaults of absent arguments.
+
+        None for an optional tensor is left out.
+        """
         values_by_name = dict(self.defaults)
         for i, value in enumerate(inputs):
             if value is None and i in self._optional_tensors:

@@ -163,8 +163,8 @@ def _target_signatures(target: Target) -> tuple[Signature, ...]:
     overloads = [arguments for arguments in overloads if any(map(_concerns_tensors, arguments))] or overloads
     if not overloads:
         return _testing_signatures(target.callable)
-    accepted = [_in_python_order(arguments, target) for arguments in overloads]
-    return (*accepted, *_signatures_in_deprecated_orders(overloads, target))
+    signatures_by_overload = [_in_python_order(arguments, target) for arguments in overloads]
+    return (*signatures_by_overload, *_signatures_in_deprecated_orders(overloads, target))
 
 
 def _concerns_tensors(argument: Argument) -> bool:
@@ -192,7 +192,10 @@ def _convert_arguments(schema: Any) -> tuple[Argument, ...]:
 
 
 def _convert_argument(argument: Any, returned_alias_sets: Set[str] | None) -> Argument:
-    """Return an argument of a schema.  returned_alias_sets: of the op's results; None if unknown."""
+    """Return an argument of a schema, with torch's value for a default that the schema has as a number.
+
+    returned_alias_sets: of the op's results; None if unknown.
+    """
     element_type = getattr(argument, "real_type", argument.type)
     is_list = is_optional = False
     while element_type.kind() in ("OptionalType", "ListType"):
@@ -289,7 +292,7 @@ def _testing_signatures(called: Any) -> tuple[Signature, ...]:
 
 
 def _signature_of_python_function(function: Any, skipped_count: int = 0) -> tuple[Signature, ...]:
-    """Return the signature of a function without its first parameters; none if it takes any number."""
+    """Return a tuple of a function's signature without its first parameters; () if it takes any number."""
     parameters = list(inspect.signature(function).parameters.values())[skipped_count:]
     if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
         return ()

@@ -23,7 +23,7 @@ _INDEX_METHODS_BY_LAYOUT = {
 
 
 def storage_id(tensor: torch.Tensor) -> int | None:
-    """Return the address of the storage of a strided tensor; None for a tensor without a storage."""
+    """Return the address of the storage of a strided tensor, or of the one in its wrappers; else None."""
     try:
         return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
     except (NotImplementedError, RuntimeError):  # a wrapper of functorch
@@ -70,10 +70,10 @@ def strided_parts(value: Any) -> Sequence[torch.Tensor]:
 
 
 def has_overlap(tensor: torch.Tensor) -> bool:
-    """Return True if elements of a tensor share a memory cell, as after `expand`."""
+    """Return True if elements share a memory cell by a stride of 0, as after `expand`, not otherwise."""
     if tensor.layout is not torch.strided or tensor.is_nested:
         return False
-    return any(n > 1 and step == 0 for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def distinct_elements(tensor: torch.Tensor, expanded: torch.Tensor) -> torch.Tensor:
@@ -82,7 +82,7 @@ def distinct_elements(tensor: torch.Tensor, expanded: torch.Tensor) -> torch.Ten
         return tensor
     # Of each dimension that `expand` has repeated the first element alone.
     dimensions = zip(expanded.size(), expanded.stride(), strict=True)
-    return tensor[tuple(slice(1 if n > 1 and step == 0 else None) for n, step in dimensions)]
+    return tensor[tuple(slice(1 if size > 1 and stride == 0 else None) for size, stride in dimensions)]
 
 
 def copy_laid_out_like(view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -118,8 +118,8 @@ def _strides_without_overlap(view: torch.Tensor) -> list[int]:
     """
     sizes, strides = list(view.size()), list(view.stride())
     # A dimension with one of these strides follows on another without a gap, and could be joined with it.
-    joining_strides = {n * step for n, step in zip(sizes, strides, strict=True)} | set(strides)
-    last_cell = sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
+    joining_strides = {size * stride for size, stride in zip(sizes, strides, strict=True)} | set(strides)
+    last_cell = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
     next_stride = last_cell + 1
     for i in reversed(range(len(sizes))):
         if sizes[i] > 1 and strides[i] == 0:
@@ -132,7 +132,7 @@ def _strides_without_overlap(view: torch.Tensor) -> list[int]:
 
 
 def copy_in_storage_like(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value` at the offset and strides of `original`, in a copy of that tensor's storage."""
+    """Return `value`, differentiably, at the offset and strides of `original` in a copy of that storage."""
     with torch.no_grad():
         storage = original.untyped_storage().clone()  # type: ignore[no-untyped-call]
         copy = torch.empty(0, dtype=original.dtype, device=original.device)
@@ -144,7 +144,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    """Return True if two tensors have one shape, type, device and layout, and equal bits that can be read."""
+    """Return True if two tensors have one shape, type, device and layout, and equal bits that can be read.
+
+    Tensors of the device meta, which have no data, count as equal.
+    """
     if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
         return False
     try:
@@ -219,8 +222,10 @@ class WrittenPart:
             strided_as(self._flags, tensor).masked_fill_(mask, True)
 
     def add(self, tensor: torch.Tensor) -> "WrittenPart":
-        """Add the elements of another tensor in the storage."""
-        # Elements of another size are not told apart: the whole storage counts as written.
+        """Add the elements of another tensor in the storage, and return this part.
+
+        Elements of another size are not told apart: the whole storage then counts as written.
+        """
         self._is_whole_storage = self._is_whole_storage or tensor.element_size() != self.tensor.element_size()
         if not self._is_whole_storage:
             strided_as(self._storage_flags(), tensor).fill_(True)

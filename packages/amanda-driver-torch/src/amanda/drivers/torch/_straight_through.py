@@ -70,6 +70,7 @@ class WriteThrough(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Copy the value into the original, and return the original."""
         ctx.mark_dirty(original)
         ctx.set_materialize_grads(False)
         original.copy_(value)
@@ -87,7 +88,8 @@ class WriteThrough(torch.autograd.Function):
 def straight_through(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Return `value` so that its gradient goes to `original` unchanged; no copy where nothing is recorded.
 
-    Under functionalize an original that is differentiated is returned itself, without the value.
+    Under functionalize an original that is differentiated is returned itself, without the value.  For a
+    strided nested original that needs a gradient, the result is a clone of it with the numbers of `value`.
     """
     # An inference tensor can neither be saved nor enter a graph.
     is_recorded = original.requires_grad and torch.is_grad_enabled() and not original.is_inference()

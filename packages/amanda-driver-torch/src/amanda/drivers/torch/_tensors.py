@@ -21,19 +21,20 @@ from ._straight_through import StraightThrough, WriteThrough, has_tangent, strai
 class GradOff:
     """Context like `torch.no_grad`, without its generality and at a third of its cost."""
 
-    __slots__ = ("_before",)
+    __slots__ = ("_mode_before",)
 
     def __enter__(self) -> None:
-        self._before: bool | None = torch.is_grad_enabled()
+        # None once the mode from before is restored.
+        self._mode_before: bool | None = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)
 
     def __exit__(self, *_: Any) -> None:
-        before, self._before = self._before, None
-        torch._C._set_grad_enabled(bool(before))
+        was_grad_enabled, self._mode_before = self._mode_before, None
+        torch._C._set_grad_enabled(bool(was_grad_enabled))
 
     def __del__(self) -> None:
         # An interrupt may come as `__exit__` is called: freeing the context still restores the mode.
-        if getattr(self, "_before", None) is not None:
+        if getattr(self, "_mode_before", None) is not None:
             self.__exit__()
 
 
@@ -97,9 +98,12 @@ class TorchTensors:
         return reading_context()
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` in the type of `original`, to which its gradient passes straight through."""
-        like, value = value, _without_node(_cast_outside_autograd(original, value))
-        result: torch.Tensor = as_class_of(like, straight_through(original, value))
+        """Return `value` in the element type of `original`, to which its gradient passes straight through.
+
+        The value's class stays; the value's graph is left out.  Raises RoutineError if it does not fit.
+        """
+        fitting_value = _without_node(_cast_outside_autograd(original, value))
+        result: torch.Tensor = as_class_of(value, straight_through(original, fitting_value))
         return result
 
     def write(self, target: torch.Tensor, value: Any, isolated: bool) -> None:
@@ -173,7 +177,7 @@ class TorchTensors:
         return value
 
     def differentiable_copy(self, value: Any) -> Any:
-        """Return a differentiable copy."""
+        """Return a clone of a tensor, with autograd and of the same class; any other value as it is."""
         return as_class_of(value, value.clone()) if isinstance(value, torch.Tensor) else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
@@ -205,7 +209,7 @@ class TorchTensors:
         return None if bits & (bits - 1) == 0 else bits  # a power of two: no tensor needs a gradient
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of each tensor, also in lists."""
+        """Return the shape of each tensor, also in lists; None for any other input."""
         return tuple([shape_of(value) for value in inputs])
 
     def restore_autodiff_roles(
@@ -214,7 +218,8 @@ class TorchTensors:
         """Return the values of routines as leaves or results, as the outputs are that they replace.
 
         A new leaf, as `zeros(requires_grad=True)` returns it, is replaced by a leaf. Under no_grad an op's
-        result needs no gradient, unless the op returned an input itself.
+        result needs no gradient, unless the op returned an input itself.  `values` itself is returned if no
+        value has changed.
         """
         if values is outputs and torch.is_grad_enabled():
             return values
@@ -278,7 +283,10 @@ def _signatures_in_list(values: Sequence[Any]) -> Hashable:
 
 
 def shape_of(value: Any) -> Hashable:
-    """Return the extents of a tensor, or of each tensor in a list; None for anything else."""
+    """Return the extents of a tensor, or of each tensor in a list; None for anything else.
+
+    Those of all parts of a strided nested tensor are in one tuple; a lazy parameter has None.
+    """
     if isinstance(value, torch.Tensor):
         if value.is_nested and value.layout is torch.strided:  # `shape` is an error
             return tuple(value._nested_tensor_size().flatten().tolist())
@@ -307,7 +315,7 @@ def _has_node(value: torch.Tensor) -> bool:
 
 
 def _check_shape(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Return `value`; raise RoutineError if its shape is not that of `original`."""
+    """Return `value`; raise RoutineError if its shape is not that of `original`, unless one is nested."""
     if not (original.is_nested or value.is_nested) and original.shape != value.shape:
         raise shape_error(tuple(value.shape), tuple(original.shape))
     return value
@@ -359,8 +367,8 @@ def _write_shared_cells(target: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _cast_outside_autograd(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    fitting: torch.Tensor = _without_gradient(cast_to_fit, original, value)
-    return fitting
+    cast_value: torch.Tensor = _without_gradient(cast_to_fit, original, value)
+    return cast_value
 
 
 def cast_to_fit(original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

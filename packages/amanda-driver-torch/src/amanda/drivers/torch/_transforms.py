@@ -70,8 +70,8 @@ class TransformedTensors(TorchTensors):
 
     def needs_grad(self, inputs: Sequence[Any]) -> Hashable:
         """Return which tensors need a gradient at which levels; None where no node can be made."""
-        needs = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
-        return needs if any(needs) else None
+        needs_by_layer = tuple([layer.requires_grad for layer in all_layers(spread(inputs))])
+        return needs_by_layer if any(needs_by_layer) else None
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         """Return the shape of a sample of each tensor, also in lists, with its batches and tangents."""
@@ -82,7 +82,7 @@ class TransformedTensors(TorchTensors):
         super().attach_trace(trace, bracket, all_layers(spread(values)))  # type: ignore[misc]
 
     def saved_tensors_recorder(self, values: Sequence[Any]) -> SavedTensors | None:
-        """Return a context that runs an op in place beside tensors that a routine may write later."""
+        """Return hooks to run an op under, or `OpOnCopy` in forward mode; None where no hooks are needed."""
         # With `functionalize` no routine writes here, and a copy into a tensor has no tangent.
         if torch.is_grad_enabled() and has_tangents() and not is_functionalized():
             return OpOnCopy()
@@ -94,7 +94,7 @@ class TransformedTensors(TorchTensors):
         return SavedAtNodes(tensors, [*tensors, *all_layers(outputs)], _NODES_OF_AN_OP)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Return `value` in the type of `original`, to which the gradients of all levels pass unchanged.
+        """Return `value` in type and batches of `original`, to which gradients of all levels pass unchanged.
 
         An original whose place no value can take is returned itself, with a report.
         """
@@ -175,7 +175,8 @@ class OpOnCopy(SavedTensors):
     def run_op(self, call: Call, inputs: list[Any]) -> Any:
         """Run an op in place on a copy of its tensor, and copy the result into the tensor, which is returned.
 
-        The op runs on the tensor itself if it does more than write numbers into one tensor.
+        The op runs on the tensor itself, perhaps for a second time, if it does more than write numbers into
+        one tensor.
         """
         target = inputs[0]
         if tuple(call.target_positions) != (0,) or not isinstance(target, torch.Tensor):
@@ -235,7 +236,10 @@ def _tensors_among(values: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _unwrapped_data(value: Any) -> Any:
-    """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front."""
+    """Return the data of a tensor, or of each tensor in a list, with an axis for each batch in front.
+
+    Any other value is returned as it is.
+    """
     if isinstance(value, torch.Tensor):
         return with_batches_first(value)[1] if is_wrapped(value) else value
     return [_unwrapped_data(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -50,7 +50,10 @@ class TorchViews(Views):
         return (value,) if type(value) is WrittenElements else strided_parts(value)
 
     def keeps_alive(self, view: Any, value: torch.Tensor) -> bool:
-        """Return True for the tensor itself and its views in autograd, unlike a `detach` or a part."""
+        """Return True for the tensor itself and its views in autograd, unlike a `detach` or a part.
+
+        True in any case for a wrapped value.
+        """
         # A tie of wrapped tensors holds the value itself.
         return (
             view is value
@@ -70,7 +73,8 @@ class TorchViews(Views):
 
         holders: tensors of the program of which the value is a part, such as the values of a sparse tensor.
         is_input: whether the view is an input of the op.  on_death: called when the value's memory is gone.
-        A link of wrapped tensors holds both of them; links of this kind that nothing uses any more end here.
+        A link of wrapped tensors holds both of them; links of this kind that nothing uses any more end here,
+        and writes that such a link loses are reported.
         """
         if any(map(is_wrapped, (view, value, *holders))):
             self.drop_unused()
@@ -86,7 +90,10 @@ class TorchViews(Views):
         return TensorTie(self, view, value, is_known_to_autograd, on_death)
 
     def copy_in_layout(self, view: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied."""
+        """Clone a tensor with the strides of a view, so that `contiguous` copies if it would have copied.
+
+        The clone for a wrapped view has the batches of the view.
+        """
         if is_wrapped(view):
             return torch.empty_like(view).copy_(value)
         copy: torch.Tensor = as_class_of(value, copy_laid_out_like(view, value))

@@ -85,7 +85,7 @@ def analyse_bodies(
 
 
 def _symbols_of_body(body: GraphModule, parameters: Sequence[Any]) -> GraphSymbols | None:
-    """Return the inputs of a body without data; None if the body has no examples of them.
+    """Return the values of a body without data; None if the body has no examples of its inputs.
 
     parameters: for each operand of the op, the parameter that it is, or None.
     """
@@ -189,6 +189,7 @@ class _BodyCopy(GraphCopy):
     def __init__(
         self, body: GraphModule, program: GraphProgram, held_tensors: Sequence[torch.Tensor]
     ) -> None:
+        """Copy the body, and add an input for each held tensor, with an example as the other inputs have."""
         super().__init__(body, program, calls_python=False)
         self._module.meta.update(body.meta)  # where torch finds the policy of a checkpoint
         placeholders = [node for node in self._module.graph.nodes if node.op == "placeholder"]

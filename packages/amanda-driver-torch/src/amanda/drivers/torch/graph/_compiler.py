@@ -48,7 +48,6 @@ if TYPE_CHECKING:
 RECOMPILE_LIMIT = 1 << 16
 """Limit on compilations of a code object: tools come and go, and each model has graphs of its own."""
 
-
 ROUNDED_OTHERWISE = (
     "it keeps values for tools' routines, so that its numbers may be rounded otherwise than without tools: "
     "amanda.drivers.torch.graph.control compares them"
@@ -96,6 +95,8 @@ def choose_callback(callback: Any, choose_by_stance: Callable[[Any], Any]) -> An
     """Return dynamo's callback for the frames of a compiled callable: one that instruments if a scope asks.
 
     Else the callback that `choose_by_stance` returns, or, where tools are disabled, `callback` itself.
+    May switch dynamo to the generation's region, and frees ended entries.  A callback that captures no graph
+    is reported.
     """
     if isinstance(callback, InstrumentingConverter):
         return callback
@@ -116,7 +117,10 @@ def choose_callback(callback: Any, choose_by_stance: Callable[[Any], Any]) -> An
 
 
 def _converter_of(state: State, callback: Any) -> InstrumentingConverter:
-    """Return the converter of a callback for the tools of a state, made when it is first needed."""
+    """Return the converter of a callback for the tools of a state, made when it is first needed.
+
+    The state becomes the last in force.  Without caching each call makes a converter and a generation.
+    """
     stack = state.stack
     assert stack is not None
     # Without caching nothing is shared with another call: each has a generation of its own.
@@ -233,9 +237,9 @@ class InstrumentingConverter:
 
         An error of instrumenting is raised as itself; SharedMemory makes the frame run op by op.
         """
-        skipped = skip_result(frame)
-        if skipped is not None:
-            return skipped
+        skip_of_frame = skip_result(frame)
+        if skip_of_frame is not None:
+            return skip_of_frame
         if frame.f_code in self._op_by_op:
             self._report_op_by_op(frame)
             return SKIP_ONCE
@@ -265,11 +269,8 @@ class InstrumentingConverter:
     def _report_op_by_op(self, frame: Any) -> None:
         """Report that a compiled frame runs op by op, with the error for which it does."""
         failure = self._op_by_op[frame.f_code]
-        self.backend.state.report(
-            f"the compiled graph of {_function_name(frame)}",
-            f"it runs op by op: {failure}",
-            failure.where,
-        )
+        subject = f"the compiled graph of {_function_name(frame)}"
+        self.backend.state.report(subject, f"it runs op by op: {failure}", failure.where)
 
 
 class InstrumentingBackend:
@@ -328,10 +329,10 @@ class InstrumentingBackend:
         stack = self.state.stack
         if stack is None or not stack.guards:
             return nullcontext()
-        fixed: AbstractContextManager[Any] = torch._dynamo.config.patch(
+        static_context: AbstractContextManager[Any] = torch._dynamo.config.patch(
             assume_static_by_default=True, automatic_dynamic_shapes=False
         )
-        return fixed
+        return static_context
 
     def take_failure(self) -> BaseException | None:
         """Return and forget the error of instrumenting a graph on this thread; dynamo would wrap it."""
@@ -342,7 +343,8 @@ class InstrumentingBackend:
     def __call__(self, module: GraphModule, inputs: Sequence[Any], **options: Any) -> Callable[..., Any]:
         """Have the user's backend compile a graph, with routines if tools insert any.
 
-        An error of instrumenting is noted for the converter too, since dynamo would wrap it.
+        The generation gets the graph, and guards watch what its routines read and that the tools live.  An
+        error of instrumenting is noted for the converter too, since dynamo would wrap it.
         """
         program = GraphProgram(self.state)
         late_observers = LateObservers(program) if _uses_aot_autograd(self.original) else None
@@ -376,12 +378,9 @@ class InstrumentingBackend:
             program.report(f"compiled graph of {_frame.function_name}", ROUNDED_OTHERWISE)
 
     def _instrument(
-        self,
-        module: GraphModule,
-        inputs: Sequence[Any],
-        program: GraphProgram,
+        self, module: GraphModule, inputs: Sequence[Any], program: GraphProgram,
         late_observers: LateObservers | None,
-    ) -> GraphModule | None:
+    ) -> GraphModule | None:  # fmt: skip
         """Return the frame's graph with routines in it, None if there are none; guard it by parameters."""
         module = inline_bodies(module) or module
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -412,8 +411,8 @@ def _is_from_torch(backend: Any) -> bool:
 
 def _uses_aot_autograd(backend: Any) -> bool:
     """Return True for a backend of torch's that compiles by AOTAutograd."""
-    from_torch = _is_from_torch(getattr(backend, "compiler_fn", backend))
-    return from_torch and _backend_name(backend).startswith(("inductor", "aot_", "cudagraphs"))
+    is_from_torch = _is_from_torch(getattr(backend, "compiler_fn", backend))
+    return is_from_torch and _backend_name(backend).startswith(("inductor", "aot_", "cudagraphs"))
 
 
 def _backend_name(backend: Any) -> str:
@@ -461,7 +460,7 @@ class CompiledGraph:
         self._program, self._compiled, self._late_observers = program, compiled, late_observers
 
     def __call__(self, *args: Any) -> Any:
-        """Run the graph; in scopes that instrument graphs, also report and call late observers."""
+        """Run the graph; in scopes that instrument graphs, report, call late observers, and note leaves."""
         state, program = instrumenting_state(), self._program
         if state is None:
             return self._compiled(*args)
@@ -490,6 +489,7 @@ def _weak_runner(graph: CompiledGraph, fallback: Callable[..., Any] | None = Non
     graph_reference = ref(graph)
 
     def run(*args: Any) -> Any:
+        """Run the graph, or the fallback once the graph is gone."""
         run_graph = graph_reference() or fallback
         # Once the tools have ended, the backend equals no other: dynamo does not take this code for it.
         assert run_graph is not None

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 class Difference(NamedTuple):
     """One tensor that two runs compute differently.
 
-    largest: distance between two of its elements; nan where shapes or types differ, or an element is none.
+    largest: distance between two of its elements; nan where shapes differ, an element is nan, or a run lacks
+    the tensor.
     """
 
     name: str
@@ -44,14 +45,14 @@ class Control:
         if not self.differences:
             return f"{self.compared} tensors are those of the unobserved run, to the bit"
         # A difference of nan, which is not a number, counts as the largest.
-        most = max(
+        widest = max(
             self.differences,
             key=lambda difference: (difference.largest != difference.largest, difference.largest),
         )
-        noise = f"differ in {len(self.noise)}" if self.noise else "are equal to the bit"
+        noise_text = f"differ in {len(self.noise)}" if self.noise else "are equal to the bit"
         return (
             f"{len(self.differences)} of {self.compared} tensors differ from those of the unobserved run, "
-            f"most of all {most.name} by {most.largest:.1e}; two unobserved runs {noise}"
+            f"most of all {widest.name} by {widest.largest:.1e}; two unobserved runs {noise_text}"
         )
 
 
@@ -72,12 +73,16 @@ def control(step: Callable[[], Any], model: torch.nn.Module, *tools: Tool) -> Co
     """
     state = _ModelState(model)
     try:
-        plain, plain_again = state.run(step), state.run(step)
+        plain_values, repeated_values = state.run(step), state.run(step)
         with apply(*tools, compiled="instrument"):
-            observed = state.run(step)
+            observed_values = state.run(step)
     finally:
         state.restore()
-    return Control(len(plain), list(_differences(plain, observed)), list(_differences(plain, plain_again)))
+    return Control(
+        len(plain_values),
+        list(_differences(plain_values, observed_values)),
+        list(_differences(plain_values, repeated_values)),
+    )
 
 
 class _ModelState:
@@ -124,7 +129,7 @@ def _copy_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _differences(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> Iterator[Difference]:
-    """Yield the tensors of two runs that differ in a bit, with the largest distance; NaN for other shapes."""
+    """Yield the tensors that differ in a bit, with the largest distance; NaN for another shape or none."""
     for name in {**first, **second}:
         if name not in first or name not in second or first[name].shape != second[name].shape:
             yield Difference(name, float("nan"))

@@ -53,7 +53,10 @@ class GraphDriver(Driver):
 
         @functools.wraps(original)
         def callback_from_stance(callback: Any) -> Any:
-            """Return a callback that instruments graphs if a scope asks for it, else by dynamo's stance."""
+            """Return a callback that instruments graphs if a scope asks for it, else by dynamo's stance.
+
+            For torch's control flow it is dynamo's own; where no tool is in force, module calls are torch's.
+            """
             if callback is None or callback is False:
                 return original(callback)
             activation = interceptor.active()
@@ -64,13 +67,13 @@ class GraphDriver(Driver):
             caller = sys._getframe(1)  # dynamo's frame, which names the compiled callable
             if is_control_flow(caller.f_locals.get("fn")):
                 return original(callback)  # bodies run op by op: torch compiles them for eager mode
-            compiler = _compiler_module(activation.state)
+            compiler_module = _compiler_module(activation.state)
             choose_by_stance = functools.partial(
                 _callback_by_stance, original, activation.state, module, caller
             )
-            if compiler is None:
+            if compiler_module is None:
                 return choose_by_stance(callback)
-            return compiler.choose_callback(callback, choose_by_stance)
+            return compiler_module.choose_callback(callback, choose_by_stance)
 
         self.patches.set(module, "_callback_from_stance", callback_from_stance)
 

@@ -46,7 +46,8 @@ _CONTAINERS = {"_modules", "__self__", ""}
 def skip_result(frame: Any) -> ConvertFrameReturn | None:
     """Return dynamo's result for a frame that it must not convert; None for other frames.
 
-    Amanda's own code is skipped for good. Other code is skipped once: a routine may be called elsewhere too.
+    Amanda's own code is skipped for good. Code that runs without tools is skipped once: a routine may be
+    called elsewhere too.
     """
     # Frames of Amanda and of routines call the interceptor, which dynamo would trace into the user's graph.
     if interceptor.codes.is_ours(frame.f_code):
@@ -65,7 +66,7 @@ class CallbackForUserFrames:
 
 
 def guard_by_identity(nodes: Sequence[Any]) -> None:
-    """Guard a graph by the identity of parameters, so that another model gets a graph of its own."""
+    """Guard a graph by the identity of parameters with a source: another model gets a graph of its own."""
     for node in nodes:
         source = node._dynamo_source
         if source is not None:
@@ -75,7 +76,8 @@ def guard_by_identity(nodes: Sequence[Any]) -> None:
 def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
     """Guard the graph that dynamo compiles now by the values that its routines read: a change retraces it.
 
-    Reads that no guard can watch are reported.  history: notes the reads, for later graphs of the code.
+    Reads that no guard can watch are reported, and values that the routines have set are not watched.
+    history: notes the reads, for later graphs of the code.
     """
     reads = program.reads
     reads.drop_changed_places()
@@ -86,7 +88,10 @@ def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
     reads_reference = ref(reads)
 
     def reads_hold(_: Any) -> bool:
-        """Return True if all values that routines read are unchanged, or the graph runs without tools."""
+        """Return True if all values that routines read are unchanged, or the graph runs without tools.
+
+        False once the program is gone.
+        """
         activation = interceptor.ACTIVATION.get(None)
         state = None if activation is None else activation.state
         if not (instruments_compiled_code(state) and state.enabled):
@@ -95,6 +100,7 @@ def guard_by_reads(program: GraphProgram, history: ValueHistory) -> None:
         return reads is not None and reads.are_unchanged()
 
     def guard(builder: Any, new_guard: Any) -> None:
+        """Add `reads_hold` to the guards of the graph that dynamo compiles now."""
         explanation = ["what traceable routines of Amanda's tools read is as it was"]
         builder.guard_manager.root.add_lambda_guard(reads_hold, explanation, new_guard.user_stack)
 
@@ -120,7 +126,10 @@ def user_line_of(node: Node) -> str:
 
 
 def module_path_of(node: Node, prefix: str = "") -> str:
-    """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1"."""
+    """Return the path, from the outermost module, of the module whose call made a node: "layer1.0.conv1".
+
+    prefix: path of the module whose code the graph is of.
+    """
     # The stack lists the enclosing modules from the outermost on, with full paths.
     module_stack = (node.meta.get("nn_module_stack") or {}).values()
     calls = [(_dotted_path(path), module_class) for path, module_class in module_stack]

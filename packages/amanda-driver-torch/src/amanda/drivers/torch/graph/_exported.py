@@ -60,6 +60,7 @@ class ExportedFile(Artefact):
 
         Nothing is exported if tools insert nothing, or if a routine would be called as Python: that is
         refused.  inlining: the tools' state; gets refusals, reports, and actions whose results are stored.
+        Raises ArtefactError for a program without example inputs.
         """
         module = self._program.module()
         placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
@@ -110,7 +111,10 @@ class ExportedFile(Artefact):
 
 
 def _dynamic_shapes(program: ExportedProgram, module: Any) -> Any:
-    """Return the dynamic sizes of a program's inputs, as `torch.export.export` takes them; None without."""
+    """Return the dynamic sizes of a program's inputs, as `torch.export.export` takes them; None without.
+
+    All are `Dim.AUTO` if any is.
+    """
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"]
     # Parameters, buffers and constants come first among the placeholders.
     user_inputs = values[len(values) - len(program.graph_signature.user_inputs) :]
@@ -156,7 +160,7 @@ def _range_end(value: Any) -> int | None:
 
 
 def _actions_on_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
-    """Yield the actions before an op whose routines get weights, or values computed from weights, alone."""
+    """Yield the actions before an op that select weights, or values computed from weights, alone."""
     inputs = facts.inputs or []
     for action in plan.before:
         selected_inputs = [inputs[i] for i in action.select or ()]
@@ -165,7 +169,7 @@ def _actions_on_weights(plan: Plan, facts: OpFacts) -> Iterator[Action]:
 
 
 def _is_known_before_run(value: Any, facts: OpFacts) -> bool:
-    """Return True if a value is known before the graph runs."""
+    """Return True if a value can be computed before the graph runs, which is tried here."""
     try:
         facts.read_value(value)
     except AmandaError:
@@ -203,11 +207,11 @@ class _ConstantFolder:
         specs = zip(placeholders, program.graph_signature.input_specs, strict=True)
         self.tensor_names = {node: spec.target for node, spec in specs if spec.kind in _TENSOR_KINDS}
         # A buffer that the program writes has no constant value.
-        changed = {*program.graph_signature.buffers_to_mutate.values()}
+        written_buffer_names = {*program.graph_signature.buffers_to_mutate.values()}
         self.values = {
             node: self._stored_tensor(name)
             for node, name in self.tensor_names.items()
-            if name and name not in changed
+            if name and name not in written_buffer_names
         }
         self.new_placeholders = {
             node
@@ -273,14 +277,14 @@ class _ConstantFolder:
         while True:  # a node that loses its placeholder stays computed, from placeholders that are then read
             computed_nodes = [node for node in last_nodes if node not in placeholder_by_node]
             read_placeholders = {source for node in computed_nodes for source in self.sources[node]}
-            remaining = {
+            remaining_placeholders = {
                 node: placeholder
                 for node, placeholder in placeholder_by_node.items()
                 if placeholder not in read_placeholders
             }
-            if len(remaining) == len(placeholder_by_node):
+            if len(remaining_placeholders) == len(placeholder_by_node):
                 return placeholder_by_node
-            placeholder_by_node = remaining
+            placeholder_by_node = remaining_placeholders
 
     def _can_take(
         self, placeholder: Node, node: Node, storable_nodes: Collection[Node],

@@ -35,8 +35,8 @@ class GraphCopy:
         self._copy_by_node: dict[Node, Node] = {}
         self._held_nodes: dict[int, Node] = {}  # of tensors that routines hold, by `id`
         graph = Graph()
-        copied: Any = graph.graph_copy(module.graph, self._copy_by_node, return_output_node=True)
-        output, output_node = copied  # without its output node, whose metadata is copied below
+        output_and_node: Any = graph.graph_copy(module.graph, self._copy_by_node, return_output_node=True)
+        output, output_node = output_and_node  # without its output node, whose metadata is copied below
         graph.output(output).meta = copy(output_node.meta)
         graph._codegen = module.graph._codegen
         self._module = GraphModule(module, graph, type(module).__name__)
@@ -116,7 +116,7 @@ class GraphCopy:
         return True
 
     def finish(self) -> GraphModule:
-        """Return the copy as a module."""
+        """Return the copy as a module, after a check of its graph."""
         self._module.graph.lint()
         self._module.recompile()
         return self._module

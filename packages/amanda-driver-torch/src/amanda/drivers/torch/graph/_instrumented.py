@@ -50,6 +50,7 @@ class InstrumentedCall:
     """
 
     def __init__(self, name: str, program: GraphProgram) -> None:
+        """Take the name of the node; a trial of the routines adds the tensors that they hold."""
         self.__name__ = self.__qualname__ = f"instrumented_{name}"
         self.__module__ = "amanda"
         self.program = program
@@ -60,10 +61,10 @@ class InstrumentedCall:
 
     def __call__(self, token: torch.Tensor | None, *values: Any) -> Any:
         """Return the node's value; values: the held tensors as the graph has them, then the node's inputs."""
-        count = len(self.held_tensors.tensors)
+        held_count = len(self.held_tensors.tensors)
         # Hooks in the backward pass hold `routines`: no output may be reachable from there, or autograd's
         # graph would be a cycle that is never freed.
-        held_values, values = values[:count], values[count:]
+        held_values, values = values[:held_count], values[held_count:]
         routines = NodeRoutines(self.program, token, lambda: self.held_tensors.replaced_by(held_values))
         with routines.running():
             return self.run(routines, values)
@@ -96,7 +97,10 @@ class InstrumentedNode(InstrumentedCall):
 
 
 def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> Any:
-    """Run a native op with its routines, and hook its backward ops; return the op's outputs."""
+    """Run a native op with its routines, and hook its backward ops; return the op's outputs.
+
+    If routines may change the result of an op in place, the op writes a clone of its target.
+    """
     # Before routines, then the op or its replacement, hooks for its backward ops, after routines.
     actions, facts = step.actions, step.facts
     inputs = routines.run_all(actions.before, call.inputs, facts, call.written_positions)
@@ -112,16 +116,16 @@ def _run_op_with_routines(step: OpStep, call: Any, routines: NodeRoutines) -> An
     if outputs is NotImplemented:
         outputs = call.invoke(inputs)
     values, rebuild = call.append_unreturned(outputs, inputs, *TENSORS.flatten(outputs))
-    written = call.target_tensors(inputs, values)
+    written_tensors = call.target_tensors(inputs, values)
     if step.backward:
-        tensors = [value for value in (*values, *written) if isinstance(value, torch.Tensor)]
+        tensors = [value for value in (*values, *written_tensors) if isinstance(value, torch.Tensor)]
         for node, place in list(backward_nodes(tensors, first_number, sequence_number())):
             if place in step.backward:
                 routines.hook_node(node, *step.backward[place])
     if target is not None:
         (changed_value,) = routines.run_all(actions.after, values, facts)
         return rebuild([target.copy_(changed_value)])
-    mutable_positions = [i for i, value in enumerate(values) if is_among(value, written)]
+    mutable_positions = [i for i, value in enumerate(values) if is_among(value, written_tensors)]
     changed_values = routines.run_all(actions.after, values, facts, mutable_positions)
     return outputs if changed_values is values else rebuild(changed_values)
 
@@ -149,6 +153,7 @@ class InstrumentedLeaf(InstrumentedCall):
         facts, actions = self.site
 
         def run_leaf_routines(gradients: Sequence[Any]) -> Any:
+            """Return the gradient after the routines before AccumulateGrad; those after it get no value."""
             with routines.running():
                 gradients = tuple(routines.run_all(actions.before, list(gradients), facts))
                 routines.run_all(actions.after, [], facts)  # AccumulateGrad hands no gradients on

@@ -46,11 +46,11 @@ def check_views(node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence
         first_view_by_memory.setdefault(memory, _ChangedView(position_by_node[node], step.facts.source))
     if not first_view_by_memory:
         return
-    for written, writer, memory in _written_tensors(node_runs):
+    for written_tensor, writer, memory in _written_tensors(node_runs):
         view, write_position = first_view_by_memory.get(memory), position_by_node[writer]
         if view is None or write_position <= view.position:
             continue
-        if _is_read_later(node_runs, position_by_node, memory, written, write_position):
+        if _is_read_later(node_runs, position_by_node, memory, written_tensor, write_position):
             raise SharedMemory(f"{_target_name(writer)} writes into", view.source)
     for memory, view in first_view_by_memory.items():
         inputs_and_outputs = [
@@ -72,7 +72,7 @@ class _ChangedView(NamedTuple):
 def observers_of_written_memory(
     node_runs: Mapping[Node, NodeRun], steps: Mapping[Node, Sequence[OpStep]]
 ) -> Iterator[tuple[int, Action]]:
-    """Yield each observer, with its op's id, that gets values in memory into which the graph writes."""
+    """Yield each action beside an op, with the op's id, that gets values in memory that the graph writes."""
     written_storages = {memory for _, _, memory in _written_tensors(node_runs)}
     if not written_storages:
         return
@@ -95,36 +95,39 @@ class BackwardOpWithRoutines(NamedTuple):
 
 def backward_views_unlike_eager(
     node_runs: Mapping[Node, NodeRun],
-    site_by_node_id: Mapping[int, BackwardOpWithRoutines],
+    backward_op_by_node_id: Mapping[int, BackwardOpWithRoutines],
     by_aot_autograd: bool,
 ) -> Iterator[tuple[OpFacts, str]]:
     """Yield facts of backward ops of views that do not run as in eager mode, and the reason.
 
-    site_by_node_id: the backward ops with routines, by the id of autograd's node.
+    backward_op_by_node_id: the backward ops with routines, by the id of autograd's node.
     by_aot_autograd: whether AOTAutograd compiles the graph.
     """
-    if not site_by_node_id:
+    if not backward_op_by_node_id:
         return
     nodes_made_outside = _nodes_of_views_made_outside(node_runs) if by_aot_autograd else ()
     for grad_node in nodes_made_outside:
-        site = site_by_node_id.get(id(grad_node))
-        if site is not None and site.is_called_in_graph:
+        backward_op = backward_op_by_node_id.get(id(grad_node))
+        if backward_op is not None and backward_op.is_called_in_graph:
             reason = "AOTAutograd makes the view outside of the graph: its routines are not called"
-            yield site.facts, reason
+            yield backward_op.facts, reason
     position_by_node = {node: i for i, node in enumerate(node_runs)}
-    for written, writer, _ in _written_tensors(node_runs):
-        site = site_by_node_id.get(id(written.grad_fn))
-        if site is None or written._base is None:
+    for written_tensor, writer, _ in _written_tensors(node_runs):
+        backward_op = backward_op_by_node_id.get(id(written_tensor.grad_fn))
+        if backward_op is None or written_tensor._base is None:
             continue
         readers = [
-            user for node, node_run in node_runs.items() if node_run.value is written for user in node.users
+            user
+            for node, node_run in node_runs.items()
+            if node_run.value is written_tensor
+            for user in node.users
         ]
         # The output node is not a key of `position_by_node`: it comes after all nodes.
         if any(
             position_by_node.get(user, len(position_by_node)) > position_by_node[writer] for user in readers
         ):
             reason = "a view is written and read: eager mode may have another backward op in its place"
-            yield site.facts, reason
+            yield backward_op.facts, reason
 
 
 def _nodes_of_views_made_outside(node_runs: Mapping[Node, NodeRun]) -> Iterator[Any]:
@@ -162,8 +165,8 @@ def _changed_views(
 def _memory_of_new_views(call: NativeCall) -> set[int]:
     """Return the storages in which a call has made a view: an input lies there, and an output that is new."""
     eager_call = call.eager_call
-    written = {id(eager_call.inputs[i]) for i in eager_call.target_positions}
-    new_outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in written]
+    ids_of_written = {id(eager_call.inputs[i]) for i in eager_call.target_positions}
+    new_outputs = [output for output in tree_flatten(call.outputs)[0] if id(output) not in ids_of_written]
     return {*_storage_ids(eager_call.inputs)} & {*_storage_ids(new_outputs)}
 
 
@@ -172,12 +175,12 @@ def _written_tensors(node_runs: Mapping[Node, NodeRun]) -> Iterator[tuple[Any, N
     for node, node_run in node_runs.items():
         for call in node_run.calls:
             written_inputs = [call.eager_call.inputs[i] for i in call.eager_call.written_positions]
-            for written in written_inputs:
-                yield from ((written, node, memory) for memory in _storage_ids(written))
+            for written_tensor in written_inputs:
+                yield from ((written_tensor, node, memory) for memory in _storage_ids(written_tensor))
 
 
 def _is_read_later(
-    node_runs: Mapping[Node, NodeRun], position_by_node: Mapping[Node, int], memory: int, written: Any,
+    node_runs: Mapping[Node, NodeRun], position_by_node: Mapping[Node, int], memory: int, written_tensor: Any,
     write_position: int,
 ) -> bool:  # fmt: skip
     """Return True if the memory of a written tensor is read through another one after the write.
@@ -185,7 +188,7 @@ def _is_read_later(
     Memory of an input counts as read, by the caller.  write_position: of the node that writes.
     """
     for node, node_run in node_runs.items():
-        if node_run.value is written or memory not in _storage_ids(node_run.value):
+        if node_run.value is written_tensor or memory not in _storage_ids(node_run.value):
             continue
         # The output node is not a key of `position_by_node`: it comes after all nodes.
         user_positions = [position_by_node.get(user, len(position_by_node)) for user in node.users]

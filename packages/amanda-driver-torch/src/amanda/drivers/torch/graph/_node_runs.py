@@ -47,6 +47,7 @@ class NativeCall:
     """
 
     def __init__(self, eager_call: Call, site: interceptor.Site, args: Any, kwargs: Any) -> None:
+        """Hold a call that has yet to run: results, nodes and leaves are set by what records the call."""
         self.eager_call: Any = eager_call
         self.site = site
         self.args = args
@@ -97,7 +98,7 @@ class CallRecorder:
     ) -> Any:
         """Run a native call, and note it with the nodes that it makes; return its results.
 
-        bind: makes the eager driver's call of a native call.
+        bind: makes the eager driver's call of a native call, and is held for replays.
         """
         self.bind = bind
         with uninstrumented():  # kernels in Python call ops of their own
@@ -128,7 +129,10 @@ def _record_in_transform(
     batch_size_by_level: dict[int, int] = {}
 
     def sample_of(value: Any) -> Any:
-        """Return a plain tensor of the shape of a sample for a wrapper; return any other value as it is."""
+        """Return the one plain tensor of a sample's shape for a wrapper; return any other value as it is.
+
+        Notes the sizes of the wrapper's batches.
+        """
         if not isinstance(value, torch.Tensor) or not is_wrapped(value):
             return value
         if id(value) not in sample_by_id:
@@ -148,7 +152,7 @@ def _record_in_transform(
 
 
 def uninstrumented() -> AbstractContextManager[None]:
-    """Return a context in which nothing is intercepted, but whose state is that in force."""
+    """Return a context in which nothing is intercepted, but whose state is that in force, or a new one."""
     activation = interceptor.ACTIVATION.get(None)
     state = None if activation is None else activation.state
     return in_force(interceptor.Activation(None, state if type(state) is State else State(), False, False))
@@ -193,6 +197,7 @@ class SlotNumbers:
     """Numbering of the values of one node: its inputs, then the results of its native ops."""
 
     def __init__(self, inputs: Sequence[Any]) -> None:
+        """Number the inputs; an object among them twice has its last number."""
         self._slots: dict[int, int] = {}
         self._leaves: list[Any] = []
         for value in inputs:
@@ -257,6 +262,7 @@ class NodeRun:
     """
 
     def __init__(self, node: Node, value: Any, calls: list[NativeCall]) -> None:
+        """Hold a run without replay or obstacle, which are set by what runs the node."""
         self.node = node
         self.value = value
         self.calls = calls
@@ -266,7 +272,7 @@ class NodeRun:
         self.backward_counts: Counter[str] = Counter()
 
     def forget_symbols(self) -> None:
-        """Drop the tensors without data, and autograd's graph of them."""
+        """Drop the calls, with their tensors without data; the node's value stays."""
         self.calls.clear()
         if self.replay is not None:
             self.replay.forget_symbols()

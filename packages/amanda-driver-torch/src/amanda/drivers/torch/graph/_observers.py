@@ -137,7 +137,7 @@ class ObserverBatch:
         return tensors_by_call
 
     def run(self, execution: GraphExecution, flat: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call the observers whose tools' scopes are open; those with a gathered form after the others."""
+        """Call the observers whose tools' scopes are open, those with a gathered form last; return []."""
         for i in self._indices_without_gathered_form:
             self._calls[i].run(execution, flat[i])
         for group, indices in self._indices_by_group.items():
@@ -149,6 +149,7 @@ class ObserverBatch:
 
     @staticmethod
     def _observed(call: PythonCall, flat: Sequence[Any]) -> Observed:
+        """Return the detached values of a call with its arguments and place, for the gathered form."""
         (action,) = call.actions
         values = call.unflatten([tensor.detach() for tensor in flat])
         return Observed(values, action.kwargs, _ObserverPlace(action, call.facts), _no_run)
@@ -191,9 +192,9 @@ class LateObservers:
         if is_run:
             observers = self._forward if facts.backward_op_id is None else self._backward
             observers += [(action, facts) for action in late_actions]
-        remaining = Actions()
-        remaining.add(action for action in actions.all if action not in late_actions)
-        return remaining
+        remaining_actions = Actions()
+        remaining_actions.add(action for action in actions.all if action not in late_actions)
+        return remaining_actions
 
     def run(self, compiled: Callable[..., Any], args: Sequence[Any]) -> Any:
         """Run the compiled graph, then call the observers, and return the outputs of the graph.
@@ -232,7 +233,10 @@ class LateObservers:
 
     @staticmethod
     def _call_observers(observers: Iterable[tuple[Action, OpFacts]], execution: GraphExecution) -> None:
-        """Call the observers whose tools' scopes are open; their errors get a note of the op; a hot path."""
+        """Call the observers whose tools' scopes are open; their errors get a note of the op; a hot path.
+
+        Raises RoutineError for one that returns values.
+        """
         is_open_by_tool_id: dict[int, bool] = {}
         with interceptor.Suspension(), torch.no_grad():
             for action, facts in observers:

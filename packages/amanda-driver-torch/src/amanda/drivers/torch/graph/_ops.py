@@ -29,7 +29,7 @@ class ExportedTensors(TorchTensors):
     def call_without_autodiff(
         self, func: Callable[..., Any], values: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """Call a routine."""
+        """Call a routine; autograd stays as it is."""
         return func(*values, **kwargs)
 
     def straight_through(self, original: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -83,6 +83,7 @@ class GraphProgram:
     living: ClassVar[WeakValueDictionary[int, GraphProgram]] = WeakValueDictionary()
 
     def __init__(self, state: State, runs_outside_scopes: bool = False) -> None:
+        """Begin with an empty table, under a number by which custom ops find the program while it lives."""
         self.number = next(self._numbers)
         self.state = state
         self.runs_outside_scopes = runs_outside_scopes
@@ -128,7 +129,7 @@ class GraphExecution(Execution):
     living: ClassVar[WeakValueDictionary[int, GraphExecution]] = WeakValueDictionary()
 
     def __init__(self, program: GraphProgram) -> None:
-        """Begin a run in the state in force, or in the program's if it runs outside of scopes."""
+        """Begin a run in the state in force; in the program's outside of scopes, or if it needs none."""
         state = current_state()
         if program.runs_outside_scopes or state.stack is None:
             state = program.state
@@ -154,7 +155,10 @@ class GraphExecution(Execution):
         return execution
 
     def runs_action(self, action: Any) -> bool:
-        """Return True if a scope with the action's tool is open, and `amanda.disabled()` is not in force."""
+        """Return True if a scope with the action's tool is open, and `amanda.disabled()` is not in force.
+
+        True in any case if the program runs outside of scopes; False for an opening, which has run by then.
+        """
         if action.opening:  # it has run with the token
             return False
         if self.program.runs_outside_scopes:
@@ -166,9 +170,9 @@ class GraphExecution(Execution):
 
     def call_at(self, slot: int, values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
         """Run the call at a slot, and return its outputs."""
-        called: Any = self.table[slot]
+        call: Any = self.table[slot]
         with interceptor.Suspension():
-            return called.run(self, called.store_numbers(values, numbers))  # type: ignore[no-any-return]
+            return call.run(self, call.store_numbers(values, numbers))  # type: ignore[no-any-return]
 
 
 class TapedCall(NamedTuple):
@@ -192,6 +196,7 @@ def _call_routine(
     """Call a routine, and return its outputs in memory of their own.
 
     likes: tensors of the graph, in whose form the outputs are returned; empty for the outputs as they are.
+    program: number of the program, for `_call_without_data`.
     """
     return _copy_to_new_memory(GraphExecution.of_token(token).call_at(slot, values, numbers), likes)
 
@@ -199,7 +204,10 @@ def _call_routine(
 def _call_taped(
     token: torch.Tensor, values: Tensors, numbers: list[int], likes: Tensors, program: int, slot: int
 ) -> Tensors:
-    """Call a routine that takes part in autodiff, and store its inputs and outputs for `_pull_gradients`."""
+    """Call a routine that takes part in autodiff, and store its inputs and outputs for `_pull_gradients`.
+
+    Returns the outputs as `_call_routine` does.
+    """
     execution = GraphExecution.of_token(token)
     # A graph of the routine's own, from leaves: the graph around it sees one op, `tape`.
     with torch.enable_grad():
@@ -264,7 +272,7 @@ def _call_without_data(
 ) -> Tensors:
     """Return empty tensors of the form of a call's results, for compilers that trace without data.
 
-    There are none for an observer.
+    There are none for an observer.  For a replacement the op runs without data.
     """
     if likes:
         return [torch.empty_like(like) for like in likes]

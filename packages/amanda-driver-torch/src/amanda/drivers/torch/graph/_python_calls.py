@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def holds_tensors(value: Any) -> bool:
-    """Return True if a value of an op is a tensor or a list of tensors, so that a graph hands it over."""
+    """Return True for a tensor or a list of tensors that is not empty: a graph hands over such values."""
     if isinstance(value, (list, tuple)):
         return bool(value) and all(isinstance(item, torch.Tensor) for item in value)
     return isinstance(value, torch.Tensor)
@@ -105,9 +105,9 @@ class PythonCall(Insertion):
     ) -> None:
         """Bind a routine to the values of its place, of which it returns those at `output_positions`."""
         # The action gets all values of the place, so it selects none of them again.
-        unselective = Action(action.type, action.func, action.tool, select=None, kwargs=action.kwargs)
+        action_on_all = Action(action.type, action.func, action.tool, select=None, kwargs=action.kwargs)
         super().__init__(
-            [unselective], facts, len(values.all), values.tensor_positions, values.list_lengths,
+            [action_on_all], facts, len(values.all), values.tensor_positions, values.list_lengths,
             output_positions,
         )  # fmt: skip
         self.constants: Mapping[int, Any] = values.constants
@@ -131,9 +131,9 @@ class PythonCall(Insertion):
         """Raise RoutineError if a routine changed a value other than a tensor: graphs take tensors alone."""
         for position in self.constants:
             if _is_changed(values[position], before[position]):
-                changed = f"value {position}, {before[position]!r}, to {values[position]!r}"
+                change = f"value {position}, {before[position]!r}, to {values[position]!r}"
                 error = RoutineError(
-                    f"{action} changed {changed}; one that a compiled graph calls as Python changes "
+                    f"{action} changed {change}; one that a compiled graph calls as Python changes "
                     "tensors alone: mark it @amanda.traceable if it is tensor code"
                 )
                 raise self.facts.annotate_error(error, action)
@@ -191,7 +191,7 @@ class ReplacementCall(PythonCall):
         return list(_as_list(result))
 
     def outputs_without_data(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return empty tensors like the results of the op itself, which the routine's must be like."""
+        """Run the op, and return empty tensors like its results, which the routine's must be like."""
         results = _as_list(self.compute(self.unflatten(values)))
         return [torch.empty(result.shape, dtype=result.dtype, device=result.device) for result in results]
 
@@ -210,7 +210,11 @@ class GradientReplacementCall(PythonCall):
         self.actions = (action,)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the gradients that something reads: the routine's, or those of kernels if it gives none."""
+        """Return the gradients that something reads: the routine's, or those of kernels if it gives none.
+
+        Those of kernels, too, if the routine may not run.  Raises RoutineError for another number of them.
+        rounds: unused, as in `ReplacementCall`.
+        """
         (action,) = self.actions
         # Last come the gradients that kernels computed, which are the result if the routine declines.
         incoming_count = len(flat) - len(self.read_gradients)

@@ -70,6 +70,7 @@ class FxRewriting:
         history: ValueHistory | None = None, path_of: ParameterPaths | None = None,
         late_observers: LateObservers | None = None, inlines_only: bool = False,
     ) -> None:  # fmt: skip
+        """Prepare the rewriting; no tool is asked before `rewrite` or `analyse_forward`."""
         self.module = module
         self.symbols = symbols
         self.program = program
@@ -109,8 +110,8 @@ class FxRewriting:
                 if self._wants_backward():
                     self._analyse_backward(node_runs)
                 check_views(node_runs, self._steps_by_node)
-                bodies_change = any(bodies.are_changed() for bodies in self.bodies.values())
-                is_changed = any(self.steps()) or self._site_by_leaf_id or bodies_change
+                has_changed_bodies = any(bodies.are_changed() for bodies in self.bodies.values())
+                is_changed = any(self.steps()) or self._site_by_leaf_id or has_changed_bodies
                 with self.symbols.without_data():
                     copy = self._write_copy(node_runs) if is_changed else None
                 self.report_left_out(node_runs)
@@ -152,6 +153,7 @@ class FxRewriting:
     def _analyse_node(self, node_run: NodeRun) -> None:
         """Have the tools analyse the native ops of a node, or report why they cannot be instrumented.
 
+        Observers that run late, and routines that cannot run there, are taken out of the op's actions.
         Raises ActionError for a replacement that reads inputs of other ops.
         """
         node = node_run.node
@@ -181,14 +183,14 @@ class FxRewriting:
         """
         if not (call.in_transform or self._inlines_only):
             return actions
-        inlined = Actions()
-        inlined.add(action for action in actions.all if self._routines.is_inlined(action))
-        refused = [action for action in actions.all if not self._routines.is_inlined(action)]
-        for action in refused:
+        inlined_actions = Actions()
+        inlined_actions.add(action for action in actions.all if self._routines.is_inlined(action))
+        refused_actions = [action for action in actions.all if not self._routines.is_inlined(action)]
+        for action in refused_actions:
             action.tool.refused(action, NO_PYTHON)
-        if refused:
+        if refused_actions:
             self.left_out_counts[facts.op_type] += 1
-        return inlined
+        return inlined_actions
 
     def report_left_out(self, node_runs: Mapping[Node, NodeRun]) -> None:
         """Report the ops in transforms and in bodies at which routines do not run, and backward ops there."""
@@ -213,7 +215,10 @@ class FxRewriting:
             self.program.report(subject, f"{reason}: {names}", where)
 
     def _make_facts(self, node: Node, call: NativeCall) -> OpFacts:
-        """Return the facts of a native op; its id is a hash of its place in the model and in the code."""
+        """Return the facts of a native op; its id is a hash of its place in the model and in the code.
+
+        To be called once for an op: ops of one place are counted here.
+        """
         scope, source = module_path_of(node, self._prefix), user_line_of(node)
         eager_call = call.eager_call
         value_parameters = [(value, self.symbols.parameter_of(value)) for value in eager_call.inputs]
@@ -241,13 +246,16 @@ class FxRewriting:
         )  # fmt: skip
 
     def _read_parameter(self, value: torch.Tensor, variable: Any) -> tuple[int, str]:
-        """Return the ordinal of the parameter that an op reads, and the part that a view of it reads."""
+        """Return the ordinal of the parameter that an op reads, and the part that a view reads, "" if all."""
         if value._base is None or value.numel() == variable.numel():
             return self.symbols.ordinal(variable), ""
         return self.symbols.ordinal(variable), f"{tuple(value.shape)}@{int(value.storage_offset())}"
 
     def _analyse_backward(self, node_runs: dict[Node, NodeRun]) -> None:
-        """Have the tools analyse the backward ops of the graph; report those unlike eager mode's."""
+        """Have the tools analyse the backward ops of the graph; report those unlike eager mode's.
+
+        The program gets the leaves with actions.
+        """
         self._reached_ids = _ids_of_reached_nodes(node_runs)
         # From the outputs to the inputs, as a backward pass goes.
         for node_run in reversed(node_runs.values()):
@@ -296,7 +304,10 @@ class FxRewriting:
                 yield leaf, path or node.name, [action.tool for action in actions]
 
     def _leaf_place(self, leaf: torch.Tensor) -> int:
-        """Return the place of a leaf's AccumulateGrad among backward ops, as eager mode numbers it."""
+        """Return the place of a leaf's AccumulateGrad among backward ops, as eager mode numbers it.
+
+        To be called once for a leaf: those that are not parameters are counted here.
+        """
         variable = self.symbols.parameter_of(leaf)
         if variable is not None:
             return LEAF_PLACE + self.symbols.ordinal(variable)
@@ -349,7 +360,8 @@ class FxRewriting:
         """Return the copy of the graph in which nodes with routines are replaced.
 
         Traceable routines are tried first: a routine that cannot be traced is called as Python, and calls of
-        Python need a token in the copy.
+        Python need a token in the copy.  The program gets what decides which observers may wait.
+        The node runs lose their calls.
         """
         # Before the trials, which may drop actions.
         steps_to_write = {node: steps for node, steps in self._steps_by_node.items() if any(steps)}
@@ -410,17 +422,17 @@ def _ids_of_reached_nodes(node_runs: Mapping[Node, NodeRun]) -> set[int] | None:
     outputs = [tensor for tensor in tree_flatten(values)[0] if isinstance(tensor, torch.Tensor)]
     waiting: list[Any] = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     # Held until the end, so that no two of them get the same id.
-    reached: dict[int, Any] = {
+    reached_by_id: dict[int, Any] = {
         id(tensor): tensor for tensor in outputs if tensor.requires_grad and tensor.is_leaf
     }
     while waiting:
         node = waiting.pop()
-        if id(node) not in reached:
-            reached[id(node)] = node
+        if id(node) not in reached_by_id:
+            reached_by_id[id(node)] = node
             if type(node) is AccumulateGrad:
-                reached[id(node.variable)] = node.variable
+                reached_by_id[id(node.variable)] = node.variable
             waiting += [child for child, _ in node.next_functions if child is not None]
-    return set(reached)
+    return set(reached_by_id)
 
 
 def _gradients_without_data(node: Any) -> tuple[list[Any], list[Any]]:

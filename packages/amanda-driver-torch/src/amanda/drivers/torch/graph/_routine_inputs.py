@@ -50,6 +50,7 @@ class _CollectingMode(TorchFunctionMode):
     def __init__(
         self, held_tensors: HeldTensors, make_stand_in: Callable[[torch.Tensor], torch.Tensor]
     ) -> None:
+        """held_tensors: takes the tensors.  make_stand_in: is called once for each of them."""
         super().__init__()
         self._held_tensors = held_tensors
         self._make_stand_in = make_stand_in

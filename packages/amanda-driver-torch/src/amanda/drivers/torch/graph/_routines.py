@@ -64,7 +64,10 @@ class NodeRoutines:
     def run_action(
         self, action: Action, values: list[Any], facts: OpFacts, mutable_positions: Sequence[int] = ()
     ) -> list[Any]:
-        """Run a routine, in the graph or by a call of Python, and return the values after it."""
+        """Run a routine, in the graph or by a call of Python, and return the values after it.
+
+        The routine of an opening is skipped: it runs as the graph's run begins.
+        """
         if action.opening:
             return values
         if not self.is_inlined(action):
@@ -167,7 +170,10 @@ class NodeRoutines:
         return gradients
 
     def _as_python_call(self, action: Action, facts: OpFacts) -> Action:
-        """Return an action whose routine inserts a custom op that calls the action's routine as Python."""
+        """Return an action whose routine inserts a custom op that calls the action's routine as Python.
+
+        The action is differentiable if that routine takes part in autodiff, as an observer does not.
+        """
         is_taped = (action.differentiable or self.program.state.autodiff) and not action.observer
 
         def insert_call(*place_values: Any) -> Any:
@@ -285,7 +291,10 @@ class RoutineTrials:
     def try_routines_of_node(
         self, instrumented: InstrumentedNode, node_run: NodeRun, steps: Sequence[OpStep]
     ) -> None:
-        """Try the routines at a node's ops and at the backward ops of these."""
+        """Try the routines at a node's ops and at the backward ops of these.
+
+        `instrumented` gets the tensors that the routines hold.
+        """
         for call, step in zip(node_run.calls, steps, strict=True):
             actions, facts = step.actions, step.facts
             inputs = self._try_all(
@@ -298,7 +307,7 @@ class RoutineTrials:
                 self.try_routines_of_backward_op(instrumented, site)
 
     def try_routines_of_backward_op(self, instrumented: InstrumentedCall, site: BackwardSite) -> None:
-        """Try the routines at a backward op."""
+        """Try the routines at a backward op; `instrumented` gets the tensors that they hold."""
         facts, actions = site
         incoming, outgoing = list(facts.grad_outputs or ()), list(facts.grad_inputs or ())
         incoming = self._try_all(actions.before, incoming, facts, instrumented.held_tensors)

@@ -92,7 +92,7 @@ class GraphSymbols:
         return symbol
 
     def attribute_symbol(self, target: str) -> Any:
-        """Return the symbol of an attribute of the graph's module."""
+        """Return the symbol of an attribute of the graph's module, which is made the first time."""
         if target not in self._symbol_by_attribute:
             value: Any = self.module
             for part in target.split("."):
@@ -127,15 +127,16 @@ class GraphSymbols:
         return interceptor.ordinal(variable)
 
     def read_value(self, value: Any) -> Any:
-        """Return the present value of a tensor that depends on weights alone.
+        """Return the present value of a tensor that depends on weights alone; any other value as it is.
 
+        Runs the nodes that lead from the weights to the tensor.
         Raises AmandaError for a tensor that is computed when the graph runs.
         """
         if not isinstance(value, torch.Tensor):
             return value
         with torch.utils._python_dispatch._disable_current_modes(), uninstrumented():
-            computed = self._compute_value(value)
-        return computed
+            present_value = self._compute_value(value)
+        return present_value
 
     def _compute_value(self, value: Any) -> Any:
         """Compute a tensor from weights, by the nodes that lead to it.
