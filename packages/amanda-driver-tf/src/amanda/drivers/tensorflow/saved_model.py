@@ -36,7 +36,7 @@ class SavedModelFolder(Artefact):
     """A folder that `tf.saved_model.save` or a Keras model's `export` has written.
 
     The edited functions have the names of the original ones. Variables, assets, signatures and the graph of
-    objects are kept.
+    objects are kept. Creation loads the variables; raises ArtefactError where TensorFlow cannot.
     """
 
     api = 2
@@ -58,7 +58,10 @@ class SavedModelFolder(Artefact):
             raise ArtefactError(f"{path} cannot be loaded by TensorFlow: {reason}") from error
 
     def instrument(self, inlining: Inlining) -> None:
-        """Edit each function that an object of the SavedModel has, except those that save and restore."""
+        """Edit each function that an object of the SavedModel has, except those that save and restore.
+
+        Drops earlier edits.  Records that Keras' metadata, if any, are left out.
+        """
         self._edited_by_name, self._added_by_name = {}, {}
         for name in self._function_names():
             self._edit(name, inlining)
@@ -109,7 +112,11 @@ class SavedModelFolder(Artefact):
             )
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
+        """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them.
+
+        about: a description of the tools, which is added to the file at `ABOUT`.
+        Raises ArtefactError for a model that protocol buffers cannot hold.
+        """
         # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make
         # layers by them, without routines.
         shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))

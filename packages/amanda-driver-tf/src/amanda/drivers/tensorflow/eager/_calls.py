@@ -67,7 +67,10 @@ class EagerCall(Call):
         return None if result is None else _as_tensor(result)
 
     def invoke(self, inputs: list[Any]) -> Any:
-        """Run the op; if tools may have routines for its backward ops, record it on the tapes with a mark."""
+        """Run the op; if tools may have routines for its backward ops, record it on the tapes with a mark.
+
+        Inputs that are not the call's become tensors. Ops in `UNSTOPPABLE` get no mark.
+        """
         # TensorFlow converts an input that is not a tensor by calling the op a second time, which tools would
         # see as another op.
         if inputs is not self.inputs:
@@ -130,7 +133,10 @@ class EagerCall(Call):
 
 
 class FastCall(EagerCall):
-    """A call of `TFE_Py_FastPathExecute`."""
+    """A call of `TFE_Py_FastPathExecute`.
+
+    args: context, type and name, then the inputs, then names and values of attributes in turn.
+    """
 
     __slots__ = ("_context_type_name", "_execute")
 
@@ -144,7 +150,7 @@ class FastCall(EagerCall):
         self.attrs = args[3 + schema.input_count :]
 
     def run(self, inputs: list[Any]) -> Any:
-        """Run the op, which TensorFlow's fast path records."""
+        """Run the op, which TensorFlow's fast path records; convert `attrs` if the fast path needs that."""
         try:
             return self._execute((*self._context_type_name, *inputs, *self.attrs))
         except core._FallbackException:
@@ -185,8 +191,10 @@ class SlowCall(EagerCall):
         self.inputs = schema.group_inputs(tensors, attributes)
 
     def in_form_of_result(self, result: Any) -> Any:
-        """Return a replacement's result as a flat list of tensors, which the caller unpacks."""
-        # A replacement's ops record themselves, so the caller must not record this op.
+        """Return a replacement's result as a flat list of tensors, which the caller unpacks.
+
+        Keeps the caller from recording this op, since the replacement's ops record themselves.
+        """
         local.op_is_recorded = True
         formed = super().in_form_of_result(result)
         return [] if formed is None else flatten([formed])
@@ -231,7 +239,10 @@ def with_structure_of(structure: Any, tensors: Iterator[Any]) -> Any:
 def record_on_tapes(
     type: str, inputs: list[Any], attrs: tuple[Any, ...], outputs: list[Any], mark: TapeMark | None
 ) -> None:
-    """Record an op on the tapes, with or without a mark, by which backward passes find its execution."""
+    """Record an op on the tapes, with or without a mark, by which backward passes find its execution.
+
+    The outputs get the mark, too.
+    """
     if mark is not None:
         # A tape passes attributes to the gradient function unread, so the mark lives and dies with the tape's
         # record.
@@ -260,7 +271,7 @@ class Variable:
 
 
 class VariableTable:
-    """The variables that ops have used.
+    """The variables that ops have used; makes `Variable` a type whose objects enter ids.
 
     reads_by_id: for a living tensor, a weak reference to it, and the variable that it was read from.
     """
@@ -271,7 +282,10 @@ class VariableTable:
         interceptor.add_identity_type(Variable)
 
     def variable_of(self, tensor: Any) -> Variable | None:
-        """Return the variable that a tensor is the handle of or was read from; None for other tensors."""
+        """Return the variable that a tensor is the handle of or was read from; None for other tensors.
+
+        A handle's variable is created at its first use, and dropped with the handle.
+        """
         tensor_id = tensor._id
         if tensor_id in self.reads_by_id:
             _, variable = self.reads_by_id[tensor_id]

@@ -41,6 +41,7 @@ class EarlierTapes:
 
         @functools.wraps(push)
         def push_tape(tape: Any) -> None:
+            """Stand-in for `GradientTape._push_tape`: notes a tape that was never pushed before."""
             # A tape gets its native tape at its first push; it is pushed again after `stop_recording`.
             if tape._tape is None:
                 self._new_tapes.add(tape)
@@ -55,6 +56,7 @@ class EarlierTapes:
     def report_op(self, type: str, tensors: Sequence[Any]) -> None:
         """Report an op without a mark whose backward ops tools would see had it been recorded in the scope.
 
+        Ops in `UNSTOPPABLE`, which never get one, are always reported.
         tensors: those inputs and outputs of the op that the tape saved for the gradient.
         """
         activation = interceptor.active()
@@ -72,7 +74,7 @@ class EarlierTapes:
     def report_custom_gradient(self, type: str) -> None:
         """Report an op of a custom gradient whose forward op is unknown, if it was recorded before the scope.
 
-        type: of the op.
+        type: of the op; those that a tape adds itself, sums and zeros, are not reported.
         """
         backward_pass = local.backward_pass
         if backward_pass is not None and backward_pass.may_have_earlier_ops and type not in _SUMS_AND_ZEROS:

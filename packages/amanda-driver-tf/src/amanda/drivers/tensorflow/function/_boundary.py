@@ -86,7 +86,10 @@ class ForwardFacts:
             self.callee_graphs_by_op[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
     def copy_into(self, rewriting: TensorFlowRewriting) -> None:
-        """Copy the facts of the forward operations into the rewriting of a backward function."""
+        """Copy the facts of the forward operations into the rewriting of a backward function.
+
+        The rewriting then also finds forward operations here; graphs that are gone are None in it.
+        """
         rewriting.analysis.plans.update(self.plans)
         for attribute, table in self.tables.items():
             # Tables of several calls may be merged: op ids differ from call to call.
@@ -98,7 +101,10 @@ class ForwardFacts:
     def _find_forward(
         self, rewriting: TensorFlowRewriting, op: Any, op_id: int | None
     ) -> tuple[int, OpFacts] | None:
-        """Return op id and facts of a forward operation, by default of its last call; None for others."""
+        """Return op id and facts of a forward operation; None for others.
+
+        op_id: if None or unknown, that of the operation's last call.
+        """
         location_by_id = self.location_by_id_by_op.get(op)
         if not location_by_id:
             return None
@@ -121,7 +127,10 @@ def is_unfusable(definitions: Sequence[Any]) -> bool:
 
 
 def call_unoptimized(call: Callable[..., Any], *args: Any) -> Any:
-    """Call the runtime without its graph optimizer, which takes most of the time of a first call."""
+    """Call the runtime without its graph optimizer, which takes most of the time of a first call.
+
+    Options of the optimizer that the user has set stay.
+    """
     current = context.context()
     earlier_options = current.function_call_options
     # The options are those of a thread, so calls on other threads keep theirs.
@@ -256,7 +265,10 @@ class FunctionBoundary:
     def _call_instrumented(
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
     ) -> Any:
-        """Call a function as its copy, if any; record a call that may be differentiated as the last."""
+        """Call a function as its copy, if any; record a call that may be differentiated as the last.
+
+        Adds the copy's reports to those of the scope.
+        """
         # Reset at once, so that no call within this call finds the record of its forward call.
         forward_record, self._thread.forward_record = self._thread.forward_record, None
         self._thread.last_record = None
@@ -289,7 +301,10 @@ class FunctionBoundary:
 
         @functools.wraps(call)
         def call_function(current: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
-            """Stand-in for `call_function`: calls the pending copy if the name is its function's."""
+            """Stand-in for `call_function`: calls the pending copy if the name is its function's.
+
+            Raises RoutineError for a call in a routine that would wait for its own thread.
+            """
             pending_call = self._thread.pending_call
             _check_threads(name)
             if pending_call is None or pending_call.function_name != name:
@@ -384,7 +399,10 @@ class FunctionBoundary:
 def _execution_of(
     copy: RewrittenCopy[RegisteredCopy], state: State, forward_record: ForwardRecord | None
 ) -> FunctionExecution:
-    """Return an execution of a copy; for a backward function, with the values that its forward call left."""
+    """Return an execution of a copy; for a backward function, with the values that its forward call left.
+
+    In a backward function only tools whose scope is open run their routines.
+    """
     if forward_record is None:
         return FunctionExecution(state, _TENSORS, copy.table)
     return FunctionExecution(

@@ -86,9 +86,9 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
             yield
 
     def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> TensorFlowRewriting:
-        """Rewrite a function and those that it calls.
+        """Rewrite a function and those that it calls; its copy, if changed, comes last in the library.
 
-        Raises CannotInstrument for a function that XLA alone can run.
+        A function with jit_compile is run for a trial; raises CannotInstrument if XLA alone can run it.
         """
         atomic, args, forward_record = graph
         function = function_of(atomic)

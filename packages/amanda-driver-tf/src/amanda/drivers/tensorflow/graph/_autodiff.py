@@ -163,7 +163,7 @@ class RecalledTensor:
         self._loop_depth = loop_depth
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the tensor, in a list."""
+        """Return the tensor, in a list; the last reader releases the saved values."""
         key, is_output, position = self._tensor
         saved: SavedValues = execution.stored_value((key, *rounds[: self._loop_depth]), self)
         values = saved.take()
@@ -186,7 +186,10 @@ class Pullback:
         self.input_positions = tuple(input_positions)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the gradients of the inputs; the tensors are the gradients of the outputs."""
+        """Return the gradients of the inputs; the tensors are the gradients of the outputs.
+
+        The last reader releases the saved values.
+        """
         saved: SavedValues = execution.stored_value((self.key, *rounds[: self.loop_depth]), self)
         return pull_back(saved.take(), self.output_positions, self.input_positions, output_gradients=flat)
 
@@ -201,7 +204,9 @@ class Gradient(NamedTuple):
 class Pullbacks:
     """Inserts into a body the nodes that pull gradients back through the routines at forward operations.
 
-    `_output_gradients` has the gradients of the outputs of a forward operation, by position.
+    `_output_gradients` has the gradients of the outputs of a forward operation, by position;
+    `_output_gradients_by_id` the same by op id.  `_refs_behind_pullbacks` has, by forward operation and
+    gradient, the ref that all backward operations of that forward operation read.
     """
 
     def __init__(self, rewriter: BodyRewriter) -> None:
@@ -314,7 +319,8 @@ class Pullbacks:
     ) -> dict[int, str]:  # fmt: skip
         """Insert a pullback for a node with routines; return refs of the gradients of its inputs.
 
-        None is inserted, and {} returned, if no gradient enters, or none is asked for.
+        The pullback counts as a reader of the node's saved values.  None is inserted, and {} returned, if no
+        gradient enters, or none is asked for.
         op: the backward operation ahead of which the pullback runs.
         output_gradients: gradients of the node's outputs, by position in the forward operation.
         input_gradients: symbols with the dtypes of the gradients of its inputs, likewise.

@@ -190,6 +190,7 @@ class TensorFlowRewriting(backend.Rewriting):
     def find_forward(self, op: tf.Operation, op_id: int | None) -> tuple[int, OpFacts] | None:
         """Return op id and facts of a forward operation analysed here or in an earlier rewrite, else None.
 
+        Facts of an earlier rewrite are copied into this one.
         op_id: the operation's id, where that is known; without facts of that id, those of the last id count.
         """
         facts_by_id = self.facts_by_id_by_op.get(op, {})

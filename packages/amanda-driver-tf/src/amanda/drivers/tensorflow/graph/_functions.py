@@ -20,6 +20,7 @@ from ._nodes import op_def
 class RuntimeFunction:
     """A function that a graph calls: its definition, and a FuncGraph whose operations are its nodes.
 
+    arguments: names of the arguments in the definition.
     names: by the name of an operation of the graph, its name in the definition.
     """
 
@@ -65,7 +66,10 @@ def function_of(atomic: Any) -> RuntimeFunction:
 
 
 def function_named(name: str, graph: Any) -> RuntimeFunction | None:
-    """Return the function that a node of a graph calls by this name; None where it is out of reach."""
+    """Return the function that a node of a graph calls by this name; None where it is out of reach.
+
+    Without TensorFlow's handle of the function, its graph is built anew at each call.
+    """
     atomic = graph._functions.get(name)
     if atomic is not None and hasattr(atomic, "_cached_graph"):
         return function_of(atomic)
@@ -127,7 +131,7 @@ def executed_nodes(definition: Any) -> set[str]:
 
 
 def ops_with_generators(functions: Iterable[Any]) -> list[str]:
-    """Return the names of nodes of functions whose kernels hold a seeded generator."""
+    """Return "name (type)" of each node of functions whose kernel holds a seeded generator."""
     return [
         f"{node.name} ({node.op})"
         for function in functions
@@ -186,6 +190,7 @@ def must_compile(holder: Any) -> bool:
 def runs_without_xla(function: RuntimeFunction, read_argument: Callable[[int], Any]) -> bool:
     """Return True if TensorFlow can run a function without XLA, after a trial run on copies of variables.
 
+    The result is cached by the function's graph.
     read_argument: returns the value of an argument, by position; zeros are used for a symbol.
     """
     # XLA has kernels that TensorFlow lacks, such as grouped convolutions in three dimensions on a CPU. A
@@ -289,7 +294,10 @@ def _trial_argument(symbol: Any, value: Any, extent: int, new_variables: list[An
 
 
 def _zeros(dtype: tf.DType, shape: tf.TensorShape, extent: int) -> Any:
-    """Return zeros, with `extent` for each unknown one.  Raises TypeError for a variant or no rank."""
+    """Return zeros, or empty strings, with `extent` for each unknown extent.
+
+    Raises TypeError for a variant or an unknown rank.
+    """
     if shape.rank is None or dtype == tf.variant:
         raise TypeError(f"zeros of {dtype.name} with shape {shape}")
     extents = [extent if size is None else size for size in shape]

@@ -24,7 +24,7 @@ class GradientEdges:
     def __init__(self, body: Body, forward_by_op: Mapping[tf.Operation, tf.Operation]) -> None:
         self._body = body
         self._forward_by_op = forward_by_op
-        self._order = {op: i for i, op in enumerate(body.ops)}
+        self._position_by_op = {op: i for i, op in enumerate(body.ops)}
         self._gradient_positions_by_op: dict[tf.Operation, list[int]] = {}
         self._readers_by_gradient: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
         self._reads_by_tensor: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
@@ -213,7 +213,7 @@ class GradientEdges:
         if producer.graph is not forward.graph:
             return producer.type in _PLACEHOLDERS or _has_shape_of_output(tensor, forward)
         # A gradient is computed after the forward operation; a value from before it is a forward value.
-        is_later = self._order.get(producer, -1) > self._order.get(forward, -1)
+        is_later = self._position_by_op.get(producer, -1) > self._position_by_op.get(forward, -1)
         return is_later and _has_shape_of_output(tensor, forward)
 
 
@@ -234,8 +234,8 @@ def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
 
 def is_differentiable(tensor: Any) -> bool:
     """Return True if a tensor has a dtype that gradients can have."""
-    kind = tensor.dtype.base_dtype
-    return bool(kind.is_floating or kind.is_complex or kind == tf.variant)
+    dtype = tensor.dtype.base_dtype
+    return bool(dtype.is_floating or dtype.is_complex or dtype == tf.variant)
 
 
 # The other inputs of BiasAdd and Sub are absent: BiasAddGrad and Neg compute their gradients.

@@ -78,16 +78,22 @@ class Insertions:
         saved = self.saved_tensor_by_ref.get(ref)
         return None if saved is None or saved.key is None else saved
 
-    def pass_through(self, name: str, index: int, kind: int) -> str:
-        """Return the ref of an output behind an identity that TensorFlow's optimizer keeps."""
-        self.nodes.append(opaque_identity(f"{name}/{index}", [self.output_of(name, index)], kind))
+    def pass_through(self, name: str, index: int, dtype: int) -> str:
+        """Add an identity that TensorFlow's optimizer keeps behind a node's output; return the new ref.
+
+        dtype: its enum.
+        """
+        self.nodes.append(opaque_identity(f"{name}/{index}", [self.output_of(name, index)], dtype))
         return self.output_of(f"{name}/{index}", 0)
 
     def add_traced_call(
         self, op: tf.Operation, routine: TracedRoutine, refs: Sequence[str], result_types: Sequence[int],
         ahead: bool, control_inputs: Sequence[str],
     ) -> str:  # fmt: skip
-        """Add a node that calls a traced routine's function, ahead of `op` or behind; return its name."""
+        """Add a node that calls a traced routine's function, ahead of `op` or behind; return its name.
+
+        Adds the function to the library.
+        """
         self.rewriting.library += routine.definitions
         numbers = count(len(self.nodes))  # an instrumented file may have a node of that name already
         name = next(candidate for i in numbers if (candidate := f"amanda/traced{i}") not in self.body.nodes)
@@ -186,6 +192,7 @@ class Insertions:
     ) -> str:  # fmt: skip
         """Add a node that calls `inserted` at a new slot; return the node's name.
 
+        Nodes of packed observers at the forward operation of `op` are added first.
         ahead: True if the operation comes after the node, False if the node comes after the operation.
         is_unawaited: True if no operation has to wait for the node.
         control_inputs: by default those that make the node run where the operation runs.
@@ -294,7 +301,8 @@ class ControlDependencies:
     def control_inputs_after(self, nodes: Iterable[str], number_ref: str) -> list[str]:
         """Return control inputs for a node that reads `number_ref`, so that it runs after other nodes.
 
-        Nodes in a loop of gradients get none for nodes in the forward loop: the whole loop waits.
+        Nodes in a loop of gradients get none for nodes in the forward loop: the whole loop waits.  For nodes
+        that may not run a trigger is added, which runs in any case.
         """
         frames = self._body.frames
         if frames is None:

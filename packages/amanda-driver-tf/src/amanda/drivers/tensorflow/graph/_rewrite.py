@@ -39,6 +39,7 @@ class BodyRewriter(RoutineRewriter):
     forward_ops: by a gradient operation, its forward operation.
     number_ref_by_call: by the name of an operation whose functions were edited, the ref of the number that
     they get, or "" in a file.
+    `_unawaited_calls`: names of those since the last one with gradient operations.
     """
 
     def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
@@ -84,7 +85,7 @@ class BodyRewriter(RoutineRewriter):
                 self.insertions.forward_names[name] = forward_name
 
     def rewrite(self) -> RewrittenBody:
-        """Run the rewrite; return the edited nodes."""
+        """Run the rewrite; return the edited body.  Reports routines whose gradients are lost or guessed."""
         self.run()
         # Observers wait for others to share their node; those that still wait get their nodes now.
         self.insertions.flush()

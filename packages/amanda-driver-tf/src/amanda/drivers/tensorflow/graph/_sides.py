@@ -83,7 +83,7 @@ def inputs_of(op: tf.Operation, node: Any) -> list[Any]:
 
 
 def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
-    """Return the symbolic outputs that a NodeDef of an operation has."""
+    """Return the symbolic outputs that a NodeDef of an operation has; all if it calls a function by name."""
     total = sum(1 if size is None else size for _, size in output_sizes(node))
     return list(op.outputs)[:total] if op_def(node.op) is not None else list(op.outputs)
 

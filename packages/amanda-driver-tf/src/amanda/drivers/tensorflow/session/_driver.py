@@ -67,7 +67,10 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         return add_copy(graph, rewriting)
 
     def _prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
-        """Return the route and the execution of a run; None where it runs uninstrumented."""
+        """Return the route and the execution of a run; None where it runs uninstrumented.
+
+        Reports a session of a server, whose runs are such.
+        """
         if session._target:
             state.report("a session of a server", "routines cannot be called in its process")
             return None
@@ -107,7 +110,10 @@ class SessionBoundary:
         allow_tapes_in_routines(patches)
 
     def prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
-        """Return the route to the copy for a run, and its execution; None where nothing is instrumented."""
+        """Return the route to the copy for a run, and its execution; None where nothing is instrumented.
+
+        Extends the session by the copy's nodes.
+        """
         prepared = self._prepare(session, request, state)
         if prepared is not None:
             # A session takes over new nodes of the graph at its next run; here they are needed in this run.
@@ -216,6 +222,7 @@ class SessionBoundary:
 class _PartialRun:
     """A run that is fed and fetched in several parts; its routines may be called between the parts, too.
 
+    Creation begins the execution, which ends when the object is dropped.
     has_begun: True once a part has run.  remaining_fetches: tensors that no part has fetched yet.
     """
 

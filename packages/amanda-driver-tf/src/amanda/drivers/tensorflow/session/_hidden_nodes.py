@@ -204,7 +204,10 @@ def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, 
 
 
 def _keep_colocation(copy: Any, node: Any, names: Collection[str], prefix: str) -> None:
-    """Place a copy with the copies of nodes that its original is placed with, and with its resource."""
+    """Place a copy with the copies of nodes that its original is placed with, and with its resource.
+
+    A resource without a shared name gets the original's name as that, by which it is found.
+    """
     if "_class" in node.attr:
         copied_classes = copy.attr["_class"].list.s
         for position, node_class in enumerate(node.attr["_class"].list.s):

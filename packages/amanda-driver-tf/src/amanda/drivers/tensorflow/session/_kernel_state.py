@@ -139,7 +139,7 @@ class OriginalDraw:
         self._name = name
 
     def run(self, execution: Any, values: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the operation's outputs."""
+        """Run the operation in the user's session, on these inputs; return its outputs as eager tensors."""
         session = execution.session()
         op = session.graph.get_operation_by_name(self._name)
         feeds = {

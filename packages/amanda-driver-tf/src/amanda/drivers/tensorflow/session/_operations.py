@@ -70,7 +70,9 @@ def _sort_topologically(
         path = [(root, _predecessors(root, feeds, forward_by_gradient, remaining_roots))]
         while path:
             op, remaining_predecessors = path[-1]
-            predecessor = next((read for read in remaining_predecessors if read.name not in visited), None)
+            predecessor = next(
+                (candidate for candidate in remaining_predecessors if candidate.name not in visited), None
+            )
             if predecessor is None:  # all have been visited
                 order.append(op)
                 path.pop()
@@ -94,8 +96,8 @@ def _predecessors(
             predecessors.append(tensor.op)
     # NextIteration closes the cycle of a loop. No order exists unless the cycle is cut there.
     if op.type in ("Merge", "RefMerge"):
-        loop_ends.extend(read for read in predecessors if read.type.endswith("NextIteration"))
-        predecessors = [read for read in predecessors if not read.type.endswith("NextIteration")]
+        loop_ends.extend(source for source in predecessors if source.type.endswith("NextIteration"))
+        predecessors = [source for source in predecessors if not source.type.endswith("NextIteration")]
     return iter(predecessors)
 
 
@@ -178,7 +180,7 @@ class ForwardOps:
             forward = self.by_gradient.get(tensor.op.name)
             if forward is None:
                 return None
-            producers_by_summand.append({read.op for read in forward.inputs})
+            producers_by_summand.append({operand.op for operand in forward.inputs})
         common_producers = set.intersection(*producers_by_summand) if producers_by_summand else set()
         return common_producers.pop() if len(common_producers) == 1 else None
 
