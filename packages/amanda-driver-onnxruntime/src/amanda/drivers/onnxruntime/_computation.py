@@ -30,7 +30,7 @@ def computation_of(node: NodeProto, inputs: Side, model: Model) -> Callable[[], 
 
 
 class Computation:
-    """Runs a node on inputs in the order of its schema, in a session for each combination of dtypes."""
+    """Runs a node on inputs in the order of its schema, in a session on the CPU for each set of dtypes."""
 
     def __init__(
         self, node: NodeProto, sizes: Sequence[int | None], imports: Sequence[Any], ir_version: int
@@ -41,7 +41,10 @@ class Computation:
         self._sessions: dict[Any, Any] = {}
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """Return the node's output as an array, or several outputs as a list."""
+        """Return the node's output as an array, or several outputs as a list.
+
+        inputs: a list for a variadic input, None for an optional one that is left out.
+        """
         flat: list[Any] = []
         for value in inputs:
             flat += value if isinstance(value, (list, tuple)) else [value]
@@ -73,7 +76,10 @@ class Computation:
 
 
 def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> Array | None:
-    """Return the read-only result of a node that only rearranges a constant; None for other nodes."""
+    """Return the read-only result of a node that only rearranges a constant; None for other nodes.
+
+    None also for a dtype that NumPy lacks.  The result may be a view of the constant.
+    """
     rearrange = REARRANGEMENTS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     arrays = [None if symbol is None else symbol.constant for symbol in inputs]
     if rearrange is None or not arrays or any(array is None for array in arrays):
@@ -83,7 +89,6 @@ def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> 
         return None
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     array = np.asarray(rearrange(*arrays, **attributes))
-    # The result may be a view of a weight.
     array.flags.writeable = False
     return array
 

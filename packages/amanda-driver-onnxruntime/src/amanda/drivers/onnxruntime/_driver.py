@@ -74,7 +74,10 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
         return SelfTestProgram(compute_tanh, "Tanh")
 
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
-        """Rewrite the model of the session `graph`; raise CannotInstrument if the model cannot be read."""
+        """Rewrite the model of the session `graph`; raise CannotInstrument if the model cannot be read.
+
+        The model is read once.
+        """
         # A model that cannot be read is remembered by its error, so that it is not read at each run.
         model_or_error = self._models_or_errors.get(graph)
         if model_or_error is None:
@@ -214,7 +217,8 @@ _RANDOM_OPS = (
 class ModelCopy:
     """The instrumented copy of a session's model: routines, and sessions for the nodes between them.
 
-    Raises CannotInstrument where ONNX Runtime refuses the copy.
+    Creation reports random ops, which start anew.  Raises CannotInstrument where ONNX Runtime refuses the
+    copy.
     """
 
     def __init__(self, session: Any, rewriting: ModelRewriting) -> None:
@@ -224,18 +228,18 @@ class ModelCopy:
             if node.op_type in _RANDOM_OPS:
                 rewriting.report_restarted(node.name or node.op_type)
         constants = {**model.constants, **rewriting.constants}
-        sparse = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
+        sparse_names = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
         # A run may override a default, so no session may hold it as a constant.
-        constant_names = {*constants, *sparse} - model.overridable
+        constant_names = {*constants, *sparse_names} - model.overridable
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
-        fetched = set(self.outputs.values())
+        fetched_names = set(self.outputs.values())
         try:
             self._runner = GraphRunner(
                 SessionFactory(session, model),
                 rewriting.items,
                 constants,
                 constant_names,
-                fetched,
+                fetched_names,
                 symbol,
                 rewriting.may_change_shapes,
             )
@@ -244,7 +248,7 @@ class ModelCopy:
         self._inputs: dict[str, OnnxSymbol] = {
             name: symbol(name) for name in (*model.inputs, *model.overridable)
         }
-        self._defaults = {name: constants[name] for name in model.overridable}
+        self._default_by_input = {name: constants[name] for name in model.overridable}
 
     def fits(self, output_names: Sequence[str], feed: Mapping[str, Any]) -> bool:
         """Return True if the copy can run for these outputs and inputs.
@@ -254,14 +258,16 @@ class ModelCopy:
         """
         if not (set(output_names) <= self.outputs.keys() and feed.keys() <= self._inputs.keys()):
             return False
-        missing = self._inputs.keys() - feed.keys() - self._defaults.keys()
-        return not missing and all(self._inputs[name].admits(as_array(value)) for name, value in feed.items())
+        missing_names = self._inputs.keys() - feed.keys() - self._default_by_input.keys()
+        return not missing_names and all(
+            self._inputs[name].admits(as_array(value)) for name, value in feed.items()
+        )
 
     def run(
         self, execution: Execution, names: Sequence[str], feed: Mapping[str, Any], options: Any
     ) -> list[Any]:
         """Run the copy; return the outputs of these names."""
-        values = {**self._defaults, **feed}
+        values = {**self._default_by_input, **feed}
         with execution.running():
             return self._runner.run(execution, values, [self.outputs[name] for name in names], options)
 

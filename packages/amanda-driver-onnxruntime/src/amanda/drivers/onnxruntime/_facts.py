@@ -68,7 +68,10 @@ def facts_of(
     graph: Hashable,
     original: Callable[[], Any] | None,
 ) -> OpFacts:
-    """Return the facts of a node.  names: of its inputs.  graph: the identity of its graph."""
+    """Return the facts of a node.  names: of its inputs.  graph: the identity of its graph.
+
+    original: creates a function that computes the node; None for a node with bodies.
+    """
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     operation = OnnxOperation(node, name, graph)
     roots = (symbol.root for symbol in inputs.symbols if symbol is not None)
@@ -109,7 +112,10 @@ def scope_of(name: str, metadata: Mapping[str, str]) -> str:
 
 
 def source_of(metadata: Mapping[str, str]) -> str:
-    """Return "file:line" of the innermost user's line in an exporter's metadata; "" if there is none."""
+    """Return "file:line" of the innermost user's line in an exporter's metadata; "" if there is none.
+
+    Among lines of PyTorch alone, the innermost of these.
+    """
     frames = _FRAME.findall(metadata.get("pkg.torch.onnx.stack_trace", ""))
     # torch.onnx writes the whole stack, with PyTorch's own frames innermost.
     user_frames = [(file, line) for file, line in frames if not _FRAMEWORK.search(file)]

@@ -26,7 +26,10 @@ class TypedInsertion(Insertion):
     dtypes: Sequence[Any]
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Run routines on read-only views; return the flat arrays that go back into the graph."""
+        """Run routines on read-only views; return the flat arrays that go back into the graph.
+
+        Raises RoutineError for another number of results.
+        """
         # Sessions own the memory of results and share the weights, so routines must not write into them.
         views = [_read_only(value) for value in flat]
         # A view that a routine returns unchanged stands for the original array.

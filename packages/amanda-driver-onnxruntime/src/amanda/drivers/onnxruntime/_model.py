@@ -94,7 +94,10 @@ class Model:
         return cls(read_proto(Path(path)), str(Path(path).parent), overridable)
 
     def infer_types(self, other_types: TypesOf) -> None:
-        """Find the types of all values; `other_types` infers those that ONNX cannot infer."""
+        """Set `types`, and declare types in the graph and its bodies.
+
+        `other_types` infers those that ONNX cannot infer.
+        """
         graph = infer_shapes(self.proto).graph
         self.proto.graph.CopyFrom(graph)
         self.types = types_in(graph)
@@ -243,7 +246,7 @@ def initializer_of(name: str, array: Array) -> TensorProto:
 
 
 def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
-    """Return the value of a Constant node; None for other nodes, and for values that are not dense tensors.
+    """Return the value of a Constant node; None for other nodes, and for values that are sparse or text.
 
     folder: the folder with the external data of the model.
     """
@@ -281,7 +284,7 @@ def types_in(graph: GraphProto) -> dict[str, TypeProto]:
 
 
 def forget_negative_extents(graph: GraphProto) -> None:
-    """Clear negative extents, by which some exporters mean an unknown extent."""
+    """Clear negative extents, by which some exporters mean an unknown extent, also in bodies."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         if value.type.WhichOneof("value") == "tensor_type":
             for extent in value.type.tensor_type.shape.dim:
@@ -344,12 +347,12 @@ def types_by_onnxruntime(
 
 def add_outputs(graph: GraphProto, names: Sequence[str]) -> None:
     """Add values of these names to the outputs of a graph."""
-    present = {output.name for output in graph.output}
-    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in present)
+    present_names = {output.name for output in graph.output}
+    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in present_names)
 
 
 def output_types(session: Any, names: Sequence[str]) -> dict[str, TypeProto]:
-    """Return the types of a session's outputs that are tensors."""
+    """Return the types of those of a session's outputs with these names that are tensors."""
     types = {output.name: _type_of_argument(output) for output in session.get_outputs()}
     return {name: type for name in names if (type := types.get(name)) is not None}
 

@@ -82,7 +82,7 @@ class SessionFactory:
         self._native = session._sess
         # ONNX Runtime keeps the options of the user only in this private attribute.
         self._user_options = session._sess_options_initial
-        self._ort_values: dict[str, tuple[Any, Any]] = {}
+        self._ort_values: dict[str, tuple[Any, Any]] = {}  # by a weight's name, its array and OrtValue
         self._has_custom_ops = any(_is_custom(node) for node in model.proto.graph.node)
 
     def options(self) -> Any:
@@ -147,7 +147,10 @@ class SessionFactory:
             return {}
 
     def _create_session(self, graph: onnx.GraphProto, constants: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """Create a session of a graph; return it with its large weights, which have to outlive it."""
+        """Create a session of a graph; return it with its large weights, which have to outlive it.
+
+        constants: by name; a sparse one is taken from the model, whatever its value here.
+        """
         source = self._model.proto
         proto = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, graph=graph)
         sparse_by_name = {entry.values.name: entry for entry in source.graph.sparse_initializer}

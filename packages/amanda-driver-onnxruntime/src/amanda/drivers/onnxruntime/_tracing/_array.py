@@ -119,7 +119,7 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return record(*args, **kwargs)
 
     def astype(self, dtype: Any, **_: Any) -> TracedArray:
-        """Record a cast to another dtype."""
+        """Record a cast to another dtype; return the array itself for its own."""
         target = np.dtype(dtype)
         if target == self.dtype:
             return self
@@ -189,6 +189,7 @@ class NodeRecorder:
 
     nodes: the recorded nodes, in order.  constants: arrays that they read, by name.
     values: all traced arrays.  prefix: prefix of all names.
+    Raises NotTraceable for an opset below `LEAST_OPSET`.
     """
 
     def __init__(self, prefix: str, opset: int) -> None:
