@@ -131,14 +131,14 @@ class Boundary:
     def _stand_in_for_run(
         self, run: Any, session: Any, output_names: Any, input_feed: Any, run_options: Any = None
     ) -> Any:
-        """Stand-in for `run`: runs the copy; returns arrays."""
+        """Stand-in for `run`: runs the copy, if there is one; returns arrays."""
         results = self._run_copy(run, session, output_names, input_feed, run_options)
         return [as_array(result) for result in results]
 
     def _stand_in_for_run_with_ort_values(
         self, run: Any, session: Any, output_names: Any, input_dict_ort_values: Any, run_options: Any = None
     ) -> Any:
-        """Stand-in for `run_with_ort_values`: runs the copy; returns values of ONNX Runtime."""
+        """Stand-in for `run_with_ort_values`: runs the copy, if any; returns values of ONNX Runtime."""
         results = self._run_copy(run, session, output_names, input_dict_ort_values, run_options)
         return [as_ort_value(result) for result in results]
 
@@ -152,7 +152,7 @@ class Boundary:
         user_data: Any,
         run_options: Any = None,
     ) -> Any:
-        """Stand-in for `run_async`: runs the copy on a new thread, which belongs to the present scope."""
+        """Stand-in for `run_async`: runs the copy, if any, on a new thread, which inherits the scope."""
         activation = interceptor.active()
         if not activation or self._prepare(session, activation.state) is None:
             return run(session, output_names, input_feed, callback, user_data, run_options)

@@ -83,7 +83,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def _read_only(value: Any) -> Any:
-    """Return read-only views of the arrays in a value."""
+    """Return read-only views of the arrays in a value; a value that is neither array nor list as it is."""
     if isinstance(value, list):
         return [_read_only(element) for element in value]
     if not isinstance(value, np.ndarray):

@@ -225,7 +225,10 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return symbol.static_value if self.rewriting.is_for_file else symbol.constant
 
     def store_constant(self, constant: Any) -> Value:
-        """Add an array to the model's constants under a new name; return it as a value."""
+        """Add an array to the model's constants under a new name; return it as a value.
+
+        The model counts as changed then.
+        """
         name = self.rewriting.new_name("constant")
         self.rewriting.constants[name] = constant
         self.rewriting.has_insertions = True

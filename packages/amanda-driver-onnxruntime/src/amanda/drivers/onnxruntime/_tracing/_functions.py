@@ -436,7 +436,10 @@ def argpartition(a: Any, kth: Any, axis: int | None = -1, **options: Any) -> Any
 
 
 def _record_sort(name: str, a: TracedArray, axis: int | None, options: dict[str, Any]) -> list[TracedArray]:
-    """Record a sort, of the flat array where the axis is None; return elements and positions."""
+    """Record a sort, of the flat array where the axis is None; return elements and positions.
+
+    Raises NotTraceable for an axis of unknown extent.
+    """
     # TopK is stable: every kind of sort that NumPy knows may give its result.
     refuse_options(
         name, {option: value for option, value in options.items() if option not in ("kind", "stable")}

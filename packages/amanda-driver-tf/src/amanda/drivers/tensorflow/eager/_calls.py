@@ -230,7 +230,7 @@ def _as_tensor(value: Any, original: Any = None) -> Any:
 
 
 def with_structure_of(structure: Any, tensors: Iterator[Any]) -> Any:
-    """Return the next tensors in the nested lists of `structure`."""
+    """Return the next tensors in the nested lists of `structure`; its tuples become lists."""
     if isinstance(structure, (list, tuple)):
         return [with_structure_of(element, tensors) for element in structure]
     return next(tensors)

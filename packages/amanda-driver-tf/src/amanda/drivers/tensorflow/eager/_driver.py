@@ -49,7 +49,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         return Interception(self, self._tape.run_in_backward_pass)
 
     def attach(self) -> None:
-        """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
+        """Patch the functions by which Python calls ops, tapes, dataset iterators, and calls of modules."""
         self._attached = True
         self._interception.patch(self.patches)
         self._tape.patch(self.patches)

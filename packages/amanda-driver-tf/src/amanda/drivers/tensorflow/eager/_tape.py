@@ -198,7 +198,8 @@ class Tape:
     def _run_backward_op(self, gradient_call: GradientCall, state: State, call: EagerCall) -> Any:
         """Run an op of a gradient function with the routines of its backward points.
 
-        Tools see those of its inputs that were computed from the gradients which the function received.
+        Tools see those of its inputs that were computed from the gradients which the function received.  If
+        there are some, its outputs count as such for later ops of the function.
         """
         mark = gradient_call.mark
         trace = mark.trace
@@ -266,7 +267,10 @@ def _as_list(result: Any) -> Any:
 
 
 def _run_unmarked(run_pass: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass in which no tool has routines, so that its ops run as without tools."""
+    """Run a backward pass in which no tool has routines, so that its ops run as without tools.
+
+    Resets the root of op ids.
+    """
     outer_call, local.gradient_call = local.gradient_call, UNMARKED
     try:
         return run_pass(*args, **kwargs)

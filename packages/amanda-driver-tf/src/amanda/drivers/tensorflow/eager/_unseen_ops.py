@@ -34,7 +34,10 @@ class EarlierTapes:
         self._new_tapes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def patch(self, patches: Patches) -> None:
-        """Collect the tapes that are opened from now on, until `patches` are restored."""
+        """Collect the tapes that are opened from now on, until `patches` are restored.
+
+        Tensors that exist already count as recorded before the scope.
+        """
         # Tensors take their ids from this counter: a smaller id is that of an older tensor.
         self._first_new_uid = ops.uid()
         push = backprop.GradientTape._push_tape
@@ -116,7 +119,7 @@ class Datasets:
         self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def patch(self, patches: Patches) -> None:
-        """Patch the iterators of datasets until `patches` are restored."""
+        """Patch the iterators of datasets until `patches` are restored; present datasets count as earlier."""
         self._first_new_uid = ops.uid()
         self._earlier_iterators.clear()
         for name in ("_create_iterator", "_next_internal"):
@@ -139,7 +142,7 @@ class Datasets:
         return report_earlier
 
     def _reads_earlier_functions(self, iterator: Any) -> bool:
-        """Return True if a dataset with functions, below an iterator, was built before the scope."""
+        """Return True if a dataset with functions, below an iterator, was built before the scope; cached."""
         if iterator not in self._earlier_iterators:
             has_earlier_functions = False
             # From the dataset of the iterator through the datasets that it reads.

@@ -65,7 +65,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         self._boundary = FunctionBoundary(self._find_copy)
 
     def attach(self) -> None:
-        """Patch the calls of functions, and the creation of gradients."""
+        """Patch the calls of functions, the creation of gradients, and the tapes of routines."""
         self._boundary.patch(self.patches)
         record_gradients(self.patches)
         allow_tapes_in_routines(self.patches)

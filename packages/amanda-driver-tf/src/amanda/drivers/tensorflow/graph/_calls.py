@@ -181,7 +181,7 @@ def _call_numbered_functions(
 ) -> str:
     """Make an operation call edited functions that take the execution's number; return the number's ref.
 
-    The functions are added to the library.
+    The functions are added to the library.  Reports jit_compile, which the functions lose.
     """
     body, rewriting = rewriter.body, rewriter.rewriting
     name = body.node_name(op)

@@ -399,7 +399,10 @@ class BodyRewriter(RoutineRewriter):
                 self.refs.redirect(op, i, self._recall(op, saved, dtype_enum(tensor)))
 
     def _recall(self, op: tf.Operation, saved: SavedTensor, dtype: int) -> str:
-        """Return the ref of a saved tensor; add a node ahead of an operation that recalls it, if needed."""
+        """Return the ref of a saved tensor; add a node ahead of an operation that recalls it, if needed.
+
+        Its saved values then live as long as the execution.
+        """
         recall_key = saved, self.body.number_ref_at(op, ahead=True)  # each loop frame needs its own node
         if recall_key not in self._recalled_refs:
             assert saved.key is not None

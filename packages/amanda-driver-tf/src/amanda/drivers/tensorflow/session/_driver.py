@@ -97,7 +97,7 @@ class SessionBoundary:
         self._thread_local = threading.local()
 
     def attach(self, patches: Patches) -> None:
-        """Patch the methods through which sessions run, until `patches` are restored."""
+        """Patch the methods through which sessions run, and tapes, until `patches` are restored."""
         callable_class = BaseSession._Callable
         for holder, name, stand_in in (
             (BaseSession, "_call_tf_sessionrun", self._stand_in_for_run),
