@@ -25,8 +25,9 @@ def computation_of(node: NodeProto, inputs: Side, model: Model) -> Callable[[], 
     """Return a function that creates the computation of a node of a model; None for a node with bodies."""
     if any(attribute.type in (attribute.GRAPH, attribute.GRAPHS) for attribute in node.attribute):
         return None
-    sizes, imports, version = tuple(inputs.sizes), list(model.proto.opset_import), model.proto.ir_version
-    return lambda: Computation(node, sizes, imports, version)
+    sizes = tuple(inputs.sizes)
+    opset_imports, ir_version = list(model.proto.opset_import), model.proto.ir_version
+    return lambda: Computation(node, sizes, opset_imports, ir_version)
 
 
 class Computation:
@@ -84,8 +85,8 @@ def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> 
     arrays = [None if symbol is None else symbol.constant for symbol in inputs]
     if rearrange is None or not arrays or any(array is None for array in arrays):
         return None
-    rearranged = arrays[0]
-    if rearranged is None or rearranged.dtype.type.__module__ != "numpy":  # a dtype that NumPy lacks
+    operand = arrays[0]
+    if operand is None or operand.dtype.type.__module__ != "numpy":  # a dtype that NumPy lacks
         return None
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     array = np.asarray(rearrange(*arrays, **attributes))
@@ -106,8 +107,8 @@ def _reshape(array: Any, shape: Any, allowzero: int = 0) -> Any:
 
 
 def _flatten(array: Any, axis: int = 1) -> Any:
-    split = axis if axis >= 0 else array.ndim + axis
-    return array.reshape(prod(array.shape[:split]), prod(array.shape[split:]))
+    split_axis = axis if axis >= 0 else array.ndim + axis
+    return array.reshape(prod(array.shape[:split_axis]), prod(array.shape[split_axis:]))
 
 
 def _squeeze(array: Any, axes: Any = None) -> Any:

@@ -173,8 +173,10 @@ def _run_loop(
             scan.append(value)
         goes_on = bool(np.asarray(condition).reshape(()))
         round_number += 1
-    stacked = [_stack_rounds(scan, symbol, 0) for scan, symbol in zip(scans, declared_scans, strict=True)]
-    return [*carried_values, *stacked]
+    stacked_scans = [
+        _stack_rounds(scan, symbol, 0) for scan, symbol in zip(scans, declared_scans, strict=True)
+    ]
+    return [*carried_values, *stacked_scans]
 
 
 def _run_scan(

@@ -159,13 +159,13 @@ class Boundary:
 
         def work() -> None:
             """Run the session and call `callback` with the results, or with none and the error's text."""
-            results, status = [], ""
+            results, error_text = [], ""
             try:
                 results = session.run(output_names, input_feed, run_options)
             except Exception as error:
                 # `run_async` hands errors to the callback as text.
-                status = f"{type(error).__name__}: {error}"
-            callback(results, user_data, status)
+                error_text = f"{type(error).__name__}: {error}"
+            callback(results, user_data, error_text)
 
         # A Python thread inherits the scope; the native threads of `run_async` do not.
         threading.Thread(target=work, daemon=True).start()
@@ -176,10 +176,10 @@ class Boundary:
     ) -> Any:
         """Run the copy, or the session if nothing is inserted or, with a report, inputs do not fit."""
         activation = interceptor.active()
-        prepared = self._prepare(session, activation.state) if activation else None
-        if activation is None or prepared is None:
+        copy_and_execution = self._prepare(session, activation.state) if activation else None
+        if activation is None or copy_and_execution is None:
             return run(session, names, feed, options)
-        copy, execution = prepared
+        copy, execution = copy_and_execution
         # ONNX Runtime takes None and an empty list for all outputs.
         output_names = list(names) if names else list(copy.outputs)
         if not copy.fits(output_names, feed):
@@ -281,8 +281,8 @@ def model_of(session: Any) -> Model:
     overridable = [argument.name for argument in session.get_overridable_initializers()]
     # The ORT format has an optimized graph of its own, which the onnx package cannot read.
     if path is not None and (not Path(path).exists() or str(path).endswith(".ort")):
-        state = "in ORT format" if Path(path).exists() else "not there any more"
-        raise CannotInstrument("a session", f"its model {path} is {state}")
+        file_state = "in ORT format" if Path(path).exists() else "not there any more"
+        raise CannotInstrument("a session", f"its model {path} is {file_state}")
     try:
         model = (
             Model.of_file(path, overridable)

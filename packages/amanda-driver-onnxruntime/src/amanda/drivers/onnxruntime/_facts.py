@@ -197,10 +197,10 @@ def _layout(parameters: Sequence[Any], count: int) -> Layout:
     sizes: list[int | None] = []
     for parameter in parameters:
         # Optional values at the end may be left out, and the last parameter may stand for any number.
-        remaining = count - len(sizes)
+        remaining_count = count - len(sizes)
         if parameter.option == OpSchema.FormalParameterOption.Variadic:
-            return Layout((*names, parameter.name), (*sizes, remaining))
-        if remaining <= 0:
+            return Layout((*names, parameter.name), (*sizes, remaining_count))
+        if remaining_count <= 0:
             break
         names.append(parameter.name)
         sizes.append(None)

@@ -53,7 +53,7 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
     source = model if isinstance(model, ModelProto) else _read_with_data(Path(model))
     copy = Model(source)
     copy.infer_types(types_by_onnxruntime)
-    identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in copy.proto.graph.node))
+    model_identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in copy.proto.graph.node))
     with amanda.apply(*tools):
         activation = interceptor.active()
         assert activation is not None
@@ -61,7 +61,11 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
         with interceptor.Suspension():
             analysis = GraphAnalysis(activation.state, OnnxTensorOps())
             rewriting = ModelRewriting(
-                analysis=analysis, namespace=namespace(), is_for_file=True, model=copy, identity=identity
+                analysis=analysis,
+                namespace=namespace(),
+                is_for_file=True,
+                model=copy,
+                identity=model_identity,
             )
             try:
                 rewriting.run()
@@ -137,11 +141,11 @@ class OnnxFile(Artefact):
         """Rewrite the graph, its bodies and its local functions; hold no model if a routine was refused."""
         graph = self._model.proto.graph
         # The ids of ops must not depend on the file's path, nor on its weights.
-        identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
+        model_identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
         file_namespace = Namespace(f"{namespace()}/static")
         rewriting = ModelRewriting(
             analysis=inlining.analysis(OnnxTensorOps()), namespace=file_namespace, is_for_file=True,
-            model=self._model, identity=identity,
+            model=self._model, identity=model_identity,
         )  # fmt: skip
         try:
             rewriting.run()
@@ -310,8 +314,8 @@ def _rename_outputs(
         if name in computed_names and name not in new_name_by_name and name not in outputs:
             new_name_by_name[name] = output
         else:
-            source = new_name_by_name.get(name, name)
-            identities.append(onnx.helper.make_node("Identity", [source], [output]))
+            source_name = new_name_by_name.get(name, name)
+            identities.append(onnx.helper.make_node("Identity", [source_name], [output]))
     return new_name_by_name, identities
 
 

@@ -70,7 +70,8 @@ class OnnxSymbol:
         if self.shape is None:
             return True
         return len(self.shape) == value.ndim and all(
-            expected in (None, extent) for expected, extent in zip(self.shape, value.shape, strict=True)
+            expected_extent in (None, extent)
+            for expected_extent, extent in zip(self.shape, value.shape, strict=True)
         )
 
     @property

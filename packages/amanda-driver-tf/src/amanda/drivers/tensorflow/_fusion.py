@@ -49,11 +49,11 @@ def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
         DriverError: If oneDNN fuses operators; only an environment variable of the process turns that off.
     """
     _check_that_onednn_does_not_fuse()
-    unfused = tf.compat.v1.ConfigProto()
+    unfused_config = tf.compat.v1.ConfigProto()
     if config is not None:
-        unfused.CopyFrom(config)
-    unfused.graph_options.rewrite_options.disable_meta_optimizer = True
-    return unfused
+        unfused_config.CopyFrom(config)
+    unfused_config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return unfused_config
 
 
 def _check_that_onednn_does_not_fuse() -> None:

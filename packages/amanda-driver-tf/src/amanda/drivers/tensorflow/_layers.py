@@ -80,13 +80,13 @@ def _search_attribute_path(outer: Any, inner: Any) -> str:
     Without any: the name of a layer of a functional model, else a private attribute, else "(Type)".
     """
     pending: list[tuple[str, Any]] = [("", outer)]
-    visited: set[int] = {id(outer)}
+    visited_ids: set[int] = {id(outer)}
     while pending:
         path, module = pending.pop(0)
         for name, submodule in _named_submodules(module):
-            if id(submodule) in visited:
+            if id(submodule) in visited_ids:
                 continue
-            visited.add(id(submodule))
+            visited_ids.add(id(submodule))
             submodule_path = f"{path}.{name}" if path else name
             if submodule is inner:
                 return submodule_path

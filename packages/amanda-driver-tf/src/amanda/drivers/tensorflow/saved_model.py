@@ -143,16 +143,18 @@ class SavedModelFolder(Artefact):
         # The name of an added function tells its content, so an equal name is an equal function.
         present_names = {definition.signature.name for definition in library.function}
         library.function.extend(
-            added for name, added in self._added_by_name.items() if name not in present_names
+            added_definition
+            for name, added_definition in self._added_by_name.items()
+            if name not in present_names
         )
         return model
 
 
 def _append_description(path: Path, about: Mapping[str, Any]) -> None:
     """Append a description of the tools to the file that lists those of earlier copies."""
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    earlier_descriptions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"{json.dumps([*earlier, about], indent=1)}\n", encoding="utf-8")
+    path.write_text(f"{json.dumps([*earlier_descriptions, about], indent=1)}\n", encoding="utf-8")
 
 
 def _check_files(path: Path) -> None:
@@ -166,16 +168,16 @@ def _check_files(path: Path) -> None:
 def _read(path: Path) -> Any:
     """Read a SavedModel; raise ArtefactError for a broken one, or one of TensorFlow 1."""
     try:
-        file = loader_impl.parse_saved_model(str(path))
+        saved_model = loader_impl.parse_saved_model(str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ArtefactError(f"{path} is no SavedModel that can be read: {error}") from error
     # SavedModels of TensorFlow 1 have a graph, but no functions that could be edited.
-    if len(file.meta_graphs) != 1 or not file.meta_graphs[0].HasField("object_graph_def"):
+    if len(saved_model.meta_graphs) != 1 or not saved_model.meta_graphs[0].HasField("object_graph_def"):
         raise ArtefactError(
             f"{path} is of TensorFlow 1, a graph without functions: load it and save it as one of TensorFlow "
             "2, m = tf.saved_model.load(path); tf.saved_model.save(m, other, m.signatures)"
         )
-    return file
+    return saved_model
 
 
 def _concrete_names(node: Any) -> Sequence[str]:
@@ -223,8 +225,8 @@ def _content_without_name(definition: Any) -> bytes:
 
 def _rewritten_files(root: Path) -> Callable[[str, list[str]], list[str]]:
     """Return a function for `shutil.copytree` that leaves out the files which are written anew."""
-    rewritten = (_MODEL, _KERAS, _FINGERPRINT)
-    return lambda folder, names: [name for name in names if name in rewritten and Path(folder) == root]
+    rewritten_names = (_MODEL, _KERAS, _FINGERPRINT)
+    return lambda folder, names: [name for name in names if name in rewritten_names and Path(folder) == root]
 
 
 class FunctionLibrary:
@@ -237,9 +239,9 @@ class FunctionLibrary:
         self._graphs: dict[str, Any] = {}
         self._holder = tf.Graph()
         with self._holder.as_default():
-            empty = graph_pb2.GraphDef(versions=graph.versions, library=graph.library)
+            empty_graph_def = graph_pb2.GraphDef(versions=graph.versions, library=graph.library)
             # The import registers the functions with this graph, in which calls of them are looked up.
-            tf.graph_util.import_graph_def(empty, name="")
+            tf.graph_util.import_graph_def(empty_graph_def, name="")
 
     def find(self, name: str) -> RuntimeFunction | None:
         """Return a function with a copy of its definition, which may be edited; None for an unknown name."""

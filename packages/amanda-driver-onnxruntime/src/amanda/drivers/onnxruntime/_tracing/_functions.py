@@ -79,8 +79,8 @@ def clip(a: Any, a_min: Any = None, a_max: Any = None, **kwargs: Any) -> Any:
     """Record values clipped to two bounds, either of which may be None."""
     low, high = kwargs.pop("min", a_min), kwargs.pop("max", a_max)
     refuse_options("clip", kwargs)
-    clipped = a if low is None else np.maximum(a, low)
-    return clipped if high is None else np.minimum(clipped, high)
+    values = a if low is None else np.maximum(a, low)
+    return values if high is None else np.minimum(values, high)
 
 
 @records(np.round, np.around)
@@ -151,18 +151,18 @@ def reshape(a: Any, *shape: Any, **kwargs: Any) -> Any:
 
     Raises NotTraceable for an unknown extent, and for the order of columns.
     """
-    target = shape[0] if shape else None
+    target_shape = shape[0] if shape else None
     # NumPy has called the keyword `newshape` before version 2.1.
-    target = kwargs.pop("newshape", target)
-    target = kwargs.pop("shape", target)
+    target_shape = kwargs.pop("newshape", target_shape)
+    target_shape = kwargs.pop("shape", target_shape)
     _require_row_major("reshape", kwargs.pop("order", "C"))
     kwargs.pop("copy", None)
     refuse_options("reshape", kwargs)
-    extents = [target] if isinstance(target, (int, np.integer)) else list(target)
+    extents = [target_shape] if isinstance(target_shape, (int, np.integer)) else list(target_shape)
     if None in extents:
         raise NotTraceable(f"it reshapes to {extents}, of which some are known as it runs")
-    zeros = {"allowzero": 1} if a.recorder.opset >= 14 else {}  # without it, 0 means "as before"
-    return a.recorder.add("Reshape", a, integers(a.recorder, extents), **zeros)
+    zero_option = {"allowzero": 1} if a.recorder.opset >= 14 else {}  # without it, 0 means "as before"
+    return a.recorder.add("Reshape", a, integers(a.recorder, extents), **zero_option)
 
 
 @records(np.ravel)
@@ -264,16 +264,16 @@ def _record_reduction(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -
     Return the array itself for empty axes.
     """
     recorder = a.recorder
-    keep = int(bool(keepdims) and keepdims is not np._NoValue)
+    keeps_axes = int(bool(keepdims) and keepdims is not np._NoValue)
     if axis is None:
-        return recorder.add(op_type, a, keepdims=keep)
+        return recorder.add(op_type, a, keepdims=keeps_axes)
     axes = [axis] if isinstance(axis, int) else list(axis)
     # Empty axes mean all axes in ONNX, and none in NumPy.
     if not axes:
         return a
     if recorder.opset >= _AXES_ARE_INPUT.get(op_type, _AXES_INPUT_OPSET):
-        return recorder.add(op_type, a, integers(recorder, axes), keepdims=keep)
-    return recorder.add(op_type, a, axes=axes, keepdims=keep)
+        return recorder.add(op_type, a, integers(recorder, axes), keepdims=keeps_axes)
+    return recorder.add(op_type, a, axes=axes, keepdims=keeps_axes)
 
 
 def _register_reduction(op_type: str, *functions: Any) -> None:
@@ -406,8 +406,8 @@ def _record_arg(op_type: str, a: Any, axis: int | None, keepdims: Any) -> Traced
     """Record the positions of extreme elements; of the flat array where the axis is None."""
     if axis is None:
         a, axis = a.reshape(-1), 0
-    keep = int(bool(keepdims) and keepdims is not np._NoValue)
-    result: TracedArray = a.recorder.add(op_type, a, axis=axis, keepdims=keep)
+    keeps_axes = int(bool(keepdims) and keepdims is not np._NoValue)
+    result: TracedArray = a.recorder.add(op_type, a, axis=axis, keepdims=keeps_axes)
     return result
 
 

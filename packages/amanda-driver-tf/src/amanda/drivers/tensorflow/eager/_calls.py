@@ -88,8 +88,10 @@ class EagerCall(Call):
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
         # Gradient functions read types and list lengths from the attributes, which the fast path infers
         # natively.
-        inferred = self.schema.infer_attributes(inputs, attributes)
-        attrs = self.attrs + tuple(entry for name_and_value in inferred.items() for entry in name_and_value)
+        inferred_attributes = self.schema.infer_attributes(inputs, attributes)
+        attrs = self.attrs + tuple(
+            entry for name_and_value in inferred_attributes.items() for entry in name_and_value
+        )
         record_on_tapes(self.schema.type, flatten(inputs), attrs, output_tensors, marking.mark())
         return result
 
@@ -196,8 +198,8 @@ class SlowCall(EagerCall):
         Keeps the caller from recording this op, since the replacement's ops record themselves.
         """
         local.op_is_recorded = True
-        formed = super().in_form_of_result(result)
-        return [] if formed is None else flatten([formed])
+        tensors = super().in_form_of_result(result)
+        return [] if tensors is None else flatten([tensors])
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a flat result as a list of outputs, and a function that makes a list of outputs flat."""

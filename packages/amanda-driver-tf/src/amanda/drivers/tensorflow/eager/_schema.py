@@ -79,15 +79,15 @@ class Schema:
 
         None becomes the default.  Raises TypeError, as TensorFlow does, for a value that has no such form.
         """
-        converted: list[Any] = []
+        converted_attrs: list[Any] = []
         for name, value in self.with_defaults(attrs).items():
             attribute_type = self._type_by_attribute.get(name, "")
             is_list = attribute_type.startswith("list(") and isinstance(value, (list, tuple))
             convert = _CONVERTERS.get(attribute_type.removeprefix("list(").removesuffix(")"))
             if convert is not None:
                 value = [convert(element, name) for element in value] if is_list else convert(value, name)
-            converted += [name, value]
-        return tuple(converted)
+            converted_attrs += [name, value]
+        return tuple(converted_attrs)
 
     def group_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
         """Return flat tensors as the op's inputs, of which each may be a list of tensors."""
@@ -192,17 +192,17 @@ def flatten(values: Sequence[Any]) -> list[Any]:
 
 def _group_tensors(args: Sequence[Any], tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
     """Return flat tensors by argument: a list for an argument whose length is an attribute."""
-    grouped: list[Any] = []
+    grouped_tensors: list[Any] = []
     position = 0
     for arg in args:
         if arg.number_attr or arg.type_list_attr:
             size = attributes[arg.number_attr] if arg.number_attr else len(attributes[arg.type_list_attr])
-            grouped.append(list(tensors[position : position + size]))
+            grouped_tensors.append(list(tensors[position : position + size]))
             position += size
         else:
-            grouped.append(tensors[position])
+            grouped_tensors.append(tensors[position])
             position += 1
-    return grouped
+    return grouped_tensors
 
 
 def _only_output(values: list[Any]) -> Any:

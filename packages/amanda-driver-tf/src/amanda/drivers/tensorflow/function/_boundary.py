@@ -41,14 +41,14 @@ class RegisteredCopy:
         self._vanilla = vanilla
         self.skips_optimizer = is_unfusable(definitions)
         self._handles: list[Any] = []
-        current = context.context()
+        runtime = context.context()
         for definition in definitions:
             self.name = definition.signature.name.encode()
             # A name contains a digest of the content, so a function of that name is the same copy.
-            if not current.has_function(self.name):
-                current.add_function_def(definition)
+            if not runtime.has_function(self.name):
+                runtime.add_function_def(definition)
             # The runtime drops a function with its last AtomicFunction.
-            self._handles.append(atomic_function.AtomicFunction(self.name, current, None))
+            self._handles.append(atomic_function.AtomicFunction(self.name, runtime, None))
 
     def rename_in_error(self, error: Any) -> None:
         """Replace the copy's name in an operation's error by the function's."""
@@ -131,16 +131,16 @@ def call_unoptimized(call: Callable[..., Any], *args: Any) -> Any:
 
     Options of the optimizer that the user has set stay.
     """
-    current = context.context()
-    earlier_options = current.function_call_options
+    runtime = context.context()
+    earlier_options = runtime.function_call_options
     # The options are those of a thread, so calls on other threads keep theirs.
-    current.function_call_options = _options_without_optimizer(
+    runtime.function_call_options = _options_without_optimizer(
         earlier_options.config_proto_serialized, earlier_options.executor_type
     )
     try:
         return call(*args)
     finally:
-        current.function_call_options = earlier_options
+        runtime.function_call_options = earlier_options
 
 
 @lru_cache(maxsize=16)
@@ -171,10 +171,10 @@ def _check_threads(function: Any) -> None:
 @cache
 def _number_of_threads() -> int:
     """Return the number of threads for ops: the configured one, or that of available processors."""
-    requested = tf.config.threading.get_inter_op_parallelism_threads()
-    environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    if requested or (environment.isdigit() and int(environment)):
-        return int(requested or environment)
+    requested_count = tf.config.threading.get_inter_op_parallelism_threads()
+    count_in_environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if requested_count or (count_in_environment.isdigit() and int(count_in_environment)):
+        return int(requested_count or count_in_environment)
     # Containers limit the processors of a process, which TensorFlow counts like this.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -300,7 +300,7 @@ class FunctionBoundary:
         call = context.Context.call_function
 
         @functools.wraps(call)
-        def call_function(current: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
+        def call_function(runtime: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
             """Stand-in for `call_function`: calls the pending copy if the name is its function's.
 
             Raises RoutineError for a call in a routine that would wait for its own thread.
@@ -308,10 +308,10 @@ class FunctionBoundary:
             pending_call = self._thread.pending_call
             _check_threads(name)
             if pending_call is None or pending_call.function_name != name:
-                return call(current, name, tensor_inputs, num_outputs)
+                return call(runtime, name, tensor_inputs, num_outputs)
             # The copy may call functions itself, which are not the pending one.
             self._thread.pending_call = None
-            call_by_name = functools.partial(call, current)
+            call_by_name = functools.partial(call, runtime)
             return _call_copy(
                 call_by_name, pending_call.copy, pending_call.execution, tensor_inputs, num_outputs
             )

@@ -135,10 +135,10 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
 
     def build_runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
         """Register the copy with the runtime; report random ops in it, whose generators start anew."""
-        registered = RegisteredCopy(graph.atomic.name.decode(), rewriting.library)
+        registered_copy = RegisteredCopy(graph.atomic.name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
             rewriting.report_restarted(name)
-        return registered
+        return registered_copy
 
     def _find_copy(
         self, state: State, atomic: Any, args: Sequence[Any], forward_record: ForwardRecord | None
@@ -191,8 +191,8 @@ def _live_variables(graph: Any) -> list[Any]:
 
 def _find_definition(name: str) -> Any:
     """Return the FunctionDef of a function of the runtime; None for an unknown name."""
-    current = context.context()
-    return current.get_function_def(name) if current.has_function(name) else None
+    runtime = context.context()
+    return runtime.get_function_def(name) if runtime.has_function(name) else None
 
 
 _RUNTIME_NAME = re.compile(r"^__(inference|forward|backward)_(.*?)(?:_\d+)*$")

@@ -197,12 +197,12 @@ class TensorFlowRewriting(backend.Rewriting):
         if op_id in facts_by_id:
             return op_id, facts_by_id[op_id]
         if not facts_by_id or op_id is not None:
-            earlier: tuple[int, OpFacts] | None = self.find_earlier_forward(op, op_id)
-            if earlier is not None:
-                earlier_id, earlier_facts = earlier
+            earlier_forward: tuple[int, OpFacts] | None = self.find_earlier_forward(op, op_id)
+            if earlier_forward is not None:
+                earlier_id, earlier_facts = earlier_forward
                 if not facts_by_id or earlier_id == op_id:
                     self.facts_by_id_by_op.setdefault(op, {})[earlier_id] = earlier_facts
-                    return earlier
+                    return earlier_forward
         return next(reversed(facts_by_id.items()), None)
 
 

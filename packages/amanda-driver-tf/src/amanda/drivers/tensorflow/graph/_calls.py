@@ -137,9 +137,9 @@ def _rewrite_callee(
         return None
     forward_id = None if forward is None else body.forward_id(forward)
     # A function that is called at several places has other ids at each.
-    identity = digest(op_id(body, op.name), attribute_name)
+    callee_identity = digest(op_id(body, op.name), attribute_name)
     callee_body = function_body(
-        function, identity, rewriting, arguments.value, arguments.variable, caller=(body, op),
+        function, callee_identity, rewriting, arguments.value, arguments.variable, caller=(body, op),
         enclosing_layers=body.location_of(op).enclosing_layers,
         has_gradients_elsewhere=rewriting.is_differentiated, forward_call=forward,
         forward_graph=rewriting.callee_graphs_by_op.get(forward, {}).get(attribute_name),

@@ -67,7 +67,7 @@ def numbered_copy(
 
 def _nodes_with_routines(rewritten: RewrittenBody) -> list[str]:
     """Return the names of the nodes that call routines, themselves or in functions, each once."""
-    names = [name for inserted in rewritten.inserted_names_by_op.values() for name in inserted]
+    names = [name for inserted_names in rewritten.inserted_names_by_op.values() for name in inserted_names]
     # A call may have been replaced after its functions were edited.
     names += [rewritten.replacement_by_name.get(name, name) for name in rewritten.edited_call_names]
     return list(dict.fromkeys(names))

@@ -151,7 +151,11 @@ def python_value(attribute: Any) -> Any:
     value = getattr(attribute, field_name)
     if field_name == "list":
         # A list has a field for each type of elements.
-        return [_python_scalar(field.name, item) for field, items in value.ListFields() for item in items]
+        return [
+            _python_scalar(field.name, element)
+            for field, elements in value.ListFields()
+            for element in elements
+        ]
     return _python_scalar(field_name, value)
 
 

@@ -132,8 +132,8 @@ class ForwardMap:
         if not _calls_function(op, "__backward_"):
             return None
         for tensor in reversed(op.inputs):
-            captured = self._find_captured(tensor)
-            source = tensor.op if captured is None else captured.op
+            captured_tensor = self._find_captured(tensor)
+            source = tensor.op if captured_tensor is None else captured_tensor.op
             if _calls_function(source, "__forward_"):
                 return source
         return None
@@ -179,8 +179,8 @@ class ForwardMap:
 
     def _captured_key(self, tensor: Any) -> tuple[Any, int]:
         """Return the key of the forward graph's tensor that a placeholder stands for, or of the tensor."""
-        captured = self._find_captured(tensor)
-        return _tensor_key(tensor if captured is None else captured)
+        captured_tensor = self._find_captured(tensor)
+        return _tensor_key(tensor if captured_tensor is None else captured_tensor)
 
     def _forward_by_shared_tensors(self, op: tf.Operation, scope: str) -> tf.Operation | None:
         """Return the operation of a name scope that shares most tensors with a gradient operation, if any."""
@@ -309,11 +309,11 @@ def _patch_symbolic_gradients(patches: Patches) -> None:
     @functools.wraps(create)
     def create_op_internal(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Create an op; record it as a gradient of the op that the thread is differentiating, if any."""
-        created = create(self, *args, **kwargs)
+        created_op = create(self, *args, **kwargs)
         forward = _differentiated.ops[-1] if _differentiated.ops else None
         if forward is not None:  # None also for an op whose graph is gone
-            records.record(created, forward)
-        return created
+            records.record(created_op, forward)
+        return created_op
 
     patches.set(ops.Graph, "_original_op", original_op)
     patches.set(ops.Graph, "_create_op_internal", create_op_internal)

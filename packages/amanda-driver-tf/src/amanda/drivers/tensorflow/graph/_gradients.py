@@ -101,8 +101,8 @@ class GradientEdges:
         that it was computed from: the gradient of a factor is computed from the other factors.
         """
         group = self._group_without_sums(forward)
-        computed = (op.outputs[i] for op in group for i in self.gradient_outputs(op))
-        candidates = [tensor for tensor in computed if self._is_read_outside(tensor, group)]
+        computed_gradients = (op.outputs[i] for op in group for i in self.gradient_outputs(op))
+        candidates = [tensor for tensor in computed_gradients if self._is_read_outside(tensor, group)]
         inputs = {i: tensor for i, tensor in enumerate(forward.inputs) if is_differentiable(tensor)}
         # TensorFlow has no record of which gradient belongs to which input, so pairs are matched greedily,
         # the best score first; equal scores are in the order of the candidates, and then of the inputs.
@@ -166,8 +166,8 @@ class GradientEdges:
 
     def _captured_or_self(self, tensor: Any) -> Any:
         """Return the forward graph's tensor that a placeholder stands for, or the tensor itself."""
-        captured = self._body.find_captured(tensor)
-        return tensor if captured is None else captured
+        captured_tensor = self._body.find_captured(tensor)
+        return tensor if captured_tensor is None else captured_tensor
 
     def _is_read_outside(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
         """Return True if an operation out of a group reads a gradient, or none in the body does."""
@@ -259,8 +259,8 @@ class PassThroughOps:
         """Return the positions of the inputs whose gradient is the output's gradient."""
         positions = _PASS_THROUGH_INPUTS.get(op.type, ())
         has_backward_ops = bool(positions) and op in self._gradient_edges.backward_ops
-        computed = self._gradient_edges.input_gradients(op) if has_backward_ops else {}
-        return [i for i in positions if i not in computed and is_differentiable(op.inputs[i])]
+        gradient_by_position = self._gradient_edges.input_gradients(op) if has_backward_ops else {}
+        return [i for i in positions if i not in gradient_by_position and is_differentiable(op.inputs[i])]
 
     def redirect_gradient(
         self, op: tf.Operation, value: Any, gradient: Any, ref: str, unchanged_ref: str
@@ -277,10 +277,10 @@ class PassThroughOps:
         if not positions or producer in self._gradient_edges.backward_ops:
             return  # the producer's last backward operation continues from there
         self._passed_ops.add(producer)
-        analysed = self._rewriter.find_forward(producer)
-        if analysed is None:
+        id_and_facts = self._rewriter.find_forward(producer)
+        if id_and_facts is None:
             return
-        producer_id, _ = analysed
+        producer_id, _ = id_and_facts
         refs = self._rewriter.pullbacks.insert_at_pass_through(op, producer_id, gradient, ref, positions)
         for i in positions:
             self.redirect_gradient(op, producer.inputs[i], gradient, refs.get(i, ref), unchanged_ref)
@@ -328,8 +328,8 @@ class PassThroughOps:
 
     def _is_in_autodiff(self, op: tf.Operation) -> bool:
         """Return True if routines at an operation take part in autodiff."""
-        analysed = self._rewriter.find_forward(op)
-        return analysed is not None and analysed[0] in self._rewriting.autodiff_places  # by id
+        id_and_facts = self._rewriter.find_forward(op)
+        return id_and_facts is not None and id_and_facts[0] in self._rewriting.autodiff_places  # by id
 
 
 def _consumers(op: tf.Operation) -> Iterator[tf.Operation]:

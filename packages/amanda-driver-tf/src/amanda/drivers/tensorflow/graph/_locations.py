@@ -220,9 +220,9 @@ def _nested_layers(layer: Any) -> Iterator[Any]:
     if isinstance(layer, NamedLayer):
         yield from layer.inner_layers()
         return
-    direct = list(layer._flatten_layers(include_self=False, recursive=False))
-    yield from direct
-    direct_ids = {id(inner) for inner in direct}
+    direct_layers = list(layer._flatten_layers(include_self=False, recursive=False))
+    yield from direct_layers
+    direct_ids = {id(inner) for inner in direct_layers}
     yield from (inner for inner in layer._flatten_layers(include_self=False) if id(inner) not in direct_ids)
 
 

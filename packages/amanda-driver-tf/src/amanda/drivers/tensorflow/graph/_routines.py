@@ -110,7 +110,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return False
         input_positions = inputs.selected_positions([action.select if action.reads else None])
-        foreign_values = [foreign.value for foreign in foreign_inputs]
+        foreign_values = [foreign_input.value for foreign_input in foreign_inputs]
         if not self.insert(
             [action], inputs, input_positions, outputs, output_positions, facts, foreign_values
         ):
@@ -173,9 +173,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         replaced_place = self.rewriting.autodiff_places[facts.op_id][-1]
         # The replacement reads inputs of the replaced operation first, and then the foreign ones.
         own_input_count = len(replaced_place.input_positions) - len(foreign_inputs)
-        for reader_id in dict.fromkeys(foreign.op_id for foreign in foreign_inputs):
+        for reader_id in dict.fromkeys(foreign_input.op_id for foreign_input in foreign_inputs):
             reader_positions = [
-                foreign.position if foreign.op_id == reader_id else _NO_INPUT for foreign in foreign_inputs
+                foreign_input.position if foreign_input.op_id == reader_id else _NO_INPUT
+                for foreign_input in foreign_inputs
             ]
             reader_place = replace(
                 replaced_place, side="reader",

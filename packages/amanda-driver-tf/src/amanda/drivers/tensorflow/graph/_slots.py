@@ -232,9 +232,9 @@ class _PlacedObserver:
         flat: the tensors of the node.  values: those that the observer was called with.
         """
         all_values = self.routine_node.unflatten([flat[i] for i in self.indices])
-        explained = annotate_failure(error, self.action, all_values, values, self.facts)
-        if explained is not None:
-            raise explained from error
+        clearer_error = annotate_failure(error, self.action, all_values, values, self.facts)
+        if clearer_error is not None:
+            raise clearer_error from error
 
 
 class _ObserverGroup:

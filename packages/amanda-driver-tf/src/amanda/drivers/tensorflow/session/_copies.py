@@ -209,9 +209,9 @@ class _FedPlaceholders:
         if not self._feeds:
             return
         for node in nodes:
-            for position, read in enumerate(node.input):
-                edge = GraphSyntax().parse(read)
-                if not read.startswith("^") and (edge.node, edge.index) in self._feeds:
+            for position, text in enumerate(node.input):
+                edge = GraphSyntax().parse(text)
+                if not text.startswith("^") and (edge.node, edge.index) in self._feeds:
                     node.input[position] = self._placeholder_name((edge.node, edge.index))
 
     def _placeholder_name(self, fed: Endpoint) -> str:
