@@ -192,7 +192,10 @@ def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
 
 
 def _layout(parameters: Sequence[Any], count: int) -> Layout:
-    """Return names and lengths of inputs or outputs, with numbers as names of those without a parameter."""
+    """Return names and lengths of inputs or outputs, with numbers as names of those without a parameter.
+
+    A variadic parameter takes all that remain.
+    """
     names: list[str] = []
     sizes: list[int | None] = []
     for parameter in parameters:

@@ -248,7 +248,10 @@ def _only_moves_constants(node: NodeProto) -> bool:
 
 
 def _equal_constants(rewriting: ModelRewriting, graph: GraphProto) -> dict[str, str]:
-    """Return, by a routine's constant, the name of an equal initializer or earlier constant, if any."""
+    """Return, by a routine's constant, the name of an equal initializer or earlier constant, if any.
+
+    Initializers that a run may override, or whose names a body has too, are left out.
+    """
     # Digests of all weights would take long, so only those with the layout of a new constant are compared.
     layouts = {_dtype_and_shape(array) for array in rewriting.constants.values()}
     # A default may be overridden at run time, and a name in a body may hide the constant.

@@ -130,7 +130,10 @@ class Model:
                 self._infer_in_bodies(body, types, other_types)
 
     def _model_of_body(self, body: GraphProto, types: Mapping[str, TypeProto]) -> ModelProto:
-        """Return a model of a body, whose inputs include the values that it reads of graphs around."""
+        """Return a model of a body, without outputs.
+
+        Values that it reads of graphs around are inputs, or initializers.
+        """
         model = ModelProto(ir_version=self.proto.ir_version, opset_import=self.proto.opset_import)
         model.graph.name = "body"
         model.graph.node.extend(body.node)
@@ -159,7 +162,10 @@ class Model:
         return OnnxSymbol(name, type, constant, root=name)
 
     def _copy_without_values(self, proto: ModelProto, folder: str) -> ModelProto:
-        """Copy a model; move the values of its initializers into `constants`."""
+        """Copy a model, without large values; store the values of all its initializers in `constants`.
+
+        Negative extents are cleared.
+        """
         model = ModelProto()
         model.CopyFrom(proto)
         forget_negative_extents(model.graph)

@@ -174,7 +174,10 @@ class OnnxRewriter(Rewriter[NamedNode]):
             result.compute = partial(_compute_from_static, create_computation, list(inputs.symbols))
 
     def rewrite_inner_graphs(self, node: NamedNode, replaced: bool) -> None:
-        """Rewrite the bodies of a node; Python runs the node if a routine in them runs as Python."""
+        """Rewrite the bodies of a node; Python runs the node if a routine in them runs as Python.
+
+        No effect for a replaced node.
+        """
         if replaced:
             return
         copied_node = self._copied_node

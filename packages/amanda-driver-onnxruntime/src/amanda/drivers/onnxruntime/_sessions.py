@@ -56,7 +56,10 @@ class PartSession:
         self._weights = tuple(weights)
 
     def run(self, values: Mapping[str, Any], options: Any) -> dict[str, Any]:
-        """Run the session on values by name; return its outputs by name."""
+        """Run the session on values by name; return its outputs by name.
+
+        Values of dtypes that NumPy lacks pass in wider ones.
+        """
         feed = {}
         for name, (session_name, dtype) in self._inputs.items():
             value = as_array(values[name])

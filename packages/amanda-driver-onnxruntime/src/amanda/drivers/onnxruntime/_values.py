@@ -61,7 +61,7 @@ class OnnxSymbol:
         return OnnxSymbol(name, tensor_type(self.dtype, None))
 
     def admits(self, value: Any) -> bool:
-        """Return True if a fed value agrees with what is known of the dtype and shape."""
+        """Return True if a fed value agrees with the known dtype and shape; text admits any dtype."""
         if self.dtype is None:
             return True
         # Strings come as NumPy objects, text or bytes.

@@ -288,7 +288,7 @@ def _stand_in_for_recompute_grad(original: Callable[..., Any]) -> Callable[..., 
 
         @functools.wraps(f)
         def call_recomputed(*args: Any, **kwargs: Any) -> Any:
-            """Call the function, whose backward pass calls it again with the same ids of ops."""
+            """Call the function; in a scope, its backward pass calls it again with the same ids of ops."""
             # Decided at each call: a function may be wrapped long before a scope opens.
             if interceptor.active() is None:
                 return original(f)(*args, **kwargs)

@@ -434,7 +434,10 @@ def _call_copy(
     call: Callable[..., Any], copy: RegisteredCopy, execution: Execution, args: Sequence[Any],
     output_count: int,
 ) -> Any:  # fmt: skip
-    """Call a copy by `call`, with the execution's number as last argument; errors name the function."""
+    """Call a copy by `call`, with the execution's number as last argument; errors name the function.
+
+    The graph optimizer is left out for a copy that skips it.
+    """
     # The constructor is faster than `tf.constant`.
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
     arguments = copy.name, [*args, number], output_count

@@ -272,7 +272,7 @@ class BodyRewriter(RoutineRewriter):
     def _record_reads_by_position(
         self, op: tf.Operation, id_of_op: int, edges: list[Edge], inputs: Side, edge: Edge
     ) -> None:
-        """Record what gradient operations read for the tensor `edge`, several inputs, by position."""
+        """Record by position what gradient operations read for the tensor `edge`, which is several inputs."""
         positions = [i for i, read_edge in enumerate(edges) if read_edge == edge]
         changed_positions = inputs.replaced_positions()
         self.refs.gradient_reads_by_input[self.body.node_name(op), edge] = {
@@ -420,7 +420,10 @@ class BodyRewriter(RoutineRewriter):
         return self.body.nodes[self.body.node_name(op)]
 
     def _write_inputs(self) -> None:
-        """Write the present refs into all nodes, with control inputs for the nodes ahead of them."""
+        """Write the present refs into all nodes, with control inputs for the nodes ahead of them.
+
+        Calls of edited functions get the number as last input.
+        """
         for name, node in self.body.nodes.items():
             if name in self.replacement_by_name:
                 continue

@@ -239,7 +239,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def write_call(
         self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Add a node that calls routines in Python; observers share nodes with those of other operations."""
+        """Add a node that calls routines in Python; return its results.
+
+        Observers, which have none, share nodes with those of other operations.
+        """
         assert isinstance(insertion, RoutineNode)
         op, refs = op_side(side).op, [value.ref for value in inputs]
         input_symbols = [value.symbol for value in inputs]

@@ -199,7 +199,10 @@ class SessionBoundary:
         return handle
 
     def _stand_in_for_partial_run(self, run: Any, session: Any, handle: Any, feeds: Any, fetches: Any) -> Any:
-        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run, if it was set up in a scope."""
+        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run, if it was set up in a scope.
+
+        A part that fails, or fetches the last tensors, ends the execution.
+        """
         partial_run = self._partial_runs_by_session.get(session, {}).get(handle)
         if partial_run is None:
             return run(session, handle, feeds, fetches)

@@ -86,7 +86,10 @@ def _digest(nodes: Iterable[Any], functions: Iterable[Any], result_names: Iterab
 def _import_nodes(
     session: Any, nodes: Sequence[Any], functions: Sequence[Any], result_names: Collection[str]
 ) -> HiddenImport:
-    """Import nodes into a session's C graph, hidden from Python; raise OpError if TensorFlow refuses them."""
+    """Import nodes into a session's C graph, hidden from Python.
+
+    Raises OpError if TensorFlow refuses them in a scratch graph, which comes first.
+    """
     graph = session.graph
     prefix = f"{PREFIX}{next(_numbers)}/"
     graph_def, tensors_read, ops_awaited = _hide_names(nodes, prefix)
@@ -180,7 +183,7 @@ def _placeholder_for(name: str, op: Any, index: str) -> Any:
 
 
 def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:
-    """Return nodes under hidden names, the tensors of others that they read, and ops that they wait for."""
+    """Return a GraphDef of nodes under hidden names; other nodes' tensors read, and operations waited for."""
     names = {node.name for node in nodes}
     tensors_read: set[tuple[str, int]] = set()
     ops_awaited: set[str] = set()
@@ -230,7 +233,10 @@ def is_hidden(name: str) -> bool:
 
 
 def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
-    """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call."""
+    """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call.
+
+    Later nodes are hidden, too.
+    """
     # The first call replaces two methods of the graph, and leaves the names at one of them for later calls.
     hidden_names = getattr(graph._as_graph_def, "functions", None)
     if hidden_names is not None:
