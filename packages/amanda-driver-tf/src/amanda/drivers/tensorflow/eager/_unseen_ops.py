@@ -116,12 +116,12 @@ class Datasets:
 
     def __init__(self) -> None:
         self._first_new_uid = 0
-        self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._is_earlier_by_iterator: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def patch(self, patches: Patches) -> None:
         """Patch the iterators of datasets until `patches` are restored; present datasets count as earlier."""
         self._first_new_uid = ops.uid()
-        self._earlier_iterators.clear()
+        self._is_earlier_by_iterator.clear()
         for name in ("_create_iterator", "_next_internal"):
             patches.set(iterator_ops.OwnedIterator, name, self._stand_in_for(name))
 
@@ -143,7 +143,7 @@ class Datasets:
 
     def _reads_earlier_functions(self, iterator: Any) -> bool:
         """Return True if a dataset with functions, below an iterator, was built before the scope; cached."""
-        if iterator not in self._earlier_iterators:
+        if iterator not in self._is_earlier_by_iterator:
             has_earlier_functions = False
             # From the dataset of the iterator through the datasets that it reads.
             datasets = [getattr(iterator, "_dataset", None)]
@@ -158,5 +158,5 @@ class Datasets:
                     and isinstance(variant, EagerTensor)
                     and variant._id < self._first_new_uid
                 )
-            self._earlier_iterators[iterator] = has_earlier_functions
-        return self._earlier_iterators[iterator]
+            self._is_earlier_by_iterator[iterator] = has_earlier_functions
+        return self._is_earlier_by_iterator[iterator]

@@ -123,8 +123,8 @@ class GradientEdges:
         """Return as which input of the forward operation a backward operation reads a tensor.
 
         index: of the backward operation's input.  positions: the forward operation's inputs that are this
-        tensor.  Who reads the tensor as often as the forward operation reads them in order; who computes the
-        gradient of one of them reads another, as in a product.
+        tensor.  An operation that reads the tensor as often as the forward operation does reads these inputs
+        in order; an operation that computes the gradient of one input reads another, as in a product.
         """
         tensor = self._captured_or_self(op.inputs[index])
         read_indices = [
