@@ -212,13 +212,16 @@ def _is_custom(node: NodeProto) -> bool:
 
 
 def passed_values(names: Sequence[str], symbol: Callable[[str], OnnxSymbol]) -> PassedValues:
-    """Return how values pass into a session, or out of it, by their names in the whole model."""
-    values = {}
+    """Return how values pass into a session, or out of it, by their names in the whole model.
+
+    A value of a dtype that NumPy lacks passes under another name.
+    """
+    value_by_name = {}
     for name in names:
         dtype = symbol(name).dtype
         is_known_to_numpy = dtype is None or dtype.type.__module__ == "numpy"
-        values[name] = PassedValue(name, None) if is_known_to_numpy else PassedValue(f"{name}/passed", dtype)
-    return values
+        value_by_name[name] = PassedValue(name, None) if is_known_to_numpy else PassedValue(f"{name}/passed", dtype)
+    return value_by_name
 
 
 def carrier_dtype(dtype: Any) -> Any:

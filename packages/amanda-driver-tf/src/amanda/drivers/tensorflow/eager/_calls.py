@@ -304,8 +304,8 @@ class VariableTable:
 
     def record_read(self, tensor: Any, variable: Variable) -> None:
         """Record the variable that a tensor was read from, until the tensor dies."""
-        tensor_id, reads = tensor._id, self.reads_by_id
-        reads[tensor_id] = weakref.ref(tensor, lambda _: reads.pop(tensor_id, None)), variable
+        tensor_id, reads_by_id = tensor._id, self.reads_by_id
+        reads_by_id[tensor_id] = weakref.ref(tensor, lambda _: reads_by_id.pop(tensor_id, None)), variable
 
 
 _RESOURCE = 20  # DT_RESOURCE

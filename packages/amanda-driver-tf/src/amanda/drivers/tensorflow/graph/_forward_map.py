@@ -183,8 +183,11 @@ class ForwardMap:
         return _tensor_key(tensor if captured_tensor is None else captured_tensor)
 
     def _forward_by_shared_tensors(self, op: tf.Operation, scope: str) -> tf.Operation | None:
-        """Return the operation of a name scope that shares most tensors with a gradient operation, if any."""
-        reads = {self._captured_key(tensor) for tensor in op.inputs}
+        """Return the operation of a name scope that shares most tensors with a gradient operation, if any.
+
+        A type with which the gradient operation's begins counts for more than a tensor.
+        """
+        keys_read = {self._captured_key(tensor) for tensor in op.inputs}
         best_score, best_candidate = 1, None
         position = self._position_by_op[op]
         for candidate in self._ops_in_scope(scope):
@@ -195,7 +198,7 @@ class ForwardMap:
             ):
                 continue
             share_count = sum(
-                _tensor_key(tensor) in reads for tensor in (*candidate.inputs, *candidate.outputs)
+                _tensor_key(tensor) in keys_read for tensor in (*candidate.inputs, *candidate.outputs)
             )
             # "Conv2DBackpropInput" begins with the type of its forward op, which says more than a shared
             # tensor.
