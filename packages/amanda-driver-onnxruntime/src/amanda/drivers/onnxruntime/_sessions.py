@@ -220,7 +220,9 @@ def passed_values(names: Sequence[str], symbol: Callable[[str], OnnxSymbol]) -> 
     for name in names:
         dtype = symbol(name).dtype
         is_known_to_numpy = dtype is None or dtype.type.__module__ == "numpy"
-        value_by_name[name] = PassedValue(name, None) if is_known_to_numpy else PassedValue(f"{name}/passed", dtype)
+        value_by_name[name] = (
+            PassedValue(name, None) if is_known_to_numpy else PassedValue(f"{name}/passed", dtype)
+        )
     return value_by_name
 
 
