@@ -25,12 +25,13 @@ def computation_of(node: NodeProto, inputs: Side, model: Model) -> Callable[[], 
     """Return a function that creates the computation of a node of a model; None for a node with bodies."""
     if any(attribute.type in (attribute.GRAPH, attribute.GRAPHS) for attribute in node.attribute):
         return None
-    sizes, imports, version = tuple(inputs.sizes), list(model.proto.opset_import), model.proto.ir_version
-    return lambda: Computation(node, sizes, imports, version)
+    sizes = tuple(inputs.sizes)
+    opset_imports, ir_version = list(model.proto.opset_import), model.proto.ir_version
+    return lambda: Computation(node, sizes, opset_imports, ir_version)
 
 
 class Computation:
-    """Runs a node on inputs in the order of its schema, in a session for each combination of dtypes."""
+    """Runs a node on inputs in the order of its schema, in a session on the CPU for each set of dtypes."""
 
     def __init__(
         self, node: NodeProto, sizes: Sequence[int | None], imports: Sequence[Any], ir_version: int
@@ -41,7 +42,10 @@ class Computation:
         self._sessions: dict[Any, Any] = {}
 
     def __call__(self, inputs: Sequence[Any]) -> Any:
-        """Return the node's output as an array, or several outputs as a list."""
+        """Return the node's output as an array, or several outputs as a list.
+
+        inputs: a list for a variadic input, None for an optional one that is left out.
+        """
         flat: list[Any] = []
         for value in inputs:
             flat += value if isinstance(value, (list, tuple)) else [value]
@@ -73,17 +77,19 @@ class Computation:
 
 
 def rearrange_constant(node: NodeProto, inputs: Sequence[OnnxSymbol | None]) -> Array | None:
-    """Return the read-only result of a node that only rearranges a constant; None for other nodes."""
+    """Return the read-only result of a node that only rearranges a constant; None for other nodes.
+
+    None also for a dtype that NumPy lacks.  The result may be a view of the constant.
+    """
     rearrange = REARRANGEMENTS.get(node.op_type) if node.domain in ("", "ai.onnx") else None
     arrays = [None if symbol is None else symbol.constant for symbol in inputs]
     if rearrange is None or not arrays or any(array is None for array in arrays):
         return None
-    rearranged = arrays[0]
-    if rearranged is None or rearranged.dtype.type.__module__ != "numpy":  # a dtype that NumPy lacks
+    operand = arrays[0]
+    if operand is None or operand.dtype.type.__module__ != "numpy":  # a dtype that NumPy lacks
         return None
     attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
     array = np.asarray(rearrange(*arrays, **attributes))
-    # The result may be a view of a weight.
     array.flags.writeable = False
     return array
 
@@ -101,8 +107,8 @@ def _reshape(array: Any, shape: Any, allowzero: int = 0) -> Any:
 
 
 def _flatten(array: Any, axis: int = 1) -> Any:
-    split = axis if axis >= 0 else array.ndim + axis
-    return array.reshape(prod(array.shape[:split]), prod(array.shape[split:]))
+    split_axis = axis if axis >= 0 else array.ndim + axis
+    return array.reshape(prod(array.shape[:split_axis]), prod(array.shape[split_axis:]))
 
 
 def _squeeze(array: Any, axes: Any = None) -> Any:

@@ -65,6 +65,7 @@ class ControlFlowNode:
     """A node of control flow that Python runs.
 
     node: the node with rewritten inputs.  bodies: by the name of their attribute.
+    waits_for: as of a `RoutineCall`; the node waits for nothing but what it reads.
     """
 
     node: NodeProto
@@ -153,26 +154,29 @@ def _run_loop(
 ) -> list[Any]:
     """Run rounds while the condition holds, up to the limit; return carried values and stacked scans."""
     body, run_body = flow.bodies["body"], run_body_of("body")
-    limit, condition, *carried = inputs  # the first two are None where they are left out
+    limit, condition, *carried_values = inputs  # the first two are None where they are left out
     # ONNX allows scalars and tensors with one element for both.
     limit_rounds = np.inf if limit is None else int(np.asarray(limit).reshape(()))
     goes_on = True if condition is None else bool(np.asarray(condition).reshape(()))
     # The session of the body refuses an input of another rank than the body declares.
     make_round_number, make_condition = (_scalar_maker(symbol) for symbol in body.inputs[:2])
     # The body returns the condition, the carried values, and the values of this round that are stacked.
-    declared_scans = body.declared[1 + len(carried) :]
+    carried_count = len(carried_values)
+    declared_scans = body.declared[1 + carried_count :]
     scans: list[list[Any]] = [[] for _ in declared_scans]
     round_number = 0
     while goes_on and round_number < limit_rounds:
         number, flag = make_round_number(round_number, np.int64), make_condition(goes_on, np.bool_)
-        condition, *results = run_body([number, flag, *carried], (round_number,))
-        carried, round_scans = results[: len(carried)], results[len(carried) :]
+        condition, *results = run_body([number, flag, *carried_values], (round_number,))
+        carried_values, round_scans = results[:carried_count], results[carried_count:]
         for scan, value in zip(scans, round_scans, strict=True):
             scan.append(value)
         goes_on = bool(np.asarray(condition).reshape(()))
         round_number += 1
-    stacked = [_stack_rounds(scan, symbol, 0) for scan, symbol in zip(scans, declared_scans, strict=True)]
-    return [*carried, *stacked]
+    stacked_scans = [
+        _stack_rounds(scan, symbol, 0) for scan, symbol in zip(scans, declared_scans, strict=True)
+    ]
+    return [*carried_values, *stacked_scans]
 
 
 def _run_scan(
@@ -184,17 +188,17 @@ def _run_scan(
     """Run a round for each slice of the scanned inputs; return the state and the stacked scan outputs."""
     body, run_body = flow.bodies["body"], run_body_of("body")
     scan_count = int(attributes["num_scan_inputs"])
-    state, scanned = list(inputs[: len(inputs) - scan_count]), inputs[len(inputs) - scan_count :]
+    state, scanned_inputs = list(inputs[: len(inputs) - scan_count]), inputs[len(inputs) - scan_count :]
     declared_scans = body.declared[len(state) :]
     axes = attributes.get("scan_input_axes") or [0] * scan_count
     directions = attributes.get("scan_input_directions") or [0] * scan_count  # 1 scans from the last slice
     scans: list[list[Any]] = [[] for _ in declared_scans]
-    length = scanned[0].shape[axes[0]]
+    length = scanned_inputs[0].shape[axes[0]]
     for round_number in range(length):
         positions = [length - 1 - round_number if is_reverse else round_number for is_reverse in directions]
         slices = [
             np.ascontiguousarray(np.take(value, position, axis))
-            for value, position, axis in zip(scanned, positions, axes, strict=True)
+            for value, position, axis in zip(scanned_inputs, positions, axes, strict=True)
         ]
         results = run_body([*state, *slices], (round_number,))
         state, round_scans = results[: len(state)], results[len(state) :]
@@ -225,6 +229,7 @@ def _run_sequence_map(
     return list(sequences)
 
 
+# All have one signature, of which some read a part: Scan alone has attributes besides its body.
 _RUNNERS = {"If": _run_if, "Loop": _run_loop, "Scan": _run_scan, "SequenceMap": _run_sequence_map}
 
 

@@ -74,7 +74,10 @@ class OnnxRuntimeDriver(GraphDriver[ModelRewriting, "ModelCopy"]):
         return SelfTestProgram(compute_tanh, "Tanh")
 
     def rewrite(self, graph: Any, analysis: GraphAnalysis) -> ModelRewriting:
-        """Rewrite the model of the session `graph`; raise CannotInstrument if the model cannot be read."""
+        """Rewrite the model of the session `graph`; raise CannotInstrument if the model cannot be read.
+
+        The model is read once.
+        """
         # A model that cannot be read is remembered by its error, so that it is not read at each run.
         model_or_error = self._models_or_errors.get(graph)
         if model_or_error is None:
@@ -128,14 +131,14 @@ class Boundary:
     def _stand_in_for_run(
         self, run: Any, session: Any, output_names: Any, input_feed: Any, run_options: Any = None
     ) -> Any:
-        """Stand-in for `run`: runs the copy; returns arrays."""
+        """Stand-in for `run`: runs the copy, if there is one; returns arrays."""
         results = self._run_copy(run, session, output_names, input_feed, run_options)
         return [as_array(result) for result in results]
 
     def _stand_in_for_run_with_ort_values(
         self, run: Any, session: Any, output_names: Any, input_dict_ort_values: Any, run_options: Any = None
     ) -> Any:
-        """Stand-in for `run_with_ort_values`: runs the copy; returns values of ONNX Runtime."""
+        """Stand-in for `run_with_ort_values`: runs the copy, if any; returns values of ONNX Runtime."""
         results = self._run_copy(run, session, output_names, input_dict_ort_values, run_options)
         return [as_ort_value(result) for result in results]
 
@@ -149,20 +152,20 @@ class Boundary:
         user_data: Any,
         run_options: Any = None,
     ) -> Any:
-        """Stand-in for `run_async`: runs the copy on a new thread, which belongs to the present scope."""
+        """Stand-in for `run_async`: runs the copy, if any, on a new thread, which inherits the scope."""
         activation = interceptor.active()
         if not activation or self._prepare(session, activation.state) is None:
             return run(session, output_names, input_feed, callback, user_data, run_options)
 
         def work() -> None:
             """Run the session and call `callback` with the results, or with none and the error's text."""
-            results, status = [], ""
+            results, error_text = [], ""
             try:
                 results = session.run(output_names, input_feed, run_options)
             except Exception as error:
                 # `run_async` hands errors to the callback as text.
-                status = f"{type(error).__name__}: {error}"
-            callback(results, user_data, status)
+                error_text = f"{type(error).__name__}: {error}"
+            callback(results, user_data, error_text)
 
         # A Python thread inherits the scope; the native threads of `run_async` do not.
         threading.Thread(target=work, daemon=True).start()
@@ -173,10 +176,10 @@ class Boundary:
     ) -> Any:
         """Run the copy, or the session if nothing is inserted or, with a report, inputs do not fit."""
         activation = interceptor.active()
-        prepared = self._prepare(session, activation.state) if activation else None
-        if activation is None or prepared is None:
+        copy_and_execution = self._prepare(session, activation.state) if activation else None
+        if activation is None or copy_and_execution is None:
             return run(session, names, feed, options)
-        copy, execution = prepared
+        copy, execution = copy_and_execution
         # ONNX Runtime takes None and an empty list for all outputs.
         output_names = list(names) if names else list(copy.outputs)
         if not copy.fits(output_names, feed):
@@ -214,7 +217,8 @@ _RANDOM_OPS = (
 class ModelCopy:
     """The instrumented copy of a session's model: routines, and sessions for the nodes between them.
 
-    Raises CannotInstrument where ONNX Runtime refuses the copy.
+    Creation reports random ops, which start anew.  Raises CannotInstrument where ONNX Runtime refuses the
+    copy.
     """
 
     def __init__(self, session: Any, rewriting: ModelRewriting) -> None:
@@ -224,18 +228,18 @@ class ModelCopy:
             if node.op_type in _RANDOM_OPS:
                 rewriting.report_restarted(node.name or node.op_type)
         constants = {**model.constants, **rewriting.constants}
-        sparse = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
+        sparse_names = [tensor.values.name for tensor in model.proto.graph.sparse_initializer]
         # A run may override a default, so no session may hold it as a constant.
-        constant_names = {*constants, *sparse} - model.overridable
+        constant_names = {*constants, *sparse_names} - model.overridable
         self.outputs = {name: rewriting.renamed.get(name, name) for name in model.outputs}
-        fetched = set(self.outputs.values())
+        fetched_names = set(self.outputs.values())
         try:
             self._runner = GraphRunner(
                 SessionFactory(session, model),
                 rewriting.items,
                 constants,
                 constant_names,
-                fetched,
+                fetched_names,
                 symbol,
                 rewriting.may_change_shapes,
             )
@@ -244,7 +248,7 @@ class ModelCopy:
         self._inputs: dict[str, OnnxSymbol] = {
             name: symbol(name) for name in (*model.inputs, *model.overridable)
         }
-        self._defaults = {name: constants[name] for name in model.overridable}
+        self._default_by_input = {name: constants[name] for name in model.overridable}
 
     def fits(self, output_names: Sequence[str], feed: Mapping[str, Any]) -> bool:
         """Return True if the copy can run for these outputs and inputs.
@@ -254,14 +258,16 @@ class ModelCopy:
         """
         if not (set(output_names) <= self.outputs.keys() and feed.keys() <= self._inputs.keys()):
             return False
-        missing = self._inputs.keys() - feed.keys() - self._defaults.keys()
-        return not missing and all(self._inputs[name].admits(as_array(value)) for name, value in feed.items())
+        missing_names = self._inputs.keys() - feed.keys() - self._default_by_input.keys()
+        return not missing_names and all(
+            self._inputs[name].admits(as_array(value)) for name, value in feed.items()
+        )
 
     def run(
         self, execution: Execution, names: Sequence[str], feed: Mapping[str, Any], options: Any
     ) -> list[Any]:
         """Run the copy; return the outputs of these names."""
-        values = {**self._defaults, **feed}
+        values = {**self._default_by_input, **feed}
         with execution.running():
             return self._runner.run(execution, values, [self.outputs[name] for name in names], options)
 
@@ -275,8 +281,8 @@ def model_of(session: Any) -> Model:
     overridable = [argument.name for argument in session.get_overridable_initializers()]
     # The ORT format has an optimized graph of its own, which the onnx package cannot read.
     if path is not None and (not Path(path).exists() or str(path).endswith(".ort")):
-        state = "in ORT format" if Path(path).exists() else "not there any more"
-        raise CannotInstrument("a session", f"its model {path} is {state}")
+        file_state = "in ORT format" if Path(path).exists() else "not there any more"
+        raise CannotInstrument("a session", f"its model {path} is {file_state}")
     try:
         model = (
             Model.of_file(path, overridable)

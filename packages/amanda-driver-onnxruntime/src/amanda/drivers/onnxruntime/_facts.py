@@ -68,7 +68,10 @@ def facts_of(
     graph: Hashable,
     original: Callable[[], Any] | None,
 ) -> OpFacts:
-    """Return the facts of a node.  names: of its inputs.  graph: the identity of its graph."""
+    """Return the facts of a node.  names: of its inputs.  graph: the identity of its graph.
+
+    original: creates a function that computes the node; None for a node with bodies.
+    """
     metadata = {entry.key: entry.value for entry in node.metadata_props}
     operation = OnnxOperation(node, name, graph)
     roots = (symbol.root for symbol in inputs.symbols if symbol is not None)
@@ -109,7 +112,10 @@ def scope_of(name: str, metadata: Mapping[str, str]) -> str:
 
 
 def source_of(metadata: Mapping[str, str]) -> str:
-    """Return "file:line" of the innermost user's line in an exporter's metadata; "" if there is none."""
+    """Return "file:line" of the innermost user's line in an exporter's metadata; "" if there is none.
+
+    Among lines of PyTorch alone, the innermost of these.
+    """
     frames = _FRAME.findall(metadata.get("pkg.torch.onnx.stack_trace", ""))
     # torch.onnx writes the whole stack, with PyTorch's own frames innermost.
     user_frames = [(file, line) for file, line in frames if not _FRAMEWORK.search(file)]
@@ -186,15 +192,18 @@ def schema_of(op_type: str, domain: str, version: int) -> OpSchema | None:
 
 
 def _layout(parameters: Sequence[Any], count: int) -> Layout:
-    """Return names and lengths of inputs or outputs, with numbers as names of those without a parameter."""
+    """Return names and lengths of inputs or outputs, with numbers as names of those without a parameter.
+
+    A variadic parameter takes all that remain.
+    """
     names: list[str] = []
     sizes: list[int | None] = []
     for parameter in parameters:
         # Optional values at the end may be left out, and the last parameter may stand for any number.
-        remaining = count - len(sizes)
+        remaining_count = count - len(sizes)
         if parameter.option == OpSchema.FormalParameterOption.Variadic:
-            return Layout((*names, parameter.name), (*sizes, remaining))
-        if remaining <= 0:
+            return Layout((*names, parameter.name), (*sizes, remaining_count))
+        if remaining_count <= 0:
             break
         names.append(parameter.name)
         sizes.append(None)

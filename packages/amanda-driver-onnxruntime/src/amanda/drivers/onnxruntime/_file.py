@@ -53,7 +53,7 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
     source = model if isinstance(model, ModelProto) else _read_with_data(Path(model))
     copy = Model(source)
     copy.infer_types(types_by_onnxruntime)
-    identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in copy.proto.graph.node))
+    model_identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in copy.proto.graph.node))
     with amanda.apply(*tools):
         activation = interceptor.active()
         assert activation is not None
@@ -61,7 +61,11 @@ def instrument(model: ModelProto | File, *tools: amanda.Tool) -> ModelProto:
         with interceptor.Suspension():
             analysis = GraphAnalysis(activation.state, OnnxTensorOps())
             rewriting = ModelRewriting(
-                analysis=analysis, namespace=namespace(), is_for_file=True, model=copy, identity=identity
+                analysis=analysis,
+                namespace=namespace(),
+                is_for_file=True,
+                model=copy,
+                identity=model_identity,
             )
             try:
                 rewriting.run()
@@ -110,7 +114,7 @@ class OnnxFile(Artefact):
     """An ONNX model, with its external data.
 
     Opsets, metadata, names of inputs and outputs, and nodes without routines are kept. The result of a
-    routine on initializers is stored instead of these.
+    routine on initializers is stored instead of these. Raises ArtefactError for a file that is no such model.
     """
 
     api = 2
@@ -137,11 +141,11 @@ class OnnxFile(Artefact):
         """Rewrite the graph, its bodies and its local functions; hold no model if a routine was refused."""
         graph = self._model.proto.graph
         # The ids of ops must not depend on the file's path, nor on its weights.
-        identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
+        model_identity = digest("onnx", *(f"{node.op_type} {node.name}" for node in graph.node))
         file_namespace = Namespace(f"{namespace()}/static")
         rewriting = ModelRewriting(
             analysis=inlining.analysis(OnnxTensorOps()), namespace=file_namespace, is_for_file=True,
-            model=self._model, identity=identity,
+            model=self._model, identity=model_identity,
         )  # fmt: skip
         try:
             rewriting.run()
@@ -151,7 +155,10 @@ class OnnxFile(Artefact):
         self._instrumented = None if rewriting.refused else write_model(self._source, rewriting)
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write the model, with external data in one file if the source has external data, or large data."""
+        """Write the model, with external data in one file if the source has external data, or large data.
+
+        about: a description of the tools, which is added to those in the model's metadata.
+        """
         assert self._instrumented is not None
         _append_description(self._instrumented, about)
         # The values are copied into the new file or its data file: a copy must not refer to the source's
@@ -179,7 +186,10 @@ _INPUTS_ARE_APART = 4
 
 
 def write_model(source: ModelProto, rewriting: ModelRewriting) -> ModelProto:
-    """Return the rewritten model, in which values of `source` keep their names."""
+    """Return the rewritten model, in which values of `source` keep their names.
+
+    Local functions are inlined, and constants that nothing reads are left out.
+    """
     # The source, not the rewriting's model, since that lacks the large values.
     model = inliner.inline_local_functions(source) if source.functions else copy_model(source)
     graph = model.graph
@@ -223,10 +233,10 @@ def drop_unread(graph: GraphProto, retained: Iterable[str] = ()) -> None:
         for body in bodies_of(node):
             drop_unread(body)
         read_names.update(names_read(node))
-    unread = {tensor.name for tensor in graph.initializer} - read_names
+    unread_names = {tensor.name for tensor in graph.initializer} - read_names
     for field in (graph.initializer, graph.input):
         for i in reversed(range(len(field))):
-            if field[i].name in unread:
+            if field[i].name in unread_names:
                 del field[i]
     for i in reversed(range(len(graph.sparse_initializer))):
         if graph.sparse_initializer[i].values.name not in read_names:
@@ -238,22 +248,25 @@ def _only_moves_constants(node: NodeProto) -> bool:
 
 
 def _equal_constants(rewriting: ModelRewriting, graph: GraphProto) -> dict[str, str]:
-    """Return, by a routine's constant, the name of an equal initializer or earlier constant, if any."""
+    """Return, by a routine's constant, the name of an equal initializer or earlier constant, if any.
+
+    Initializers that a run may override, or whose names a body has too, are left out.
+    """
     # Digests of all weights would take long, so only those with the layout of a new constant are compared.
     layouts = {_dtype_and_shape(array) for array in rewriting.constants.values()}
     # A default may be overridden at run time, and a name in a body may hide the constant.
     excluded_names = rewriting.model.overridable | set(_inner_names(graph))
-    initializers = {}
+    array_by_initializer = {}
     for tensor in graph.initializer:
         if tensor.name not in excluded_names:
             array = rewriting.model.constants[tensor.name]
             if _dtype_and_shape(array) in layouts:
-                initializers[tensor.name] = array
+                array_by_initializer[tensor.name] = array
     first_name_by_content: dict[Any, str] = {}
     equal_name_by_name = {}
-    for name, array in (initializers | rewriting.constants).items():
+    for name, array in (array_by_initializer | rewriting.constants).items():
         first_name = first_name_by_content.setdefault((_dtype_and_shape(array), _digest(array)), name)
-        if first_name != name and name not in initializers:
+        if first_name != name and name not in array_by_initializer:
             equal_name_by_name[name] = first_name
     return equal_name_by_name
 
@@ -304,8 +317,8 @@ def _rename_outputs(
         if name in computed_names and name not in new_name_by_name and name not in outputs:
             new_name_by_name[name] = output
         else:
-            source = new_name_by_name.get(name, name)
-            identities.append(onnx.helper.make_node("Identity", [source], [output]))
+            source_name = new_name_by_name.get(name, name)
+            identities.append(onnx.helper.make_node("Identity", [source_name], [output]))
     return new_name_by_name, identities
 
 

@@ -29,6 +29,7 @@ class _RunnableStep(NamedTuple):
 class GraphRunner:
     """Runs a graph, the outermost one or a body, step by step.
 
+    items: the rewritten graph, in order.  symbol: returns the symbol of a value.
     constants: values of constants by name.  constant_names: names of the constants that sessions hold.
     fetched: names of the values that the graph returns.
     extents_vary: True if extents may differ from the model's, as in the rounds of a loop.
@@ -56,9 +57,9 @@ class GraphRunner:
             ]
             names_to_drop = [name for name in step.names_to_drop if name not in constant_names]
             self._steps.append(_RunnableStep(calls, session, names_to_drop))
-        read_by_calls = {name for step in steps for call in step.calls for name in call.reads}
-        read_in_python = (read_by_calls & constants.keys()) | {*fetched}
-        self._defaults = {name: constants[name] for name in read_in_python & {*constant_names}}
+        names_in_calls = {name for step in steps for call in step.calls for name in call.reads}
+        names_read_in_python = ((names_in_calls & constants.keys()) | {*fetched}) & {*constant_names}
+        self._constants_read_in_python = {name: constants[name] for name in names_read_in_python}
 
     def _body_runner(self, body: ControlFlowBody) -> GraphRunner:
         """Return the runner of a body; its inputs hide constants of the same name."""
@@ -85,7 +86,7 @@ class GraphRunner:
         rounds: of the loops around the graph.
         """
         # By name, those that a later step still reads.
-        present_values = {**self._defaults, **values}
+        present_values = {**self._constants_read_in_python, **values}
         for step in self._steps:
             for call in step.calls:
                 if isinstance(call, RunnableControlFlow):
@@ -176,9 +177,10 @@ def _set_passed_values(
     read_later = set(fetched)
     # From the last step back, since an output is needed only if a later step reads it.
     for step in reversed(steps):
-        computed = {name for node in step.nodes for name in node.output}
-        nodes_read = [name for node in step.nodes for name in names_read(node) if name not in computed]
-        session_reads = dict.fromkeys(nodes_read)
+        computed_names = {name for node in step.nodes for name in node.output}
+        session_reads = dict.fromkeys(
+            name for node in step.nodes for name in names_read(node) if name not in computed_names
+        )
         step.outputs = [name for name in dict.fromkeys(_output_names(step.nodes)) if name in read_later]
         step.constants = [name for name in session_reads if name in constants]
         step.inputs = [name for name in session_reads if name not in constants]

@@ -26,7 +26,10 @@ class TypedInsertion(Insertion):
     dtypes: Sequence[Any]
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Run routines on read-only views; return the flat arrays that go back into the graph."""
+        """Run routines on read-only views; return the flat arrays that go back into the graph.
+
+        Raises RoutineError for another number of results.
+        """
         # Sessions own the memory of results and share the weights, so routines must not write into them.
         views = [_read_only(value) for value in flat]
         # A view that a routine returns unchanged stands for the original array.
@@ -80,7 +83,7 @@ def _is_same(value: Any, before: Any) -> bool:
 
 
 def _read_only(value: Any) -> Any:
-    """Return read-only views of the arrays in a value."""
+    """Return read-only views of the arrays in a value; a value that is neither array nor list as it is."""
     if isinstance(value, list):
         return [_read_only(element) for element in value]
     if not isinstance(value, np.ndarray):

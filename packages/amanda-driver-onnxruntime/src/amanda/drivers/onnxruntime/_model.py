@@ -46,10 +46,10 @@ def session_options(options: onnxruntime.SessionOptions | None = None) -> Any:
     >>> session_options().graph_optimization_level.name
     'ORT_DISABLE_ALL'
     """
-    unfused = onnxruntime.SessionOptions() if options is None else options
-    unfused.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    unfused.add_session_config_entry("session.disable_prepacking", "1")
-    return unfused
+    unfused_options = onnxruntime.SessionOptions() if options is None else options
+    unfused_options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    unfused_options.add_session_config_entry("session.disable_prepacking", "1")
+    return unfused_options
 
 
 TypesOf = Callable[[ModelProto, Sequence[str], Mapping[str, Array]], Mapping[str, TypeProto]]
@@ -69,9 +69,9 @@ class Model:
 
     def __init__(self, proto: ModelProto, folder: str = "", overridable: Iterable[str] | None = None) -> None:
         # A local function has one graph for all its calls, while routines differ from call to call.
-        inlined = inliner.inline_local_functions(proto) if proto.functions else proto
+        inlined_model = inliner.inline_local_functions(proto) if proto.functions else proto
         self.constants: dict[str, Array] = {}
-        self.proto = self._copy_without_values(inlined, folder)
+        self.proto = self._copy_without_values(inlined_model, folder)
         graph = self.proto.graph
         for node in graph.node:
             value = constant_of(node, folder)
@@ -94,7 +94,10 @@ class Model:
         return cls(read_proto(Path(path)), str(Path(path).parent), overridable)
 
     def infer_types(self, other_types: TypesOf) -> None:
-        """Find the types of all values; `other_types` infers those that ONNX cannot infer."""
+        """Set `types`, and declare types in the graph and its bodies.
+
+        `other_types` infers those that ONNX cannot infer.
+        """
         graph = infer_shapes(self.proto).graph
         self.proto.graph.CopyFrom(graph)
         self.types = types_in(graph)
@@ -117,15 +120,20 @@ class Model:
                 computed_names = [name for inner_node in body.node for name in inner_node.output if name]
                 untyped_names = [name for name in computed_names if not is_typed(types.get(name))]
                 if untyped_names:
-                    inferred = other_types(self._model_of_body(body, types), untyped_names, self.constants)
-                    body.value_info.extend(
-                        ValueInfoProto(name=name, type=type) for name, type in inferred.items()
+                    inferred_types = other_types(
+                        self._model_of_body(body, types), untyped_names, self.constants
                     )
-                    types.update(inferred)
+                    body.value_info.extend(
+                        ValueInfoProto(name=name, type=type) for name, type in inferred_types.items()
+                    )
+                    types.update(inferred_types)
                 self._infer_in_bodies(body, types, other_types)
 
     def _model_of_body(self, body: GraphProto, types: Mapping[str, TypeProto]) -> ModelProto:
-        """Return a model of a body, whose inputs include the values that it reads of graphs around."""
+        """Return a model of a body, without outputs.
+
+        Values that it reads of graphs around are inputs, or initializers.
+        """
         model = ModelProto(ir_version=self.proto.ir_version, opset_import=self.proto.opset_import)
         model.graph.name = "body"
         model.graph.node.extend(body.node)
@@ -154,7 +162,10 @@ class Model:
         return OnnxSymbol(name, type, constant, root=name)
 
     def _copy_without_values(self, proto: ModelProto, folder: str) -> ModelProto:
-        """Copy a model; move the values of its initializers into `constants`."""
+        """Copy a model, without large values; store the values of all its initializers in `constants`.
+
+        Negative extents are cleared.
+        """
         model = ModelProto()
         model.CopyFrom(proto)
         forget_negative_extents(model.graph)
@@ -164,8 +175,8 @@ class Model:
             # arrays.
             if array.nbytes > SMALL and is_shared(array):
                 move_values_out(tensor)
-        for sparse in model.graph.sparse_initializer:
-            self.constants[sparse.values.name] = dense_array(sparse)
+        for sparse_tensor in model.graph.sparse_initializer:
+            self.constants[sparse_tensor.values.name] = dense_array(sparse_tensor)
         return model
 
 
@@ -175,10 +186,12 @@ def read_proto(path: Path) -> ModelProto:
     Raises ArtefactError if external data are not in regular files in the model's folder; none is read.
     """
     proto = onnx.load(path, load_external_data=False)
-    sparse = (part for entry in proto.graph.sparse_initializer for part in (entry.values, entry.indices))
+    sparse_parts = (
+        part for entry in proto.graph.sparse_initializer for part in (entry.values, entry.indices)
+    )
     # The public helpers of ONNX load the data; only the private one lists the tensors, without the sparse
     # ones.
-    for tensor in (*external_data_helper._get_all_tensors(proto), *sparse):
+    for tensor in (*external_data_helper._get_all_tensors(proto), *sparse_parts):
         if external_data_helper.uses_external_data(tensor):
             file_beside(path, ExternalDataInfo(tensor).location, f"the data of {tensor.name}")
     return proto
@@ -211,10 +224,10 @@ def _map_external(tensor: TensorProto, folder: str) -> Array:
     # NumPy cannot map strings, subbyte elements or empty arrays.
     if dtype.kind not in "fiub" or not prod(tensor.dims):
         return np.array(numpy_helper.to_array(tensor, folder))
-    location = ExternalDataInfo(tensor)
-    path = Path(folder, location.location)
+    data_info = ExternalDataInfo(tensor)
+    path = Path(folder, data_info.location)
     # Mapped values take no memory until they are read.
-    return np.memmap(path, dtype, "r", location.offset or 0, tuple(tensor.dims))
+    return np.memmap(path, dtype, "r", data_info.offset or 0, tuple(tensor.dims))
 
 
 def is_shared(array: Array) -> bool:
@@ -243,7 +256,7 @@ def initializer_of(name: str, array: Array) -> TensorProto:
 
 
 def constant_of(node: onnx.NodeProto, folder: str = "") -> Array | None:
-    """Return the value of a Constant node; None for other nodes, and for values that are not dense tensors.
+    """Return the value of a Constant node; None for other nodes, and for values that are sparse or text.
 
     folder: the folder with the external data of the model.
     """
@@ -273,15 +286,15 @@ def infer_shapes(proto: ModelProto) -> ModelProto:
 
 def types_in(graph: GraphProto) -> dict[str, TypeProto]:
     """Return the types that a graph declares, by the name of the value."""
-    declared = [*graph.value_info, *graph.output, *graph.input]
-    types = {value.name: value.type for value in declared if value.HasField("type")}
+    declared_values = [*graph.value_info, *graph.output, *graph.input]
+    types = {value.name: value.type for value in declared_values if value.HasField("type")}
     for tensor in graph.initializer:
         types[tensor.name] = onnx.helper.make_tensor_type_proto(tensor.data_type, list(tensor.dims))
     return types
 
 
 def forget_negative_extents(graph: GraphProto) -> None:
-    """Clear negative extents, by which some exporters mean an unknown extent."""
+    """Clear negative extents, by which some exporters mean an unknown extent, also in bodies."""
     for value in (*graph.input, *graph.output, *graph.value_info):
         if value.type.WhichOneof("value") == "tensor_type":
             for extent in value.type.tensor_type.shape.dim:
@@ -344,12 +357,12 @@ def types_by_onnxruntime(
 
 def add_outputs(graph: GraphProto, names: Sequence[str]) -> None:
     """Add values of these names to the outputs of a graph."""
-    present = {output.name for output in graph.output}
-    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in present)
+    present_names = {output.name for output in graph.output}
+    graph.output.extend(ValueInfoProto(name=name) for name in names if name not in present_names)
 
 
 def output_types(session: Any, names: Sequence[str]) -> dict[str, TypeProto]:
-    """Return the types of a session's outputs that are tensors."""
+    """Return the types of those of a session's outputs with these names that are tensors."""
     types = {output.name: _type_of_argument(output) for output in session.get_outputs()}
     return {name: type for name in names if (type := types.get(name)) is not None}
 

@@ -36,6 +36,7 @@ class ModelRewriting(Rewriting):
     items: the rewritten graph, in order.  constants: arrays that routines returned, by name.
     renamed: names that are read instead of values of the outermost graph.
     symbol: returns the symbol of a value of the outermost graph.
+    last_number: the highest number in the names that rewrites have added.
     """
 
     model: Model
@@ -73,6 +74,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
 
     path: names of the nodes around the body.  symbol: returns the symbol of a value of the graph around.
     depth: number of loops around the body.  items: the rewritten graph, in order.
+    `_copied_node`: the copy of the node that is being rewritten, set by `write_node`.
     """
 
     insertion_type = TypedInsertion
@@ -172,7 +174,10 @@ class OnnxRewriter(Rewriter[NamedNode]):
             result.compute = partial(_compute_from_static, create_computation, list(inputs.symbols))
 
     def rewrite_inner_graphs(self, node: NamedNode, replaced: bool) -> None:
-        """Rewrite the bodies of a node; Python runs the node if a routine in them runs as Python."""
+        """Rewrite the bodies of a node; Python runs the node if a routine in them runs as Python.
+
+        No effect for a replaced node.
+        """
         if replaced:
             return
         copied_node = self._copied_node
@@ -223,7 +228,10 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return symbol.static_value if self.rewriting.is_for_file else symbol.constant
 
     def store_constant(self, constant: Any) -> Value:
-        """Add an array to the model's constants under a new name; return it as a value."""
+        """Add an array to the model's constants under a new name; return it as a value.
+
+        The model counts as changed then.
+        """
         name = self.rewriting.new_name("constant")
         self.rewriting.constants[name] = constant
         self.rewriting.has_insertions = True
@@ -278,7 +286,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return [Value(symbol.name, symbol) for symbol in results]
 
     def _declare_body_values(self) -> None:
-        """Add the symbols of the body's values, which hide values of the same name outside."""
+        """Add the symbols of the body's values, which hide values outside, also renamed ones."""
         types = types_in(self.graph)
         names = [entry.name for entry in (*self.graph.input, *self.graph.initializer)]
         names += [name for node in self.graph.node for name in node.output]
@@ -322,7 +330,7 @@ class OnnxRewriter(Rewriter[NamedNode]):
         return body
 
     def _write_body(self, graph: GraphProto, items: Sequence[GraphItem], outputs: Sequence[str]) -> None:
-        """Write the rewritten nodes and outputs into the graph of a body."""
+        """Write the rewritten nodes and outputs into the graph of a body, with an Identity where needed."""
         nodes = [item.node for item in items if isinstance(item, ComputedNode)]
         del graph.node[:]
         graph.node.extend(nodes)

@@ -56,7 +56,10 @@ class PartSession:
         self._weights = tuple(weights)
 
     def run(self, values: Mapping[str, Any], options: Any) -> dict[str, Any]:
-        """Run the session on values by name; return its outputs by name."""
+        """Run the session on values by name; return its outputs by name.
+
+        Values of dtypes that NumPy lacks pass in wider ones.
+        """
         feed = {}
         for name, (session_name, dtype) in self._inputs.items():
             value = as_array(values[name])
@@ -82,7 +85,7 @@ class SessionFactory:
         self._native = session._sess
         # ONNX Runtime keeps the options of the user only in this private attribute.
         self._user_options = session._sess_options_initial
-        self._ort_values: dict[str, tuple[Any, Any]] = {}
+        self._ort_values: dict[str, tuple[Any, Any]] = {}  # by a weight's name, its array and OrtValue
         self._has_custom_ops = any(_is_custom(node) for node in model.proto.graph.node)
 
     def options(self) -> Any:
@@ -147,7 +150,10 @@ class SessionFactory:
             return {}
 
     def _create_session(self, graph: onnx.GraphProto, constants: Mapping[str, Any]) -> tuple[Any, list[Any]]:
-        """Create a session of a graph; return it with its large weights, which have to outlive it."""
+        """Create a session of a graph; return it with its large weights, which have to outlive it.
+
+        constants: by name; a sparse one is taken from the model, whatever its value here.
+        """
         source = self._model.proto
         proto = ModelProto(ir_version=source.ir_version, opset_import=source.opset_import, graph=graph)
         sparse_by_name = {entry.values.name: entry for entry in source.graph.sparse_initializer}
@@ -206,13 +212,18 @@ def _is_custom(node: NodeProto) -> bool:
 
 
 def passed_values(names: Sequence[str], symbol: Callable[[str], OnnxSymbol]) -> PassedValues:
-    """Return how values pass into a session, or out of it, by their names in the whole model."""
-    values = {}
+    """Return how values pass into a session, or out of it, by their names in the whole model.
+
+    A value of a dtype that NumPy lacks passes under another name.
+    """
+    value_by_name = {}
     for name in names:
         dtype = symbol(name).dtype
         is_known_to_numpy = dtype is None or dtype.type.__module__ == "numpy"
-        values[name] = PassedValue(name, None) if is_known_to_numpy else PassedValue(f"{name}/passed", dtype)
-    return values
+        value_by_name[name] = (
+            PassedValue(name, None) if is_known_to_numpy else PassedValue(f"{name}/passed", dtype)
+        )
+    return value_by_name
 
 
 def carrier_dtype(dtype: Any) -> Any:

@@ -55,13 +55,13 @@ class OnnxSymbol:
         return cls(name, tensor_type(array.dtype, array.shape), constant=array, root=root)
 
     def like(self, name: str, shape_is_kept: bool = True) -> OnnxSymbol:
-        """Return a symbol of the same type for a value that replaces this one."""
+        """Return a symbol of the same type, without a shape unless that is kept, for a replaced value."""
         if self.dtype is None or self.type is None or shape_is_kept:
             return OnnxSymbol(name, self.type)
         return OnnxSymbol(name, tensor_type(self.dtype, None))
 
     def admits(self, value: Any) -> bool:
-        """Return True if a fed value agrees with what is known of the dtype and shape."""
+        """Return True if a fed value agrees with the known dtype and shape; text admits any dtype."""
         if self.dtype is None:
             return True
         # Strings come as NumPy objects, text or bytes.
@@ -70,7 +70,8 @@ class OnnxSymbol:
         if self.shape is None:
             return True
         return len(self.shape) == value.ndim and all(
-            expected in (None, extent) for expected, extent in zip(self.shape, value.shape, strict=True)
+            expected_extent in (None, extent)
+            for expected_extent, extent in zip(self.shape, value.shape, strict=True)
         )
 
     @property
@@ -106,7 +107,7 @@ class OnnxSymbol:
 
 
 def read_value(value: Any) -> Any:
-    """Return the present value of a symbol.
+    """Return the present value of a symbol; other values as they are.
 
     Raises AmandaError for a value that is computed, or fed without a default.
     """
@@ -225,7 +226,10 @@ def as_array(value: Any) -> Any:
 
 
 def _array_of_memory(value: Any) -> Any:
-    """Copy the memory of an OrtValue whose dtype `OrtValue.numpy` does not support."""
+    """Return a copy of the memory of an OrtValue whose dtype `OrtValue.numpy` does not support.
+
+    The value itself, if its elements are packed or on another device.
+    """
     dtype = np.dtype(onnx.helper.tensor_dtype_to_np_dtype(value.element_type()))
     shape = tuple(value.shape())
     size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
@@ -236,7 +240,7 @@ def _array_of_memory(value: Any) -> Any:
 
 
 def as_ort_value(value: Any) -> Any:
-    """Return a value in the form that `run_with_ort_values` returns."""
+    """Return an array in the form that `run_with_ort_values` returns, and other values as they are."""
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.type.__module__ == "numpy":

@@ -19,7 +19,8 @@ def without_fusion() -> Iterator[None]:
     """Return a context in which TensorFlow fuses, folds and moves no operator of a function.
 
     In it, functions with routines that change nothing give the same bits as functions without routines.
-    Functions that were traced before are included. For sessions, use `session_config`. Execution is slower.
+    Functions that were traced before are included, and so are calls on other threads meanwhile. For sessions,
+    use `session_config`. Execution is slower.
 
     Raises DriverError if oneDNN fuses operators; only an environment variable of the process turns that off.
 
@@ -29,8 +30,6 @@ def without_fusion() -> Iterator[None]:
     ...         assert (model(x) == expected).numpy().all()
     """
     _check_that_onednn_does_not_fuse()
-    # The options are of the process: functions that other threads call in the meantime run without fusion,
-    # too.
     was_disabled = tf.config.optimizer.get_experimental_options().get(_DISABLE_META_OPTIMIZER, False)
     tf.config.optimizer.set_experimental_options({_DISABLE_META_OPTIMIZER: True})
     try:
@@ -50,11 +49,11 @@ def session_config(config: tf.compat.v1.ConfigProto | None = None) -> Any:
         DriverError: If oneDNN fuses operators; only an environment variable of the process turns that off.
     """
     _check_that_onednn_does_not_fuse()
-    unfused = tf.compat.v1.ConfigProto()
+    unfused_config = tf.compat.v1.ConfigProto()
     if config is not None:
-        unfused.CopyFrom(config)
-    unfused.graph_options.rewrite_options.disable_meta_optimizer = True
-    return unfused
+        unfused_config.CopyFrom(config)
+    unfused_config.graph_options.rewrite_options.disable_meta_optimizer = True
+    return unfused_config
 
 
 def _check_that_onednn_does_not_fuse() -> None:

@@ -22,14 +22,14 @@ def layer_classes() -> tuple[type, ...]:
 
 
 def is_of_keras_3(layer: Any) -> bool:
-    """Return True for a layer of Keras 3, False for one of tf_keras."""
+    """Return True for a layer of Keras 3, False for one of tf_keras and for other objects."""
     module, name = LAYER_CLASS_NAMES[0]
     return isinstance(layer, getattr(sys.modules.get(module), name, ()))
 
 
 def handles_of(layer: Any) -> list[Any]:
-    """Return the handles of a layer's variables."""
-    # A variable of Keras 3 wraps a tf.Variable; one of another backend has no handle.
+    """Return the handles of a layer's variables; those of another backend of Keras have none."""
+    # A variable of Keras 3 wraps a tf.Variable.
     variables = (getattr(variable, "_value", variable) for variable in layer.weights)
     return [variable.handle for variable in variables if hasattr(variable, "handle")]
 
@@ -37,7 +37,8 @@ def handles_of(layer: Any) -> list[Any]:
 def layer_name_paths(subjects: Sequence[Any]) -> tuple[str, ...]:
     """Return the path of the innermost layer by the names of the layers around it, and each end of that path.
 
-    subjects: from the outermost in.  Example: "model/block/dense", "block/dense" and "dense".
+    subjects: from the outermost in; those that are no layers are left out, and a layer counts once.
+    Example: "model/block/dense", "block/dense" and "dense".
     """
     classes: Any = layer_classes()
     layers = {id(subject): str(subject.name) for subject in subjects if isinstance(subject, classes)}
@@ -55,7 +56,10 @@ def module_path(subjects: Sequence[Any]) -> str:
 
 
 def attribute_path(outer: Any, inner: Any) -> str:
-    """Return the attributes that lead from one object to another, "" for the object itself."""
+    """Return the attributes that lead from one object to another, "" for the object itself; cached.
+
+    Without such attributes: a name, as `_search_attribute_path` returns it.
+    """
     if inner is outer:
         return ""
     try:
@@ -76,13 +80,13 @@ def _search_attribute_path(outer: Any, inner: Any) -> str:
     Without any: the name of a layer of a functional model, else a private attribute, else "(Type)".
     """
     pending: list[tuple[str, Any]] = [("", outer)]
-    visited: set[int] = {id(outer)}
+    visited_ids: set[int] = {id(outer)}
     while pending:
         path, module = pending.pop(0)
         for name, submodule in _named_submodules(module):
-            if id(submodule) in visited:
+            if id(submodule) in visited_ids:
                 continue
-            visited.add(id(submodule))
+            visited_ids.add(id(submodule))
             submodule_path = f"{path}.{name}" if path else name
             if submodule is inner:
                 return submodule_path
@@ -120,7 +124,10 @@ _attribute_paths: WeakKeyDictionary[Any, WeakKeyDictionary[Any, str]] = WeakKeyD
 
 
 def enclose_modules(patches: Patches) -> None:
-    """Patch `__call__` of layers and modules: the ids of ops in a call contain the path of the module."""
+    """Patch `__call__` of layers and modules: the ids of ops in a call contain the path of the module.
+
+    Modules that are defined, and Keras if it is imported, while the patches last are patched then.
+    """
 
     def enclose_layers(module: str, name: str) -> None:
         """Patch the base class of the layers of a version of Keras, unless it is patched already."""
@@ -130,7 +137,7 @@ def enclose_modules(patches: Patches) -> None:
             patches.set(layer_class, "__call__", call)
 
     def enclose_module_class(module_class: type) -> None:
-        """Patch a subclass of `tf.Module`, if it defines `__call__` itself."""
+        """Patch a subclass of `tf.Module`, if it defines `__call__` itself, as a function."""
         call = vars(module_class).get("__call__")
         if isinstance(call, types.FunctionType):
             patches.set(module_class, "__call__", _wrap_module_call(call))
@@ -144,7 +151,7 @@ def enclose_modules(patches: Patches) -> None:
 
 
 def _wrap_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a stand-in for `__call__` of a `tf.Module`, which AutoGraph converts as it would `call`."""
+    """Return a stand-in for `__call__` of a `tf.Module`: encloses the call, and lets AutoGraph convert it."""
     # AutoGraph cannot convert an Enclosure: it would run the call unconverted, and do so for this module ever
     # after. So AutoGraph gets a function, which converts the call within the region.
     autograph = tf.__internal__.autograph
@@ -164,7 +171,10 @@ def _wrap_module_call(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _module_classes_without_keras() -> Iterator[type]:
-    """Yield all subclasses of `tf.Module` but those of Keras, whose base class of layers is patched."""
+    """Yield all subclasses of `tf.Module` but Keras' classes and subclasses of these.
+
+    The base class of Keras' layers is patched instead.
+    """
     unvisited_classes: list[type] = [tf.Module]
     subclass: type
     while unvisited_classes:

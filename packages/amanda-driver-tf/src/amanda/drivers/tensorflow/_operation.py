@@ -13,6 +13,8 @@ class TensorFlowOperation(backend.Operation):
     type: TensorFlow's name for the computation ("Conv2D").  name: the node's name, or the type where there is
     no node.  __name__: the type.  An operation of a graph also has the attributes of its `tf.Operation`:
     `inputs`, `outputs`, `node_def`.
+    graph_op: the `tf.Operation`, held weakly.  key: distinguishes operations of one type and name.
+    attributes: by name, for `get_attr`; others are read from the `tf.Operation`.
     """
 
     __slots__ = ("_attributes", "_graph_op", "name", "type")
@@ -38,7 +40,7 @@ class TensorFlowOperation(backend.Operation):
         return None if self._graph_op is None else self._graph_op()
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the `tf.Operation`; raise AttributeError if there is none."""
+        """Return a public attribute of the `tf.Operation`; raise AttributeError if there is none."""
         if name.startswith("_"):  # `copy` asks for these before the object has attributes
             raise AttributeError(f"an operation has no {name!r}")
         graph_op = None if self._graph_op is None else self._graph_op()

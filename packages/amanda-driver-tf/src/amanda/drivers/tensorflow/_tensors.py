@@ -44,7 +44,10 @@ class EagerTensorOps:
         return [None] * len(values)
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """Return `value` in the type of `original`; a tape passes its gradient to `original` unchanged."""
+        """Return `value` in the type of `original`; a tape passes its gradient to `original` unchanged.
+
+        Raises RoutineError as `cast_like` does.
+        """
         is_recording = not pywrap_tfe.TFE_Py_TapeSetIsEmpty() and not pywrap_tfe.TFE_Py_TapeSetIsStopped()
         if not is_recording:
             return cast_like(original, value)
@@ -69,7 +72,7 @@ class EagerTensorOps:
         return value
 
     def differentiable_copy(self, value: Any) -> Any:
-        """Return a differentiable copy of a tensor, or the same handle of a variable."""
+        """Return a differentiable copy of a tensor; a variable's handle and other values as they are."""
         return tf.identity(value) if isinstance(value, tf.Tensor) and value.dtype != tf.resource else value
 
     # A hot path: native calls for eager tensors, which nearly all values are, and lists, since a tuple is
@@ -86,7 +89,7 @@ class EagerTensorOps:
         )  # fmt: skip
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of each tensor, also in lists; None for an unknown extent or rank."""
+        """Return the shape of each tensor, also in lists; None for another value, unknown extent or rank."""
         return tuple([_shape(value) for value in inputs])
 
 
@@ -145,7 +148,10 @@ class Unrecorded:
     __slots__ = ("_was_stopped",)
 
     def __enter__(self) -> None:
-        """Stop recording, unless it is stopped already: then leaving the context does not restart it."""
+        """Stop recording, unless it is stopped already: then leaving the context does not restart it.
+
+        Counts the context as open, so that a tape that a routine opens records.
+        """
         was_stopped = pywrap_tfe.TFE_Py_TapeSetIsStopped()
         self._was_stopped = was_stopped
         _open_unrecorded.count += 1
@@ -153,6 +159,7 @@ class Unrecorded:
             pywrap_tfe.TFE_Py_TapeSetStopOnThread()
 
     def __exit__(self, *_: object) -> None:
+        """Restart recording if entering stopped it."""
         was_stopped, self._was_stopped = self._was_stopped, None
         _open_unrecorded.count -= 1
         if not was_stopped:
@@ -176,7 +183,7 @@ def allow_tapes_in_routines(patches: Patches) -> None:
 
     @functools.wraps(push_original)
     def _push_tape(tape: Any) -> None:
-        """Stand-in for `GradientTape._push_tape`: restarts recording within a routine."""
+        """Stand-in for `GradientTape._push_tape`: restarts recording within a routine, noted on the tape."""
         # A routine runs in an `Unrecorded` context, unless no tape was recording anyway.
         if _open_unrecorded.count and pywrap_tfe.TFE_Py_TapeSetIsStopped():
             pywrap_tfe.TFE_Py_TapeSetRestartOnThread()

@@ -36,7 +36,7 @@ class SavedModelFolder(Artefact):
     """A folder that `tf.saved_model.save` or a Keras model's `export` has written.
 
     The edited functions have the names of the original ones. Variables, assets, signatures and the graph of
-    objects are kept.
+    objects are kept. Creation loads the variables; raises ArtefactError where TensorFlow cannot.
     """
 
     api = 2
@@ -58,7 +58,10 @@ class SavedModelFolder(Artefact):
             raise ArtefactError(f"{path} cannot be loaded by TensorFlow: {reason}") from error
 
     def instrument(self, inlining: Inlining) -> None:
-        """Edit each function that an object of the SavedModel has, except those that save and restore."""
+        """Edit each function that an object of the SavedModel has, except those that save and restore.
+
+        Drops earlier edits.  Records that Keras' metadata, if any, are left out.
+        """
         self._edited_by_name, self._added_by_name = {}, {}
         for name in self._function_names():
             self._edit(name, inlining)
@@ -109,7 +112,11 @@ class SavedModelFolder(Artefact):
             )
 
     def write(self, path: Path, about: Mapping[str, Any]) -> None:
-        """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them."""
+        """Write a copy of the folder with the edited functions, and with TensorFlow's fingerprint of them.
+
+        about: a description of the tools, which is added to the file at `ABOUT`.
+        Raises ArtefactError for a model that protocol buffers cannot hold.
+        """
         # The model and its fingerprint are written below. Keras' metadata are left out: Keras would make
         # layers by them, without routines.
         shutil.copytree(self._path, path, ignore=_rewritten_files(self._path))
@@ -136,16 +143,18 @@ class SavedModelFolder(Artefact):
         # The name of an added function tells its content, so an equal name is an equal function.
         present_names = {definition.signature.name for definition in library.function}
         library.function.extend(
-            added for name, added in self._added_by_name.items() if name not in present_names
+            added_definition
+            for name, added_definition in self._added_by_name.items()
+            if name not in present_names
         )
         return model
 
 
 def _append_description(path: Path, about: Mapping[str, Any]) -> None:
     """Append a description of the tools to the file that lists those of earlier copies."""
-    earlier = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    earlier_descriptions = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
     path.parent.mkdir(exist_ok=True)
-    path.write_text(f"{json.dumps([*earlier, about], indent=1)}\n", encoding="utf-8")
+    path.write_text(f"{json.dumps([*earlier_descriptions, about], indent=1)}\n", encoding="utf-8")
 
 
 def _check_files(path: Path) -> None:
@@ -159,16 +168,16 @@ def _check_files(path: Path) -> None:
 def _read(path: Path) -> Any:
     """Read a SavedModel; raise ArtefactError for a broken one, or one of TensorFlow 1."""
     try:
-        file = loader_impl.parse_saved_model(str(path))
+        saved_model = loader_impl.parse_saved_model(str(path))
     except (OSError, UnicodeDecodeError) as error:
         raise ArtefactError(f"{path} is no SavedModel that can be read: {error}") from error
     # SavedModels of TensorFlow 1 have a graph, but no functions that could be edited.
-    if len(file.meta_graphs) != 1 or not file.meta_graphs[0].HasField("object_graph_def"):
+    if len(saved_model.meta_graphs) != 1 or not saved_model.meta_graphs[0].HasField("object_graph_def"):
         raise ArtefactError(
             f"{path} is of TensorFlow 1, a graph without functions: load it and save it as one of TensorFlow "
             "2, m = tf.saved_model.load(path); tf.saved_model.save(m, other, m.signatures)"
         )
-    return file
+    return saved_model
 
 
 def _concrete_names(node: Any) -> Sequence[str]:
@@ -216,8 +225,8 @@ def _content_without_name(definition: Any) -> bytes:
 
 def _rewritten_files(root: Path) -> Callable[[str, list[str]], list[str]]:
     """Return a function for `shutil.copytree` that leaves out the files which are written anew."""
-    rewritten = (_MODEL, _KERAS, _FINGERPRINT)
-    return lambda folder, names: [name for name in names if name in rewritten and Path(folder) == root]
+    rewritten_names = (_MODEL, _KERAS, _FINGERPRINT)
+    return lambda folder, names: [name for name in names if name in rewritten_names and Path(folder) == root]
 
 
 class FunctionLibrary:
@@ -230,9 +239,9 @@ class FunctionLibrary:
         self._graphs: dict[str, Any] = {}
         self._holder = tf.Graph()
         with self._holder.as_default():
-            empty = graph_pb2.GraphDef(versions=graph.versions, library=graph.library)
+            empty_graph_def = graph_pb2.GraphDef(versions=graph.versions, library=graph.library)
             # The import registers the functions with this graph, in which calls of them are looked up.
-            tf.graph_util.import_graph_def(empty, name="")
+            tf.graph_util.import_graph_def(empty_graph_def, name="")
 
     def find(self, name: str) -> RuntimeFunction | None:
         """Return a function with a copy of its definition, which may be edited; None for an unknown name."""

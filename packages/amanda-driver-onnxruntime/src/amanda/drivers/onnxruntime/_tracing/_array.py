@@ -119,11 +119,11 @@ class TracedArray(np.lib.mixins.NDArrayOperatorsMixin):
         return record(*args, **kwargs)
 
     def astype(self, dtype: Any, **_: Any) -> TracedArray:
-        """Record a cast to another dtype."""
-        target = np.dtype(dtype)
-        if target == self.dtype:
+        """Record a cast to another dtype; return the array itself for its own."""
+        target_dtype = np.dtype(dtype)
+        if target_dtype == self.dtype:
             return self
-        return self.recorder.add("Cast", self, to=onnx.helper.np_dtype_to_tensor_dtype(target))
+        return self.recorder.add("Cast", self, to=onnx.helper.np_dtype_to_tensor_dtype(target_dtype))
 
     def transpose(self, *axes: Any) -> TracedArray:
         """Record the array with its axes in another order."""
@@ -189,6 +189,7 @@ class NodeRecorder:
 
     nodes: the recorded nodes, in order.  constants: arrays that they read, by name.
     values: all traced arrays.  prefix: prefix of all names.
+    Raises NotTraceable for an opset below `LEAST_OPSET`.
     """
 
     def __init__(self, prefix: str, opset: int) -> None:
@@ -360,8 +361,8 @@ def apply_ufunc(
         options = ", ".join(kwargs) or "where"
         raise NotTraceable(f"numpy.{name}{'' if method == '__call__' else f'.{method}'} with {options}")
     arrays, result_dtype = _promote_inputs(recorder, ufunc, name, inputs)
-    recorded = _record_ufunc(recorder, name, arrays)
-    return recorded.astype(result_dtype if dtype is None else dtype)
+    result = _record_ufunc(recorder, name, arrays)
+    return result.astype(result_dtype if dtype is None else dtype)
 
 
 def _record_ufunc(recorder: NodeRecorder, name: str, arrays: list[TracedArray]) -> TracedArray:

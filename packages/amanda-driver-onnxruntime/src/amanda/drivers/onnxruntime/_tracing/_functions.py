@@ -79,8 +79,8 @@ def clip(a: Any, a_min: Any = None, a_max: Any = None, **kwargs: Any) -> Any:
     """Record values clipped to two bounds, either of which may be None."""
     low, high = kwargs.pop("min", a_min), kwargs.pop("max", a_max)
     refuse_options("clip", kwargs)
-    clipped = a if low is None else np.maximum(a, low)
-    return clipped if high is None else np.minimum(clipped, high)
+    values = a if low is None else np.maximum(a, low)
+    return values if high is None else np.minimum(values, high)
 
 
 @records(np.round, np.around)
@@ -120,7 +120,7 @@ def copy(a: Any, **kwargs: Any) -> Any:
 
 @records(np.dot)
 def dot(a: Any, b: Any, out: None = None) -> Any:
-    """Record the product of vectors and matrices."""
+    """Record the product of vectors and matrices; NotTraceable for more than two axes."""
     refuse_options("dot", {"out": out})
     if max(a.ndim, b.ndim) > 2:
         raise NotTraceable("numpy.dot of more than two axes; numpy.matmul has a counterpart")
@@ -147,24 +147,27 @@ def size(a: Any, axis: int | None = None) -> Any:
 
 @records(np.reshape)
 def reshape(a: Any, *shape: Any, **kwargs: Any) -> Any:
-    """Record an array in another shape; one extent may be -1."""
-    target = shape[0] if shape else None
+    """Record an array in another shape; one extent may be -1.
+
+    Raises NotTraceable for an unknown extent, and for the order of columns.
+    """
+    target_shape = shape[0] if shape else None
     # NumPy has called the keyword `newshape` before version 2.1.
-    target = kwargs.pop("newshape", target)
-    target = kwargs.pop("shape", target)
+    target_shape = kwargs.pop("newshape", target_shape)
+    target_shape = kwargs.pop("shape", target_shape)
     _require_row_major("reshape", kwargs.pop("order", "C"))
     kwargs.pop("copy", None)
     refuse_options("reshape", kwargs)
-    extents = [target] if isinstance(target, (int, np.integer)) else list(target)
+    extents = [target_shape] if isinstance(target_shape, (int, np.integer)) else list(target_shape)
     if None in extents:
         raise NotTraceable(f"it reshapes to {extents}, of which some are known as it runs")
-    zeros = {"allowzero": 1} if a.recorder.opset >= 14 else {}  # without it, 0 means "as before"
-    return a.recorder.add("Reshape", a, integers(a.recorder, extents), **zeros)
+    zero_option = {"allowzero": 1} if a.recorder.opset >= 14 else {}  # without it, 0 means "as before"
+    return a.recorder.add("Reshape", a, integers(a.recorder, extents), **zero_option)
 
 
 @records(np.ravel)
 def ravel(a: Any, order: str = "C") -> Any:
-    """Record an array with a single axis."""
+    """Record an array with a single axis; NotTraceable for the order of columns."""
     _require_row_major("ravel", order)
     return a.reshape(-1)
 
@@ -200,7 +203,7 @@ def moveaxis(a: Any, source: Any, destination: Any) -> Any:
 
 @records(np.squeeze)
 def squeeze(a: Any, axis: Axis = None) -> Any:
-    """Record an array without axes of extent 1."""
+    """Record an array without axes of extent 1; without `axis`, NotTraceable for an unknown extent."""
     if axis is None and None in a.shape:
         raise NotTraceable(f"it squeezes a value of shape {a.shape} without naming axes")
     axes = [i for i, extent in enumerate(a.shape) if extent == 1] if axis is None else axis
@@ -240,7 +243,7 @@ def stack(arrays: Sequence[Any], axis: int = 0, **kwargs: Any) -> Any:
 
 @records(np.take)
 def take(a: Any, indices: Any, axis: int | None = None, **kwargs: Any) -> Any:
-    """Record the elements at indices along an axis."""
+    """Record the elements at indices along an axis, by default of the flat array."""
     refuse_options("take", kwargs)
     recorder = recorder_of(a, indices)
     array = as_traced(recorder, a)
@@ -256,18 +259,21 @@ _AXES_INPUT_OPSET = 18
 
 
 def _record_reduction(op_type: str, a: TracedArray, axis: Axis, keepdims: Any) -> TracedArray:
-    """Record a reduction, with its axes as an input or as an attribute, as the opset has them."""
+    """Record a reduction, with its axes as an input or as an attribute, as the opset has them.
+
+    Return the array itself for empty axes.
+    """
     recorder = a.recorder
-    keep = int(bool(keepdims) and keepdims is not np._NoValue)
+    keeps_axes = int(bool(keepdims) and keepdims is not np._NoValue)
     if axis is None:
-        return recorder.add(op_type, a, keepdims=keep)
+        return recorder.add(op_type, a, keepdims=keeps_axes)
     axes = [axis] if isinstance(axis, int) else list(axis)
     # Empty axes mean all axes in ONNX, and none in NumPy.
     if not axes:
         return a
     if recorder.opset >= _AXES_ARE_INPUT.get(op_type, _AXES_INPUT_OPSET):
-        return recorder.add(op_type, a, integers(recorder, axes), keepdims=keep)
-    return recorder.add(op_type, a, axes=axes, keepdims=keep)
+        return recorder.add(op_type, a, integers(recorder, axes), keepdims=keeps_axes)
+    return recorder.add(op_type, a, axes=axes, keepdims=keeps_axes)
 
 
 def _register_reduction(op_type: str, *functions: Any) -> None:
@@ -357,10 +363,10 @@ def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> A
     Without an order it is also that of matrices; NotTraceable for their other norms.
     """
     if isinstance(axis, Sequence):
-        of_matrices = len(axis) == 2
+        is_of_matrices = len(axis) == 2
     else:
-        of_matrices = axis is None and x.ndim == 2
-    if ord is not None and of_matrices:
+        is_of_matrices = axis is None and x.ndim == 2
+    if ord is not None and is_of_matrices:
         raise NotTraceable(f"numpy.linalg.norm of order {ord} of matrices")
     if ord in (None, 2):
         return np.sqrt(np.sum(x * x, axis, keepdims=keepdims))
@@ -373,7 +379,7 @@ def norm(x: Any, ord: Any = None, axis: Axis = None, keepdims: Any = False) -> A
 
 @records(np.cumsum)
 def cumsum(a: Any, axis: int | None = None, dtype: Any = None, out: None = None) -> Any:
-    """Record the sums of the elements up to each."""
+    """Record the sums of the elements up to each, by default of the flat array."""
     refuse_options("cumsum", {"out": out})
     if axis is None:
         a, axis = a.reshape(-1), 0
@@ -400,8 +406,8 @@ def _record_arg(op_type: str, a: Any, axis: int | None, keepdims: Any) -> Traced
     """Record the positions of extreme elements; of the flat array where the axis is None."""
     if axis is None:
         a, axis = a.reshape(-1), 0
-    keep = int(bool(keepdims) and keepdims is not np._NoValue)
-    result: TracedArray = a.recorder.add(op_type, a, axis=axis, keepdims=keep)
+    keeps_axes = int(bool(keepdims) and keepdims is not np._NoValue)
+    result: TracedArray = a.recorder.add(op_type, a, axis=axis, keepdims=keeps_axes)
     return result
 
 
@@ -430,7 +436,10 @@ def argpartition(a: Any, kth: Any, axis: int | None = -1, **options: Any) -> Any
 
 
 def _record_sort(name: str, a: TracedArray, axis: int | None, options: dict[str, Any]) -> list[TracedArray]:
-    """Record a sort, of the flat array where the axis is None; return elements and positions."""
+    """Record a sort, of the flat array where the axis is None; return elements and positions.
+
+    Raises NotTraceable for an axis of unknown extent.
+    """
     # TopK is stable: every kind of sort that NumPy knows may give its result.
     refuse_options(
         name, {option: value for option, value in options.items() if option not in ("kind", "stable")}

@@ -67,7 +67,10 @@ class EagerCall(Call):
         return None if result is None else _as_tensor(result)
 
     def invoke(self, inputs: list[Any]) -> Any:
-        """Run the op; if tools may have routines for its backward ops, record it on the tapes with a mark."""
+        """Run the op; if tools may have routines for its backward ops, record it on the tapes with a mark.
+
+        Inputs that are not the call's become tensors. Ops in `UNSTOPPABLE` get no mark.
+        """
         # TensorFlow converts an input that is not a tensor by calling the op a second time, which tools would
         # see as another op.
         if inputs is not self.inputs:
@@ -85,8 +88,10 @@ class EagerCall(Call):
         attributes = dict(zip(self.attrs[::2], self.attrs[1::2], strict=True))
         # Gradient functions read types and list lengths from the attributes, which the fast path infers
         # natively.
-        inferred = self.schema.infer_attributes(inputs, attributes)
-        attrs = self.attrs + tuple(entry for name_and_value in inferred.items() for entry in name_and_value)
+        inferred_attributes = self.schema.infer_attributes(inputs, attributes)
+        attrs = self.attrs + tuple(
+            entry for name_and_value in inferred_attributes.items() for entry in name_and_value
+        )
         record_on_tapes(self.schema.type, flatten(inputs), attrs, output_tensors, marking.mark())
         return result
 
@@ -130,7 +135,10 @@ class EagerCall(Call):
 
 
 class FastCall(EagerCall):
-    """A call of `TFE_Py_FastPathExecute`."""
+    """A call of `TFE_Py_FastPathExecute`.
+
+    args: context, type and name, then the inputs, then names and values of attributes in turn.
+    """
 
     __slots__ = ("_context_type_name", "_execute")
 
@@ -144,7 +152,7 @@ class FastCall(EagerCall):
         self.attrs = args[3 + schema.input_count :]
 
     def run(self, inputs: list[Any]) -> Any:
-        """Run the op, which TensorFlow's fast path records."""
+        """Run the op, which TensorFlow's fast path records; convert `attrs` if the fast path needs that."""
         try:
             return self._execute((*self._context_type_name, *inputs, *self.attrs))
         except core._FallbackException:
@@ -185,11 +193,13 @@ class SlowCall(EagerCall):
         self.inputs = schema.group_inputs(tensors, attributes)
 
     def in_form_of_result(self, result: Any) -> Any:
-        """Return a replacement's result as a flat list of tensors, which the caller unpacks."""
-        # A replacement's ops record themselves, so the caller must not record this op.
+        """Return a replacement's result as a flat list of tensors, which the caller unpacks.
+
+        Keeps the caller from recording this op, since the replacement's ops record themselves.
+        """
         local.op_is_recorded = True
-        formed = super().in_form_of_result(result)
-        return [] if formed is None else flatten([formed])
+        tensors = super().in_form_of_result(result)
+        return [] if tensors is None else flatten([tensors])
 
     def outputs(self, result: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Return a flat result as a list of outputs, and a function that makes a list of outputs flat."""
@@ -222,7 +232,7 @@ def _as_tensor(value: Any, original: Any = None) -> Any:
 
 
 def with_structure_of(structure: Any, tensors: Iterator[Any]) -> Any:
-    """Return the next tensors in the nested lists of `structure`."""
+    """Return the next tensors in the nested lists of `structure`; its tuples become lists."""
     if isinstance(structure, (list, tuple)):
         return [with_structure_of(element, tensors) for element in structure]
     return next(tensors)
@@ -231,7 +241,10 @@ def with_structure_of(structure: Any, tensors: Iterator[Any]) -> Any:
 def record_on_tapes(
     type: str, inputs: list[Any], attrs: tuple[Any, ...], outputs: list[Any], mark: TapeMark | None
 ) -> None:
-    """Record an op on the tapes, with or without a mark, by which backward passes find its execution."""
+    """Record an op on the tapes, with or without a mark, by which backward passes find its execution.
+
+    The outputs get the mark, too.
+    """
     if mark is not None:
         # A tape passes attributes to the gradient function unread, so the mark lives and dies with the tape's
         # record.
@@ -260,7 +273,7 @@ class Variable:
 
 
 class VariableTable:
-    """The variables that ops have used.
+    """The variables that ops have used; makes `Variable` a type whose objects enter ids.
 
     reads_by_id: for a living tensor, a weak reference to it, and the variable that it was read from.
     """
@@ -271,7 +284,10 @@ class VariableTable:
         interceptor.add_identity_type(Variable)
 
     def variable_of(self, tensor: Any) -> Variable | None:
-        """Return the variable that a tensor is the handle of or was read from; None for other tensors."""
+        """Return the variable that a tensor is the handle of or was read from; None for other tensors.
+
+        A handle's variable is created at its first use, and dropped with the handle.
+        """
         tensor_id = tensor._id
         if tensor_id in self.reads_by_id:
             _, variable = self.reads_by_id[tensor_id]
@@ -288,8 +304,8 @@ class VariableTable:
 
     def record_read(self, tensor: Any, variable: Variable) -> None:
         """Record the variable that a tensor was read from, until the tensor dies."""
-        tensor_id, reads = tensor._id, self.reads_by_id
-        reads[tensor_id] = weakref.ref(tensor, lambda _: reads.pop(tensor_id, None)), variable
+        tensor_id, reads_by_id = tensor._id, self.reads_by_id
+        reads_by_id[tensor_id] = weakref.ref(tensor, lambda _: reads_by_id.pop(tensor_id, None)), variable
 
 
 _RESOURCE = 20  # DT_RESOURCE

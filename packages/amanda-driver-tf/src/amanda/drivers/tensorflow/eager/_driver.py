@@ -49,7 +49,7 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
         return Interception(self, self._tape.run_in_backward_pass)
 
     def attach(self) -> None:
-        """Patch the functions by which Python calls ops, the tapes, and the calls of modules."""
+        """Patch the functions by which Python calls ops, tapes, dataset iterators, and calls of modules."""
         self._attached = True
         self._interception.patch(self.patches)
         self._tape.patch(self.patches)
@@ -72,8 +72,8 @@ class TensorFlowEagerDriver(EagerTensorOps, EagerDriver):
     def bind(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """Return the call with its inputs in the order of the op's schema."""
         # A site's target is a partial of one of two functions, which tell the forms of a call apart.
-        kind = SlowCall if site.target.func is call_execute else FastCall
-        return kind(site.op, site.invoke, args, kwargs.get("variables", ()))
+        call_class = SlowCall if site.target.func is call_execute else FastCall
+        return call_class(site.op, site.invoke, args, kwargs.get("variables", ()))
 
     def uninstrumented_reason(self, site: Site) -> tuple[str, str] | None:
         """Return the part of a call that cannot be instrumented, and the reason; None if there is none."""
@@ -150,7 +150,7 @@ _FUNCTION_PREFIX = "__"
 
 
 class OpDetours:
-    """The schema of a type of op, None for a call of a function, and the detours of its calls.
+    """The schema of a type of op, and the detours of its calls; a call of a function has neither.
 
     A detour runs a call with the routines at its op.
     input_count: number of inputs.
@@ -207,7 +207,10 @@ class Interception:
         self._detours_by_type = DetoursByType(self)
 
     def patch(self, patches: Patches) -> None:
-        """Put the stand-ins into TensorFlow's modules until `patches` are restored."""
+        """Put the stand-ins into TensorFlow's modules until `patches` are restored.
+
+        They call the functions that are there now, also those that the program has put there.
+        """
         present_quick_execute, present_execute = execute.quick_execute, execute.execute
         # The stand-ins call what is there now; but a wrapper by the program around a stand-in of an earlier
         # scope would then call itself.
@@ -228,7 +231,7 @@ class Interception:
         patches.set(execute, "record_gradient", _stand_in_for_record_gradient(execute.record_gradient))
 
     def _use_functions(self, fast_path: Callable[..., Any], execute: Callable[..., Any]) -> None:
-        """Call these functions from now on; a program may have set others since the last scope."""
+        """Call these functions from now on, by new detours; a program may have set others between scopes."""
         if fast_path is not self.fast_path or execute is not self.execute:
             self.fast_path, self.execute = fast_path, execute
             self._detours_by_type = DetoursByType(self)
@@ -279,8 +282,8 @@ class Interception:
     ) -> Any:
         """Run a fast call with variables, numbers or lists among its inputs, or in a backward pass.
 
-        The result of a read of a variable is recorded as the value of that variable. Outside of scopes, and
-        for a call of a function, TensorFlow's fast path is called.
+        The result of a read of a variable is recorded as the value of that variable. Ops of a replacement get
+        marks. Outside of scopes, and for a call of a function, TensorFlow's fast path is called.
         """
         activation, schema = interceptor.active(), detours.schema
         if schema is None or (activation is None and local.marking is None):
@@ -333,7 +336,10 @@ class Interception:
         def quick_execute(
             op_name: Any, num_outputs: int, inputs: Any, attrs: Any, ctx: Any, name: str | None = None
         ) -> Any:
-            """Run an op by the driver; call TensorFlow for functions, and for inputs of other types."""
+            """Run an op by the driver; set `local.recorded_outputs` if the driver has recorded the op.
+
+            Calls TensorFlow for functions, inputs of other types, outside of scopes and in unmarked passes.
+            """
             activation = interceptor.active()
             type = op_name if isinstance(op_name, str) else op_name.decode()
             is_instrumented = activation is not None or local.marking is not None
@@ -385,6 +391,7 @@ def _stand_in_for_record_gradient(original: Callable[..., Any]) -> Callable[...,
 
     @wraps(original)
     def record_gradient(op_name: Any, inputs: Any, attrs: Any, outputs: Any) -> None:
+        """Record an op on the tapes, unless these are the outputs that `execute` has recorded last."""
         # Reset at once: they are the outputs of the last op alone.
         recorded_outputs, local.recorded_outputs = local.recorded_outputs, None
         is_recorded = recorded_outputs is not None and outputs is recorded_outputs
@@ -405,7 +412,7 @@ def call_execute(execute: Callable[..., Any], *args: Any, variables: Any = ()) -
 
 
 def _as_tensor(value: Any, argument_variables: list[Variable]) -> Any:
-    """Return a tensor as it is, and a `tf.Variable` as its value; append the variable, if any.
+    """Return a tensor as it is, and a `tf.Variable` as its value, which is read; append the variable, if any.
 
     Raises _FallbackException for other values.
     """

@@ -23,6 +23,7 @@ class Schema:
 
     input_count: number of inputs.  takes_variable: True if an input is a variable's handle.
     has_functions: True if an attribute is a function, which native code runs.
+    lists: for each input, True if it is a list of tensors.
     written: positions of the handles of the variables that the op writes into.
     """
 
@@ -42,8 +43,8 @@ class Schema:
         self.lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.inputs)
         self._has_lists = any(self.lists)
         self._output_lists = tuple(bool(arg.number_attr or arg.type_list_attr) for arg in self.outputs)
-        self._kinds = {attr.name: attr.type for attr in op_def.attr}
-        self._defaults = {
+        self._type_by_attribute = {attr.name: attr.type for attr in op_def.attr}
+        self._default_by_attribute = {
             attr.name: attr.default_value for attr in op_def.attr if attr.HasField("default_value")
         }
         type_attrs = [attr for attr in op_def.attr if attr.type == "type"]
@@ -69,24 +70,24 @@ class Schema:
         attributes = dict(zip(attrs[::2], attrs[1::2], strict=True))
         # Functions of tf.raw_ops pass None where the caller gave nothing, and native code takes the default.
         for name, value in attributes.items():
-            if value is None and name in self._defaults:
-                attributes[name] = attribute_value(self._defaults[name])
+            if value is None and name in self._default_by_attribute:
+                attributes[name] = attribute_value(self._default_by_attribute[name])
         return attributes
 
     def convert_attributes(self, attrs: Sequence[Any]) -> tuple[Any, ...]:
         """Return names and values of attributes in the forms that `execute` takes: "float32" as a DType, ...
 
-        Raises TypeError, as TensorFlow does, for a value that has no such form.
+        None becomes the default.  Raises TypeError, as TensorFlow does, for a value that has no such form.
         """
-        converted: list[Any] = []
+        converted_attrs: list[Any] = []
         for name, value in self.with_defaults(attrs).items():
-            kind = self._kinds.get(name, "")
-            is_list = kind.startswith("list(") and isinstance(value, (list, tuple))
-            convert = _CONVERTERS.get(kind.removeprefix("list(").removesuffix(")"))
+            attribute_type = self._type_by_attribute.get(name, "")
+            is_list = attribute_type.startswith("list(") and isinstance(value, (list, tuple))
+            convert = _CONVERTERS.get(attribute_type.removeprefix("list(").removesuffix(")"))
             if convert is not None:
                 value = [convert(element, name) for element in value] if is_list else convert(value, name)
-            converted += [name, value]
-        return tuple(converted)
+            converted_attrs += [name, value]
+        return tuple(converted_attrs)
 
     def group_inputs(self, tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
         """Return flat tensors as the op's inputs, of which each may be a list of tensors."""
@@ -134,23 +135,23 @@ class Schema:
 
 def attribute_value(attribute: Any) -> Any:
     """Return an AttrValue in the form for `execute`: a string, number, dtype or shape, or a list of these."""
-    kind = attribute.WhichOneof("value")
-    if kind == "list":
+    field_name = attribute.WhichOneof("value")
+    if field_name == "list":
         set_fields = attribute.list.ListFields()  # one, for the type of the elements; none in an empty list
         if not set_fields:
             return []
         ((field, values),) = set_fields
         return [_field_value(field.name, value) for value in values]
-    return _field_value(kind, getattr(attribute, kind))
+    return _field_value(field_name, getattr(attribute, field_name))
 
 
-def _field_value(kind: str, value: Any) -> Any:
-    """Return one value of an AttrValue's field."""
-    if kind == "s":
+def _field_value(field_name: str, value: Any) -> Any:
+    """Return one value of an AttrValue's field: bytes as text, types and shapes as `execute` takes them."""
+    if field_name == "s":
         return value.decode("utf-8", "surrogateescape")
-    if kind == "type":
+    if field_name == "type":
         return tf.as_dtype(value)
-    return execute.make_shape(value, "shape") if kind == "shape" else value
+    return execute.make_shape(value, "shape") if field_name == "shape" else value
 
 
 _CONVERTERS: dict[str, Callable[[Any, str], Any]] = {
@@ -178,8 +179,8 @@ class Schemas(dict[str, Schema | None]):
 def flatten(values: Sequence[Any]) -> list[Any]:
     """Return the values, with each list replaced by its elements; a hot path."""
     for value in values:
-        kind = value.__class__
-        if kind is list or kind is tuple:
+        value_class = value.__class__
+        if value_class is list or value_class is tuple:
             break
     else:
         return list(values)
@@ -191,17 +192,17 @@ def flatten(values: Sequence[Any]) -> list[Any]:
 
 def _group_tensors(args: Sequence[Any], tensors: Sequence[Any], attributes: dict[str, Any]) -> list[Any]:
     """Return flat tensors by argument: a list for an argument whose length is an attribute."""
-    grouped: list[Any] = []
+    grouped_tensors: list[Any] = []
     position = 0
     for arg in args:
         if arg.number_attr or arg.type_list_attr:
             size = attributes[arg.number_attr] if arg.number_attr else len(attributes[arg.type_list_attr])
-            grouped.append(list(tensors[position : position + size]))
+            grouped_tensors.append(list(tensors[position : position + size]))
             position += size
         else:
-            grouped.append(tensors[position])
+            grouped_tensors.append(tensors[position])
             position += 1
-    return grouped
+    return grouped_tensors
 
 
 def _only_output(values: list[Any]) -> Any:

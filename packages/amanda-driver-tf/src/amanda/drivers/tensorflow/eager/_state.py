@@ -35,7 +35,7 @@ class TapeMark:
         self.input_ids: tuple[int, ...] = ()
 
     def record_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-        """Record the tensors that the op read and computed."""
+        """Record the ids of the tensors that the op read, and this mark as that of those that it computed."""
         self.input_ids = tuple([tensor._id for tensor in inputs])
         for tensor in outputs:
             self.by_output_id[tensor._id] = self
@@ -136,6 +136,7 @@ class TapePass:
     def claim_returned(self, gradients: Iterable[Any], ids: Iterable[int], reader: TapeMark | None) -> None:
         """Claim the gradients that a gradient function returned, for the ops that computed their tensors.
 
+        Counts the call of that function.
         ids: of the tensors that these are gradients of.  reader: the op that read these tensors,
         which gets a gradient whose tensor no op on record computed; None to claim no such gradient.
         """
@@ -150,7 +151,7 @@ class TapePass:
                     self.claim(tensor, owner, is_maker)
 
     def find_owner(self, summands: Iterable[Any]) -> TapeMark | None:
-        """Return the op that a sum of gradients belongs to; None if no summand was claimed.
+        """Return the mark of the op that a sum of gradients belongs to; None if no summand was claimed.
 
         An op that passes a gradient on unchanged makes the gradient belong to several tensors. The sum
         belongs to the op that all its summands have in common, or else to the op that was claimed last.
@@ -178,6 +179,7 @@ class TapePass:
         return max(candidates, key=lambda mark: candidates[mark])
 
     def __enter__(self) -> TapePass:
+        """Become the thread's running pass, outside of all gradient functions."""
         self._outer, local.backward_pass = local.backward_pass, self
         # A gradient function may start a pass of its own, whose ops are not those of that function.
         self._outer_call, local.gradient_call = local.gradient_call, None

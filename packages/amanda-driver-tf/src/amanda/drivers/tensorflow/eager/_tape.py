@@ -31,7 +31,10 @@ class Tape:
         self._earlier_tapes = EarlierTapes()
 
     def patch(self, patches: Patches) -> None:
-        """Patch the functions of tapes until `patches` are restored, and make native code call them."""
+        """Patch the functions of tapes until `patches` are restored, and make native code call them.
+
+        Resets the state of the thread's backward pass.
+        """
         # An interrupt of an earlier scope may have left its op, gradient function or pass here.
         local.backward_pass = local.gradient_call = local.marking = None
         self._earlier_tapes.patch(patches)
@@ -61,7 +64,10 @@ class Tape:
 
         @functools.wraps(original)
         def run_backward_pass(*args: Any, **kwargs: Any) -> Any:
-            """Run the pass in a TapePass; as without tools if they have no routines at backward points."""
+            """Run the pass in a TapePass; as without tools if they have no routines at backward points.
+
+            Resets the root of op ids; after a pass that no tape records, marks its traces as analysed.
+            """
             activation = interceptor.active()
             if activation is None or not tf.executing_eagerly():
                 interceptor.reset_root()
@@ -97,6 +103,7 @@ class Tape:
         def gradient_function(
             type: str, attrs: Any, count: int, inputs: Any, outputs: Any, grads: Any, *positional: Any
         ) -> Any:
+            """Compute the gradients of a recorded op, and claim them; report an op without a mark."""
             if local.backward_pass is None:  # no pass in a scope, with routines at backward points
                 return original(type, attrs, count, inputs, outputs, grads, *positional)
             mark, attrs = _split_mark(attrs)
@@ -121,6 +128,7 @@ class Tape:
             op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any,
             forward_function: Any = None,
         ) -> Any:  # fmt: skip
+            """Record an op with a backward function for the mark of the op that computed the first output."""
             if interceptor.active() is None or not _is_eager(output_tensors):
                 return original(op_type, output_tensors, input_tensors, backward_function, forward_function)
             producer = TapeMark.by_output_id.get(output_tensors[0]._id)
@@ -141,7 +149,10 @@ class Tape:
     def _compute_gradients(
         self, mark: TapeMark | None, compute: Callable[[], Any], grads: Sequence[Any]
     ) -> Any:
-        """Call a gradient function, bound to `grads`, for the marked op; without a mark as without tools."""
+        """Call a gradient function, bound to `grads`, for the marked op; without a mark as without tools.
+
+        Claims the gradients that the function returns for a marked op.
+        """
         activation, backward_pass = interceptor.active(), local.backward_pass
         if activation is None or backward_pass is None:
             return compute()
@@ -187,7 +198,8 @@ class Tape:
     def _run_backward_op(self, gradient_call: GradientCall, state: State, call: EagerCall) -> Any:
         """Run an op of a gradient function with the routines of its backward points.
 
-        Tools see those of its inputs that were computed from the gradients which the function received.
+        Tools see those of its inputs that were computed from the gradients which the function received.  If
+        there are some, its outputs count as such for later ops of the function.
         """
         mark = gradient_call.mark
         trace = mark.trace
@@ -214,7 +226,10 @@ class Tape:
         self, gradient_call: GradientCall, call: EagerCall, step: BackwardStep, tensors: list[Any],
         gradient_positions: list[int],
     ) -> tuple[Any, list[Any]]:  # fmt: skip
-        """Run a backward op between its routines, on those inputs; return its result, also as tensors."""
+        """Run a backward op between its routines; return its result, also as tensors.
+
+        gradient_positions: of the gradients among `tensors`, the op's flat inputs; tools see these alone.
+        """
         old_grads = [tensors[i] for i in gradient_positions]
         with Suspension():
             grads = step.run_before(old_grads)
@@ -252,7 +267,10 @@ def _as_list(result: Any) -> Any:
 
 
 def _run_unmarked(run_pass: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass in which no tool has routines, so that its ops run as without tools."""
+    """Run a backward pass in which no tool has routines, so that its ops run as without tools.
+
+    Resets the root of op ids.
+    """
     outer_call, local.gradient_call = local.gradient_call, UNMARKED
     try:
         return run_pass(*args, **kwargs)
@@ -266,9 +284,11 @@ def _stand_in_for_recompute_grad(original: Callable[..., Any]) -> Callable[..., 
 
     @functools.wraps(original)
     def recompute_grad(f: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that calls `f` by `recompute_grad`, anew at each call."""
+
         @functools.wraps(f)
         def call_recomputed(*args: Any, **kwargs: Any) -> Any:
-            """Call the function, whose backward pass calls it again with the same ids of ops."""
+            """Call the function; in a scope, its backward pass calls it again with the same ids of ops."""
             # Decided at each call: a function may be wrapped long before a scope opens.
             if interceptor.active() is None:
                 return original(f)(*args, **kwargs)

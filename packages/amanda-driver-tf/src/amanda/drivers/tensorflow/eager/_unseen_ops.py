@@ -34,13 +34,17 @@ class EarlierTapes:
         self._new_tapes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def patch(self, patches: Patches) -> None:
-        """Collect the tapes that are opened from now on, until `patches` are restored."""
+        """Collect the tapes that are opened from now on, until `patches` are restored.
+
+        Tensors that exist already count as recorded before the scope.
+        """
         # Tensors take their ids from this counter: a smaller id is that of an older tensor.
         self._first_new_uid = ops.uid()
         push = backprop.GradientTape._push_tape
 
         @functools.wraps(push)
         def push_tape(tape: Any) -> None:
+            """Stand-in for `GradientTape._push_tape`: notes a tape that was never pushed before."""
             # A tape gets its native tape at its first push; it is pushed again after `stop_recording`.
             if tape._tape is None:
                 self._new_tapes.add(tape)
@@ -55,6 +59,7 @@ class EarlierTapes:
     def report_op(self, type: str, tensors: Sequence[Any]) -> None:
         """Report an op without a mark whose backward ops tools would see had it been recorded in the scope.
 
+        Ops in `UNSTOPPABLE`, which never get one, are always reported.
         tensors: those inputs and outputs of the op that the tape saved for the gradient.
         """
         activation = interceptor.active()
@@ -72,7 +77,7 @@ class EarlierTapes:
     def report_custom_gradient(self, type: str) -> None:
         """Report an op of a custom gradient whose forward op is unknown, if it was recorded before the scope.
 
-        type: of the op.
+        type: of the op; those that a tape adds itself, sums and zeros, are not reported.
         """
         backward_pass = local.backward_pass
         if backward_pass is not None and backward_pass.may_have_earlier_ops and type not in _SUMS_AND_ZEROS:
@@ -111,12 +116,12 @@ class Datasets:
 
     def __init__(self) -> None:
         self._first_new_uid = 0
-        self._earlier_iterators: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._is_earlier_by_iterator: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
     def patch(self, patches: Patches) -> None:
-        """Patch the iterators of datasets until `patches` are restored."""
+        """Patch the iterators of datasets until `patches` are restored; present datasets count as earlier."""
         self._first_new_uid = ops.uid()
-        self._earlier_iterators.clear()
+        self._is_earlier_by_iterator.clear()
         for name in ("_create_iterator", "_next_internal"):
             patches.set(iterator_ops.OwnedIterator, name, self._stand_in_for(name))
 
@@ -137,8 +142,8 @@ class Datasets:
         return report_earlier
 
     def _reads_earlier_functions(self, iterator: Any) -> bool:
-        """Return True if a dataset with functions, below an iterator, was built before the scope."""
-        if iterator not in self._earlier_iterators:
+        """Return True if a dataset with functions, below an iterator, was built before the scope; cached."""
+        if iterator not in self._is_earlier_by_iterator:
             has_earlier_functions = False
             # From the dataset of the iterator through the datasets that it reads.
             datasets = [getattr(iterator, "_dataset", None)]
@@ -153,5 +158,5 @@ class Datasets:
                     and isinstance(variant, EagerTensor)
                     and variant._id < self._first_new_uid
                 )
-            self._earlier_iterators[iterator] = has_earlier_functions
-        return self._earlier_iterators[iterator]
+            self._is_earlier_by_iterator[iterator] = has_earlier_functions
+        return self._is_earlier_by_iterator[iterator]

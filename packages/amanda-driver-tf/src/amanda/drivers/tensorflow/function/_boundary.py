@@ -41,14 +41,14 @@ class RegisteredCopy:
         self._vanilla = vanilla
         self.skips_optimizer = is_unfusable(definitions)
         self._handles: list[Any] = []
-        current = context.context()
+        runtime = context.context()
         for definition in definitions:
             self.name = definition.signature.name.encode()
             # A name contains a digest of the content, so a function of that name is the same copy.
-            if not current.has_function(self.name):
-                current.add_function_def(definition)
+            if not runtime.has_function(self.name):
+                runtime.add_function_def(definition)
             # The runtime drops a function with its last AtomicFunction.
-            self._handles.append(atomic_function.AtomicFunction(self.name, current, None))
+            self._handles.append(atomic_function.AtomicFunction(self.name, runtime, None))
 
     def rename_in_error(self, error: Any) -> None:
         """Replace the copy's name in an operation's error by the function's."""
@@ -86,7 +86,10 @@ class ForwardFacts:
             self.callee_graphs_by_op[op] = {place: weakref.ref(graph) for place, graph in graphs.items()}
 
     def copy_into(self, rewriting: TensorFlowRewriting) -> None:
-        """Copy the facts of the forward operations into the rewriting of a backward function."""
+        """Copy the facts of the forward operations into the rewriting of a backward function.
+
+        The rewriting then also finds forward operations here; graphs that are gone are None in it.
+        """
         rewriting.analysis.plans.update(self.plans)
         for attribute, table in self.tables.items():
             # Tables of several calls may be merged: op ids differ from call to call.
@@ -98,7 +101,10 @@ class ForwardFacts:
     def _find_forward(
         self, rewriting: TensorFlowRewriting, op: Any, op_id: int | None
     ) -> tuple[int, OpFacts] | None:
-        """Return op id and facts of a forward operation, by default of its last call; None for others."""
+        """Return op id and facts of a forward operation; None for others.
+
+        op_id: if None or unknown, that of the operation's last call.
+        """
         location_by_id = self.location_by_id_by_op.get(op)
         if not location_by_id:
             return None
@@ -121,17 +127,20 @@ def is_unfusable(definitions: Sequence[Any]) -> bool:
 
 
 def call_unoptimized(call: Callable[..., Any], *args: Any) -> Any:
-    """Call the runtime without its graph optimizer, which takes most of the time of a first call."""
-    current = context.context()
-    earlier_options = current.function_call_options
+    """Call the runtime without its graph optimizer, which takes most of the time of a first call.
+
+    Options of the optimizer that the user has set stay.
+    """
+    runtime = context.context()
+    earlier_options = runtime.function_call_options
     # The options are those of a thread, so calls on other threads keep theirs.
-    current.function_call_options = _options_without_optimizer(
+    runtime.function_call_options = _options_without_optimizer(
         earlier_options.config_proto_serialized, earlier_options.executor_type
     )
     try:
         return call(*args)
     finally:
-        current.function_call_options = earlier_options
+        runtime.function_call_options = earlier_options
 
 
 @lru_cache(maxsize=16)
@@ -162,10 +171,10 @@ def _check_threads(function: Any) -> None:
 @cache
 def _number_of_threads() -> int:
     """Return the number of threads for ops: the configured one, or that of available processors."""
-    requested = tf.config.threading.get_inter_op_parallelism_threads()
-    environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
-    if requested or (environment.isdigit() and int(environment)):
-        return int(requested or environment)
+    requested_count = tf.config.threading.get_inter_op_parallelism_threads()
+    count_in_environment = os.environ.get("TF_NUM_INTEROP_THREADS", "")
+    if requested_count or (count_in_environment.isdigit() and int(count_in_environment)):
+        return int(requested_count or count_in_environment)
     # Containers limit the processors of a process, which TensorFlow counts like this.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -256,7 +265,10 @@ class FunctionBoundary:
     def _call_instrumented(
         self, state: State, call: Callable[..., Any], atomic: Any, args: Sequence[Any]
     ) -> Any:
-        """Call a function as its copy, if any; record a call that may be differentiated as the last."""
+        """Call a function as its copy, if any; record a call that may be differentiated as the last.
+
+        Adds the copy's reports to those of the scope.
+        """
         # Reset at once, so that no call within this call finds the record of its forward call.
         forward_record, self._thread.forward_record = self._thread.forward_record, None
         self._thread.last_record = None
@@ -288,15 +300,18 @@ class FunctionBoundary:
         call = context.Context.call_function
 
         @functools.wraps(call)
-        def call_function(current: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
-            """Stand-in for `call_function`: calls the pending copy if the name is its function's."""
+        def call_function(runtime: Any, name: Any, tensor_inputs: Any, num_outputs: Any) -> Any:
+            """Stand-in for `call_function`: calls the pending copy if the name is its function's.
+
+            Raises RoutineError for a call in a routine that would wait for its own thread.
+            """
             pending_call = self._thread.pending_call
             _check_threads(name)
             if pending_call is None or pending_call.function_name != name:
-                return call(current, name, tensor_inputs, num_outputs)
+                return call(runtime, name, tensor_inputs, num_outputs)
             # The copy may call functions itself, which are not the pending one.
             self._thread.pending_call = None
-            call_by_name = functools.partial(call, current)
+            call_by_name = functools.partial(call, runtime)
             return _call_copy(
                 call_by_name, pending_call.copy, pending_call.execution, tensor_inputs, num_outputs
             )
@@ -384,7 +399,10 @@ class FunctionBoundary:
 def _execution_of(
     copy: RewrittenCopy[RegisteredCopy], state: State, forward_record: ForwardRecord | None
 ) -> FunctionExecution:
-    """Return an execution of a copy; for a backward function, with the values that its forward call left."""
+    """Return an execution of a copy; for a backward function, with the values that its forward call left.
+
+    In a backward function only tools whose scope is open run their routines.
+    """
     if forward_record is None:
         return FunctionExecution(state, _TENSORS, copy.table)
     return FunctionExecution(
@@ -416,7 +434,10 @@ def _call_copy(
     call: Callable[..., Any], copy: RegisteredCopy, execution: Execution, args: Sequence[Any],
     output_count: int,
 ) -> Any:  # fmt: skip
-    """Call a copy by `call`, with the execution's number as last argument; errors name the function."""
+    """Call a copy by `call`, with the execution's number as last argument; errors name the function.
+
+    The graph optimizer is left out for a copy that skips it.
+    """
     # The constructor is faster than `tf.constant`.
     number = EagerTensor(execution.number, context.context().device_name, _INT64)
     arguments = copy.name, [*args, number], output_count

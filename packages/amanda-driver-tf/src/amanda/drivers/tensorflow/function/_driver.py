@@ -65,7 +65,7 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
         self._boundary = FunctionBoundary(self._find_copy)
 
     def attach(self) -> None:
-        """Patch the calls of functions, and the creation of gradients."""
+        """Patch the calls of functions, the creation of gradients, and the tapes of routines."""
         self._boundary.patch(self.patches)
         record_gradients(self.patches)
         allow_tapes_in_routines(self.patches)
@@ -86,9 +86,9 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
             yield
 
     def rewrite(self, graph: FunctionCall, analysis: GraphAnalysis) -> TensorFlowRewriting:
-        """Rewrite a function and those that it calls.
+        """Rewrite a function and those that it calls; its copy, if changed, comes last in the library.
 
-        Raises CannotInstrument for a function that XLA alone can run.
+        A function with jit_compile is run for a trial; raises CannotInstrument if XLA alone can run it.
         """
         atomic, args, forward_record = graph
         function = function_of(atomic)
@@ -135,10 +135,10 @@ class FunctionDriver(GraphDriver[TensorFlowRewriting, RegisteredCopy]):
 
     def build_runnable(self, graph: FunctionCall, rewriting: TensorFlowRewriting) -> RegisteredCopy:
         """Register the copy with the runtime; report random ops in it, whose generators start anew."""
-        registered = RegisteredCopy(graph.atomic.name.decode(), rewriting.library)
+        registered_copy = RegisteredCopy(graph.atomic.name.decode(), rewriting.library)
         for name in ops_with_generators(with_callees(rewriting.library, _find_definition)):
             rewriting.report_restarted(name)
-        return registered
+        return registered_copy
 
     def _find_copy(
         self, state: State, atomic: Any, args: Sequence[Any], forward_record: ForwardRecord | None
@@ -191,8 +191,8 @@ def _live_variables(graph: Any) -> list[Any]:
 
 def _find_definition(name: str) -> Any:
     """Return the FunctionDef of a function of the runtime; None for an unknown name."""
-    current = context.context()
-    return current.get_function_def(name) if current.has_function(name) else None
+    runtime = context.context()
+    return runtime.get_function_def(name) if runtime.has_function(name) else None
 
 
 _RUNTIME_NAME = re.compile(r"^__(inference|forward|backward)_(.*?)(?:_\d+)*$")

@@ -163,10 +163,10 @@ class RecalledTensor:
         self._loop_depth = loop_depth
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the tensor, in a list."""
+        """Return the tensor, in a list; the last reader releases the saved values."""
         key, is_output, position = self._tensor
-        saved: SavedValues = execution.stored_value((key, *rounds[: self._loop_depth]), self)
-        values = saved.take()
+        saved_values: SavedValues = execution.stored_value((key, *rounds[: self._loop_depth]), self)
+        values = saved_values.take()
         return [(values.outputs if is_output else values.inputs)[position]]
 
 
@@ -186,9 +186,14 @@ class Pullback:
         self.input_positions = tuple(input_positions)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the gradients of the inputs; the tensors are the gradients of the outputs."""
-        saved: SavedValues = execution.stored_value((self.key, *rounds[: self.loop_depth]), self)
-        return pull_back(saved.take(), self.output_positions, self.input_positions, output_gradients=flat)
+        """Return the gradients of the inputs; the tensors are the gradients of the outputs.
+
+        The last reader releases the saved values.
+        """
+        saved_values: SavedValues = execution.stored_value((self.key, *rounds[: self.loop_depth]), self)
+        return pull_back(
+            saved_values.take(), self.output_positions, self.input_positions, output_gradients=flat
+        )
 
 
 class Gradient(NamedTuple):
@@ -201,7 +206,9 @@ class Gradient(NamedTuple):
 class Pullbacks:
     """Inserts into a body the nodes that pull gradients back through the routines at forward operations.
 
-    `_output_gradients` has the gradients of the outputs of a forward operation, by position.
+    `_output_gradients` has the gradients of the outputs of a forward operation, by position;
+    `_output_gradients_by_id` the same by op id.  `_refs_behind_pullbacks` has, by forward operation and
+    gradient, the ref that all backward operations of that forward operation read.
     """
 
     def __init__(self, rewriter: BodyRewriter) -> None:
@@ -268,8 +275,8 @@ class Pullbacks:
             input_gradients |= dict.fromkeys(pass_through, output_gradients[0])
             symbols = {i: gradient.tensor for i, gradient in input_gradients.items()}
 
-        def insert(place: AutodiffPlace, incoming: dict[int, Gradient]) -> dict[int, Gradient]:
-            ref_by_position = self._insert_pullback(op, place, incoming, symbols)
+        def insert(place: AutodiffPlace, incoming_gradients: dict[int, Gradient]) -> dict[int, Gradient]:
+            ref_by_position = self._insert_pullback(op, place, incoming_gradients, symbols)
             return {i: Gradient(symbols[i], ref) for i, ref in ref_by_position.items()}
 
         # The replacement computes the gradients of its inputs instead of the operation's own gradients.
@@ -300,12 +307,14 @@ class Pullbacks:
             if place.side == "after":
                 continue
             if place.side == "before":
-                incoming = {i: Gradient(gradient, input_ref) for i, input_ref in ref_by_position.items()}
+                incoming_gradients = {
+                    i: Gradient(gradient, input_ref) for i, input_ref in ref_by_position.items()
+                }
             elif place.replacement_id is None:  # instead of this operation
-                incoming = {0: Gradient(gradient, ref)}
+                incoming_gradients = {0: Gradient(gradient, ref)}
             else:  # instead of another operation, which reads inputs of this one
-                incoming = self._output_gradients_by_id.get(place.replacement_id, {})
-            ref_by_position |= self._insert_pullback(op, place, incoming, input_gradients)
+                incoming_gradients = self._output_gradients_by_id.get(place.replacement_id, {})
+            ref_by_position |= self._insert_pullback(op, place, incoming_gradients, input_gradients)
         return ref_by_position
 
     def _insert_pullback(
@@ -314,7 +323,8 @@ class Pullbacks:
     ) -> dict[int, str]:  # fmt: skip
         """Insert a pullback for a node with routines; return refs of the gradients of its inputs.
 
-        None is inserted, and {} returned, if no gradient enters, or none is asked for.
+        The pullback counts as a reader of the node's saved values.  None is inserted, and {} returned, if no
+        gradient enters, or none is asked for.
         op: the backward operation ahead of which the pullback runs.
         output_gradients: gradients of the node's outputs, by position in the forward operation.
         input_gradients: symbols with the dtypes of the gradients of its inputs, likewise.
@@ -332,7 +342,7 @@ class Pullbacks:
         }
         if not incoming_by_saved or not position_by_saved:
             return {}
-        incoming = list(incoming_by_saved.values())
+        incoming_gradients = list(incoming_by_saved.values())
         result_positions = list(position_by_saved.values())
         loop_depth = self._rewriting.loop_depth_by_op_id.get(place.saved_key.op_id, 0)
         pullback = Pullback(place.saved_key, list(incoming_by_saved), list(position_by_saved), loop_depth)
@@ -343,8 +353,8 @@ class Pullbacks:
             control_inputs = self._insertions.dependencies.control_inputs_after([place.node_name], number_ref)
         self._count_reader(op, place, runs_once=is_in_body and not loop_depth)
         name = self._insertions.add_slot_call(
-            op, pullback, [gradient.ref for gradient in incoming],
-            [dtype_enum(gradient.tensor) for gradient in incoming],
+            op, pullback, [gradient.ref for gradient in incoming_gradients],
+            [dtype_enum(gradient.tensor) for gradient in incoming_gradients],
             [dtype_enum(input_gradients[i]) for i in result_positions], ahead=True, is_unawaited=True,
             control_inputs=control_inputs,
         )  # fmt: skip

@@ -190,18 +190,19 @@ class TensorFlowRewriting(backend.Rewriting):
     def find_forward(self, op: tf.Operation, op_id: int | None) -> tuple[int, OpFacts] | None:
         """Return op id and facts of a forward operation analysed here or in an earlier rewrite, else None.
 
+        Facts of an earlier rewrite are copied into this one.
         op_id: the operation's id, where that is known; without facts of that id, those of the last id count.
         """
         facts_by_id = self.facts_by_id_by_op.get(op, {})
         if op_id in facts_by_id:
             return op_id, facts_by_id[op_id]
         if not facts_by_id or op_id is not None:
-            earlier: tuple[int, OpFacts] | None = self.find_earlier_forward(op, op_id)
-            if earlier is not None:
-                earlier_id, earlier_facts = earlier
+            earlier_forward: tuple[int, OpFacts] | None = self.find_earlier_forward(op, op_id)
+            if earlier_forward is not None:
+                earlier_id, earlier_facts = earlier_forward
                 if not facts_by_id or earlier_id == op_id:
                     self.facts_by_id_by_op.setdefault(op, {})[earlier_id] = earlier_facts
-                    return earlier
+                    return earlier_forward
         return next(reversed(facts_by_id.items()), None)
 
 

@@ -21,7 +21,7 @@ _STATEFUL_TYPES = {
     "PartitionedCall": "StatefulPartitionedCall", "StatelessIf": "If", "StatelessWhile": "While",
     "StatelessCase": "Case",
 }  # fmt: skip
-_STATEFUL_TYPES |= {kind: kind for kind in _STATEFUL_TYPES.values()}
+_STATEFUL_TYPES |= {op_type: op_type for op_type in _STATEFUL_TYPES.values()}
 _FIRST_ARGUMENT = {"If": 1, "Case": 1}
 """Position of the first argument of the functions among an op's inputs, behind the predicate or index."""
 
@@ -121,7 +121,10 @@ def _rewrite_callee(
     arguments: _Arguments,
     rewrite: Rewrite,
 ) -> _RewrittenCallee | None:
-    """Rewrite a function that an operation calls; return None, with a report, where that is impossible."""
+    """Rewrite a function that an operation calls; return None, with a report, where that is impossible.
+
+    Records the function's graph for gradients of the call, and an operation that XLA alone can run.
+    """
     body, rewriting = rewriter.body, rewriter.rewriting
     function = (rewriting.find_function or body.find_function)(reference.name)
     if function is None:
@@ -134,9 +137,9 @@ def _rewrite_callee(
         return None
     forward_id = None if forward is None else body.forward_id(forward)
     # A function that is called at several places has other ids at each.
-    identity = digest(op_id(body, op.name), attribute_name)
+    callee_identity = digest(op_id(body, op.name), attribute_name)
     callee_body = function_body(
-        function, identity, rewriting, arguments.value, arguments.variable, caller=(body, op),
+        function, callee_identity, rewriting, arguments.value, arguments.variable, caller=(body, op),
         enclosing_layers=body.location_of(op).enclosing_layers,
         has_gradients_elsewhere=rewriting.is_differentiated, forward_call=forward,
         forward_graph=rewriting.callee_graphs_by_op.get(forward, {}).get(attribute_name),
@@ -149,7 +152,10 @@ def _rewrite_callee(
 def _needs_xla(
     rewriter: BodyRewriter, op: tf.Operation, function: RuntimeFunction, arguments: _Arguments
 ) -> bool:
-    """Return True for a function with jit_compile=True whose trial without XLA, if any, fails."""
+    """Return True for a function with jit_compile=True that fails without XLA in a trial, which runs it.
+
+    False without a trial: for a file, and within a function that runs without XLA.
+    """
     # A trial needs present values, which a file does not have.
     if rewriter.rewriting.is_for_file or rewriter.rewriting.runs_without_xla:
         return False
@@ -175,7 +181,7 @@ def _call_numbered_functions(
 ) -> str:
     """Make an operation call edited functions that take the execution's number; return the number's ref.
 
-    The functions are added to the library.
+    The functions are added to the library.  Reports jit_compile, which the functions lose.
     """
     body, rewriting = rewriter.body, rewriter.rewriting
     name = body.node_name(op)
@@ -183,13 +189,13 @@ def _call_numbered_functions(
     if any(must_compile(holder) for holder in (node, *(callee.function.definition for callee in callees))):
         rewriting.report(f"jit_compile of what {op.name} calls", "in a scope it runs without XLA")
     is_loop = stateful_type == "While"
-    number_ref, round_step = body.number_ref_at(op, ahead=True), 0
+    number_ref, round_increment = body.number_ref_at(op, ahead=True), 0
     if is_loop:
-        number_ref, round_step = add_loop_number(rewriter, op, number_ref)
+        number_ref, round_increment = add_loop_number(rewriter, op, number_ref)
     for callee in callees:
         copy = numbered_copy(
             callee.function.definition, callee.rewritten, callee.body,
-            round_step=round_step if callee.attribute_name == "body" else 0,
+            round_increment=round_increment if callee.attribute_name == "body" else 0,
             is_condition=is_loop and callee.attribute_name == "cond",
         )  # fmt: skip
         rewriting.library.append(copy)
@@ -206,16 +212,18 @@ def _function_references(node: Any) -> list[tuple[str, Any]]:
     references: list[tuple[str, Any]] = []
     for name in sorted(node.attr):
         value = node.attr[name]
-        kind = value.WhichOneof("value")
-        if kind == "func" and value.func.name:
+        field_name = value.WhichOneof("value")
+        if field_name == "func" and value.func.name:
             references.append((name, value.func))
-        elif kind == "list":
+        elif field_name == "list":
             references += [(f"{name}{i}", function) for i, function in enumerate(value.list.func)]
     return references
 
 
 def _add_number_argument(node: Any, stateful_type: str, depth: int) -> None:
-    """Make a call take the number as its last argument, and be stateful, so that TensorFlow keeps it.
+    """Make a call take the number as its last argument, and be stateful, so that TensorFlow keeps the call.
+
+    XLA does not compile the call any more.
 
     depth: number of loops around the body of a loop.
     """

@@ -98,7 +98,8 @@ def _insert_by_tensor(
 ) -> dict[int, str]:  # fmt: skip
     """Add a node for each selected tensor at these flat positions; return the refs of changed tensors.
 
-    A routine gets None for the other values, and one tensor of a list.  refs: where the tensors are read now.
+    A routine gets None for the other values, and one tensor of a list.  Observers may share their node with
+    those of other operations.  refs: where the tensors are read now.
     """
     insertions, changed_refs = rewriter.insertions, dict[int, str]()
     selected_values = side.selected_positions([action.select for action in actions]) if actions else ()

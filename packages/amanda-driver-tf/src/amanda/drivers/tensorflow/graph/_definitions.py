@@ -29,13 +29,18 @@ NUMBER = "amanda_number"
 
 
 def numbered_copy(
-    definition: Any, rewritten: RewrittenBody, body: Body, round_step: int = 0, is_condition: bool = False
+    definition: Any,
+    rewritten: RewrittenBody,
+    body: Body,
+    round_increment: int = 0,
+    is_condition: bool = False,
 ) -> Any:
     """Return a FunctionDef of an edited body, with the execution's number as its last argument.
 
-    The name contains a digest of the content, so that equal copies are one function.
-    round_step: of a loop's body, the change of the number from round to round; the next round's number is
-    then an output, too.  0 for other functions.
+    The name contains a digest of the content, so that equal copies are one function.  XLA does not compile
+    the copy, and a call of it waits for all routines.
+    round_increment: of a loop's body, the change of the number from round to round; the next round's number
+    is then an output, too.  0 for other functions.
     is_condition: True for the condition of a loop. TensorFlow runs only those of its nodes that the result
     needs.
     """
@@ -46,8 +51,8 @@ def numbered_copy(
     copy.signature.input_arg.append(op_def_pb2.OpDef.ArgDef(name=NUMBER, type=INT64))
     nodes_with_routines = _nodes_with_routines(rewritten)
     _add_control_outputs(copy, nodes_with_routines)
-    if round_step:
-        nodes, next_number_ref = next_round(NUMBER, body.loop_depth, round_step)
+    if round_increment:
+        nodes, next_number_ref = next_round(NUMBER, body.loop_depth, round_increment)
         copy.node_def.extend(nodes)
         copy.signature.output_arg.append(op_def_pb2.OpDef.ArgDef(name=f"{NUMBER}_out", type=INT64))
         copy.ret[f"{NUMBER}_out"] = next_number_ref
@@ -62,7 +67,7 @@ def numbered_copy(
 
 def _nodes_with_routines(rewritten: RewrittenBody) -> list[str]:
     """Return the names of the nodes that call routines, themselves or in functions, each once."""
-    names = [name for inserted in rewritten.inserted_names_by_op.values() for name in inserted]
+    names = [name for inserted_names in rewritten.inserted_names_by_op.values() for name in inserted_names]
     # A call may have been replaced after its functions were edited.
     names += [rewritten.replacement_by_name.get(name, name) for name in rewritten.edited_call_names]
     return list(dict.fromkeys(names))
@@ -101,7 +106,7 @@ def edited_definition(definition: Any, rewritten: RewrittenBody) -> Any:
 
 
 def _replace_nodes(definition: Any, rewritten: RewrittenBody) -> Any:
-    """Return a copy of a function with the nodes and results of its edited body."""
+    """Return a copy of a function with the nodes, results and control outputs of its edited body."""
     copy = function_pb2.FunctionDef()
     copy.CopyFrom(definition)
     del copy.node_def[:]
@@ -164,14 +169,14 @@ def add_loop_number(rewriter: BodyRewriter, op: tf.Operation, number_ref: str) -
     return loop_number, -1 if is_reverse else 1
 
 
-def next_round(number: str, depth: int, step: int) -> tuple[list[Any], str]:
+def next_round(number_ref: str, depth: int, round_increment: int) -> tuple[list[Any], str]:
     """Return nodes at the end of a loop's body that compute the next round's number, and its ref.
 
     depth: number of elements of the number that stay: the execution and the rounds of the loops around.
     """
-    change = constant("amanda/step", np.array([0] * depth + [step], np.int64))
-    following = new_node("amanda/next_round", "AddV2", [number, "amanda/step:output:0"], T=INT64)
-    return [change, following], "amanda/next_round:z:0"
+    increment = constant("amanda/step", np.array([0] * depth + [round_increment], np.int64))
+    next_number = new_node("amanda/next_round", "AddV2", [number_ref, "amanda/step:output:0"], T=INT64)
+    return [increment, next_number], "amanda/next_round:z:0"
 
 
 def _runs_in_reverse(op: tf.Operation, find_captured: Callable[[Any], Any]) -> bool:

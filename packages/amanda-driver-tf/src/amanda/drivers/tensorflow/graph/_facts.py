@@ -77,6 +77,7 @@ VARIABLES = frozenset({"VarHandleOp", "VariableV2", "Variable"})
 def variable_of(tensor: Any, argument_variable: Callable[[Any], Any] = lambda placeholder: None) -> Any:
     """Return the handle or tensor of the variable that a symbol was read from; None for others.
 
+    Operations in `VALUE_FORWARDING` may lie between.
     argument_variable: returns the variable that a placeholder stands for.
     """
     while tensor.op.type in VALUE_FORWARDING:
@@ -103,7 +104,7 @@ def variables_of(op: tf.Operation, read_value: Callable[[Any], Any]) -> Hashable
 
 
 def source_line(op: tf.Operation) -> str:
-    """Return "file:line" of the user's line that created an operation; "" where TensorFlow lacks it."""
+    """Return "file:line" of the user's line that created an operation; "" if TensorFlow knows none."""
     try:
         frames = op.traceback
         frame_count = len(frames)
@@ -117,7 +118,10 @@ def source_line(op: tf.Operation) -> str:
 
 
 class NodeAttributes(Mapping[str, Any]):
-    """The attributes of a node as Python values, converted when they are read."""
+    """The attributes of a node as Python values, converted when they are read.
+
+    Iteration leaves out TensorFlow's own attributes, which begin with an underscore.
+    """
 
     def __init__(self, node: Any) -> None:
         self._node = node
@@ -137,31 +141,38 @@ class NodeAttributes(Mapping[str, Any]):
 
 
 def python_value(attribute: Any) -> Any:
-    """Return an AttrValue as a dtype, a shape, an array, text, a number, or a list; None if empty."""
-    kind = attribute.WhichOneof("value")
-    if kind is None:
+    """Return an AttrValue as a dtype, a shape, an array, text, a number, or a list; None if empty.
+
+    Bytes that are no text stay bytes; a function is returned as a dict.
+    """
+    field_name = attribute.WhichOneof("value")
+    if field_name is None:
         return None
-    value = getattr(attribute, kind)
-    if kind == "list":
+    value = getattr(attribute, field_name)
+    if field_name == "list":
         # A list has a field for each type of elements.
-        return [_python_scalar(field.name, item) for field, items in value.ListFields() for item in items]
-    return _python_scalar(kind, value)
+        return [
+            _python_scalar(field.name, element)
+            for field, elements in value.ListFields()
+            for element in elements
+        ]
+    return _python_scalar(field_name, value)
 
 
-def _python_scalar(kind: str, value: Any) -> Any:
-    """Convert a value of an AttrValue's field to a Python value."""
-    if kind == "type":
+def _python_scalar(field_name: str, value: Any) -> Any:
+    """Convert a value of an AttrValue's field to a Python value; see `python_value`."""
+    if field_name == "type":
         return dtypes.as_dtype(value)
-    if kind == "shape":
+    if field_name == "shape":
         return tf.TensorShape(value)
-    if kind == "tensor":
+    if field_name == "tensor":
         return tensor_util.MakeNdarray(value)
-    if kind == "s":
+    if field_name == "s":
         try:
             return value.decode()
         except UnicodeDecodeError:
             return value
-    return MessageToDict(value) if kind == "func" else value
+    return MessageToDict(value) if field_name == "func" else value
 
 
 def eager_computation(op: tf.Operation) -> Callable[[Sequence[Any]], Any]:

@@ -37,16 +37,16 @@ class _Records:
 
     def __init__(self) -> None:
         # Weak both ways: the records must not keep the user's graphs alive.
-        self._forward: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
+        self._forward_by_op: weakref.WeakKeyDictionary[Any, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 
     def record(self, op: tf.Operation, forward: tf.Operation) -> None:
-        """Record that `op` computes a gradient of `forward`."""
-        if op is not forward and op not in self._forward:
-            self._forward[op] = weakref.ref(forward)
+        """Record that `op` computes a gradient of `forward`, unless another record of `op` exists."""
+        if op is not forward and op not in self._forward_by_op:
+            self._forward_by_op[op] = weakref.ref(forward)
 
     def get(self, op: tf.Operation) -> tf.Operation | None:
-        """Return the forward operation; None where none was recorded."""
-        reference = self._forward.get(op)
+        """Return the forward operation, from TensorFlow's record if there is none here; None without both."""
+        reference = self._forward_by_op.get(op)
         # TensorFlow itself records the forward op of `tf.gradients`, not of tapes.
         return op._original_op if reference is None else reference()
 
@@ -76,10 +76,10 @@ class ForwardMap:
         self._forward_op_by_name = {op.name: op for op in ops} if forward_ops is None else forward_ops
         self._find_captured = find_captured
         self.guessed: list[tf.Operation] = []
-        self._forward: dict[tf.Operation, tf.Operation] = {}
-        self._order = {op: i for i, op in enumerate(ops)}
-        self._consumers: dict[tf.Operation, list[tf.Operation]] = {}
-        self._ops_by_scope: dict[str, list[tf.Operation]] | None = None
+        self._forward_by_op: dict[tf.Operation, tf.Operation] = {}
+        self._position_by_op = {op: i for i, op in enumerate(ops)}
+        self._consumers_by_op: dict[tf.Operation, list[tf.Operation]] = {}  # filled by `_map_sums`
+        self._ops_by_scope: dict[str, list[tf.Operation]] | None = None  # filled by `_ops_in_scope`
         ops_by_name = {} if forward_is_elsewhere or default is not None else {op.name: op for op in ops}
         for op in ops:
             forward = (
@@ -89,7 +89,7 @@ class ForwardMap:
                 or default
             )
             if forward is not None and forward is not op:
-                self._forward[op] = forward
+                self._forward_by_op[op] = forward
         self._map_sums(ops)
 
     def __call__(self, op: tf.Operation) -> tf.Operation | None:
@@ -103,11 +103,11 @@ class ForwardMap:
     def _forward_chain(self, op: tf.Operation) -> list[tf.Operation]:
         """Return an operation's forward operation, then the forward operation of that, and so on."""
         chain: list[tf.Operation] = []
-        forward = self._forward.get(op)
+        forward = self._forward_by_op.get(op)
         while forward is not None and len(chain) < _MAX_ORDER:
             chain.append(forward)
             # The operations of another graph are in the records alone.
-            forward = self._forward.get(forward) or records.get(forward)
+            forward = self._forward_by_op.get(forward) or records.get(forward)
         return chain
 
     @staticmethod
@@ -132,8 +132,8 @@ class ForwardMap:
         if not _calls_function(op, "__backward_"):
             return None
         for tensor in reversed(op.inputs):
-            captured = self._find_captured(tensor)
-            source = tensor.op if captured is None else captured.op
+            captured_tensor = self._find_captured(tensor)
+            source = tensor.op if captured_tensor is None else captured_tensor.op
             if _calls_function(source, "__forward_"):
                 return source
         return None
@@ -165,9 +165,12 @@ class ForwardMap:
         return None
 
     def _forward_of_factor(self, op: tf.Operation) -> tf.Operation | None:
-        """Return the forward operation of an input that was computed from its tensors, as cos for sin."""
+        """Return the forward operation of an input that is computed from that operation's tensors, or None.
+
+        Such an input is a factor of the gradient, as the cosine is for a sine.
+        """
         for tensor in op.inputs:
-            forward = self._forward.get(tensor.op)
+            forward = self._forward_by_op.get(tensor.op)
             if forward is not None and len(tensor.op.inputs) > 0:
                 forward_tensors = {_tensor_key(value) for value in (*forward.inputs, *forward.outputs)}
                 if all(self._captured_key(operand) in forward_tensors for operand in tensor.op.inputs):
@@ -176,23 +179,26 @@ class ForwardMap:
 
     def _captured_key(self, tensor: Any) -> tuple[Any, int]:
         """Return the key of the forward graph's tensor that a placeholder stands for, or of the tensor."""
-        captured = self._find_captured(tensor)
-        return _tensor_key(tensor if captured is None else captured)
+        captured_tensor = self._find_captured(tensor)
+        return _tensor_key(tensor if captured_tensor is None else captured_tensor)
 
     def _forward_by_shared_tensors(self, op: tf.Operation, scope: str) -> tf.Operation | None:
-        """Return the operation of a name scope that shares most tensors with a gradient operation, if any."""
-        reads = {self._captured_key(tensor) for tensor in op.inputs}
+        """Return the operation of a name scope that shares most tensors with a gradient operation, if any.
+
+        A type with which the gradient operation's begins counts for more than a tensor.
+        """
+        keys_read = {self._captured_key(tensor) for tensor in op.inputs}
         best_score, best_candidate = 1, None
-        position = self._order[op]
+        position = self._position_by_op[op]
         for candidate in self._ops_in_scope(scope):
-            if self._order.get(candidate, -1) > position:
+            if self._position_by_op.get(candidate, -1) > position:
                 continue  # a gradient comes after its forward operation
             if candidate.type in _WITHOUT_GRADIENT_OPS or (
                 op.type == "Mul" and candidate.type in _WITHOUT_PRODUCTS
             ):
                 continue
             share_count = sum(
-                _tensor_key(tensor) in reads for tensor in (*candidate.inputs, *candidate.outputs)
+                _tensor_key(tensor) in keys_read for tensor in (*candidate.inputs, *candidate.outputs)
             )
             # "Conv2DBackpropInput" begins with the type of its forward op, which says more than a shared
             # tensor.
@@ -213,26 +219,30 @@ class ForwardMap:
 
     def _map_sums(self, ops: Iterable[tf.Operation]) -> None:
         """Map sums of mapped gradients to the operation of whose output they are the gradient."""
-        sums = [op for op in ops if op.type == "AddN" and op not in self._forward]
+        sums = [op for op in ops if op.type == "AddN" and op not in self._forward_by_op]
         if not sums:
             return
-        for op in self._order:
+        for op in self._position_by_op:
             for tensor in op.inputs:
-                self._consumers.setdefault(tensor.op, []).append(op)
+                self._consumers_by_op.setdefault(tensor.op, []).append(op)
         for op in sums:
             summand_forwards = [
-                self._forward[tensor.op] for tensor in op.inputs if tensor.op in self._forward
+                self._forward_by_op[tensor.op] for tensor in op.inputs if tensor.op in self._forward_by_op
             ]
             if len(summand_forwards) < len(op.inputs):
                 continue
             reader_forwards = [
-                self._forward[reader] for reader in self._consumers.get(op, ()) if reader in self._forward
+                self._forward_by_op[reader]
+                for reader in self._consumers_by_op.get(op, ())
+                if reader in self._forward_by_op
             ]
             # The gradient ops of the output's producer read the sum, and the producer ran before it.
             producers = [
-                forward for forward in reader_forwards if self._order.get(forward, -1) < self._order[op]
+                forward
+                for forward in reader_forwards
+                if self._position_by_op.get(forward, -1) < self._position_by_op[op]
             ]
-            self._forward[op] = producers[0] if producers else summand_forwards[0]
+            self._forward_by_op[op] = producers[0] if producers else summand_forwards[0]
 
 
 def _calls_function(op: tf.Operation, name_part: str) -> bool:
@@ -301,11 +311,12 @@ def _patch_symbolic_gradients(patches: Patches) -> None:
 
     @functools.wraps(create)
     def create_op_internal(self: Any, *args: Any, **kwargs: Any) -> Any:
-        created = create(self, *args, **kwargs)
+        """Create an op; record it as a gradient of the op that the thread is differentiating, if any."""
+        created_op = create(self, *args, **kwargs)
         forward = _differentiated.ops[-1] if _differentiated.ops else None
         if forward is not None:  # None also for an op whose graph is gone
-            records.record(created, forward)
-        return created
+            records.record(created_op, forward)
+        return created_op
 
     patches.set(ops.Graph, "_original_op", original_op)
     patches.set(ops.Graph, "_create_op_internal", create_op_internal)
@@ -363,6 +374,7 @@ def _stand_in_for_record_operation(original: Any) -> Any:
         op_type: Any, output_tensors: Any, input_tensors: Any, backward_function: Any, *positional: Any,
         **named: Any,
     ) -> Any:  # fmt: skip
+        """Record an op of a graph with a backward function whose ops are recorded as its gradient ops."""
         first_output: Any = output_tensors[0] if output_tensors else None
         if not _is_of_graph_op(first_output):
             return original(op_type, output_tensors, input_tensors, backward_function, *positional, **named)

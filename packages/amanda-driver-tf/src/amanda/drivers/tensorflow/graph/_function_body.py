@@ -37,7 +37,7 @@ def function_body(
     forward_identity: int | None = None,
     is_backward: bool = False,
 ) -> Body:
-    """Return the nodes of a function that run, as a body.
+    """Return the nodes of a function that run, as a body; report forward operations that are guesses.
 
     read_argument: returns the present value of an argument, by position.
     argument_variable: returns the holder of the variable whose handle is an argument; by default the
@@ -93,7 +93,7 @@ def _report_guesses(
     forward_of: ForwardMap,
     rewriting: TensorFlowRewriting,
 ) -> None:
-    """Report guesses, where forward operations of gradients are guesses, and unmapped custom gradients."""
+    """Report that forward operations of gradients are guesses, and custom gradients that no guess names."""
     rewriting.report(
         f"the backward ops of {function_name}",
         "it was traced or loaded outside of any scope, so names tell which forward ops they belong to",
@@ -157,9 +157,9 @@ def _capture_lookup(
     return find_captured
 
 
-def _stored_tensor(holder: Any, kind: str, index: int) -> Any:
+def _stored_tensor(holder: Any, op_type: str, index: int) -> Any:
     """Return the tensor that an operation of this type stores in `holder`; None for other types."""
-    return holder.op.inputs[index] if holder is not None and holder.op.type == kind else None
+    return holder.op.inputs[index] if holder is not None and holder.op.type == op_type else None
 
 
 def _operations_of_forward_graph(
@@ -184,7 +184,10 @@ class _ValueReader:
         self._positions = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
 
     def __call__(self, tensor: Any) -> Any:
-        """Return the present value of a symbol as an eager tensor, or the symbol if no value is known."""
+        """Return the present value of a symbol as an eager tensor, or the symbol if no value is known.
+
+        Runs the ops that read a variable, and those that cast, reshape or slice a value.
+        """
         op = tensor.op
         if op.name in self._positions and op.type == "Placeholder":
             value = self._read_argument(self._positions[op.name])
@@ -218,6 +221,7 @@ def _variable_lookup(graph: Any, argument_variable: Callable[[int], Any]) -> Cal
     position_by_name = {tensor.op.name: i for i, tensor in enumerate(graph.inputs)}
 
     def find_variable_of_placeholder(placeholder: Any) -> Any:
+        """Return the holder of the variable that a placeholder's argument was read from; None without one."""
         position = position_by_name.get(placeholder.op.name)
         holder = None if position is None else argument_variable(position)
         # An eager argument that is no handle is a value of the call, not a variable.

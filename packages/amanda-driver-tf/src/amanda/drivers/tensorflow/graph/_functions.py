@@ -20,6 +20,7 @@ from ._nodes import op_def
 class RuntimeFunction:
     """A function that a graph calls: its definition, and a FuncGraph whose operations are its nodes.
 
+    arguments: names of the arguments in the definition.
     names: by the name of an operation of the graph, its name in the definition.
     """
 
@@ -46,13 +47,13 @@ class _FunctionGraphs:
 
     def graph_of(self, atomic: Any, definition: Any) -> Any:
         """Return the graph in which a function was traced, or a cached graph built from its definition."""
-        traced = atomic._cached_graph
-        if traced is not None and _node_names(traced, definition) is not None:
-            return traced
-        rebuilt = self._rebuilt.get(atomic)
-        if rebuilt is None:
-            rebuilt = self._rebuilt[atomic] = atomic_function.to_func_graph(atomic)
-        return rebuilt
+        traced_graph = atomic._cached_graph
+        if traced_graph is not None and _node_names(traced_graph, definition) is not None:
+            return traced_graph
+        rebuilt_graph = self._rebuilt.get(atomic)
+        if rebuilt_graph is None:
+            rebuilt_graph = self._rebuilt[atomic] = atomic_function.to_func_graph(atomic)
+        return rebuilt_graph
 
 
 _graphs = _FunctionGraphs()
@@ -65,7 +66,10 @@ def function_of(atomic: Any) -> RuntimeFunction:
 
 
 def function_named(name: str, graph: Any) -> RuntimeFunction | None:
-    """Return the function that a node of a graph calls by this name; None where it is out of reach."""
+    """Return the function that a node of a graph calls by this name; None where it is out of reach.
+
+    Without TensorFlow's handle of the function, its graph is built anew at each call.
+    """
     atomic = graph._functions.get(name)
     if atomic is not None and hasattr(atomic, "_cached_graph"):
         return function_of(atomic)
@@ -111,23 +115,23 @@ def _identical_names(operations: Sequence[tf.Operation], definition: Any) -> dic
 def executed_nodes(definition: Any) -> set[str]:
     """Return the names of the nodes that run when a function is called."""
     nodes = {node.name: node for node in definition.node_def}
-    pending = [text.partition(":")[0] for text in definition.ret.values()]
-    pending += definition.control_ret.values()
+    pending_names = [text.partition(":")[0] for text in definition.ret.values()]
+    pending_names += definition.control_ret.values()
     # Stateful nodes run even if no result needs them.
-    pending += [node.name for node in definition.node_def
+    pending_names += [node.name for node in definition.node_def
                 if (op_definition := op_def(node.op)) is not None and op_definition.is_stateful]  # fmt: skip
-    executed: set[str] = set()
-    while pending:
-        name = pending.pop()
-        if name in executed or name not in nodes:  # arguments are not nodes
+    executed_names: set[str] = set()
+    while pending_names:
+        name = pending_names.pop()
+        if name in executed_names or name not in nodes:  # arguments are not nodes
             continue
-        executed.add(name)
-        pending += [text.removeprefix("^").partition(":")[0] for text in nodes[name].input]
-    return executed
+        executed_names.add(name)
+        pending_names += [text.removeprefix("^").partition(":")[0] for text in nodes[name].input]
+    return executed_names
 
 
 def ops_with_generators(functions: Iterable[Any]) -> list[str]:
-    """Return the names of nodes of functions whose kernels hold a seeded generator."""
+    """Return "name (type)" of each node of functions whose kernel holds a seeded generator."""
     return [
         f"{node.name} ({node.op})"
         for function in functions
@@ -139,13 +143,13 @@ def ops_with_generators(functions: Iterable[Any]) -> list[str]:
 def with_callees(functions: Iterable[Any], find_definition: Any) -> list[Any]:
     """Return the functions and all that they call, each once, without those that `find_definition` lacks."""
     definitions = {function.signature.name: function for function in functions}
-    pending = list(definitions.values())
-    while pending:
-        for name in _callee_names(pending.pop()):
+    pending_definitions = list(definitions.values())
+    while pending_definitions:
+        for name in _callee_names(pending_definitions.pop()):
             definition = None if name in definitions else find_definition(name)
             if definition is not None:
                 definitions[name] = definition
-                pending.append(definition)
+                pending_definitions.append(definition)
     return list(definitions.values())
 
 
@@ -186,6 +190,7 @@ def must_compile(holder: Any) -> bool:
 def runs_without_xla(function: RuntimeFunction, read_argument: Callable[[int], Any]) -> bool:
     """Return True if TensorFlow can run a function without XLA, after a trial run on copies of variables.
 
+    The result is cached by the function's graph.
     read_argument: returns the value of an argument, by position; zeros are used for a symbol.
     """
     # XLA has kernels that TensorFlow lacks, such as grouped convolutions in three dimensions on a CPU. A
@@ -289,7 +294,10 @@ def _trial_argument(symbol: Any, value: Any, extent: int, new_variables: list[An
 
 
 def _zeros(dtype: tf.DType, shape: tf.TensorShape, extent: int) -> Any:
-    """Return zeros, with `extent` for each unknown one.  Raises TypeError for a variant or no rank."""
+    """Return zeros, or empty strings, with `extent` for each unknown extent.
+
+    Raises TypeError for a variant or an unknown rank.
+    """
     if shape.rank is None or dtype == tf.variant:
         raise TypeError(f"zeros of {dtype.name} with shape {shape}")
     extents = [extent if size is None else size for size in shape]

@@ -24,7 +24,7 @@ class GradientEdges:
     def __init__(self, body: Body, forward_by_op: Mapping[tf.Operation, tf.Operation]) -> None:
         self._body = body
         self._forward_by_op = forward_by_op
-        self._order = {op: i for i, op in enumerate(body.ops)}
+        self._position_by_op = {op: i for i, op in enumerate(body.ops)}
         self._gradient_positions_by_op: dict[tf.Operation, list[int]] = {}
         self._readers_by_gradient: dict[tuple[tf.Operation, int], list[tf.Operation]] = {}
         self._reads_by_tensor: dict[tuple[tf.Operation, int], list[tuple[tf.Operation, int]]] = {}
@@ -101,8 +101,8 @@ class GradientEdges:
         that it was computed from: the gradient of a factor is computed from the other factors.
         """
         group = self._group_without_sums(forward)
-        computed = (op.outputs[i] for op in group for i in self.gradient_outputs(op))
-        candidates = [tensor for tensor in computed if self._is_read_outside(tensor, group)]
+        computed_gradients = (op.outputs[i] for op in group for i in self.gradient_outputs(op))
+        candidates = [tensor for tensor in computed_gradients if self._is_read_outside(tensor, group)]
         inputs = {i: tensor for i, tensor in enumerate(forward.inputs) if is_differentiable(tensor)}
         # TensorFlow has no record of which gradient belongs to which input, so pairs are matched greedily,
         # the best score first; equal scores are in the order of the candidates, and then of the inputs.
@@ -123,8 +123,8 @@ class GradientEdges:
         """Return as which input of the forward operation a backward operation reads a tensor.
 
         index: of the backward operation's input.  positions: the forward operation's inputs that are this
-        tensor.  Who reads the tensor as often as the forward operation reads them in order; who computes the
-        gradient of one of them reads another, as in a product.
+        tensor.  An operation that reads the tensor as often as the forward operation does reads these inputs
+        in order; an operation that computes the gradient of one input reads another, as in a product.
         """
         tensor = self._captured_or_self(op.inputs[index])
         read_indices = [
@@ -166,8 +166,8 @@ class GradientEdges:
 
     def _captured_or_self(self, tensor: Any) -> Any:
         """Return the forward graph's tensor that a placeholder stands for, or the tensor itself."""
-        captured = self._body.find_captured(tensor)
-        return tensor if captured is None else captured
+        captured_tensor = self._body.find_captured(tensor)
+        return tensor if captured_tensor is None else captured_tensor
 
     def _is_read_outside(self, tensor: Any, group: Sequence[tf.Operation]) -> bool:
         """Return True if an operation out of a group reads a gradient, or none in the body does."""
@@ -213,7 +213,7 @@ class GradientEdges:
         if producer.graph is not forward.graph:
             return producer.type in _PLACEHOLDERS or _has_shape_of_output(tensor, forward)
         # A gradient is computed after the forward operation; a value from before it is a forward value.
-        is_later = self._order.get(producer, -1) > self._order.get(forward, -1)
+        is_later = self._position_by_op.get(producer, -1) > self._position_by_op.get(forward, -1)
         return is_later and _has_shape_of_output(tensor, forward)
 
 
@@ -234,8 +234,8 @@ def _has_shape_of_output(tensor: Any, forward: tf.Operation) -> bool:
 
 def is_differentiable(tensor: Any) -> bool:
     """Return True if a tensor has a dtype that gradients can have."""
-    kind = tensor.dtype.base_dtype
-    return bool(kind.is_floating or kind.is_complex or kind == tf.variant)
+    dtype = tensor.dtype.base_dtype
+    return bool(dtype.is_floating or dtype.is_complex or dtype == tf.variant)
 
 
 # The other inputs of BiasAdd and Sub are absent: BiasAddGrad and Neg compute their gradients.
@@ -259,8 +259,8 @@ class PassThroughOps:
         """Return the positions of the inputs whose gradient is the output's gradient."""
         positions = _PASS_THROUGH_INPUTS.get(op.type, ())
         has_backward_ops = bool(positions) and op in self._gradient_edges.backward_ops
-        computed = self._gradient_edges.input_gradients(op) if has_backward_ops else {}
-        return [i for i in positions if i not in computed and is_differentiable(op.inputs[i])]
+        gradient_by_position = self._gradient_edges.input_gradients(op) if has_backward_ops else {}
+        return [i for i in positions if i not in gradient_by_position and is_differentiable(op.inputs[i])]
 
     def redirect_gradient(
         self, op: tf.Operation, value: Any, gradient: Any, ref: str, unchanged_ref: str
@@ -277,10 +277,10 @@ class PassThroughOps:
         if not positions or producer in self._gradient_edges.backward_ops:
             return  # the producer's last backward operation continues from there
         self._passed_ops.add(producer)
-        analysed = self._rewriter.find_forward(producer)
-        if analysed is None:
+        id_and_facts = self._rewriter.find_forward(producer)
+        if id_and_facts is None:
             return
-        producer_id, _ = analysed
+        producer_id, _ = id_and_facts
         refs = self._rewriter.pullbacks.insert_at_pass_through(op, producer_id, gradient, ref, positions)
         for i in positions:
             self.redirect_gradient(op, producer.inputs[i], gradient, refs.get(i, ref), unchanged_ref)
@@ -328,8 +328,8 @@ class PassThroughOps:
 
     def _is_in_autodiff(self, op: tf.Operation) -> bool:
         """Return True if routines at an operation take part in autodiff."""
-        analysed = self._rewriter.find_forward(op)
-        return analysed is not None and analysed[0] in self._rewriting.autodiff_places  # by id
+        id_and_facts = self._rewriter.find_forward(op)
+        return id_and_facts is not None and id_and_facts[0] in self._rewriting.autodiff_places  # by id
 
 
 def _consumers(op: tf.Operation) -> Iterator[tf.Operation]:

@@ -75,19 +75,25 @@ class Insertions:
 
     def saved_tensor(self, ref: str) -> SavedTensor | None:
         """Return the place of a value among saved values; None if it is not saved."""
-        saved = self.saved_tensor_by_ref.get(ref)
-        return None if saved is None or saved.key is None else saved
+        saved_tensor = self.saved_tensor_by_ref.get(ref)
+        return None if saved_tensor is None or saved_tensor.key is None else saved_tensor
 
-    def pass_through(self, name: str, index: int, kind: int) -> str:
-        """Return the ref of an output behind an identity that TensorFlow's optimizer keeps."""
-        self.nodes.append(opaque_identity(f"{name}/{index}", [self.output_of(name, index)], kind))
+    def pass_through(self, name: str, index: int, dtype: int) -> str:
+        """Add an identity that TensorFlow's optimizer keeps behind a node's output; return the new ref.
+
+        dtype: its enum.
+        """
+        self.nodes.append(opaque_identity(f"{name}/{index}", [self.output_of(name, index)], dtype))
         return self.output_of(f"{name}/{index}", 0)
 
     def add_traced_call(
         self, op: tf.Operation, routine: TracedRoutine, refs: Sequence[str], result_types: Sequence[int],
         ahead: bool, control_inputs: Sequence[str],
     ) -> str:  # fmt: skip
-        """Add a node that calls a traced routine's function, ahead of `op` or behind; return its name."""
+        """Add a node that calls a traced routine's function, ahead of `op` or behind; return its name.
+
+        Adds the function to the library.
+        """
         self.rewriting.library += routine.definitions
         numbers = count(len(self.nodes))  # an instrumented file may have a node of that name already
         name = next(candidate for i in numbers if (candidate := f"amanda/traced{i}") not in self.body.nodes)
@@ -113,8 +119,10 @@ class Insertions:
         # The key of a pack; without frames all observers may share a node.
         group = () if frames is None else frames.group(op, tensors)
         if group is None:
-            packed = PackedObservers([(observers, range(len(refs)))])
-            self.add_slot_call(op, packed, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead)
+            packed_observers = PackedObservers([(observers, range(len(refs)))])
+            self.add_slot_call(
+                op, packed_observers, refs, [dtype_enum(tensor) for tensor in tensors], (), ahead
+            )
             return
         name = self.body.node_name(op)
         self._flush_packs_before(name, group)
@@ -186,6 +194,7 @@ class Insertions:
     ) -> str:  # fmt: skip
         """Add a node that calls `inserted` at a new slot; return the node's name.
 
+        Nodes of packed observers at the forward operation of `op` are added first.
         ahead: True if the operation comes after the node, False if the node comes after the operation.
         is_unawaited: True if no operation has to wait for the node.
         control_inputs: by default those that make the node run where the operation runs.
@@ -207,8 +216,8 @@ class Insertions:
         # An operation that reads the node's results waits by that, and one that may end a loop cannot wait.
         needs_no_wait = is_unawaited or (ahead and (result_types or not refs or may_end_loop(op)))
         if not needs_no_wait:
-            waiting = self.ahead if ahead else self.behind
-            waiting.setdefault(name, []).append(node.name)
+            waiting_names_by_op = self.ahead if ahead else self.behind
+            waiting_names_by_op.setdefault(name, []).append(node.name)
         return str(node.name)
 
     def _add_slot_node(
@@ -294,7 +303,8 @@ class ControlDependencies:
     def control_inputs_after(self, nodes: Iterable[str], number_ref: str) -> list[str]:
         """Return control inputs for a node that reads `number_ref`, so that it runs after other nodes.
 
-        Nodes in a loop of gradients get none for nodes in the forward loop: the whole loop waits.
+        Nodes in a loop of gradients get none for nodes in the forward loop: the whole loop waits.  For nodes
+        that may not run a trigger is added, which runs in any case.
         """
         frames = self._body.frames
         if frames is None:
@@ -302,14 +312,16 @@ class ControlDependencies:
         nodes = list(nodes)
         # Nodes in the same loop read the same number.
         nodes_in_frame = [node for node in nodes if self.number_ref_by_name[node] == number_ref]
-        awaited: list[str | None] = [node for node in nodes_in_frame if node not in self._conditional_nodes]
+        awaited_names: list[str | None] = [
+            node for node in nodes_in_frame if node not in self._conditional_nodes
+        ]
         conditional_nodes = tuple(node for node in nodes_in_frame if node in self._conditional_nodes)
         if conditional_nodes:
-            awaited.append(self._add_trigger_after(conditional_nodes, number_ref))
+            awaited_names.append(self._add_trigger_after(conditional_nodes, number_ref))
         # For a node in an inner loop, the end of the loop.
         other_nodes = [node for node in nodes if node not in nodes_in_frame]
-        awaited += [frames.end_of(self.number_ref_by_name[node], number_ref) for node in other_nodes]
-        return [f"^{name}" for name in awaited if name is not None]
+        awaited_names += [frames.end_of(self.number_ref_by_name[node], number_ref) for node in other_nodes]
+        return [f"^{name}" for name in awaited_names if name is not None]
 
     def add_number_after(self, number_ref: str, rank: int, control_inputs: Sequence[str]) -> str:
         """Add a node that passes a number on after other nodes have run; return its ref.

@@ -78,12 +78,12 @@ class LayerIndex:
 
     @cached_property
     def by_variable_names(self) -> LayersByName:
-        """The layers in the names of variables."""
+        """The layers in the names of the variables that were added before the first look-up."""
         return _index_layers(self._root.inner_layers())
 
     @cached_property
     def in_process(self) -> LayersByName:
-        """All layers of the process."""
+        """All layers of the process, found by one search of all objects at the first look-up."""
         base_classes = layer_classes()
         is_layer_class: dict[type, bool] = {}
         layers = []
@@ -124,21 +124,21 @@ class Locations:
         self._graph = graph
         self._variable_of = variable_of
         self._enclosing_layers = tuple(enclosing_layers)
-        self._location_by_directory: dict[str, Location | None] = {}
+        self._location_by_name_scope: dict[str, Location | None] = {}
 
     def __call__(self, op: tf.Operation) -> Location:
-        """Return the location of an operation of the graph."""
-        directory = op.name.rpartition("/")[0]
-        if directory not in self._location_by_directory:
-            self._location_by_directory[directory] = self._locate(op, directory)
-        return self._location_by_directory[directory] or Location.outside(op)
+        """Return the location of an operation of the graph; operations of a name scope have equal layers."""
+        name_scope = op.name.rpartition("/")[0]
+        if name_scope not in self._location_by_name_scope:
+            self._location_by_name_scope[name_scope] = self._locate(op, name_scope)
+        return self._location_by_name_scope[name_scope] or Location.outside(op)
 
-    def _locate(self, op: tf.Operation, directory: str) -> Location | None:
+    def _locate(self, op: tf.Operation, name_scope: str) -> Location | None:
         """Find the layers around an operation: the function's, then those in its name scope; None outside."""
         layers = list(self._enclosing_layers)
         inner_layers = self._layer_index.inner_layers(layers[-1]) if layers else self._outermost_layers(op)
         scope = ""
-        for part in directory.split("/") if inner_layers else ():
+        for part in name_scope.split("/") if inner_layers else ():
             scope = f"{scope}/{part}" if scope else part
             # A part may be no layer's: functions and users open scopes, too.
             layer = self._select_layer(_layer_candidates(part, inner_layers), scope)
@@ -220,9 +220,9 @@ def _nested_layers(layer: Any) -> Iterator[Any]:
     if isinstance(layer, NamedLayer):
         yield from layer.inner_layers()
         return
-    direct = list(layer._flatten_layers(include_self=False, recursive=False))
-    yield from direct
-    direct_ids = {id(inner) for inner in direct}
+    direct_layers = list(layer._flatten_layers(include_self=False, recursive=False))
+    yield from direct_layers
+    direct_ids = {id(inner) for inner in direct_layers}
     yield from (inner for inner in layer._flatten_layers(include_self=False) if id(inner) not in direct_ids)
 
 

@@ -46,9 +46,9 @@ def opaque_identity(name: str, inputs: Iterable[str], dtype: int, rank: int | No
     return node
 
 
-def placeholder(name: str, kind: int, shape: tf.TensorShape) -> Any:
-    """Return a node whose value is fed."""
-    node = new_node(name, "Placeholder", dtype=kind)
+def placeholder(name: str, dtype: int, shape: tf.TensorShape) -> Any:
+    """Return a node whose value is fed.  dtype: its enum."""
+    node = new_node(name, "Placeholder", dtype=dtype)
     node.attr["shape"].shape.CopyFrom(shape.as_proto())
     return node
 

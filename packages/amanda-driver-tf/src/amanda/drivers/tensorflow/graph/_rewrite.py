@@ -39,6 +39,7 @@ class BodyRewriter(RoutineRewriter):
     forward_ops: by a gradient operation, its forward operation.
     number_ref_by_call: by the name of an operation whose functions were edited, the ref of the number that
     they get, or "" in a file.
+    `_unawaited_calls`: names of those since the last one with gradient operations.
     """
 
     def __init__(self, body: Body, rewriting: TensorFlowRewriting) -> None:
@@ -84,7 +85,7 @@ class BodyRewriter(RoutineRewriter):
                 self.insertions.forward_names[name] = forward_name
 
     def rewrite(self) -> RewrittenBody:
-        """Run the rewrite; return the edited nodes."""
+        """Run the rewrite; return the edited body.  Reports routines whose gradients are lost or guessed."""
         self.run()
         # Observers wait for others to share their node; those that still wait get their nodes now.
         self.insertions.flush()
@@ -178,17 +179,17 @@ class BodyRewriter(RoutineRewriter):
     def facts(self, op: tf.Operation, inputs: Side | None = None) -> OpFacts:
         """Return the facts of an operation, for tools; record them, and its loop depth, by its id."""
         body, rewriting, node = self.body, self.rewriting, self._node(op)
-        identity, loop_depth = op_id(body, op.name), body.loop_depth_of(op)
+        id_of_op, loop_depth = op_id(body, op.name), body.loop_depth_of(op)
         facts = facts_of(
-            op, identity, rewriting.namespace, body.read_value, node, body.identity,
+            op, id_of_op, rewriting.namespace, body.read_value, node, body.identity,
             body.variable_of, body.location_of(op),
         )  # fmt: skip
         if rewriting.is_for_file:
             facts.source = ""  # TensorFlow has the line that loads the file
-        rewriting.facts_by_id_by_op.setdefault(op, {})[identity] = facts
-        self._op_by_id[identity] = op
+        rewriting.facts_by_id_by_op.setdefault(op, {})[id_of_op] = facts
+        self._op_by_id[id_of_op] = op
         if loop_depth:
-            rewriting.loop_depth_by_op_id[identity] = loop_depth
+            rewriting.loop_depth_by_op_id[id_of_op] = loop_depth
         return facts
 
     def insert_actions(
@@ -256,34 +257,34 @@ class BodyRewriter(RoutineRewriter):
         Raises RoutineError for an operation that is not in this graph, or comes later.
         """
         foreign_inputs = []
-        for identity, position in action.reads:
-            op = self._op_by_id.get(identity)
+        for id_of_op, position in action.reads:
+            op = self._op_by_id.get(id_of_op)
             if op is None:
                 raise RoutineError(
                     f"{action} of {type(action.tool).__name__} is to read input {position} of op "
-                    f"{identity:#018x}; no op that was analysed before {facts.name} in this graph has that id"
+                    f"{id_of_op:#018x}; no op that was analysed before {facts.name} in this graph has that id"
                 )
             side = inputs if op is inputs.op else self.refs.inputs(op)
             for i in side.flat_positions([position]):
-                foreign_inputs.append(ForeignInput(Value(side.refs[i], side.symbols[i]), identity, i))
+                foreign_inputs.append(ForeignInput(Value(side.refs[i], side.symbols[i]), id_of_op, i))
         return foreign_inputs
 
     def _record_reads_by_position(
-        self, op: tf.Operation, identity: int, edges: list[Edge], inputs: Side, edge: Edge
+        self, op: tf.Operation, id_of_op: int, edges: list[Edge], inputs: Side, edge: Edge
     ) -> None:
-        """Record what gradient operations read for the tensor `edge`, several inputs, by position."""
+        """Record by position what gradient operations read for the tensor `edge`, which is several inputs."""
         positions = [i for i, read_edge in enumerate(edges) if read_edge == edge]
         changed_positions = inputs.replaced_positions()
         self.refs.gradient_reads_by_input[self.body.node_name(op), edge] = {
             i: inputs.refs[i] for i in positions
         }
         tensor = inputs.symbols[positions[0]]
-        self.rewriting.saved_tensors_by_input[identity, tensor.op.name, tensor.value_index] = {
+        self.rewriting.saved_tensors_by_input[id_of_op, tensor.op.name, tensor.value_index] = {
             i: self.insertions.saved_tensor(inputs.refs[i]) if i in changed_positions else None
             for i in positions
         }
 
-    def _redirect_gradients(self, op: tf.Operation, identity: int, edge: Edge, tensor: Any, ref: str) -> None:
+    def _redirect_gradients(self, op: tf.Operation, id_of_op: int, edge: Edge, tensor: Any, ref: str) -> None:
         """Record that the gradient operations of an operation are to read `ref` instead of a tensor.
 
         Gradients in other graphs and loops read the saved tensor of `ref`, if it is saved. An earlier record
@@ -293,13 +294,13 @@ class BodyRewriter(RoutineRewriter):
         saved = self.insertions.saved_tensor(ref)
         if saved is None:
             return
-        self.rewriting.saved_tensor_by_read.setdefault((identity, tensor.op.name, tensor.value_index), saved)
+        self.rewriting.saved_tensor_by_read.setdefault((id_of_op, tensor.op.name, tensor.value_index), saved)
         op_inputs = set(map(tensor_key, op.inputs))
         # TensorFlow's loops accumulate the input of an Identity for their gradients, not its output.
         while tensor.op.type == "Identity":
             tensor = tensor.op.inputs[0]
             if tensor_key(tensor) not in op_inputs:
-                self.rewriting.saved_tensor_by_read[identity, tensor.op.name, tensor.value_index] = saved
+                self.rewriting.saved_tensor_by_read[id_of_op, tensor.op.name, tensor.value_index] = saved
 
     def _rewrite_backward(self, op: tf.Operation, forward: tf.Operation) -> None:
         """Redirect a gradient operation to changed values, insert pullbacks, and analyse it.
@@ -368,14 +369,14 @@ class BodyRewriter(RoutineRewriter):
 
         Records both, as an analysis of the operation does.
         """
-        identity = op_id(self.body, op.name)
+        id_of_op = op_id(self.body, op.name)
         facts = facts_of(
-            op, identity, self.rewriting.namespace, self.body.read_value,
+            op, id_of_op, self.rewriting.namespace, self.body.read_value,
             variable_of=self.body.variable_of, location=self.body.location_of(op),
         )  # fmt: skip
         self.rewriting.analysis.add_absent_op(facts, grouped_outputs(op, op.node_def))
-        self.rewriting.facts_by_id_by_op.setdefault(op, {})[identity] = facts
-        return identity, facts
+        self.rewriting.facts_by_id_by_op.setdefault(op, {})[id_of_op] = facts
+        return id_of_op, facts
 
     def _redirect_to_saved_tensors(
         self, op: tf.Operation, node: Any, forward_id: int, gradient_inputs: list[int]
@@ -385,27 +386,32 @@ class BodyRewriter(RoutineRewriter):
         gradient_inputs: positions of the inputs that are gradients, which stay.
         """
         for i, tensor in enumerate(inputs_of(op, node)):
-            captured = None if i in gradient_inputs else self.body.find_captured(tensor)
-            if captured is None:
+            captured_tensor = None if i in gradient_inputs else self.body.find_captured(tensor)
+            if captured_tensor is None:
                 continue
-            read_key = (forward_id, captured.op.name, captured.value_index)
-            saved = self.rewriting.saved_tensor_by_read.get(read_key)
+            read_key = (forward_id, captured_tensor.op.name, captured_tensor.value_index)
+            saved_tensor = self.rewriting.saved_tensor_by_read.get(read_key)
             saved_by_input = self.rewriting.saved_tensors_by_input.get(read_key)
             if saved_by_input is not None:
                 position = self.gradient_edges.forward_position_read(op, i, list(saved_by_input))
-                saved = saved_by_input[position]
-            if saved is not None:
-                self.refs.redirect(op, i, self._recall(op, saved, dtype_enum(tensor)))
+                saved_tensor = saved_by_input[position]
+            if saved_tensor is not None:
+                self.refs.redirect(op, i, self._recall(op, saved_tensor, dtype_enum(tensor)))
 
     def _recall(self, op: tf.Operation, saved: SavedTensor, dtype: int) -> str:
-        """Return the ref of a saved tensor; add a node ahead of an operation that recalls it, if needed."""
+        """Return the ref of a saved tensor; add a node ahead of an operation that recalls it, if needed.
+
+        Its saved values then live as long as the execution.
+        """
         recall_key = saved, self.body.number_ref_at(op, ahead=True)  # each loop frame needs its own node
         if recall_key not in self._recalled_refs:
             assert saved.key is not None
             self.rewriting.readers_by_saved_key[saved.key].read_once = False
-            recalled = RecalledTensor(saved, self.rewriting.loop_depth_by_op_id.get(saved.key.op_id, 0))
+            recalled_tensor = RecalledTensor(
+                saved, self.rewriting.loop_depth_by_op_id.get(saved.key.op_id, 0)
+            )
             name = self.insertions.add_slot_call(
-                op, recalled, refs=(), input_types=(), result_types=[dtype], ahead=True
+                op, recalled_tensor, refs=(), input_types=(), result_types=[dtype], ahead=True
             )
             self._recalled_refs[recall_key] = self.insertions.output_of(name, 0)
         return self._recalled_refs[recall_key]
@@ -414,7 +420,10 @@ class BodyRewriter(RoutineRewriter):
         return self.body.nodes[self.body.node_name(op)]
 
     def _write_inputs(self) -> None:
-        """Write the present refs into all nodes, with control inputs for the nodes ahead of them."""
+        """Write the present refs into all nodes, with control inputs for the nodes ahead of them.
+
+        Calls of edited functions get the number as last input.
+        """
         for name, node in self.body.nodes.items():
             if name in self.replacement_by_name:
                 continue

@@ -110,7 +110,7 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             self.rewriting.report(f"the replacement of {op.name}", f"what {op.type} gives is no value")
             return False
         input_positions = inputs.selected_positions([action.select if action.reads else None])
-        foreign_values = [foreign.value for foreign in foreign_inputs]
+        foreign_values = [foreign_input.value for foreign_input in foreign_inputs]
         if not self.insert(
             [action], inputs, input_positions, outputs, output_positions, facts, foreign_values
         ):
@@ -173,9 +173,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         replaced_place = self.rewriting.autodiff_places[facts.op_id][-1]
         # The replacement reads inputs of the replaced operation first, and then the foreign ones.
         own_input_count = len(replaced_place.input_positions) - len(foreign_inputs)
-        for reader_id in dict.fromkeys(foreign.op_id for foreign in foreign_inputs):
+        for reader_id in dict.fromkeys(foreign_input.op_id for foreign_input in foreign_inputs):
             reader_positions = [
-                foreign.position if foreign.op_id == reader_id else _NO_INPUT for foreign in foreign_inputs
+                foreign_input.position if foreign_input.op_id == reader_id else _NO_INPUT
+                for foreign_input in foreign_inputs
             ]
             reader_place = replace(
                 replaced_place, side="reader",
@@ -185,7 +186,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
             self.rewriting.autodiff_places.setdefault(reader_id, []).append(reader_place)
 
     def reason_not_to_trace(self, insertion: Insertion) -> str | None:
-        """Return why routines are not traced; None if they are, "" for a reason that needs no report."""
+        """Return why routines are not traced; None if they are, "" for a reason that needs no report.
+
+        Traceable routines that take `run` are reported here.
+        """
         assert isinstance(insertion, RoutineNode)
         facts, is_for_file = insertion.facts, self.rewriting.is_for_file
         if insertion.is_replacement:
@@ -235,7 +239,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
     def write_call(
         self, insertion: Insertion, inputs: Sequence[Value], outputs: Sequence[Any], side: Side
     ) -> list[Value]:
-        """Add a node that calls routines in Python; observers share nodes with those of other operations."""
+        """Add a node that calls routines in Python; return its results.
+
+        Observers, which have none, share nodes with those of other operations.
+        """
         assert isinstance(insertion, RoutineNode)
         op, refs = op_side(side).op, [value.ref for value in inputs]
         input_symbols = [value.symbol for value in inputs]
@@ -257,7 +264,10 @@ class RoutineRewriter(Rewriter[tf.Operation]):
         self, routine_node: RoutineNode, name: str, inputs: Sequence[Value], output_symbols: Sequence[Any],
         side: Side,
     ) -> list[Value]:  # fmt: skip
-        """Return the results of the node `name`; record these and its inputs in `saved_tensor_by_ref`."""
+        """Return the results of the node `name`; record these and its inputs in `saved_tensor_by_ref`.
+
+        Ahead of an operation that may end a loop, all results but the first are those of added identities.
+        """
         insertions, saved_key = self.insertions, routine_node.saved_key
         refs = [insertions.output_of(name, i) for i in range(len(output_symbols))]
         if not routine_node.is_replacement:
@@ -290,7 +300,8 @@ class TracedRoutine:
 
     definitions: FunctionDefs of the functions that it calls, and at last its own.
     constants: eager tensors that the routines read, which are the function's last arguments.
-    argument_types: dtype enums of the arguments.
+    argument_types: dtype enums of the arguments.  is_stateful: True if an operation in it is.
+    Creation calls the routines on symbols; raises NotImplementedError if they read a variable.
     """
 
     def __init__(
@@ -344,9 +355,9 @@ class TracedRoutine:
         output_suffix: of a constant's output, as an input spells it.
         """
         nodes = [constant(f"{name}/constant{i}", value.numpy()) for i, value in enumerate(self.constants)]
-        kind = "StatefulPartitionedCall" if self.is_stateful else "PartitionedCall"
+        op_type = "StatefulPartitionedCall" if self.is_stateful else "PartitionedCall"
         constant_refs = (f"{node.name}{output_suffix}" for node in nodes)
-        call = new_node(name, kind, [*inputs, *constant_refs, *control_inputs])
+        call = new_node(name, op_type, [*inputs, *constant_refs, *control_inputs])
         call.attr["f"].func.name = self.definitions[-1].signature.name
         for attribute, types in (("Tin", self.argument_types), ("Tout", result_types)):
             call.attr[attribute].list.CopyFrom(attr_value_pb2.AttrValue.ListValue(type=list(types)))

@@ -71,10 +71,10 @@ def estimated_nbytes(tensor: Any) -> int:
     """Return the memory of a tensor, with 32 for each unknown dimension; 1 MiB for an unknown rank."""
     if tensor.shape.rank is None:
         return 1 << 20
-    total = max(tensor.dtype.size, 1)
+    nbytes = max(tensor.dtype.size, 1)
     for size in tensor.shape.as_list():
-        total *= 32 if size is None else size
-    return int(total)
+        nbytes *= 32 if size is None else size
+    return int(nbytes)
 
 
 def inputs_of(op: tf.Operation, node: Any) -> list[Any]:
@@ -83,9 +83,9 @@ def inputs_of(op: tf.Operation, node: Any) -> list[Any]:
 
 
 def outputs_of(op: tf.Operation, node: Any) -> list[Any]:
-    """Return the symbolic outputs that a NodeDef of an operation has."""
-    total = sum(1 if size is None else size for _, size in output_sizes(node))
-    return list(op.outputs)[:total] if op_def(node.op) is not None else list(op.outputs)
+    """Return the symbolic outputs that a NodeDef of an operation has; all if it calls a function by name."""
+    output_count = sum(1 if size is None else size for _, size in output_sizes(node))
+    return list(op.outputs)[:output_count] if op_def(node.op) is not None else list(op.outputs)
 
 
 def grouped_outputs(op: tf.Operation, node: Any) -> list[Any]:
@@ -101,8 +101,8 @@ def group_tensors(flat: Sequence[Any], layout: Sequence[tuple[str, int | None]])
     """
     if sum(1 if size is None else size for _, size in layout) != len(flat):
         return list(flat)
-    remaining = iter(flat)
-    return [next(remaining) if size is None else [next(remaining) for _ in range(size)] for _, size in layout]
+    tensors = iter(flat)
+    return [next(tensors) if size is None else [next(tensors) for _ in range(size)] for _, size in layout]
 
 
 class PresentRefs:

@@ -232,14 +232,15 @@ class _PlacedObserver:
         flat: the tensors of the node.  values: those that the observer was called with.
         """
         all_values = self.routine_node.unflatten([flat[i] for i in self.indices])
-        explained = annotate_failure(error, self.action, all_values, values, self.facts)
-        if explained is not None:
-            raise explained from error
+        clearer_error = annotate_failure(error, self.action, all_values, values, self.facts)
+        if clearer_error is not None:
+            raise clearer_error from error
 
 
 class _ObserverGroup:
     """Observers of one tool with the same gathered function, which is called once for all of them.
 
+    action: of the first observer; stands for all.
     prepared: a dict that the gathered function uses from run to run.
     is_laid_out: True if each observer has its layout.
     """
@@ -267,6 +268,7 @@ class _LazyObserved(Sequence[Observed]):
         return len(self._observers)
 
     def __getitem__(self, index: Any) -> Any:
+        """Return a new `Observed`, or a list of these for a slice."""
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         observer = self._observers[index]
@@ -280,7 +282,8 @@ class _LazyObserved(Sequence[Observed]):
 class PackedObservers:
     """Observers of several operations, which run in the order of these and return nothing.
 
-    Observers with a gathered function run after the others.
+    Observers with a gathered function run after the others.  Opening routines are left out: they run as the
+    execution begins.
     """
 
     def __init__(self, members: Sequence[tuple[Insertion, Sequence[int]]]) -> None:
@@ -298,7 +301,10 @@ class PackedObservers:
                     self._gathered_groups.setdefault(key, _ObserverGroup(action)).observers.append(observer)
 
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Call each observer with its tensors, and each gathered function once; return []; a hot path."""
+        """Call each observer with its tensors, and each gathered function once; return []; a hot path.
+
+        Notes the op in an exception of an observer.
+        """
         flat = resolve_handles(execution, flat, self.lent_positions)
 
         def run_of(observer: _PlacedObserver) -> dict[Any, Any]:

@@ -58,7 +58,10 @@ class SessionRewriting(TensorFlowRewriting):
 
 
 def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) -> SessionRewriting:
-    """Analyse the operations that a request runs, and edit copies of their nodes."""
+    """Analyse the operations that a request runs, and edit copies of their nodes.
+
+    Reports gradients whose forward operations are inferred from names.
+    """
     session, request = run
     rewriting = SessionRewriting(analysis=analysis, namespace=namespace)
     ops = executed_ops(session.graph, request)
@@ -79,7 +82,7 @@ def rewrite_run(run: SessionRun, analysis: GraphAnalysis, namespace: Namespace) 
 def add_copy(run: SessionRun, rewriting: SessionRewriting) -> Route:
     """Put the copy beside the user's nodes; return the route from the user's tensors to the copy's.
 
-    Raises CannotInstrument where TensorFlow refuses the copy.
+    Reports random ops that start anew.  Raises CannotInstrument where TensorFlow refuses the copy.
     """
     session, request = run
     rewritten, graph = rewriting.rewritten, session.graph
@@ -206,9 +209,9 @@ class _FedPlaceholders:
         if not self._feeds:
             return
         for node in nodes:
-            for position, read in enumerate(node.input):
-                edge = GraphSyntax().parse(read)
-                if not read.startswith("^") and (edge.node, edge.index) in self._feeds:
+            for position, text in enumerate(node.input):
+                edge = GraphSyntax().parse(text)
+                if not text.startswith("^") and (edge.node, edge.index) in self._feeds:
                     node.input[position] = self._placeholder_name((edge.node, edge.index))
 
     def _placeholder_name(self, fed: Endpoint) -> str:
@@ -250,6 +253,7 @@ class Route:
     feeds: by a fed tensor, the hidden placeholder.
     routine_targets: names of the hidden operations with routines, which run, too.
     number: the hidden placeholder of the execution's number.
+    prefix: of the names of hidden nodes.  number_name, feed_names: names of these placeholders without it.
     """
 
     def __init__(
@@ -330,7 +334,10 @@ class SessionValueReader:
         self._session = ref(session)
 
     def __call__(self, tensor: Any) -> Any:
-        """Return the present value of a symbol, or the symbol if its value is out of reach."""
+        """Return the present value of a symbol, or the symbol if its value is out of reach.
+
+        Runs the session for the value.
+        """
         session = self._session()
         if session is None or not _is_state(tensor.op):
             return tensor

@@ -67,15 +67,18 @@ class GraphDriver(backend.GraphDriver[SessionRewriting, Route]):
         return add_copy(graph, rewriting)
 
     def _prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
-        """Return the route and the execution of a run; None where it runs uninstrumented."""
+        """Return the route and the execution of a run; None where it runs uninstrumented.
+
+        Reports a session of a server, whose runs are such.
+        """
         if session._target:
             state.report("a session of a server", "routines cannot be called in its process")
             return None
         # The copies belong to the graph: they are nodes of it, and die with it.
-        prepared = self.prepare(SessionRun(session, request), state, request, owner=session.graph)
-        if prepared is None:
+        route_and_execution = self.prepare(SessionRun(session, request), state, request, owner=session.graph)
+        if route_and_execution is None:
             return None
-        route, execution = prepared
+        route, execution = route_and_execution
         assert isinstance(execution, SessionExecution)
         execution.session = ref(session)
         return route, execution
@@ -94,7 +97,7 @@ class SessionBoundary:
         self._thread_local = threading.local()
 
     def attach(self, patches: Patches) -> None:
-        """Patch the methods through which sessions run, until `patches` are restored."""
+        """Patch the methods through which sessions run, and tapes, until `patches` are restored."""
         callable_class = BaseSession._Callable
         for holder, name, stand_in in (
             (BaseSession, "_call_tf_sessionrun", self._stand_in_for_run),
@@ -107,12 +110,15 @@ class SessionBoundary:
         allow_tapes_in_routines(patches)
 
     def prepare_run(self, session: Any, request: RunRequest, state: State) -> tuple[Route, Execution] | None:
-        """Return the route to the copy for a run, and its execution; None where nothing is instrumented."""
-        prepared = self._prepare(session, request, state)
-        if prepared is not None:
+        """Return the route to the copy for a run, and its execution; None where nothing is instrumented.
+
+        Extends the session by the copy's nodes.
+        """
+        route_and_execution = self._prepare(session, request, state)
+        if route_and_execution is not None:
             # A session takes over new nodes of the graph at its next run; here they are needed in this run.
             session._extend_graph()
-        return prepared
+        return route_and_execution
 
     def _prepare_in_scope(
         self, session: Any, feeds: Any, fetches: Any, targets: Any
@@ -127,10 +133,10 @@ class SessionBoundary:
         self, run: Any, session: Any, options: Any, feeds: Any, fetches: Any, targets: Any, metadata: Any
     ) -> Any:
         """Stand-in for `_call_tf_sessionrun`: runs the instrumented copy, if there is one."""
-        prepared = self._prepare_in_scope(session, feeds, fetches, targets)
-        if prepared is None:
+        route_and_execution = self._prepare_in_scope(session, feeds, fetches, targets)
+        if route_and_execution is None:
             return run(session, options, feeds, fetches, targets, metadata)
-        route, execution = prepared
+        route, execution = route_and_execution
         feeds = route.feeds(feeds, execution.number)
         fetches, targets = route.fetches(fetches), route.targets(targets)
         with self.run_context(route, execution):
@@ -180,10 +186,10 @@ class SessionBoundary:
         self, call: Any, session: Any, function: Any, c_session: Any, feeds: Any, fetches: Any, targets: Any
     ) -> Any:
         """Set up a partial run on the instrumented copy, if there is one; return TensorFlow's handle."""
-        prepared = self._prepare_in_scope(session, feeds, fetches, targets)
-        if prepared is None:
+        route_and_execution = self._prepare_in_scope(session, feeds, fetches, targets)
+        if route_and_execution is None:
             return call(session, function, c_session, feeds, fetches, targets)
-        route, execution = prepared
+        route, execution = route_and_execution
         # All feeds and fetches of the parts are declared when the run is set up, as TensorFlow demands.
         handle = call(
             session, function, c_session, route.all_feeds(feeds), route.fetches(fetches),
@@ -193,7 +199,10 @@ class SessionBoundary:
         return handle
 
     def _stand_in_for_partial_run(self, run: Any, session: Any, handle: Any, feeds: Any, fetches: Any) -> Any:
-        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run, if it was set up in a scope."""
+        """Stand-in for `_call_tf_sessionprun`: runs a part of a partial run, if it was set up in a scope.
+
+        A part that fails, or fetches the last tensors, ends the execution.
+        """
         partial_run = self._partial_runs_by_session.get(session, {}).get(handle)
         if partial_run is None:
             return run(session, handle, feeds, fetches)
@@ -216,6 +225,7 @@ class SessionBoundary:
 class _PartialRun:
     """A run that is fed and fetched in several parts; its routines may be called between the parts, too.
 
+    Creation begins the execution, which ends when the object is dropped.
     has_begun: True once a part has run.  remaining_fetches: tensors that no part has fetched yet.
     """
 
@@ -265,10 +275,12 @@ class Callables:
                 "a session's callable", "it was made of options before the scope; make it within a scope"
             )
             return call(session_callable, *args, **kwargs)
-        prepared = self._boundary.prepare_run(session_callable._session, _request(options), activation.state)
-        if prepared is None:
+        route_and_execution = self._boundary.prepare_run(
+            session_callable._session, _request(options), activation.state
+        )
+        if route_and_execution is None:
             return call(session_callable, *args, **kwargs)
-        route, execution = prepared
+        route, execution = route_and_execution
         routed_callable = self._routed_callable(session_callable, options, route)
         # In the order of the feeds in the route's options.
         number = np.asarray(execution.number, np.int64)
@@ -305,21 +317,21 @@ def _parse_endpoint(name: str) -> Endpoint:
 
 def _route_options(options: Any, route: Route) -> Any:
     """Return options that fetch and run the copy's nodes, and feed its placeholders and number at last."""
-    rerouted = config_pb2.CallableOptions.FromString(options.SerializeToString())
-    rerouted.ClearField("fetch")
-    rerouted.ClearField("target")
-    rerouted.fetch.extend(route.tensor_name(name) for name in options.fetch)
-    rerouted.target.extend(route.target_names(options.target))
+    routed_options = config_pb2.CallableOptions.FromString(options.SerializeToString())
+    routed_options.ClearField("fetch")
+    routed_options.ClearField("target")
+    routed_options.fetch.extend(route.tensor_name(name) for name in options.fetch)
+    routed_options.target.extend(route.target_names(options.target))
     endpoints = [_parse_endpoint(name) for name in options.feed]
     placeholders = [route.feed_names[endpoint] for endpoint in endpoints if endpoint in route.feed_names]
-    rerouted.feed.extend(f"{route.prefix}{name}:0" for name in (*placeholders, route.number_name))
+    routed_options.feed.extend(f"{route.prefix}{name}:0" for name in (*placeholders, route.number_name))
     for connection in options.tensor_connection:
         placeholder = route.feed_names.get(_parse_endpoint(connection.to_tensor))
         if placeholder is not None:
-            rerouted.tensor_connection.add(
+            routed_options.tensor_connection.add(
                 from_tensor=connection.from_tensor, to_tensor=f"{route.prefix}{placeholder}:0"
             )
-    return rerouted
+    return routed_options
 
 
 def _values_for_placeholders(args: tuple[Any, ...], options: Any, route: Route) -> list[Any]:

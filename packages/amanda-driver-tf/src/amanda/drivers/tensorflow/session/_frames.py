@@ -226,11 +226,11 @@ class Frames:
 
     def _forward_loop(self, frame: Frame) -> Frame | None:
         """Return the forward loop of a loop of gradients; None for other loops."""
-        remaining = self._remaining_rounds.get(frame)
-        if remaining is None:
+        remaining_rounds = self._remaining_rounds.get(frame)
+        if remaining_rounds is None:
             return None
         # The number of rounds to go enters from the Exit of the forward loop's counter.
-        enter = remaining.inputs[0].op
+        enter = remaining_rounds.inputs[0].op
         counter_exit = enter.inputs[0].op
         return self._loop_by_exit.get(counter_exit.name)
 
@@ -300,15 +300,15 @@ class Frames:
         return f"{self._number_name}/{place}" if frame else self._number_name
 
 
-def _first_round_nodes(name: str, remaining: Any, number: str) -> list[Any]:
+def _first_round_nodes(name: str, remaining_rounds: Any, number: str) -> list[Any]:
     """Return nodes around a loop, the last of which has the number of the loop's first round.
 
-    remaining: the Merge with the number of rounds to go, where rounds are counted down; else None.
+    remaining_rounds: the Merge with the number of rounds to go, where rounds are counted down; else None.
     """
     control_inputs = [f"^{number}"]
-    if remaining is None:
+    if remaining_rounds is None:
         return [constant(name, np.array([0], np.int64), control_inputs)]
-    enter = remaining.inputs[0].op
+    enter = remaining_rounds.inputs[0].op
     round_count = enter.inputs[0]
     count_ref = f"{round_count.op.name}:{round_count.value_index}"
     dtype = round_count.dtype.as_datatype_enum
@@ -323,10 +323,10 @@ def _remaining_rounds_merge(condition: Any) -> Any:
     condition: the loop's LoopCond.
     TensorFlow names its Enter "b_count", and the loop goes on while the number is at least 1.
     """
-    test = condition.inputs[0].op
-    if test.type != "GreaterEqual":
+    condition_op = condition.inputs[0].op
+    if condition_op.type != "GreaterEqual":
         return None
-    merge = test.inputs[0].op
+    merge = condition_op.inputs[0].op
     if merge.type != "Merge":
         return None
     enter = merge.inputs[0].op

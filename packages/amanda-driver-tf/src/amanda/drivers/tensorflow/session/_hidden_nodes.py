@@ -86,7 +86,10 @@ def _digest(nodes: Iterable[Any], functions: Iterable[Any], result_names: Iterab
 def _import_nodes(
     session: Any, nodes: Sequence[Any], functions: Sequence[Any], result_names: Collection[str]
 ) -> HiddenImport:
-    """Import nodes into a session's C graph, hidden from Python; raise OpError if TensorFlow refuses them."""
+    """Import nodes into a session's C graph, hidden from Python.
+
+    Raises OpError if TensorFlow refuses them in a scratch graph, which comes first.
+    """
     graph = session.graph
     prefix = f"{PREFIX}{next(_numbers)}/"
     graph_def, tensors_read, ops_awaited = _hide_names(nodes, prefix)
@@ -99,8 +102,8 @@ def _import_nodes(
     hide_readers(graph, tensors_read, ops_awaited)
     # Other threads may add operations to the graph.
     with graph._mutation_lock(), graph._c_graph.get() as c_graph:
-        scoped = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
-        options = scoped.options
+        scoped_options = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
+        options = scoped_options.options
         for name, index in tensors_read:
             output = graph.get_operation_by_name(name).outputs[index]._as_tf_output()
             c_api.TF_ImportGraphDefOptionsAddInputMapping(options, name, index, output)
@@ -139,8 +142,8 @@ def _try_import(session: Any, graph_def: Any) -> None:
     _read_placeholders(trial_graph_def, session.graph)
     scratch_graph = ops.Graph()
     with scratch_graph._c_graph.get() as c_graph:
-        scoped = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
-        _import_graph_def(c_graph, trial_graph_def, scoped.options)
+        scoped_options = c_api_util.ScopedTFImportGraphDefOptions()  # owns the options
+        _import_graph_def(c_graph, trial_graph_def, scoped_options.options)
     trial_session = BaseSession(graph=scratch_graph, config=session._config)
     try:
         trial_session._extend_graph()
@@ -180,7 +183,7 @@ def _placeholder_for(name: str, op: Any, index: str) -> Any:
 
 
 def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, int]], set[str]]:
-    """Return nodes under hidden names, the tensors of others that they read, and ops that they wait for."""
+    """Return a GraphDef of nodes under hidden names; other nodes' tensors read, and operations waited for."""
     names = {node.name for node in nodes}
     tensors_read: set[tuple[str, int]] = set()
     ops_awaited: set[str] = set()
@@ -189,11 +192,11 @@ def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, 
         copy = node_def_pb2.NodeDef()
         copy.CopyFrom(node)
         copy.name = prefix + node.name
-        for position, read in enumerate(node.input):
-            is_control = read.startswith("^")
-            name, _, index = read.lstrip("^").partition(":")
+        for position, text in enumerate(node.input):
+            is_control = text.startswith("^")
+            name, _, index = text.lstrip("^").partition(":")
             if name in names:
-                copy.input[position] = f"{'^' if is_control else ''}{prefix}{read.lstrip('^')}"
+                copy.input[position] = f"{'^' if is_control else ''}{prefix}{text.lstrip('^')}"
             elif is_control:
                 ops_awaited.add(name)
             else:
@@ -204,7 +207,10 @@ def _hide_names(nodes: Sequence[Any], prefix: str) -> tuple[Any, set[tuple[str, 
 
 
 def _keep_colocation(copy: Any, node: Any, names: Collection[str], prefix: str) -> None:
-    """Place a copy with the copies of nodes that its original is placed with, and with its resource."""
+    """Place a copy with the copies of nodes that its original is placed with, and with its resource.
+
+    A resource without a shared name gets the original's name as that, by which it is found.
+    """
     if "_class" in node.attr:
         copied_classes = copy.attr["_class"].list.s
         for position, node_class in enumerate(node.attr["_class"].list.s):
@@ -227,7 +233,10 @@ def is_hidden(name: str) -> bool:
 
 
 def hide_nodes(graph: Any, functions: Iterable[str]) -> None:
-    """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call."""
+    """Hide the nodes of a graph that have hidden names, and these functions, which hidden nodes call.
+
+    Later nodes are hidden, too.
+    """
     # The first call replaces two methods of the graph, and leaves the names at one of them for later calls.
     hidden_names = getattr(graph._as_graph_def, "functions", None)
     if hidden_names is not None:
@@ -281,16 +290,16 @@ class _VisibleGraphInterface:
         """Return a GraphDef without hidden nodes and functions."""
         graph: Any = self._graph()
         # A function that the user's graph has, too, stays visible.
-        hidden = {name for name in self._functions if name not in graph._functions}
-        visible = graph_pb2.GraphDef()
-        visible.node.extend(node for node in graph_def.node if not is_hidden(node.name))
-        visible.versions.CopyFrom(graph_def.versions)
+        hidden_function_names = {name for name in self._functions if name not in graph._functions}
+        visible_graph_def = graph_pb2.GraphDef()
+        visible_graph_def.node.extend(node for node in graph_def.node if not is_hidden(node.name))
+        visible_graph_def.versions.CopyFrom(graph_def.versions)
         functions = graph_def.library.function
-        visible.library.function.extend(
-            definition for definition in functions if definition.signature.name not in hidden
+        visible_graph_def.library.function.extend(
+            definition for definition in functions if definition.signature.name not in hidden_function_names
         )
-        visible.library.gradient.extend(graph_def.library.gradient)
-        return visible
+        visible_graph_def.library.gradient.extend(graph_def.library.gradient)
+        return visible_graph_def
 
 
 def _with_interface(method: Any, interface: _VisibleGraphInterface) -> Any:

@@ -52,9 +52,9 @@ def partition(vanilla_nodes: Mapping[str, Any], rewritten: Sequence[Any]) -> Par
     )
 
 
-def source_name(read: str) -> str:
+def source_name(text: str) -> str:
     """Return the name of the node that an input reads or waits for."""
-    return read.removeprefix("^").partition(":")[0]
+    return text.removeprefix("^").partition(":")[0]
 
 
 def holds_state(node: Any) -> bool:
@@ -89,33 +89,33 @@ def _state_kind(type: str) -> str:
 def _changed_names(vanilla_nodes: Mapping[str, Any], rewritten: Sequence[Any]) -> set[str]:
     """Return the names of nodes that are changed, new, or depend on such a node."""
     readers: dict[str, list[str]] = defaultdict(list)
-    pending: list[str] = []
+    pending_names: list[str] = []
     for node in rewritten:
-        for read in node.input:
-            readers[source_name(read)].append(node.name)
+        for text in node.input:
+            readers[source_name(text)].append(node.name)
         vanilla = vanilla_nodes.get(node.name)
         if vanilla is None or (vanilla is not node and vanilla != node):
-            pending.append(node.name)
-    changed = set(pending)
-    while pending:
-        for name in readers[pending.pop()]:
-            if name not in changed:
-                changed.add(name)
-                pending.append(name)
-    return changed
+            pending_names.append(node.name)
+    changed_names = set(pending_names)
+    while pending_names:
+        for name in readers[pending_names.pop()]:
+            if name not in changed_names:
+                changed_names.add(name)
+                pending_names.append(name)
+    return changed_names
 
 
 def _ancestors(names: Iterable[str], nodes: Sequence[Any]) -> Collection[str]:
     """Return the names of nodes, and of all nodes that they depend on."""
     by_name = {node.name: node for node in nodes}
     ancestors = set(names)
-    pending = list(ancestors)
-    while pending:
-        for read in by_name[pending.pop()].input:
-            name = source_name(read)
+    pending_names = list(ancestors)
+    while pending_names:
+        for text in by_name[pending_names.pop()].input:
+            name = source_name(text)
             if name in by_name and name not in ancestors:
                 ancestors.add(name)
-                pending.append(name)
+                pending_names.append(name)
     return ancestors
 
 
@@ -139,7 +139,7 @@ class OriginalDraw:
         self._name = name
 
     def run(self, execution: Any, values: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
-        """Return the operation's outputs."""
+        """Run the operation in the user's session, on these inputs; return its outputs as eager tensors."""
         session = execution.session()
         op = session.graph.get_operation_by_name(self._name)
         feeds = {

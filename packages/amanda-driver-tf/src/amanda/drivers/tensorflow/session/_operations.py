@@ -28,8 +28,8 @@ def executed_ops(graph: Any, request: RunRequest) -> list[Any]:
 
     A loop is a cycle, which is cut at its NextIteration ops: they come after the ops that read them.
     """
-    fetched = [name for name, index in request.fetches if (name, index) not in request.feeds]
-    roots = [graph.get_operation_by_name(name) for name in (*fetched, *request.targets)]
+    fetched_names = [name for name, index in request.fetches if (name, index) not in request.feeds]
+    roots = [graph.get_operation_by_name(name) for name in (*fetched_names, *request.targets)]
     return _sort_topologically(roots, request.feeds)
 
 
@@ -59,23 +59,25 @@ def _sort_topologically(
     forward_by_gradient: by the name of a gradient operation, its forward operation, which comes before it.
     """
     order: list[Any] = []
-    visited: set[str] = set()
+    visited_names: set[str] = set()
     remaining_roots = list(dict.fromkeys(roots))  # `_predecessors` appends the ends of loops
     while remaining_roots:
         root = remaining_roots.pop(0)
-        if root.name in visited:
+        if root.name in visited_names:
             continue
-        visited.add(root.name)
+        visited_names.add(root.name)
         # Depth first, without recursion: graphs may be deeper than Python's limit.
         path = [(root, _predecessors(root, feeds, forward_by_gradient, remaining_roots))]
         while path:
             op, remaining_predecessors = path[-1]
-            predecessor = next((read for read in remaining_predecessors if read.name not in visited), None)
+            predecessor = next(
+                (source for source in remaining_predecessors if source.name not in visited_names), None
+            )
             if predecessor is None:  # all have been visited
                 order.append(op)
                 path.pop()
             else:
-                visited.add(predecessor.name)
+                visited_names.add(predecessor.name)
                 predecessors = _predecessors(predecessor, feeds, forward_by_gradient, remaining_roots)
                 path.append((predecessor, predecessors))
     return order
@@ -94,8 +96,8 @@ def _predecessors(
             predecessors.append(tensor.op)
     # NextIteration closes the cycle of a loop. No order exists unless the cycle is cut there.
     if op.type in ("Merge", "RefMerge"):
-        loop_ends.extend(read for read in predecessors if read.type.endswith("NextIteration"))
-        predecessors = [read for read in predecessors if not read.type.endswith("NextIteration")]
+        loop_ends.extend(source for source in predecessors if source.type.endswith("NextIteration"))
+        predecessors = [source for source in predecessors if not source.type.endswith("NextIteration")]
     return iter(predecessors)
 
 
@@ -178,7 +180,7 @@ class ForwardOps:
             forward = self.by_gradient.get(tensor.op.name)
             if forward is None:
                 return None
-            producers_by_summand.append({read.op for read in forward.inputs})
+            producers_by_summand.append({operand.op for operand in forward.inputs})
         common_producers = set.intersection(*producers_by_summand) if producers_by_summand else set()
         return common_producers.pop() if len(common_producers) == 1 else None
 
@@ -262,9 +264,9 @@ class Stacks:
         """Return the name of the op that made the stack of a handle, or the op at which the search ends."""
         while handle.op.type != "StackV2":
             # In nested loops a handle is itself popped off a stack.
-            pushed = self.captured(handle)
-            if pushed is not None:
-                handle = pushed
+            pushed_tensor = self.captured(handle)
+            if pushed_tensor is not None:
+                handle = pushed_tensor
             elif handle.op.inputs:
                 handle = handle.op.inputs[0]
             else:
