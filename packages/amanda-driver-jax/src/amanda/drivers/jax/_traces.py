@@ -70,6 +70,7 @@ def as_part(
     passed_values = jax.tree_util.tree_leaves((args, kwargs))
 
     def trace_part(*args: Any, **kwargs: Any) -> Any:
+        """Call the function as the innermost part; leave the originals of its results."""
         symbols = jax.tree_util.tree_leaves((args, kwargs))
         _thread.parts.append(_TracedPart(core.trace_ctx.trace, symbols, passed_values))
         try:
