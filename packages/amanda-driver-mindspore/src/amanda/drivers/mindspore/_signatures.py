@@ -44,8 +44,9 @@ class OperatorSignature(NamedTuple):
     def accepts(self, count: int, keywords: Any) -> bool:
         """Return True if a call may have `count` positional arguments and these keywords."""
         # An argument such as `*shape` takes any number of positional values.
-        most = count if self.gathered is not None else self.positional
-        return count <= most and all(name in self.names[min(count, len(self.names)) :] for name in keywords)
+        max_count = count if self.gathered is not None else self.positional
+        names_by_keyword = self.names[min(count, len(self.names)) :]
+        return count <= max_count and all(name in names_by_keyword for name in keywords)
 
 
 @cache
@@ -134,7 +135,7 @@ def _parse_signature(text: str, first_names: list[str]) -> OperatorSignature:
 
 
 def _split_arguments(text: str) -> list[str]:
-    """Split the text of arguments at the commas outside of brackets."""
+    """Split the text of arguments at the commas outside of brackets; drop empty ones."""
     arguments, depth = [""], 0
     for character in text:
         if character in "([{":
@@ -239,9 +240,9 @@ class Writes(NamedTuple):
 
 
 def writes_of(primitive: type, attributes: Callable[[], Mapping[str, Any]]) -> Writes:
-    """Return what a call of a primitive writes.
+    """Return what a call of a primitive writes, by its declaration and, for a few, by its attributes.
 
-    attributes: returns the arguments that are not tensors, by name.
+    attributes: returns the arguments that are not tensors, by name; called for these few alone.
     """
     name = primitive.__name__
     if name in _WRITTEN_IN_TRAINING:

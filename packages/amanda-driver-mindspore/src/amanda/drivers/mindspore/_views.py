@@ -140,6 +140,7 @@ class StorageTie(Tie):
         self._held_value = value if holders else None
 
         def release(_: object) -> None:
+            """Release the value and call `on_death`, once the last holder has died."""
             if self.is_link:
                 self._held_value = None
                 on_death(self)
