@@ -270,8 +270,9 @@ def instrument(
 
     Raises:
         NotTraceableError: If a routine is Python that cannot be written into a file; it lists them.
-        ArtefactError: If the model cannot be read or written.
+        ArtefactError: If the model cannot be read or written, or the tools insert nothing.
         FileError: Where `out` cannot be written.
+        PluginError: If several drivers read the model, or its driver is for another core.
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)

@@ -157,6 +157,7 @@ def _restricted_kind(kind: Kind, where: Where) -> Kind:
     """Return a kind of those values for which a mark's condition holds, with words of the mark."""
 
     def accept(value: Any) -> Any:
+        """Return the value as the kind accepts it; raise Mismatch unless the mark's condition holds."""
         value = kind.accept(value)
         if not where.holds(value):  # holds for all values if the mark has words alone
             raise Mismatch
@@ -169,6 +170,7 @@ def _kind_of_bool(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of True and False alone."""
 
     def accept(value: Any) -> bool:
+        """Return a bool; raise Mismatch for any other value, also for 0 and 1."""
         # 1 and 0 are not switches: who writes steps=True, or flag=1, has mixed up two options.
         if type(value) is not bool:
             raise Mismatch
@@ -192,6 +194,7 @@ def _kind_of_int(marks: tuple[Any, ...]) -> Kind:
     bounds = _find_mark(marks, Range) or WHOLE
 
     def accept(value: Any) -> int:
+        """Return a whole number as an int; raise Mismatch for a bool, any other value, or out of bounds."""
         if type(value) is not int:
             # A bool is an int to Python, but True is not a number of steps.
             if isinstance(value, bool) or not isinstance(value, Integral):
@@ -217,6 +220,7 @@ def _kind_of_float(marks: tuple[Any, ...]) -> Kind:
     bounds = _find_mark(marks, Range) or Range()
 
     def accept(value: Any) -> Any:
+        """Return a number as int or float; raise Mismatch for a bool, a fraction, or out of bounds."""
         if type(value) is not float and type(value) is not int:
             # A fraction is a number, but no framework and no file takes one.
             is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -239,6 +243,7 @@ def _kind_of_str(marks: tuple[Any, ...]) -> Kind:
     length = _find_mark(marks, Length) or Length()
 
     def accept(value: Any) -> str:
+        """Return a text; raise Mismatch for another type or length."""
         if not isinstance(value, str):
             raise Mismatch
         if not length.holds(len(value)):
@@ -257,6 +262,7 @@ def _kind_of_path(path_target: PathTarget | None) -> Kind:
     name = "path" if path_target is None else f"path of a {path_target.target.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
+        """Return the value as it came, also a text; raise Mismatch with the reason if it is no such path."""
         if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
             raise Mismatch
         text = os.fspath(value)
@@ -307,6 +313,7 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
     ]
 
     def accept(value: Any) -> Any:
+        """Return the member that equals the value; raise Mismatch, with the nearest text, if none does."""
         try:
             # Values of subclasses are right as well, and numpy's integers.
             if isinstance(value, str):
@@ -327,7 +334,7 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
 
 
 def words_of(annotation: Any) -> list[str]:
-    """Return the words of the Literals in an annotation.
+    """Return the strings of the Literals in an annotation, at any depth.
 
     Args:
         annotation: Any annotation of an option, such as `Literal["a", "b"] | None`.
@@ -347,6 +354,7 @@ def _kind_of_union(kinds: Sequence[Kind]) -> Kind:
     """Return the kind of values that any of the kinds accepts, tried in order."""
 
     def accept(value: Any) -> Any:
+        """Return the value as the first kind that takes it does; raise Mismatch with a reason if none."""
         reasons = []
         for kind in kinds:
             try:
@@ -360,12 +368,7 @@ def _kind_of_union(kinds: Sequence[Kind]) -> Kind:
     has_list_of_words = any(" of " in kind.words and " or " in kind.words for kind in kinds)
     last = ", or" if len(kinds) > 2 or has_list_of_words else " or"
     words = _join_words([kind.words for kind in ordered], last)
-    return Kind(
-        words,
-        _union_text(ordered),
-        _join_words([kind.many for kind in ordered]),
-        accept,
-    )
+    return Kind(words, _union_text(ordered), _join_words([kind.many for kind in ordered]), accept)
 
 
 def _union_text(kinds: Sequence[Kind]) -> str:
@@ -391,6 +394,7 @@ def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, .
     is_set, takes_any_iterable = plain_type in _SETS, plain_type in (Iterable, Collection)
 
     def accept(value: Any) -> Any:
+        """Return the value, or a new list or set if an item was converted; a text is a Mismatch."""
         # A text is a sequence of texts, but type="conv2d" is not meant as six types.
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch
@@ -444,6 +448,7 @@ def _kind_of_tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     kinds = [kind_of(member) for member in members]
 
     def accept(value: Any) -> Any:
+        """Return a list or tuple as a tuple of accepted items; raise Mismatch for another number of these."""
         if not isinstance(value, (list, tuple)):
             raise Mismatch
         if len(value) != len(kinds):
@@ -461,6 +466,7 @@ def _kind_of_mapping(members: tuple[Any, ...]) -> Kind:
     key_kind, item_kind = kinds[0], kinds[-1]  # some mappings have one parameter
 
     def accept(value: Any) -> Any:
+        """Return the mapping as it came, with no item converted; raise Mismatch for a wrong key or value."""
         if not isinstance(value, Mapping):
             raise Mismatch
         for key, item in list(value.items()):

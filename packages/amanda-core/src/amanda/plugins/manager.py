@@ -121,7 +121,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
 # The plugins of a process are loaded once; those that it makes itself register with the result.
 @cache
 def plugin_manager() -> pluggy.PluginManager:
-    """Return the hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""
+    """Return the hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used; log others."""
     manager = pluggy.PluginManager("amanda")
     manager.add_hookspecs(hookspecs)
     for entry in registry.entries(HOOKS, fresh=False):

@@ -71,7 +71,10 @@ def _parse_requirement(text: str) -> _Requirement | None:
 
 
 def fits(version: str, specifier: str) -> bool:
-    """Return True if a version meets every comparison of a specifier, as of "<2.14,>=2.4"."""
+    """Return True if a version meets every comparison of a specifier, as of "<2.14,>=2.4".
+
+    A pre-release counts as its release, except for "===".
+    """
     return all(_satisfies(version, operator, release) for operator, release in _CLAUSE.findall(specifier))
 
 

@@ -55,7 +55,10 @@ def self_test(driver: Driver) -> Verdict:
 
 
 def _run_under_tools(program: SelfTestProgram) -> tuple[int, str]:
-    """Run a program under tools; return the number of checks that passed, and the first failure."""
+    """Run a program bare and under tools; return the number of checks that passed, and "".
+
+    After a failure, also an exception of the program, return 0 and the first failure.
+    """
     expected_events = _FORWARD_EVENTS + (_BACKWARD_EVENTS if program.backward_op_type else ())
     try:
         bare_result = list(program.run())

@@ -53,7 +53,10 @@ class FakeTensors(TensorOps):
         return value_copy
 
     def write(self, target: Tensor, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor; unless isolated, the tape leads from there to the value."""
+        """Copy a value into the user's tensor; unless isolated, the tape leads from there to the value.
+
+        Raises RoutineError for another shape, or a complex value for a real one or the reverse.
+        """
         target.assign(_cast_copy(target, value))
         if not isolated and value.requires_grad:
             _autograd.record("CopyBackward", [value], [target], lambda grads: grads)

@@ -278,6 +278,7 @@ class InClosure(Scaling):
     """Scaling by a value that is held in a variable of the function that makes the routine."""
 
     def set_up(self) -> None:
+        """Create the routine, and a method `hold` of this object that sets its variable."""
         scale = self.held
 
         def hold(value: Any) -> None:

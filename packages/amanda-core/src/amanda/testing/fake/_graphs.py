@@ -125,6 +125,7 @@ class TracedFunction:
         self.graphs: dict[Any, OpGraph] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a function that it holds takes the attribute's name as its scope."""
         if isinstance(value, TracedFunction):
             # An attribute's name is the path that a context tells, as that of a layer.
             value.scope = name
