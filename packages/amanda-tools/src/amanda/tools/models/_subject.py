@@ -122,7 +122,7 @@ class Subject:
 
 
 def is_model(word: str) -> bool:
-    """Return True for a word that names a model: `hf:llama`, `model.onnx`."""
+    """Return True for a word that names a model: `hf:llama`, or `model.onnx` where there is that file."""
     return (word.partition(":")[0] in KINDS and ":" in word) or (
         Path(word).suffix in _FILES and Path(word).is_file()
     )

@@ -112,6 +112,7 @@ def _load_checkpoint(request: Request, model_class: Any, config: Any) -> tuple[A
     """Load the model of a checkpoint; return it, and where its weights come from, in words.
 
     None without weights, and with options or the device meta, for which a checkpoint's weights are not made.
+    Raises ModelError for weights that are damaged, or exceed the free memory.
     """
     # A folder, or a name of the hub.
     is_named = Path(request.name).is_dir() or ("/" in request.name and not Path(request.name).exists())
