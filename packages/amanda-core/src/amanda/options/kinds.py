@@ -322,8 +322,8 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
                 return member_of[int, value]
             return member_of[type(value), value]
         except Exception:  # an object may raise anything where it is compared
-            similar = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
-            raise Mismatch(f"did you mean {similar[0]!r}?" if similar else "") from None
+            similar_texts = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+            raise Mismatch(f"did you mean {similar_texts[0]!r}?" if similar_texts else "") from None
 
     representations = list(map(repr, members))
     if len(members) > 3:
@@ -345,9 +345,9 @@ def words_of(annotation: Any) -> list[str]:
     return [word for member in members for word in words_of(member)]
 
 
-def _join_words(words: Sequence[str], last: str = " or") -> str:
+def _join_words(words: Sequence[str], last_separator: str = " or") -> str:
     """Return the words with commas between them, but `last` before the last one."""
-    return ", ".join(words[:-1]) + (f"{last} " if len(words) > 1 else "") + words[-1]
+    return ", ".join(words[:-1]) + (f"{last_separator} " if len(words) > 1 else "") + words[-1]
 
 
 def _kind_of_union(kinds: Sequence[Kind]) -> Kind:
@@ -364,11 +364,11 @@ def _kind_of_union(kinds: Sequence[Kind]) -> Kind:
         raise Mismatch(next((reason for reason in reasons if reason), ""))
 
     # "or None" is read best at the end, wherever the annotation has it.
-    ordered = sorted(kinds, key=lambda kind: kind.words == "None")
+    ordered_kinds = sorted(kinds, key=lambda kind: kind.words == "None")
     has_list_of_words = any(" of " in kind.words and " or " in kind.words for kind in kinds)
-    last = ", or" if len(kinds) > 2 or has_list_of_words else " or"
-    words = _join_words([kind.words for kind in ordered], last)
-    return Kind(words, _union_text(ordered), _join_words([kind.many for kind in ordered]), accept)
+    last_separator = ", or" if len(kinds) > 2 or has_list_of_words else " or"
+    words = _join_words([kind.words for kind in ordered_kinds], last_separator)
+    return Kind(words, _union_text(ordered_kinds), _join_words([kind.many for kind in ordered_kinds]), accept)
 
 
 def _union_text(kinds: Sequence[Kind]) -> str:
@@ -389,7 +389,7 @@ def _union_text(kinds: Sequence[Kind]) -> str:
 
 def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of lists, sets or iterables whose items are of one kind."""
-    item = kind_of(members[0]) if members else _ANY
+    item_kind = kind_of(members[0]) if members else _ANY
     length = _find_mark(marks, Length) or Length()
     is_set, takes_any_iterable = plain_type in _SETS, plain_type in (Iterable, Collection)
 
@@ -408,7 +408,7 @@ def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, .
             raise Mismatch
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
-        accepted = _accept_items([item] * len(value), value)
+        accepted = _accept_items([item_kind] * len(value), value)
         # The caller's own list, unless a number in it had to be converted.
         if all(map(operator.is_, accepted, value)):
             return value
@@ -419,9 +419,9 @@ def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, .
     # The plural of a Literal is that of Python, with quotation marks, which a command line has not.
     is_literal = bool(members) and get_origin(members[0]) is Literal
     return Kind(
-        words=f"a {nonempty}{noun} of {item.many}",
-        text=f"{noun} of {item.text if is_literal else item.many}",
-        many=f"{noun}s of {item.many}",
+        words=f"a {nonempty}{noun} of {item_kind.many}",
+        text=f"{noun} of {item_kind.text if is_literal else item_kind.many}",
+        many=f"{noun}s of {item_kind.many}",
         accept=accept,
     )
 
@@ -441,10 +441,10 @@ def _accept_items(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
 def _kind_of_tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of tuples: of any length with items of one kind, or of fixed items."""
     if not members or members[-1] is Ellipsis:
-        items = _kind_of_list(Sequence, members[:1], marks)
+        list_kind = _kind_of_list(Sequence, members[:1], marks)
         # "a list of integers" becomes "a tuple of integers".
-        words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
-        return Kind(words, items.text, many, lambda value: tuple(items.accept(value)))
+        words, many = (text.replace("list", "tuple", 1) for text in (list_kind.words, list_kind.many))
+        return Kind(words, list_kind.text, many, lambda value: tuple(list_kind.accept(value)))
     kinds = [kind_of(member) for member in members]
 
     def accept(value: Any) -> Any:

@@ -200,14 +200,14 @@ def _add_hooks(backward_pass: BackwardPass, node: Node, origin: _Origin) -> Call
 def _reachable(roots: list[Node], is_included: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
     """Yield the included nodes among the roots and along edges from included nodes, each once."""
     visited: set[Node] = set()
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
+    unvisited = list(roots)
+    while unvisited:
+        node = unvisited.pop()
         if node in visited or not is_included(node):
             continue
         visited.add(node)
         yield node
-        waiting += _next_nodes(node)
+        unvisited += _next_nodes(node)
 
 
 def _next_nodes(node: Node) -> list[Node]:

@@ -35,9 +35,9 @@ def notes(error: BaseException) -> list[str]:
 
 def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
     """Return a tool with one analysis routine, at every op or at those of one name."""
-    built = Tool()
-    add_routine(built, callback, only, **where)
-    return built
+    new_tool = Tool()
+    add_routine(new_tool, callback, only, **where)
+    return new_tool
 
 
 def add_routine(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
@@ -126,15 +126,15 @@ class Executed(Tool):
 
 def no_op_tool() -> Tool:
     """Return a tool with routines everywhere that change nothing."""
-    built = Tool()
+    new_tool = Tool()
     # At all four points, with routines at each, so that every path of a driver is taken.
-    built.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
-    built.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
-    built.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
-    built.add_inst_for_op(
+    new_tool.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
+    new_tool.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
+    new_tool.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
+    new_tool.add_inst_for_op(
         lambda context: context.insert_after_backward_op(_unchanged), backward=True, require_outputs=True
     )
-    return built
+    return new_tool
 
 
 def _unchanged(*_: Any) -> None:

@@ -140,7 +140,7 @@ Gradients = Sequence[Tensor | None]
 Formula = Callable[[Gradients], Gradients]
 
 # Shared by all threads: a driver knows an operator's nodes by a number before and one after its call.
-_numbers = count(1)
+_node_numbers = count(1)
 
 
 class _Mode(threading.local):
@@ -152,7 +152,7 @@ _mode = _Mode()
 
 def next_number() -> int:
     """Return a number between those of the nodes made before and after."""
-    return next(_numbers)
+    return next(_node_numbers)
 
 
 class Node:

@@ -217,8 +217,8 @@ class OverloadCall(MindSporeCall):
         if signature.gathered is not None and len(values) > signature.gathered:
             gathered_values = values[signature.gathered :]
             is_list = len(gathered_values) == 1 and isinstance(gathered_values[0], (list, tuple))
-            gathered = gathered_values[0] if is_list else tuple(gathered_values)
-            values = [*values[: signature.gathered], gathered]
+            gathered_input = gathered_values[0] if is_list else tuple(gathered_values)
+            values = [*values[: signature.gathered], gathered_input]
         # A later call must pass the arguments beyond this number by name, as before.
         self._positional_count = len(values)
         # The documentation may lack an argument that the native function takes.

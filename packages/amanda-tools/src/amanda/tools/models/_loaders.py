@@ -165,8 +165,8 @@ def timm_model(request: Request) -> Subject:
     timm = import_model_library("timm", request.word)
     name = request.name
     if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has their names"
+        names = get_close_matches(name, timm.list_models(), n=3)
+        hint = f"did you mean {' or '.join(names)}?" if names else "timm.list_models() has their names"
         raise ModelError(f"timm has no model {name!r}; {hint}")
     try:
         model = build_on_device(request, lambda: timm.create_model(name, pretrained=False, **request.options))

@@ -48,8 +48,9 @@ def _load_configuration(transformers: Any, request: Request) -> Any:
     if name in transformers.CONFIG_MAPPING and not Path(name).exists():
         load, options = transformers.AutoConfig.for_model, {}
     elif not Path(name).exists() and "/" not in name:
-        near = did_you_mean(name, transformers.CONFIG_MAPPING)
-        hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
+        hint = did_you_mean(name, transformers.CONFIG_MAPPING)
+        if not hint.startswith("did"):
+            hint = "give a type such as llama, or the path of a config.json"
         raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
     try:
         default_config = load(name, **options)
@@ -64,8 +65,8 @@ def _load_configuration(transformers: Any, request: Request) -> Any:
     # transformers keeps an unknown option as an attribute, without a word.
     for option in request.options:
         if option not in default_config.to_dict():
-            near = did_you_mean(option, default_config.to_dict())
-            raise ModelError(f"the configuration of {name} has no {option!r}; {near}")
+            suggestion = did_you_mean(option, default_config.to_dict())
+            raise ModelError(f"the configuration of {name} has no {option!r}; {suggestion}")
     return load(name, **options, **request.options)
 
 
