@@ -233,6 +233,7 @@ class _ArgumentChecks:
 
 
 def _accepts(kind: Kind, value: Any) -> bool:
+    """Return True if a value is of a kind."""
     try:
         kind.accept(value)
     except Mismatch:

@@ -54,7 +54,10 @@ def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
 
 
 def _parse_requirement(text: str) -> _Requirement | None:
-    """Read a requirement, such as "torch>=2.4; extra == 'torch'"; None for one that does not apply here."""
+    """Read a requirement, such as "torch>=2.4; extra == 'torch'".
+
+    None for one that does not apply here, or cannot be read; one by URL takes any version.
+    """
     match = _NAME.match(text)
     if match is None:
         return None

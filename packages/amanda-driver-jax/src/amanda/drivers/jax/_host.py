@@ -77,6 +77,7 @@ class RoutineToken:
     def __init__(
         self, takes_run: bool, slice_count: int, is_observer: bool, state: State, job: "RoutineJob"
     ) -> None:
+        """Keep the job with the programs of the state's stack, and refer to both weakly."""
         self._number_count, self._slice_count, self._is_observer = int(takes_run), slice_count, is_observer
         programs = ToolStackPrograms.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep_with(self, job)
@@ -111,6 +112,7 @@ class RoutineJob:
         self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable,
         axis_counts: Mapping[WeightStack, int],
     ) -> None:  # fmt: skip
+        """Copy action and facts, without the selection and the values; hold stand-ins for the leaves."""
         # Copies without selection and values: the callback gets the selected values, of its own execution.
         self._action, self._facts = copy(action), copy(facts)
         self._action.select = None

@@ -186,7 +186,7 @@ def enclose_modules(patches: Patches, places: ModulePlaces) -> None:
     call_in_region = Enclosure(_call_method, _hash_in_caller)
 
     def patch_class(kind: type) -> None:
-        """Make the calls of a class's own methods regions."""
+        """Make the calls of a class's own methods regions; leave Equinox' wrappers of functions alone."""
         if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
             return
         for name in METHODS & vars(kind).keys():

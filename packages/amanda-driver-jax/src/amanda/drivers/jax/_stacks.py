@@ -152,7 +152,7 @@ def slices_of(value: Any) -> tuple[Any, list[ArraySlice]]:
 
 
 def copy_slice(result: Any, value: Any) -> None:
-    """Record that a symbol is the same slice as another, in another element type."""
+    """Record that a symbol is the same slice as another, in another element type; nothing if that is none."""
     array_slice = _SLICES.get(ORIGINALS.of(value))
     if array_slice is not None:
         _SLICES[ORIGINALS.of(result)] = array_slice

@@ -29,8 +29,8 @@ class _TraceState(threading.local):
     """State of a thread.
 
     notes: of the program that is traced, as an ordered set.  parts: the jitted functions under way within
-    that program, innermost last.  part_originals: originals of the last part's results, until the program
-    around the part has symbols for them.
+    that program, innermost last.  part_originals: for each result of the last part its original in the
+    outermost function, None for a symbol that would leak, until the program around has symbols for them.
     """
 
     def __init__(self) -> None:

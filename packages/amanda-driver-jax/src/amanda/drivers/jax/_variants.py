@@ -181,6 +181,7 @@ class FunctionVariants:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        """Create `call`, which refers to the function weakly, and notes the trace in the present variant."""
         reference = weakref.ref(function)
 
         @wraps(function)

@@ -178,7 +178,7 @@ def timm_model(request: Request) -> Subject:
 
 
 def keras_model(request: Request) -> Subject:
-    """Return a model with random weights, or one of a file with its own."""
+    """Return a model with random weights, or of a file with its own; raise ModelError where it cannot be."""
     keras = import_library("keras", request.word)
     model = _load_keras_model(keras, request)
     inputs = set_input_shapes([_keras_input(entry) for entry in model.inputs], request.shapes)

@@ -221,7 +221,7 @@ class Window:
         self.open = is_in_range and (number - self._start) % self._frequency == 0
 
     def gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
-        """Return a routine that calls another at steps of the window alone, and else does nothing.
+        """Return a routine, never traceable, that calls another at steps of the window, else does nothing.
 
         Args:
             context: Of the op that the routine is for.
