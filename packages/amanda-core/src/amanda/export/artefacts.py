@@ -122,5 +122,5 @@ def check_target(source: Path, target: Path, force: bool, is_folder: bool) -> No
     if os.path.lexists(target) and not force:
         raise ArtefactError(f"{target} is there already; force (--force) replaces it")
     if target.exists() and target.is_dir() != is_folder:
-        present, expected = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
-        raise ArtefactError(f"{target} is {present}, and what is written is {expected}")
+        target_kind, written_kind = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
+        raise ArtefactError(f"{target} is {target_kind}, and what is written is {written_kind}")

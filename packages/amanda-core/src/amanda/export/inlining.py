@@ -205,7 +205,7 @@ class Inlining:
         self.record_uninstrumented(type(tool).__name__, f"it inserts nothing at any op: {why}")
 
     def check_result(self, source: Path) -> None:
-        """Raise an error where a routine was refused, or no routine was recorded."""
+        """Raise NotTraceableError where a routine was refused, ArtefactError where none was recorded."""
         if self._refusals:
             # All at once: a user marks several routines before the next attempt.
             raise NotTraceableError(_refusal_text(source, self._refusals), self._refusals)

@@ -394,7 +394,7 @@ def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, .
     is_set, takes_any_iterable = plain_type in _SETS, plain_type in (Iterable, Collection)
 
     def accept(value: Any) -> Any:
-        """Return the value, or a new list or set if an item was converted; a text is a Mismatch."""
+        """Return the value, or a new list or set if it was converted or is an iterator; no text fits."""
         # A text is a sequence of texts, but type="conv2d" is not meant as six types.
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch

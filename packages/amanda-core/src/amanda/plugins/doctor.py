@@ -143,7 +143,10 @@ def _check_attachment() -> Iterator[Diagnosis]:
 
 
 def _check_native_code(missing_by_framework: dict[str, str]) -> Iterator[Diagnosis]:
-    """Say what native code lacks to call routines, "" for nothing, and how many calls it has run so far."""
+    """Say what native code lacks to call routines, and, if there is any, how many calls it has run so far.
+
+    missing_by_framework: names that a driver did not find; "" for none.
+    """
     from amanda.interceptor import NATIVE, statistics
 
     # A missing symbol costs time and nothing else, so it is a note.

@@ -191,7 +191,10 @@ def _candidate_of(entry: PluginEntry, load: bool, may_retry: bool) -> _DriverCan
 
 
 def _load_candidate(entry: PluginEntry, may_retry: bool) -> _DriverCandidate:
-    """Load a driver's class; return its state by the API that it was written for."""
+    """Load a driver's class; return its candidate, without the class if it is for another driver API.
+
+    Raises PluginError if its import fails.
+    """
     from amanda.scope.driver import DRIVER_API
 
     driver_type = entry.load(may_retry)

@@ -200,14 +200,14 @@ def _add_hooks(backward_pass: BackwardPass, node: Node, origin: _Origin) -> Call
 def _reachable(roots: list[Node], is_included: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
     """Yield the included nodes among the roots and along edges from included nodes, each once."""
     visited: set[Node] = set()
-    unvisited = list(roots)
-    while unvisited:
-        node = unvisited.pop()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
         if node in visited or not is_included(node):
             continue
         visited.add(node)
         yield node
-        unvisited += _next_nodes(node)
+        pending += _next_nodes(node)
 
 
 def _next_nodes(node: Node) -> list[Node]:

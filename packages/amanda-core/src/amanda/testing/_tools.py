@@ -34,7 +34,10 @@ def notes(error: BaseException) -> list[str]:
 
 
 def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
-    """Return a tool with one analysis routine, at every op or at those of one name."""
+    """Return a tool with one analysis routine, at every op or at those of one name.
+
+    where: the point, as for `add_inst_for_op`.
+    """
     new_tool = Tool()
     add_routine(new_tool, callback, only, **where)
     return new_tool

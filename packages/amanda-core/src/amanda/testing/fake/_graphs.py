@@ -169,7 +169,7 @@ def compute(node: GraphNode, values_by_name: Mapping[str, Any]) -> dict[str, Any
 
 
 def values_of_names(names: Any, values_by_name: Mapping[str, Any]) -> Any:
-    """Return the values of names, also in tuples and lists; any other item as it is."""
+    """Return the values of names, also in tuples and lists; any other item as it is, a pair as Halves."""
     if isinstance(names, tuple):
         values = [values_of_names(item, values_by_name) for item in names]
         # A pair is the result of `split`.

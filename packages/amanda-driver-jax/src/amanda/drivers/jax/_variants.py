@@ -199,7 +199,7 @@ class FunctionVariants:
     def current_variant(self) -> Iterator[Variant]:
         """Yield the variant for the present values, with which JAX calls or traces the function.
 
-        At the end the values that it reads are recorded in the history of all variants.
+        A new one if there is none. At the end the values that it reads are recorded in the history of all.
         """
         unchanged_variants = (variant for variant in self._variants if variant.reads.are_unchanged())
         variant = next(unchanged_variants, None)

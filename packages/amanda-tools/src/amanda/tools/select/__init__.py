@@ -123,7 +123,7 @@ def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | Non
 
 
 def unmatched(options: Iterable[Patterns], verb: str = "selected", noun: str = "op") -> list[str]:
-    """Return a text for each pattern that no op fitted, with the nearest names; none if no op ran.
+    """Return a text for each pattern, or empty option, that no op fitted, with near names; none if none ran.
 
     Args:
         options: Patterns of the options.

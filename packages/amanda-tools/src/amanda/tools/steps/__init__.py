@@ -24,7 +24,7 @@ __all__ = ["Steps", "Window", "WindowError", "execution_number"]
 
 
 def execution_number(record: Any, run: dict[Any, Any] | None, recomputed: bool) -> int:
-    """Return the number of this execution, from 0 on, and count it in `record.executions`.
+    """Return the number of this execution, from 0 on; count it in `record.executions`, keep it in `run`.
 
     A recomputation has the number of its first execution, and is not counted.
 
