@@ -75,10 +75,10 @@ def artefact_kind(path: Path) -> type[Artefact]:
     (entry,) = entries
     artefact_type: type[Artefact] = entry.load()
     if artefact_type.api != DRIVER_API:
-        outdated = "amanda-core" if artefact_type.api > DRIVER_API else entry.distribution
+        outdated_distribution = "amanda-core" if artefact_type.api > DRIVER_API else entry.distribution
         raise PluginError(
             f"{entry} is written for driver API {artefact_type.api}, this core speaks {DRIVER_API}: "
-            f"{upgrade_command(outdated)}"
+            f"{upgrade_command(outdated_distribution)}"
         )
     return artefact_type
 

@@ -147,9 +147,9 @@ class Reads:
             return True
         with interceptor.Suspension():  # a property may call ops
             for read, holder, name, value in self._place_by_key.values():
-                current = read(holder, name)
+                present_value = read(holder, name)
                 # Identity first, since this runs at each call and most values are the same objects.
-                if current is not value and not self.is_same(current, value):
+                if present_value is not value and not self.is_same(present_value, value):
                     return False
         return True
 

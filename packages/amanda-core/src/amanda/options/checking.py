@@ -376,12 +376,14 @@ def renamed(*, since: str, gone: str, **names: str) -> Callable[[Callable[P, T]]
             """Warn of each former name, and call the function; raise OptionError for both names of one."""
             options: dict[str, Any] = kwargs
             # A set of both, since most calls give no former name.
-            for former in names.keys() & options.keys():
-                called, name = function.__qualname__.removesuffix(".__init__"), names[former]
+            for former_name in names.keys() & options.keys():
+                callee_name, name = function.__qualname__.removesuffix(".__init__"), names[former_name]
                 if name in options:
-                    raise OptionError(f"{called}: {former} is the former name of {name}; give {name} alone")
-                warn_deprecated(f"{called}({former}=...)", f"{name}=...", since, gone)
-                options[name] = options.pop(former)
+                    raise OptionError(
+                        f"{callee_name}: {former_name} is the former name of {name}; give {name} alone"
+                    )
+                warn_deprecated(f"{callee_name}({former_name}=...)", f"{name}=...", since, gone)
+                options[name] = options.pop(former_name)
             return function(*args, **kwargs)
 
         return with_former_names

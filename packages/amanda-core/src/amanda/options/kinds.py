@@ -408,11 +408,11 @@ def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, .
             raise Mismatch
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
-        accepted = _accept_items([item_kind] * len(value), value)
+        accepted_items = _accept_items([item_kind] * len(value), value)
         # The caller's own list, unless a number in it had to be converted.
-        if all(map(operator.is_, accepted, value)):
+        if all(map(operator.is_, accepted_items, value)):
             return value
-        return set(accepted) if is_set else accepted
+        return set(accepted_items) if is_set else accepted_items
 
     nonempty = "non-empty " if length.least == 1 else ""
     noun = "set" if is_set else "list"

@@ -169,8 +169,8 @@ def _plugin_state(entry: PluginEntry, entries_of_name: list[PluginEntry], load: 
 
 def _options_in_words(kind: type[Tool]) -> str:
     parameters = inspect.signature(kind).parameters  # not the options of `select`, which many tools take
-    described = [str(option) for option in options_of(kind).values() if option.name in parameters]
-    return f"its options are {', '.join(described)}" if described else "it takes no options"
+    option_texts = [str(option) for option in options_of(kind).values() if option.name in parameters]
+    return f"its options are {', '.join(option_texts)}" if option_texts else "it takes no options"
 
 
 def _register_hooks(manager: pluggy.PluginManager, entry: PluginEntry) -> None:

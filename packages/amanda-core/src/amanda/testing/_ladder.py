@@ -185,9 +185,9 @@ def summary(name: str) -> str:
     return member_summary(HOLDERS.get(holder, EagerDriver), member)
 
 
-def _first_paragraph(documented: Any) -> str:
+def _first_paragraph(documented_object: Any) -> str:
     """Return the first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+    return " ".join((inspect.getdoc(documented_object) or "").split("\n\n")[0].split())
 
 
 def member_summary(kind: type, member: str) -> str:

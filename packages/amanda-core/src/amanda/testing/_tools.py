@@ -43,7 +43,7 @@ def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
     return new_tool
 
 
-def add_routine(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
+def add_routine(target_tool: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
     """Add another analysis routine to a tool; return the tool.
 
     only: name of the ops at which it runs; None for all.  where: the point, as for `add_inst_for_op`.
@@ -53,8 +53,8 @@ def add_routine(built: Tool, callback: Callback, only: str | None = None, **wher
         if only is None or op_name(context) == only:
             callback(context)
 
-    built.add_inst_for_op(analysis, **where)
-    return built
+    target_tool.add_inst_for_op(analysis, **where)
+    return target_tool
 
 
 Insertion = Literal[

@@ -185,8 +185,8 @@ def opaque(input: Tensor) -> Tensor:
 def batch_norm(input: Tensor, running_mean: Tensor) -> Tensor:
     """Return the rows less their mean; write into the running mean, which moves halfway to it."""
     mean = _mean_of_rows(input)
-    running = [(old + new) / 2 for old, new in zip(running_mean.numbers, mean, strict=True)]
-    running_mean.assign(Tensor(running, running_mean.shape, running_mean.dtype))
+    running_numbers = [(old + new) / 2 for old, new in zip(running_mean.numbers, mean, strict=True)]
+    running_mean.assign(Tensor(running_numbers, running_mean.shape, running_mean.dtype))
 
     def backward(grads: Gradients) -> Gradients:
         (grad,) = grads

@@ -91,17 +91,17 @@ def _model_class(transformers: Any, config: Any, request: Request) -> Any:
     if model_class is not None:
         return model_class
     if getattr(config, "is_encoder_decoder", False):
-        mapping_by_class = {
+        mapping_name_by_class = {
             "AutoModelForSeq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM", "AutoModelForSpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
         }  # fmt: skip
     # A type such as BERT has a class for generating text too, but is not what it is for.
     elif type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING:
-        mapping_by_class = {}
+        mapping_name_by_class = {}
     else:
-        mapping_by_class = {"AutoModelForCausalLM": "CAUSAL_LM"}
-    for automatic, mapping in mapping_by_class.items():
-        if type(config) in getattr(transformers, f"MODEL_FOR_{mapping}_MAPPING"):
-            return getattr(transformers, automatic)
+        mapping_name_by_class = {"AutoModelForCausalLM": "CAUSAL_LM"}
+    for class_name, mapping_name in mapping_name_by_class.items():
+        if type(config) in getattr(transformers, f"MODEL_FOR_{mapping_name}_MAPPING"):
+            return getattr(transformers, class_name)
     return transformers.AutoModel
 
 
@@ -130,10 +130,10 @@ def _load_checkpoint(request: Request, model_class: Any, config: Any) -> tuple[A
     except Exception as error:  # safetensors has an error of its own for a damaged file
         reason = import_failure(error)
         raise ModelError(f"the weights of {request.name} cannot be loaded: {reason}") from error
-    missing = sorted(report["missing_keys"])
+    missing_keys = sorted(report["missing_keys"])
     weights = f"weights of {request.name}"
-    if missing:
-        weights += f" (random: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)})"
+    if missing_keys:
+        weights += f" (random: {', '.join(missing_keys[:3])}{', ...' * (len(missing_keys) > 3)})"
     return model.to(request.device), weights
 
 
