@@ -75,10 +75,10 @@ def artefact_kind(path: Path) -> type[Artefact]:
     (entry,) = entries
     artefact_type: type[Artefact] = entry.load()
     if artefact_type.api != DRIVER_API:
-        outdated = "amanda-core" if artefact_type.api > DRIVER_API else entry.distribution
+        outdated_distribution = "amanda-core" if artefact_type.api > DRIVER_API else entry.distribution
         raise PluginError(
             f"{entry} is written for driver API {artefact_type.api}, this core speaks {DRIVER_API}: "
-            f"{upgrade_command(outdated)}"
+            f"{upgrade_command(outdated_distribution)}"
         )
     return artefact_type
 
@@ -122,5 +122,5 @@ def check_target(source: Path, target: Path, force: bool, is_folder: bool) -> No
     if os.path.lexists(target) and not force:
         raise ArtefactError(f"{target} is there already; force (--force) replaces it")
     if target.exists() and target.is_dir() != is_folder:
-        present, expected = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
-        raise ArtefactError(f"{target} is {present}, and what is written is {expected}")
+        target_kind, written_kind = ("a folder", "a file") if target.is_dir() else ("a file", "a folder")
+        raise ArtefactError(f"{target} is {target_kind}, and what is written is {written_kind}")

@@ -205,7 +205,7 @@ class Inlining:
         self.record_uninstrumented(type(tool).__name__, f"it inserts nothing at any op: {why}")
 
     def check_result(self, source: Path) -> None:
-        """Raise an error where a routine was refused, or no routine was recorded."""
+        """Raise NotTraceableError where a routine was refused, ArtefactError where none was recorded."""
         if self._refusals:
             # All at once: a user marks several routines before the next attempt.
             raise NotTraceableError(_refusal_text(source, self._refusals), self._refusals)
@@ -270,8 +270,9 @@ def instrument(
 
     Raises:
         NotTraceableError: If a routine is Python that cannot be written into a file; it lists them.
-        ArtefactError: If the model cannot be read or written.
+        ArtefactError: If the model cannot be read or written, or the tools insert nothing.
         FileError: Where `out` cannot be written.
+        PluginError: If several drivers read the model, or its driver is for another core.
     """
     source, target = Path(model), Path(out)
     kind = artefact_kind(source)

@@ -90,6 +90,8 @@ class Insertion:
     def run(self, execution: Execution, flat: Sequence[Any], rounds: Sequence[int] = ()) -> list[Any]:
         """Run the routines; return the flat tensors that go back into the graph.
 
+        In a graph of gradients those of a tool without an open scope are left out, except for a replacement.
+
         Args:
             execution: Run of the graph.
             flat: Flat tensors that the graph passes.

@@ -118,7 +118,8 @@ class Reads:
     def drop_changed_places(self, places: Iterable[ReadPlace] | None = None) -> None:
         """Drop places whose value has changed since it was read: the traced routines have set them.
 
-        Their names are added to `names_written`, and those of attributes that the routines' code sets.
+        Their names are added to `names_written`, and those of attributes that the routines' code sets; the
+        places are not recorded again.
 
         Args:
             places: Places to look at; None for all.
@@ -146,9 +147,9 @@ class Reads:
             return True
         with interceptor.Suspension():  # a property may call ops
             for read, holder, name, value in self._place_by_key.values():
-                current = read(holder, name)
+                present_value = read(holder, name)
                 # Identity first, since this runs at each call and most values are the same objects.
-                if current is not value and not self.is_same(current, value):
+                if present_value is not value and not self.is_same(present_value, value):
                     return False
         return True
 
@@ -215,7 +216,7 @@ class Reads:
                     self.follow_value(method)
 
     def record_attribute(self, holder: Any, name: str) -> Any:
-        """Record an attribute; return its value, or None if each reading creates another value.
+        """Record an attribute; return its value, None where there is none or each reading creates another.
 
         Args:
             holder: Object with the attribute.
@@ -391,7 +392,10 @@ class ValueHistory:
         self._holders: dict[int, Any] = {}  # keeps their ids from being reused
 
     def record(self, reads: Reads) -> None:
-        """Record the values that the routines of a graph have read, at most `limit` at each place."""
+        """Record the values that the routines of a graph have read, at most `limit` at each place.
+
+        The objects that hold them are kept alive.
+        """
         for place in reads:
             self._holders[id(place.holder)] = place.holder
             values = self._values_by_place.setdefault(place.key, [])
@@ -437,7 +441,7 @@ class GuardedCopies(Generic[CopyT]):
     def add(self, copy: CopyT, reads: Reads) -> None:
         """Store a copy with the values that its routines have read; drop the oldest copy of too many.
 
-        Call this under the driver's lock.
+        After many copies two values make a place volatile.  Call this under the driver's lock.
 
         Args:
             copy: Copy of the graph.

@@ -305,6 +305,7 @@ class Rewriter(ABC, Generic[NodeT]):
 
         Routines whose inputs are constants are called now, and their results are stored in the graph.  Other
         traceable routines are written as nodes, all others as a call of Python, if Python can run there.
+        Reports traceable routines that become such a call.
         """
         actions, rewriting, facts = insertion.actions, self.rewriting, insertion.facts
         # None while nothing speaks against tracing; "" is a reason that is not reported.
@@ -372,7 +373,7 @@ class Rewriter(ABC, Generic[NodeT]):
         )
 
     def run_routines(self, insertion: Insertion, values: Sequence[Any]) -> list[Any]:
-        """Return the routines' results for constants, or for symbols that record computations.
+        """Call routines on constants, or on symbols that record computations; return their results.
 
         Args:
             insertion: Routines to call.
@@ -383,7 +384,7 @@ class Rewriter(ABC, Generic[NodeT]):
     def _fold_constants(
         self, insertion: Insertion, inputs: Sequence[Value], constants: Sequence[Any]
     ) -> list[Value]:
-        """Call routines once, on constants, and store the results in the graph."""
+        """Call routines once, on constants; store the results in the graph, and record the folded actions."""
         results = self.run_routines(insertion, constants)
         self.rewriting.folded_actions += insertion.actions
         # A routine may hand back its input, which the graph has already.
@@ -391,7 +392,7 @@ class Rewriter(ABC, Generic[NodeT]):
         return [input_by_id.get(id(result)) or self.store_constant(result) for result in results]
 
     def _write_traced(self, actions: Sequence[Action], write: Callable[[], list[Value]]) -> list[Value]:
-        """Write routines to the graph, and record the values that they read while they are traced."""
+        """Call `write`, which writes routines; record their actions, and the values that they read."""
         with self.rewriting.reads.record_tracing(actions):
             results = write()
         self.rewriting.traced_actions += [(action, ()) for action in actions]

@@ -132,7 +132,7 @@ class GraphAnalysis:
         self._facts.clear()
 
     def drop_plans(self) -> None:
-        """Drop the plans of this analysis, which an exception has left incomplete."""
+        """Drop the plans of this analysis, which an exception has left incomplete, and every symbol."""
         for op_id, plan in self.plans.items():
             for scope_plan in plan.chain:
                 # Routines after the op, and those of other scopes, may be missing in it.
@@ -181,6 +181,7 @@ class Rewriting:
     _volatile_names: dict[Action, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Take history, state and tensor primitives from the analysis; start with empty reads."""
         # A graph without copies, such as that of a file, has a history of its own.
         self.history = self.analysis.history or self.history
         self.reads = self.history.reads_type()
@@ -321,6 +322,8 @@ class Side:
 
     def read_replaced_values(self, current_refs: Mapping[Any, Any]) -> None:
         """Read the results of earlier routines in place of the values that they replaced.
+
+        The names of these results become the original ones.
 
         Args:
             current_refs: Name of each result, by the name of the replaced value.

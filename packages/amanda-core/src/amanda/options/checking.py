@@ -119,6 +119,7 @@ def _with_checks(target: Any, error: type[AmandaError]) -> Any:
 
     @functools.wraps(target)
     def check_and_call(*args: Any, **kwargs: Any) -> Any:
+        """Call the target with the arguments as their kinds accept them; the first call makes the checks."""
         # pytest leaves out frames with this name, so that a failing test shows the caller's line.
         __tracebackhide__ = True
         nonlocal checks
@@ -232,6 +233,7 @@ class _ArgumentChecks:
 
 
 def _accepts(kind: Kind, value: Any) -> bool:
+    """Return True if a value is of a kind."""
     try:
         kind.accept(value)
     except Mismatch:
@@ -260,6 +262,8 @@ def mistake(
 def options_of(target: Callable[..., Any]) -> dict[str, Option]:
     """Return the options of a class's constructor, or of a function, by name.
 
+    Those that `**options: Unpack[...]` stands for have None as their default; `*args` is no option.
+
     Args:
         target: A class, such as a tool, or a function.
     """
@@ -277,7 +281,10 @@ def options_of(target: Callable[..., Any]) -> dict[str, Option]:
 
 
 def annotations_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the annotations of a function; Any stands for names that type checkers alone import."""
+    """Return the annotations of a function, below all wrappers, as types.
+
+    Any stands for names that type checkers alone import, and for an annotation that fails to evaluate.
+    """
     function = inspect.unwrap(function)
     global_names, hints = getattr(function, "__globals__", {}), {}
     stand_in_by_name: dict[str, Any] = {"Unpack": _Unpack}
@@ -335,6 +342,8 @@ def deprecated(*, use: str, since: str, gone: str) -> Callable[[Callable[P, T]],
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that warns of `function` at each call, and calls it."""
+
         @functools.wraps(function)
         def with_warning(*args: P.args, **kwargs: P.kwargs) -> T:
             warn_deprecated(function.__qualname__, use, since, gone)
@@ -360,16 +369,21 @@ def renamed(*, since: str, gone: str, **names: str) -> Callable[[Callable[P, T]]
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        """Return a function that calls `function` by the present names of its options."""
+
         @functools.wraps(function)
         def with_former_names(*args: P.args, **kwargs: P.kwargs) -> T:
+            """Warn of each former name, and call the function; raise OptionError for both names of one."""
             options: dict[str, Any] = kwargs
             # A set of both, since most calls give no former name.
-            for former in names.keys() & options.keys():
-                called, name = function.__qualname__.removesuffix(".__init__"), names[former]
+            for former_name in names.keys() & options.keys():
+                callee_name, name = function.__qualname__.removesuffix(".__init__"), names[former_name]
                 if name in options:
-                    raise OptionError(f"{called}: {former} is the former name of {name}; give {name} alone")
-                warn_deprecated(f"{called}({former}=...)", f"{name}=...", since, gone)
-                options[name] = options.pop(former)
+                    raise OptionError(
+                        f"{callee_name}: {former_name} is the former name of {name}; give {name} alone"
+                    )
+                warn_deprecated(f"{callee_name}({former_name}=...)", f"{name}=...", since, gone)
+                options[name] = options.pop(former_name)
             return function(*args, **kwargs)
 
         return with_former_names

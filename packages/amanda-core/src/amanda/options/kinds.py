@@ -157,6 +157,7 @@ def _restricted_kind(kind: Kind, where: Where) -> Kind:
     """Return a kind of those values for which a mark's condition holds, with words of the mark."""
 
     def accept(value: Any) -> Any:
+        """Return the value as the kind accepts it; raise Mismatch unless the mark's condition holds."""
         value = kind.accept(value)
         if not where.holds(value):  # holds for all values if the mark has words alone
             raise Mismatch
@@ -169,6 +170,7 @@ def _kind_of_bool(marks: tuple[Any, ...]) -> Kind:
     """Return the kind of True and False alone."""
 
     def accept(value: Any) -> bool:
+        """Return a bool; raise Mismatch for any other value, also for 0 and 1."""
         # 1 and 0 are not switches: who writes steps=True, or flag=1, has mixed up two options.
         if type(value) is not bool:
             raise Mismatch
@@ -192,6 +194,7 @@ def _kind_of_int(marks: tuple[Any, ...]) -> Kind:
     bounds = _find_mark(marks, Range) or WHOLE
 
     def accept(value: Any) -> int:
+        """Return a whole number as an int; raise Mismatch for a bool, any other value, or out of bounds."""
         if type(value) is not int:
             # A bool is an int to Python, but True is not a number of steps.
             if isinstance(value, bool) or not isinstance(value, Integral):
@@ -217,6 +220,7 @@ def _kind_of_float(marks: tuple[Any, ...]) -> Kind:
     bounds = _find_mark(marks, Range) or Range()
 
     def accept(value: Any) -> Any:
+        """Return a number as int or float; raise Mismatch for a bool, a fraction, or out of bounds."""
         if type(value) is not float and type(value) is not int:
             # A fraction is a number, but no framework and no file takes one.
             is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -239,6 +243,7 @@ def _kind_of_str(marks: tuple[Any, ...]) -> Kind:
     length = _find_mark(marks, Length) or Length()
 
     def accept(value: Any) -> str:
+        """Return a text; raise Mismatch for another type or length."""
         if not isinstance(value, str):
             raise Mismatch
         if not length.holds(len(value)):
@@ -257,6 +262,7 @@ def _kind_of_path(path_target: PathTarget | None) -> Kind:
     name = "path" if path_target is None else f"path of a {path_target.target.removeprefix('output ')}"
 
     def accept(value: Any) -> Any:
+        """Return the value as it came, also a text; raise Mismatch with the reason if it is no such path."""
         if not isinstance(value, (str, os.PathLike)) or isinstance(value, bytes):
             raise Mismatch
         text = os.fspath(value)
@@ -307,6 +313,7 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
     ]
 
     def accept(value: Any) -> Any:
+        """Return the member that equals the value; raise Mismatch, with the nearest text, if none does."""
         try:
             # Values of subclasses are right as well, and numpy's integers.
             if isinstance(value, str):
@@ -315,8 +322,8 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
                 return member_of[int, value]
             return member_of[type(value), value]
         except Exception:  # an object may raise anything where it is compared
-            similar = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
-            raise Mismatch(f"did you mean {similar[0]!r}?" if similar else "") from None
+            similar_texts = get_close_matches(value, texts, n=1) if isinstance(value, str) else []
+            raise Mismatch(f"did you mean {similar_texts[0]!r}?" if similar_texts else "") from None
 
     representations = list(map(repr, members))
     if len(members) > 3:
@@ -327,7 +334,7 @@ def _kind_of_literal(members: tuple[Any, ...]) -> Kind:
 
 
 def words_of(annotation: Any) -> list[str]:
-    """Return the words of the Literals in an annotation.
+    """Return the strings of the Literals in an annotation, at any depth.
 
     Args:
         annotation: Any annotation of an option, such as `Literal["a", "b"] | None`.
@@ -338,15 +345,16 @@ def words_of(annotation: Any) -> list[str]:
     return [word for member in members for word in words_of(member)]
 
 
-def _join_words(words: Sequence[str], last: str = " or") -> str:
+def _join_words(words: Sequence[str], last_separator: str = " or") -> str:
     """Return the words with commas between them, but `last` before the last one."""
-    return ", ".join(words[:-1]) + (f"{last} " if len(words) > 1 else "") + words[-1]
+    return ", ".join(words[:-1]) + (f"{last_separator} " if len(words) > 1 else "") + words[-1]
 
 
 def _kind_of_union(kinds: Sequence[Kind]) -> Kind:
     """Return the kind of values that any of the kinds accepts, tried in order."""
 
     def accept(value: Any) -> Any:
+        """Return the value as the first kind that takes it does; raise Mismatch with a reason if none."""
         reasons = []
         for kind in kinds:
             try:
@@ -356,16 +364,11 @@ def _kind_of_union(kinds: Sequence[Kind]) -> Kind:
         raise Mismatch(next((reason for reason in reasons if reason), ""))
 
     # "or None" is read best at the end, wherever the annotation has it.
-    ordered = sorted(kinds, key=lambda kind: kind.words == "None")
+    ordered_kinds = sorted(kinds, key=lambda kind: kind.words == "None")
     has_list_of_words = any(" of " in kind.words and " or " in kind.words for kind in kinds)
-    last = ", or" if len(kinds) > 2 or has_list_of_words else " or"
-    words = _join_words([kind.words for kind in ordered], last)
-    return Kind(
-        words,
-        _union_text(ordered),
-        _join_words([kind.many for kind in ordered]),
-        accept,
-    )
+    last_separator = ", or" if len(kinds) > 2 or has_list_of_words else " or"
+    words = _join_words([kind.words for kind in ordered_kinds], last_separator)
+    return Kind(words, _union_text(ordered_kinds), _join_words([kind.many for kind in ordered_kinds]), accept)
 
 
 def _union_text(kinds: Sequence[Kind]) -> str:
@@ -386,11 +389,12 @@ def _union_text(kinds: Sequence[Kind]) -> str:
 
 def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of lists, sets or iterables whose items are of one kind."""
-    item = kind_of(members[0]) if members else _ANY
+    item_kind = kind_of(members[0]) if members else _ANY
     length = _find_mark(marks, Length) or Length()
     is_set, takes_any_iterable = plain_type in _SETS, plain_type in (Iterable, Collection)
 
     def accept(value: Any) -> Any:
+        """Return the value, or a new list or set if it was converted or is an iterator; no text fits."""
         # A text is a sequence of texts, but type="conv2d" is not meant as six types.
         if isinstance(value, (str, bytes, bytearray, memoryview)):
             raise Mismatch
@@ -404,20 +408,20 @@ def _kind_of_list(plain_type: Any, members: tuple[Any, ...], marks: tuple[Any, .
             raise Mismatch
         if not length.holds(len(value)):
             raise Mismatch("it is empty" if not len(value) else f"it has {len(value)} items")
-        accepted = _accept_items([item] * len(value), value)
+        accepted_items = _accept_items([item_kind] * len(value), value)
         # The caller's own list, unless a number in it had to be converted.
-        if all(map(operator.is_, accepted, value)):
+        if all(map(operator.is_, accepted_items, value)):
             return value
-        return set(accepted) if is_set else accepted
+        return set(accepted_items) if is_set else accepted_items
 
     nonempty = "non-empty " if length.least == 1 else ""
     noun = "set" if is_set else "list"
     # The plural of a Literal is that of Python, with quotation marks, which a command line has not.
     is_literal = bool(members) and get_origin(members[0]) is Literal
     return Kind(
-        words=f"a {nonempty}{noun} of {item.many}",
-        text=f"{noun} of {item.text if is_literal else item.many}",
-        many=f"{noun}s of {item.many}",
+        words=f"a {nonempty}{noun} of {item_kind.many}",
+        text=f"{noun} of {item_kind.text if is_literal else item_kind.many}",
+        many=f"{noun}s of {item_kind.many}",
         accept=accept,
     )
 
@@ -437,13 +441,14 @@ def _accept_items(kinds: Sequence[Kind], values: Collection[Any]) -> list[Any]:
 def _kind_of_tuple(members: tuple[Any, ...], marks: tuple[Any, ...]) -> Kind:
     """Return the kind of tuples: of any length with items of one kind, or of fixed items."""
     if not members or members[-1] is Ellipsis:
-        items = _kind_of_list(Sequence, members[:1], marks)
+        list_kind = _kind_of_list(Sequence, members[:1], marks)
         # "a list of integers" becomes "a tuple of integers".
-        words, many = (text.replace("list", "tuple", 1) for text in (items.words, items.many))
-        return Kind(words, items.text, many, lambda value: tuple(items.accept(value)))
+        words, many = (text.replace("list", "tuple", 1) for text in (list_kind.words, list_kind.many))
+        return Kind(words, list_kind.text, many, lambda value: tuple(list_kind.accept(value)))
     kinds = [kind_of(member) for member in members]
 
     def accept(value: Any) -> Any:
+        """Return a list or tuple as a tuple of accepted items; raise Mismatch for another number of these."""
         if not isinstance(value, (list, tuple)):
             raise Mismatch
         if len(value) != len(kinds):
@@ -461,6 +466,7 @@ def _kind_of_mapping(members: tuple[Any, ...]) -> Kind:
     key_kind, item_kind = kinds[0], kinds[-1]  # some mappings have one parameter
 
     def accept(value: Any) -> Any:
+        """Return the mapping as it came, with no item converted; raise Mismatch for a wrong key or value."""
         if not isinstance(value, Mapping):
             raise Mismatch
         for key, item in list(value.items()):

@@ -26,7 +26,10 @@ class Range:
     finite: bool = True
 
     def holds(self, number: float) -> bool:
-        """Return True if a number is in the range; nan and infinity only where `finite` is False."""
+        """Return True if a number is in the range; nan only where `finite` is False.
+
+        Infinity only there, too, and without bounds.
+        """
         # Comparisons with nan are False, so bounds alone would let it pass in one form and not in another.
         if self.finite and not isfinite(number):
             return False

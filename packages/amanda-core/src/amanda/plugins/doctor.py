@@ -117,24 +117,24 @@ def _check_attachment() -> Iterator[Diagnosis]:
     Yields their results, what native code lacks, and what the report of the scope says.
     """
     # What a driver logs is in the report, which becomes lines of the table below.
-    silence = logging.NullHandler()
-    logging.getLogger("amanda").addHandler(silence)
+    null_handler = logging.NullHandler()
+    logging.getLogger("amanda").addHandler(null_handler)
     try:
         # The surest test: what a user's first scope would do.
         with apply(Tool()) as scope:
-            lacks_by_framework = {
+            missing_by_framework = {
                 driver.framework: driver.missing_native_support() for driver in attachment.attached
             }
             verdict_by_driver = {driver: self_test(driver) for driver in attachment.attached}
     finally:
-        logging.getLogger("amanda").removeHandler(silence)
+        logging.getLogger("amanda").removeHandler(null_handler)
     for driver, verdict in verdict_by_driver.items():
         subject = f"self-test of {driver.framework}, {driver.modes[0]} mode"
         if verdict.failure:
             yield Diagnosis("wrong", subject, verdict.failure)
         elif verdict.passed:
             yield Diagnosis("ok", subject, f"{verdict.passed} checks passed")
-    yield from _check_native_code(lacks_by_framework)
+    yield from _check_native_code(missing_by_framework)
     # These have a line already, from the list of drivers.
     names_of_faulty_drivers = {plugin.name for plugin in manager.faulty_drivers()}
     for entry in scope.report:
@@ -142,20 +142,24 @@ def _check_attachment() -> Iterator[Diagnosis]:
             yield Diagnosis("wrong", entry.what, entry.reason)
 
 
-def _check_native_code(lacks_by_framework: dict[str, str]) -> Iterator[Diagnosis]:
-    """Say what native code lacks to call routines, "" for nothing, and how many calls it has run so far."""
+def _check_native_code(missing_by_framework: dict[str, str]) -> Iterator[Diagnosis]:
+    """Say what native code lacks to call routines, and, if there is any, how many calls it has run so far.
+
+    missing_by_framework: names that a driver did not find; "" for none.
+    """
     from amanda.interceptor import NATIVE, statistics
 
     # A missing symbol costs time and nothing else, so it is a note.
-    for framework, lacks in lacks_by_framework.items():
-        if lacks:
-            message = f"Python calls routines, which is several times slower: native code lacks {lacks}"
-            yield Diagnosis("note", f"native code for {framework}", message)
+    for framework, missing_support in missing_by_framework.items():
+        if missing_support:
+            message = "Python calls routines, which is several times slower: native code lacks "
+            yield Diagnosis("note", f"native code for {framework}", message + missing_support)
     counts = statistics()
-    slow = ", ".join(f"{number:,} {reason}" for reason, number in counts["python"].items()) or "none"
+    python_counts = ", ".join(f"{number:,} {reason}" for reason, number in counts["python"].items()) or "none"
     if NATIVE:
         message = (
-            f"{counts['native']:,} in native code, {counts['learned']:,} forms learned; in Python: {slow}"
+            f"{counts['native']:,} in native code, {counts['learned']:,} forms learned; "
+            f"in Python: {python_counts}"
         )
         yield Diagnosis("ok", "calls of ops with routines", message)
 

@@ -91,11 +91,11 @@ def version_note(driver: Driver) -> str:
 
 def missing_driver_hint() -> str:
     """Say how to get a driver where none is installed, or none of the imported frameworks; "" otherwise."""
-    driven = driven_frameworks()
-    if not driven:
+    driven_names = driven_frameworks()
+    if not driven_names:
         return f"no driver is installed, so no op is seen: {how_to_install()}"
     for name in _driver_extras():
-        if name not in driven and is_imported(name):
+        if name not in driven_names and is_imported(name):
             return f'no op of {name} is seen, for its driver is missing: pip install "amanda-core[{name}]"'
     return ""
 
@@ -183,15 +183,18 @@ def _candidate_of(entry: PluginEntry, load: bool, may_retry: bool) -> _DriverCan
             return _load_candidate(entry, load or may_retry)
     except PluginError as error:
         plugin = entry.plugin("broken import", str(error))
-    except ImportFailure as failed:
-        fault = f"{framework} itself fails to import ({failed})"
-        fix = failed.fix(f"pip install --force-reinstall {framework}", framework.partition(".")[0])
+    except ImportFailure as failure:
+        fault = f"{framework} itself fails to import ({failure})"
+        fix = failure.fix(f"pip install --force-reinstall {framework}", framework.partition(".")[0])
         plugin = entry.plugin("broken import", f"{fault}: {fix}")
     return _DriverCandidate(entry, plugin)
 
 
 def _load_candidate(entry: PluginEntry, may_retry: bool) -> _DriverCandidate:
-    """Load a driver's class; return its state by the API that it was written for."""
+    """Load a driver's class; return its candidate, without the class if it is for another driver API.
+
+    Raises PluginError if its import fails.
+    """
     from amanda.scope.driver import DRIVER_API
 
     driver_type = entry.load(may_retry)

@@ -128,7 +128,10 @@ def _misfit_package(error: BaseException, package: str) -> str:
 
 
 def _is_transient(error: BaseException) -> bool:
-    """Return True for a lack of memory, open files or disk, also where it kept a library from opening."""
+    """Return True for a lack of memory, open files or disk, also where it kept a library from opening.
+
+    An OSError counts as such, except for a missing file.
+    """
     if isinstance(error, ImportError):
         return any(os.strerror(number) in str(error) for number in _TRANSIENT_ERRNOS)
     return isinstance(error, (MemoryError, OSError)) and not isinstance(error, FileNotFoundError)

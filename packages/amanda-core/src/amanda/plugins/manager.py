@@ -121,7 +121,7 @@ def load_tool(name: Name, /, **options: Any) -> Tool:
 # The plugins of a process are loaded once; those that it makes itself register with the result.
 @cache
 def plugin_manager() -> pluggy.PluginManager:
-    """Return the hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used."""
+    """Return the hooks of `amanda.plugins.hookspecs`, with every hook plugin that can be used; log others."""
     manager = pluggy.PluginManager("amanda")
     manager.add_hookspecs(hookspecs)
     for entry in registry.entries(HOOKS, fresh=False):
@@ -169,8 +169,8 @@ def _plugin_state(entry: PluginEntry, entries_of_name: list[PluginEntry], load: 
 
 def _options_in_words(kind: type[Tool]) -> str:
     parameters = inspect.signature(kind).parameters  # not the options of `select`, which many tools take
-    described = [str(option) for option in options_of(kind).values() if option.name in parameters]
-    return f"its options are {', '.join(described)}" if described else "it takes no options"
+    option_texts = [str(option) for option in options_of(kind).values() if option.name in parameters]
+    return f"its options are {', '.join(option_texts)}" if option_texts else "it takes no options"
 
 
 def _register_hooks(manager: pluggy.PluginManager, entry: PluginEntry) -> None:

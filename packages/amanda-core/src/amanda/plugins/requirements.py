@@ -54,7 +54,10 @@ def unfit_requirements(dist: Distribution) -> Iterator[Unfit]:
 
 
 def _parse_requirement(text: str) -> _Requirement | None:
-    """Read a requirement, such as "torch>=2.4; extra == 'torch'"; None for one that does not apply here."""
+    """Read a requirement, such as "torch>=2.4; extra == 'torch'".
+
+    None for one that does not apply here, or cannot be read; one by URL takes any version.
+    """
     match = _NAME.match(text)
     if match is None:
         return None
@@ -71,7 +74,10 @@ def _parse_requirement(text: str) -> _Requirement | None:
 
 
 def fits(version: str, specifier: str) -> bool:
-    """Return True if a version meets every comparison of a specifier, as of "<2.14,>=2.4"."""
+    """Return True if a version meets every comparison of a specifier, as of "<2.14,>=2.4".
+
+    A pre-release counts as its release, except for "===".
+    """
     return all(_satisfies(version, operator, release) for operator, release in _CLAUSE.findall(specifier))
 
 
@@ -112,22 +118,22 @@ def _marker_applies(marker: str) -> bool:
     while text != previous_text:
         previous_text = text
         text = re.sub(r"\(\s*([TF])\s*\)", r"\1", text)
-        text, ands = re.subn(r"([TF]) and ([TF])", lambda m: "T" if m[1] == m[2] == "T" else "F", text)
-        if not ands:
+        text, and_count = re.subn(r"([TF]) and ([TF])", lambda m: "T" if m[1] == m[2] == "T" else "F", text)
+        if not and_count:
             text = re.sub(r"([TF]) or ([TF])", lambda m: "T" if "T" in m.groups() else "F", text)
     return text != "F"
 
 
 def _comparison_holds(name: str, operator: str, value: str) -> bool:
     """Return True if a marker's comparison holds on this system; unknown names hold."""
-    present = _marker_environment().get(name)
+    present_value = _marker_environment().get(name)
     # Unknown here, so the requirement counts: to ask too much is said, to ask too little would be silent.
-    if present is None:  # also an `extra`
+    if present_value is None:  # also an `extra`
         return True
     if name.endswith("_version"):
-        return fits(present, f"{operator}{value}")
-    return {"==": present == value, "!=": present != value, "in": present in value,
-            "not in": present not in value}.get(operator, True)  # fmt: skip
+        return fits(present_value, f"{operator}{value}")
+    return {"==": present_value == value, "!=": present_value != value, "in": present_value in value,
+            "not in": present_value not in value}.get(operator, True)  # fmt: skip
 
 
 def _marker_environment() -> dict[str, str]:

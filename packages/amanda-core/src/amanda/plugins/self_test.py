@@ -30,15 +30,16 @@ def version_note(driver: Driver) -> str:
     """
     if not driver.newest_tested:
         return ""
-    tested, version = release_numbers(driver.newest_tested), framework_version(driver.framework)
-    is_tested_or_older = release_numbers(version)[: len(tested)] <= tested  # 2.14.1 counts as 2.14
+    tested_release, version = release_numbers(driver.newest_tested), framework_version(driver.framework)
+    # 2.14.1 counts as 2.14.
+    is_tested_or_older = release_numbers(version)[: len(tested_release)] <= tested_release
     if is_tested_or_older:
         return ""
-    newer = f"{version} is newer than the last that was tested ({driver.newest_tested})"
+    note = f"{version} is newer than the last that was tested ({driver.newest_tested})"
     verdict = self_test(driver)
     if verdict.failure:
-        raise DriverError(f"{driver.framework} {newer}; its driver fails the self-test: {verdict.failure}")
-    return f"{newer}; {verdict.passed} checks passed" if verdict.passed else newer
+        raise DriverError(f"{driver.framework} {note}; its driver fails the self-test: {verdict.failure}")
+    return f"{note}; {verdict.passed} checks passed" if verdict.passed else note
 
 
 def self_test(driver: Driver) -> Verdict:
@@ -55,7 +56,10 @@ def self_test(driver: Driver) -> Verdict:
 
 
 def _run_under_tools(program: SelfTestProgram) -> tuple[int, str]:
-    """Run a program under tools; return the number of checks that passed, and the first failure."""
+    """Run a program bare and under tools; return the number of checks that passed, and "".
+
+    After a failure, also an exception of the program, return 0 and the first failure.
+    """
     expected_events = _FORWARD_EVENTS + (_BACKWARD_EVENTS if program.backward_op_type else ())
     try:
         bare_result = list(program.run())

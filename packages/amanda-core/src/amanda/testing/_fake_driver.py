@@ -53,7 +53,10 @@ class FakeTensors(TensorOps):
         return value_copy
 
     def write(self, target: Tensor, value: Any, isolated: bool) -> None:
-        """Copy a value into the user's tensor; unless isolated, the tape leads from there to the value."""
+        """Copy a value into the user's tensor; unless isolated, the tape leads from there to the value.
+
+        Raises RoutineError for another shape, or a complex value for a real one or the reverse.
+        """
         target.assign(_cast_copy(target, value))
         if not isolated and value.requires_grad:
             _autograd.record("CopyBackward", [value], [target], lambda grads: grads)
@@ -197,14 +200,14 @@ def _add_hooks(backward_pass: BackwardPass, node: Node, origin: _Origin) -> Call
 def _reachable(roots: list[Node], is_included: Callable[[Node], bool] = lambda node: True) -> Iterator[Node]:
     """Yield the included nodes among the roots and along edges from included nodes, each once."""
     visited: set[Node] = set()
-    waiting = list(roots)
-    while waiting:
-        node = waiting.pop()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
         if node in visited or not is_included(node):
             continue
         visited.add(node)
         yield node
-        waiting += _next_nodes(node)
+        pending += _next_nodes(node)
 
 
 def _next_nodes(node: Node) -> list[Node]:

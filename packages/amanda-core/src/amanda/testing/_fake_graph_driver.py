@@ -220,10 +220,10 @@ class FakeGraphDriver(GraphDriver[FakeRewriting, RunnableCopy]):
         def run_copy(graph: OpGraph, values: Sequence[Tensor]) -> Any:
             """Run the copy of a graph; the graph itself where no scope is in force or nothing is inserted."""
             activation = interceptor.active()
-            prepared = self.prepare(graph, activation.state) if activation else None
-            if prepared is None:
+            copy_and_execution = self.prepare(graph, activation.state) if activation else None
+            if copy_and_execution is None:
                 return original(graph, values)
-            copy, execution = prepared
+            copy, execution = copy_and_execution
             return copy.run(execution, values)
 
         self.patches.set(OpGraph, "run", run_copy)

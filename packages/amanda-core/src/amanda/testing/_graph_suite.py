@@ -81,16 +81,16 @@ class GraphDriverTests(Gaps):
     def test_a_graph_is_rewritten_once_for_a_set_of_tools(self, sample: GraphSample) -> None:
         tools = Scaling(sample, 2.0), Scaling(sample, 5.0)
         for tool in tools:
-            before = sample.copy_count()
+            former_count = sample.copy_count()
             with sample.apply(tool):
                 sample.check_scaled(tool.held)
-            assert sample.copy_count() > before
-        copies = sample.copy_count()
+            assert sample.copy_count() > former_count
+        copy_count = sample.copy_count()
         for tool in tools * 2:
             with sample.apply(tool):
                 sample.check_scaled(tool.held)
                 sample.check_scaled(tool.held)
-        assert sample.copy_count() == copies
+        assert sample.copy_count() == copy_count
 
     def test_a_graph_is_left_as_it_was(self, sample: GraphSample) -> None:
         sample.check_scaled(1.0)
@@ -115,10 +115,10 @@ class GraphDriverTests(Gaps):
             recorded.clear()
             with sample.apply(tools[0](sample, 2.0), tools[1](sample, 3.0)) as scope:
                 sample.check_scaled(6.0)
-                calls = len(recorded)
+                call_count = len(recorded)
                 sample.check_scaled(6.0)
-            assert calls >= tools.count(Python)
-            assert len(recorded) == 2 * calls
+            assert call_count >= tools.count(Python)
+            assert len(recorded) == 2 * call_count
             assert not traceable_reasons(scope)
 
     @pytest.mark.parametrize("observing", [False, True], ids=["routines", "observers"])
@@ -174,11 +174,11 @@ class GraphDriverTests(Gaps):
         sample.check_scaled(1.0)
         with sample.apply(tool), ThreadPoolExecutor(4) as pool:
             sample.check_scaled(2.0)
-            copies = sample.copy_count()
+            copy_count = sample.copy_count()
             # More runs than threads, so that some begin while others are under way.
-            for done in [pool.submit(sample.check_scaled, 2.0) for _ in range(16)]:
-                done.result()
-            assert sample.copy_count() == copies
+            for future in [pool.submit(sample.check_scaled, 2.0) for _ in range(16)]:
+                future.result()
+            assert sample.copy_count() == copy_count
 
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
@@ -193,25 +193,25 @@ class GraphDriverTests(Gaps):
                 for _ in range(2):
                     sample.check_scaled(scale)
         sample.check_scaled(1.0)
-        copies = sample.copy_count()
+        copy_count = sample.copy_count()
         with sample.apply(tool):
             sample.check_scaled(2.0)
-            assert sample.copy_count() == copies
+            assert sample.copy_count() == copy_count
             tool.hold(scales[5.0])
             sample.check_scaled(5.0)
         assert not traceable_reasons(scope)
 
     def test_what_changes_often_is_read_by_python(self, sample: GraphSample) -> None:
         tool = Scaling(sample, 0.0)
-        copies = []
+        copy_counts = []
         with sample.apply(tool) as scope:
             for i in range(12):
                 tool.hold(i / 4)
                 sample.check_scaled(i / 4)
-                copies.append(sample.copy_count())
-        assert copies[7] > copies[0]
+                copy_counts.append(sample.copy_count())
+        assert copy_counts[7] > copy_counts[0]
         # After eight values the place is volatile: the routine runs as Python, and no copy is made any more.
-        assert copies[8:] == [copies[8]] * 4
+        assert copy_counts[8:] == [copy_counts[8]] * 4
         assert set(traceable_reasons(scope)) == {"what it reads changes often: held, so it runs as Python"}
 
     def test_a_routine_that_changes_nothing_for_now_is_asked_again(self, sample: GraphSample) -> None:
@@ -227,11 +227,11 @@ class GraphDriverTests(Gaps):
         tool = Listed(sample, 2.0)
         with sample.apply(tool) as scope:
             sample.check_scaled(2.0)
-            traced = len(tool.scales)
+            traced_count = len(tool.scales)
             for _ in range(2):
                 sample.check_scaled(2.0)
         # Traced once: the routine's own append must not look like a change from outside.
-        assert len(tool.scales) == traced
+        assert len(tool.scales) == traced_count
         assert [entry.what for entry in scope.report] == ["traceable routines of Listed"]
         assert traceable_reasons(scope)[0].startswith("they set scales; ")
 

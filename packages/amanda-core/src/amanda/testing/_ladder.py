@@ -63,6 +63,10 @@ class Gaps:
     gaps: ClassVar[dict[str, pytest.MarkDecorator]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Hide the tests that need what is lacking, and mark those in `gaps`, on copies.
+
+        Raises TypeError for a capability, or a test, that there is not.
+        """
         super().__init_subclass__(**kwargs)
         # A misspelt capability would take no test away, and these tests would fail without a hint.
         unknown = cls.lacks.keys() - CAPABILITIES.keys()
@@ -121,6 +125,7 @@ class Rung(Gaps):
     implement: ClassVar[tuple[str, ...]] = ()
 
     def __init_subclass__(cls, title: str = "", implement: tuple[str, ...] = (), **kwargs: Any) -> None:
+        """Set title and names of a new rung, whose tests explain their failures; without a title nothing."""
         if title:
             cls.title, cls.implement = title, implement
             for name, test in list(vars(cls).items()):
@@ -134,6 +139,7 @@ def _with_explanation(test: types.FunctionType, rung: type[Rung]) -> Callable[..
 
     @functools.wraps(test)
     def run(*args: Any, **kwargs: Any) -> None:
+        """Run the test; add the explanation to its failure."""
         __tracebackhide__ = True
         try:
             test(*args, **kwargs)
@@ -179,9 +185,9 @@ def summary(name: str) -> str:
     return member_summary(HOLDERS.get(holder, EagerDriver), member)
 
 
-def _first_paragraph(documented: Any) -> str:
+def _first_paragraph(documented_object: Any) -> str:
     """Return the first paragraph of a docstring, on one line."""
-    return " ".join((inspect.getdoc(documented) or "").split("\n\n")[0].split())
+    return " ".join((inspect.getdoc(documented_object) or "").split("\n\n")[0].split())
 
 
 def member_summary(kind: type, member: str) -> str:

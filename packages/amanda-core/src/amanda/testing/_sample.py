@@ -212,7 +212,10 @@ class Sample(ABC):
 
 @contextmanager
 def attached(driver: type[Driver]) -> Iterator[None]:
-    """Attach the driver in scopes that open in this context, as if a distribution registered it."""
+    """Attach the driver in scopes that open in this context, as if a distribution registered it.
+
+    Within another such context it does nothing.
+    """
     if driver in attachment.guests:  # nested, as where a fixture and a test both attach it
         yield
         return

@@ -34,13 +34,16 @@ def notes(error: BaseException) -> list[str]:
 
 
 def tool(callback: Callback, only: str | None = None, **where: Any) -> Tool:
-    """Return a tool with one analysis routine, at every op or at those of one name."""
-    built = Tool()
-    add_routine(built, callback, only, **where)
-    return built
+    """Return a tool with one analysis routine, at every op or at those of one name.
+
+    where: the point, as for `add_inst_for_op`.
+    """
+    new_tool = Tool()
+    add_routine(new_tool, callback, only, **where)
+    return new_tool
 
 
-def add_routine(built: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
+def add_routine(target_tool: Tool, callback: Callback, only: str | None = None, **where: Any) -> Tool:
     """Add another analysis routine to a tool; return the tool.
 
     only: name of the ops at which it runs; None for all.  where: the point, as for `add_inst_for_op`.
@@ -50,8 +53,8 @@ def add_routine(built: Tool, callback: Callback, only: str | None = None, **wher
         if only is None or op_name(context) == only:
             callback(context)
 
-    built.add_inst_for_op(analysis, **where)
-    return built
+    target_tool.add_inst_for_op(analysis, **where)
+    return target_tool
 
 
 Insertion = Literal[
@@ -126,15 +129,15 @@ class Executed(Tool):
 
 def no_op_tool() -> Tool:
     """Return a tool with routines everywhere that change nothing."""
-    built = Tool()
+    new_tool = Tool()
     # At all four points, with routines at each, so that every path of a driver is taken.
-    built.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
-    built.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
-    built.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
-    built.add_inst_for_op(
+    new_tool.add_inst_for_op(lambda context: context.insert_before_op(_unchanged))
+    new_tool.add_inst_for_op(lambda context: context.insert_after_op(_unchanged), require_outputs=True)
+    new_tool.add_inst_for_op(lambda context: context.insert_before_backward_op(_unchanged), backward=True)
+    new_tool.add_inst_for_op(
         lambda context: context.insert_after_backward_op(_unchanged), backward=True, require_outputs=True
     )
-    return built
+    return new_tool
 
 
 def _unchanged(*_: Any) -> None:
@@ -278,6 +281,7 @@ class InClosure(Scaling):
     """Scaling by a value that is held in a variable of the function that makes the routine."""
 
     def set_up(self) -> None:
+        """Create the routine, and a method `hold` of this object that sets its variable."""
         scale = self.held
 
         def hold(value: Any) -> None:

@@ -21,7 +21,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Print, with `--conformance`, how many tests of each rung passed, failed or are gaps, with reasons."""
+    """Print, with `--conformance`, how many tests passed, failed or are gaps, by rung and in all."""
     if not config.getoption("--conformance"):
         return
     counts_by_rung: dict[str, Counter[str]] = defaultdict(Counter)

@@ -17,7 +17,11 @@ _TYPE_CODES = {"float64": "d", "float32": "f", "int64": "q"}
 
 
 class Tensor:
-    """Numbers of one dtype ("float64", "float32", "int64", "complex128") in a shape."""
+    """Numbers of one dtype ("float64", "float32", "int64", "complex128") in a shape.
+
+    node, slot: the node that made it, None for a leaf, and which of the node's outputs it is.
+    accumulator: the node of a leaf, once an operator on the tape has read it.
+    """
 
     requires_grad: bool
 
@@ -117,7 +121,10 @@ def numbers_in_dtype(numbers: Sequence[Number], dtype: str) -> list[Any]:
 
 
 def apply_elementwise(function: Callable[..., Number], first: Tensor, *operands: Tensor | Number) -> Tensor:
-    """Return a function of numbers for each element of tensors of one shape; plain numbers are repeated."""
+    """Return a function of numbers for each element of tensors of one shape; plain numbers are repeated.
+
+    The result is off the tape, in the first's dtype.  Raises ValueError for another shape.
+    """
     operand_numbers = [
         operand.numbers if isinstance(operand, Tensor) else [operand] * len(first.numbers)
         for operand in operands
@@ -133,7 +140,7 @@ Gradients = Sequence[Tensor | None]
 Formula = Callable[[Gradients], Gradients]
 
 # Shared by all threads: a driver knows an operator's nodes by a number before and one after its call.
-_numbers = count(1)
+_node_numbers = count(1)
 
 
 class _Mode(threading.local):
@@ -145,7 +152,7 @@ _mode = _Mode()
 
 def next_number() -> int:
     """Return a number between those of the nodes made before and after."""
-    return next(_numbers)
+    return next(_node_numbers)
 
 
 class Node:
@@ -302,6 +309,7 @@ def _incoming_counts(roots: list[Node]) -> dict[Node, int]:
 def _add_gradient(
     grads_by_node: dict[Node, list[Tensor | None]], edge: tuple[Node, int], grad: Tensor
 ) -> None:
+    """Add a gradient to that of the output of a node to which an edge leads."""
     node, slot = edge
     grads = grads_by_node.setdefault(node, [None] * node.outputs)
     grads[slot] = _sum_of(grads[slot], grad)

@@ -125,6 +125,7 @@ class TracedFunction:
         self.graphs: dict[Any, OpGraph] = {}
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """Set an attribute; a function that it holds takes the attribute's name as its scope."""
         if isinstance(value, TracedFunction):
             # An attribute's name is the path that a context tells, as that of a layer.
             value.scope = name
@@ -168,7 +169,7 @@ def compute(node: GraphNode, values_by_name: Mapping[str, Any]) -> dict[str, Any
 
 
 def values_of_names(names: Any, values_by_name: Mapping[str, Any]) -> Any:
-    """Return the values of names, also in tuples and lists; any other item as it is."""
+    """Return the values of names, also in tuples and lists; any other item as it is, a pair as Halves."""
     if isinstance(names, tuple):
         values = [values_of_names(item, values_by_name) for item in names]
         # A pair is the result of `split`.

@@ -55,7 +55,7 @@ def _alias(tensor: Tensor) -> Tensor:
 
 
 def mul(input: Tensor, other: Tensor | Number) -> Tensor:
-    """input * other, elementwise."""
+    """Return input * other, elementwise."""
     result = apply_elementwise(lambda a, b: a * b, input, other)
     # Off the tape, and copies: what is written in place later must not change the gradient.
     a, b = input.detach(), other.detach() if isinstance(other, Tensor) else other
@@ -70,7 +70,7 @@ def mul(input: Tensor, other: Tensor | Number) -> Tensor:
 
 
 def muladd(input: Tensor, other: Tensor) -> Tensor:
-    """input * other + input: an operator that leaves two nodes."""
+    """Return input * other + input: an operator that leaves two nodes."""
     product = apply_elementwise(lambda a, b: a * b, input, other)
     a, b = input.detach(), other.detach()
 
@@ -85,7 +85,7 @@ def muladd(input: Tensor, other: Tensor) -> Tensor:
 
 
 def matmul(input: Tensor, other: Tensor) -> Tensor:
-    """(n, k) times (k, m)."""
+    """Return the product of an (n, k) and a (k, m) matrix."""
     result = _matrix_product(input, other)
     a, b = input.detach(), other.detach()
 
@@ -101,8 +101,8 @@ def matmul(input: Tensor, other: Tensor) -> Tensor:
 def relu(input: Tensor) -> Tensor:
     """Return the numbers above zero, and zero in the place of the others."""
     result = apply_elementwise(lambda a: a if a > 0 else a * 0, input)
-    above = apply_elementwise(lambda a: 1 if a > 0 else 0, input)
-    record("ReluBackward", [input], [result], lambda grads: (_product(grads[0], above),))
+    mask = apply_elementwise(lambda a: 1 if a > 0 else 0, input)
+    record("ReluBackward", [input], [result], lambda grads: (_product(grads[0], mask),))
     return result
 
 
@@ -134,6 +134,7 @@ def cat(tensors: Sequence[Tensor]) -> Tensor:
     sizes = [len(tensor.numbers) for tensor in tensors]
 
     def backward(grads: Gradients) -> Gradients:
+        """Return for each tensor its rows of the gradient."""
         (grad,) = grads
         assert grad is not None
         starts = [sum_of(sizes[:i]) for i in range(len(sizes))]
@@ -156,6 +157,7 @@ def sum(input: Tensor) -> Tensor:
     shape = input.shape
 
     def backward(grads: Gradients) -> Gradients:
+        """Return the gradient's number for each number of the input."""
         (grad,) = grads
         assert grad is not None
         size = 1
@@ -183,8 +185,8 @@ def opaque(input: Tensor) -> Tensor:
 def batch_norm(input: Tensor, running_mean: Tensor) -> Tensor:
     """Return the rows less their mean; write into the running mean, which moves halfway to it."""
     mean = _mean_of_rows(input)
-    running = [(old + new) / 2 for old, new in zip(running_mean.numbers, mean, strict=True)]
-    running_mean.assign(Tensor(running, running_mean.shape, running_mean.dtype))
+    running_numbers = [(old + new) / 2 for old, new in zip(running_mean.numbers, mean, strict=True)]
+    running_mean.assign(Tensor(running_numbers, running_mean.shape, running_mean.dtype))
 
     def backward(grads: Gradients) -> Gradients:
         (grad,) = grads
@@ -216,7 +218,7 @@ def _product(tensor: Tensor | None, factor: Tensor | Number) -> Tensor:
 
 
 def _matrix_product(tensor: Tensor, factor: Tensor) -> Tensor:
-    """Return the product of two matrices, off the tape."""
+    """Return the product of two matrices, off the tape; raise ValueError for extents that do not fit."""
     (n, k), (rows, m) = tensor.shape, factor.shape
     if k != rows:
         raise ValueError(f"shapes {tensor.shape} and {factor.shape} do not multiply")
@@ -273,6 +275,7 @@ def checkpoint(function: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
     detached = input.detach()
 
     def backward(grads: Gradients) -> Gradients:
+        """Run the function again, on the tape, and a backward pass of it; return the input's gradient."""
         (grad,) = grads
         assert grad is not None
         # A leaf of its own, whose gradient is that of the checkpoint's input.

@@ -61,7 +61,7 @@ class TappedExecution:
         self._trace: Callable[[], Trace | None] = lambda: None  # a weak reference, once a trace is attached
 
     def attach(self, trace: Trace) -> None:
-        """Attach the trace of the execution."""
+        """Attach the trace of the execution, weakly; this is then the execution that was attached last."""
         # JAX's caches hold this object in the taps; the trace, which holds the tools, is the stack's to hold.
         self._trace = ToolStackPrograms.of(trace.stack).keep_with(self, trace)
         _thread.last_attached = self
@@ -79,7 +79,7 @@ class TappedExecution:
         return _thread.executions[-1] if _thread.executions else None
 
     def tap_inputs(self, inputs: list[Any]) -> None:
-        """Put tapped values in the place of an op's inputs, also of those in a list."""
+        """Put tapped values in the place of an op's inputs, also of those in a list; note their number."""
         values = spread(inputs)
         self._value_counts["inputs"] = len(values)
         tapped_values = iter(tap(values, self, "inputs"))
@@ -88,14 +88,17 @@ class TappedExecution:
             inputs[i] = [next(tapped_values) for _ in value] if is_list else next(tapped_values)
 
     def tap_outputs(self, outputs: Any) -> Any:
-        """Return an op's outputs, tapped if all of them are arrays."""
+        """Return an op's outputs, tapped if all of them are arrays; note their number."""
         values, rebuild = self._driver.flatten(outputs)
         self._value_counts["outputs"] = len(values)
         # References and tokens among the outputs have no cotangents that a tap could carry.
         return rebuild(tap(values, self, "outputs")) if all(map(is_tensor, values)) else outputs
 
     def carry_symbols_of_run(self, outputs: Any) -> Any:
-        """Return an op's outputs, tapped to carry the symbols in its `run`, if any, to the backward pass."""
+        """Return an op's outputs, tapped to carry the symbols in its `run`, if any, to the backward pass.
+
+        The symbols are taken out of the trace's `run`.
+        """
         trace = self._trace()
         assert trace is not None
         symbols, self._restore_run = _take_out_symbols(trace.run)
@@ -120,7 +123,8 @@ class TappedExecution:
     ) -> tuple[list[Any], list[Any]]:
         """Run the routines at a tap; return the cotangents after them, and symbols for the next tap.
 
-        Cotangents pass as they are outside of a scope, and once the tools of the execution have gone.
+        Cotangents pass as they are outside of a scope, and once the tools of the execution have gone; values
+        of routines are cast to the cotangents' types.
         side: "outputs" where cotangents enter the backward op, "inputs" where they leave it.
         carried_symbols: from the tap before.
         """
@@ -142,7 +146,10 @@ class TappedExecution:
     def _begin_backward_op(
         self, state: State, trace: Trace, grads: list[Any], carried_symbols: list[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """Run the routines before the backward op; return the gradients, and symbols in them and in `run`."""
+        """Run the routines before the backward op; return the gradients, and symbols in them and in `run`.
+
+        The op is then among those begun, unless it has neither routines nor an analysis to come.
+        """
         if is_staged():
             # The pass itself is traced: a trace of its own has the symbols, which end with that program.
             trace = copy(trace)
@@ -159,7 +166,10 @@ class TappedExecution:
         return grads, symbols
 
     def _end_backward_op(self, grads: list[Any], carried_symbols: list[Any]) -> list[Any]:
-        """Run the routines after the backward op; return the gradients of the op's inputs."""
+        """Run the routines after a begun backward op; return the gradients of the op's inputs.
+
+        The op's backward is then marked as analysed.
+        """
         step, trace, restore = _thread.begun_ops.pop(self)
         incoming_grads, trace.run = restore(carried_symbols)
         grads = self._call_routines(step.run_after, grads, incoming_grads)
@@ -177,6 +187,7 @@ def _take_out_symbols(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]
     other_leaves = [None if i in positions else leaf for i, leaf in enumerate(leaves)]
 
     def restore(symbols: list[Any]) -> Any:
+        """Return the pytree with other symbols at the places of the former ones."""
         restored_leaves = list(other_leaves)
         for position, symbol in zip(positions, symbols, strict=True):
             restored_leaves[position] = symbol
@@ -212,6 +223,7 @@ def _instrument_backward_pass(original: Callable[..., Any]) -> Callable[..., Any
 
     @wraps(original)
     def backward_pass3(*args: Any) -> Any:
+        """Stand-in for JAX's `backward_pass3`: runs the routines at taps, in a scope; other ops are JAX's."""
         activation = interceptor.active()
         if activation is None:
             return original(*args)

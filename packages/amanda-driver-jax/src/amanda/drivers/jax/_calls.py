@@ -59,7 +59,7 @@ class PrimitiveCall(Call):
         return self._tap_if_executing(self.invoke_for_replacement(inputs))
 
     def invoke_for_replacement(self, inputs: Sequence[Any]) -> Any:
-        """Bind the primitive for a replacement."""
+        """Bind the primitive for a replacement; return its outputs, without taps."""
         self._has_run = True
         return self._site.invoke(self._arguments(inputs), self._params)
 

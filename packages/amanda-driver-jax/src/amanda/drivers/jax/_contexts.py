@@ -48,7 +48,7 @@ class ToolStackPrograms:
 
     @staticmethod
     def of(stack: Any) -> "ToolStackPrograms":
-        """Return the programs of a stack of tools."""
+        """Return the programs of a stack of tools, created at the first call."""
         programs: ToolStackPrograms | None = stack.rewrites.get(ToolStackPrograms)
         return programs or stack.rewrites.setdefault(ToolStackPrograms, ToolStackPrograms())
 

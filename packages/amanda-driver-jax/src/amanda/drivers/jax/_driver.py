@@ -125,7 +125,11 @@ class JaxDriver(Arrays, EagerDriver):
         """Wrap `Primitive.bind`: ops go to the tools; parts of ops, programs and tangents go to JAX."""
 
         def bind(primitive: Primitive, *args: Any, **params: Any) -> Any:
-            """Bind an op through its detour, a program anew if its ops were not seen, all else by JAX."""
+            """Bind an op through its detour, all else by JAX; trace programs anew whose ops were not seen.
+
+            A program that cannot be traced anew is reported. Mapped functions run under jit; loops whose
+            condition calls Python run in another form.
+            """
             activation = interceptor.active()
             if activation is None:
                 return original(primitive, *args, **params)
@@ -163,7 +167,11 @@ class JaxDriver(Arrays, EagerDriver):
         self, original: Callable[..., Any], primitive: Primitive, args: Sequence[Any],
         params: dict[str, Any],
     ) -> Any:  # fmt: skip
-        """Bind an op through its detour, which is made at the first bind; return its outputs."""
+        """Bind an op through its detour, which is made at the first bind; return its outputs.
+
+        An eager op runs twice, also as JAX runs it, if a tool has backward routines. Records the slot of a
+        weight for its conversion.
+        """
         op_name, has_rules = primitive.name, primitive.name in CUSTOM_RULE_PRIMITIVES
         if has_rules:
             op_name = custom_op_name(primitive.name, params)
@@ -181,7 +189,7 @@ class JaxDriver(Arrays, EagerDriver):
         return outputs
 
     def _make_detour(self, original: Callable[..., Any], primitive: Primitive, op_name: str) -> Detour:
-        """Return a detour through which binds of a primitive become calls of a site of the op."""
+        """Return a detour through which binds of a primitive become calls of a new site, noted for `bind`."""
         target: Any = partial(_bind_suspended, original, primitive)
         flags = IMPLEMENTATION
         if op_name in CUSTOM_RULE_PRIMITIVES:  # a function of the user, which calls ops of the program
@@ -220,6 +228,8 @@ class JaxDriver(Arrays, EagerDriver):
         """Insert a routine into the traced program; return the values after it.
 
         None if the routine is to be called now: with arrays, or with symbols, so that its ops are traced.
+        A routine in autodiff is, and guards the program by what it reads. A traceable one that needs values
+        becomes a callback, as do all that are not traceable.
         """
         has_symbols = is_staged()
         if action.differentiable or autodiff:

@@ -102,6 +102,7 @@ def _program_function(
         reference = weakref.ref(program)
 
         def run_program(*args: Any) -> Any:
+            """Evaluate the program, in the form that this JAX has for it; return the list of results."""
             program: Any = reference()
             if not hasattr(program, "consts"):  # before JAX 0.12, a program without its constants
                 return jax.core.eval_jaxpr(program, (), *args)
@@ -120,6 +121,7 @@ def _retraced_scan(*, jaxpr: Any, length: int, reverse: bool, unroll: int, **par
         const_count, carry_count = params["num_consts"], params["num_carry"]
 
     def run_scan(*args: Any) -> Sequence[Any]:
+        """Scan over the flat arguments; return the final carry and the stacked results as one list."""
         consts, carry_and_xs = args[:const_count], args[const_count:]
 
         def run_round(carry: Any, slices: Any) -> Any:
@@ -142,6 +144,7 @@ def _retraced_while(
     condition, body = _program_function(cond_jaxpr), _program_function(body_jaxpr)
 
     def run_while(*args: Any) -> Sequence[Any]:
+        """Run the loop on the flat arguments: constants of condition and body, then the carry."""
         cond_consts, other_args = args[:cond_nconsts], args[cond_nconsts:]
         body_consts, carry = other_args[:body_nconsts], other_args[body_nconsts:]
         results: Sequence[Any] = jax.lax.while_loop(
@@ -200,6 +203,7 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
     condition, body = jaxpr_as_fun(cond_jaxpr), jaxpr_as_fun(body_jaxpr)
 
     def run(*args: Any) -> Any:
+        """Run the loop with the condition's result ahead of the carry; return the final carry."""
         cond_consts, other_args = args[:cond_nconsts], args[cond_nconsts:]
         body_consts, carry = other_args[:body_nconsts], list(other_args[body_nconsts:])
 
@@ -208,6 +212,7 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
             return result
 
         def run_round(state: Any) -> Any:
+            """Compute the next carry, and from it whether another round follows."""
             _, carry = state
             next_carry = body(*body_consts, *carry)
             return may_go_on(next_carry), next_carry
@@ -221,6 +226,7 @@ def run_loop(*args: Any, cond_jaxpr: Any, cond_nconsts: int, body_jaxpr: Any, bo
 def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, Any]) -> Any:
     """Run a function that is mapped over devices as a program under jit, for the tools.
 
+    Outside of jit JAX's own run comes beside it, and its results count if no routine changed a value.
     Otherwise JAX runs each op in an executable of its own, and takes derivatives of the traced program.
     bind: JAX's bind of `shard_map`.  Returns results like those of `bind`.
     """
@@ -235,6 +241,7 @@ def run_mapped(bind: Callable[..., Any], args: Sequence[Any], params: dict[str, 
         return list(result_tree.vals)
 
     def trace_mapped(*args: Any) -> list[Any]:
+        """Bind as the program is traced; record the tree of the results, and return its leaves."""
         nonlocal result_tree
         results = bind(*args, **params)
         result_tree = results.update([None] * len(results.vals))  # no symbol may be held after the trace

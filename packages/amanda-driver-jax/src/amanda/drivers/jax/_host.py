@@ -54,7 +54,10 @@ _LOCK = threading.Lock()
 
 
 def begin_execution(*_: Any) -> tuple[Any]:
-    """Create the dict `run` of a new execution, called by the program; return the execution's number."""
+    """Create the dict `run` of a new execution, called by the program; return the execution's number.
+
+    More than _MAX_RUNS dicts are not kept: the oldest is dropped.
+    """
     with _LOCK:
         number = next(_EXECUTION_NUMBERS) % (1 << 32)  # programs carry it as uint32
         _RUN_DICTS[number] = {}
@@ -74,12 +77,17 @@ class RoutineToken:
     def __init__(
         self, takes_run: bool, slice_count: int, is_observer: bool, state: State, job: "RoutineJob"
     ) -> None:
+        """Keep the job with the programs of the state's stack, and refer to both weakly."""
         self._number_count, self._slice_count, self._is_observer = int(takes_run), slice_count, is_observer
         programs = ToolStackPrograms.of(state.stack)
         self._programs, self._job = weakref.ref(programs), programs.keep_with(self, job)
 
     def __call__(self, *arrays: Any) -> tuple[Any, ...]:
-        """Run the routine; return the arrays that replace its values, none for an observer."""
+        """Run the routine; return the execution's number, if any, and the arrays after it.
+
+        An observer returns no arrays. Arrays pass as they are, and no routine runs, while no scope of the
+        tools is open, and after a failure.
+        """
         job, programs = self._job(), self._programs()
         values_end = len(arrays) - self._slice_count
         execution_number, values = arrays[: self._number_count], arrays[self._number_count : values_end]
@@ -104,6 +112,7 @@ class RoutineJob:
         self, action: Action, facts: OpFacts, leaves: list[Any], tree: Any, shapes: Hashable,
         axis_counts: Mapping[WeightStack, int],
     ) -> None:  # fmt: skip
+        """Copy action and facts, without the selection and the values; hold stand-ins for the leaves."""
         # Copies without selection and values: the callback gets the selected values, of its own execution.
         self._action, self._facts = copy(action), copy(facts)
         self._action.select = None
@@ -115,7 +124,10 @@ class RoutineJob:
     def __call__(
         self, execution_number: Any = None, *, arrays: tuple[Any, ...], slice_numbers: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
-        """Run the routine; return the arrays that replace its values; an exception goes to FAILURES."""
+        """Run the routine; return the arrays that replace its values.
+
+        An exception goes to FAILURES, and the arrays are returned as they came.
+        """
         leaves: list[Any] = list(self._stand_ins)  # a job runs on several threads at once: no shared list
         # Not strict: a routine without numeric values gets empty slices of what its op depends on.
         for position, array in zip(self._array_positions, arrays, strict=False):
@@ -170,7 +182,11 @@ def _stand_in_for(leaf: Any) -> Any:
 def insert_callback(
     action: Action, values: list[Any], facts: OpFacts, run: dict[str, Any], shapes: Hashable
 ) -> list[Any]:
-    """Insert a call of a routine into the program that is traced; return the values after the routine."""
+    """Insert a call of a routine into the program that is traced; return the values after the routine.
+
+    Only numbers reach the routine; an observer, or a routine without any, leaves all values as they are.
+    In `run` is then the number of the execution, for the next routine.
+    """
     positions = range(len(values)) if action.select is None else action.select
     selected_values = [values[i] for i in positions]
     leaves, tree = jax.tree_util.tree_flatten(selected_values, is_leaf=lambda leaf: leaf is None)
@@ -226,7 +242,7 @@ def _execution_number(run: dict[str, Any], values: list[Any]) -> Any:
 
 
 def raise_failures_of_programs(patches: Patches) -> None:
-    """Make programs raise the exceptions of routines in them."""
+    """Make programs raise the exceptions of routines in them; when patches are undone, drop all `run`s."""
     patches.set(pxla.ExecuteReplicated, "__call__", _raise_after_execution(pxla.ExecuteReplicated.__call__))
     patches.on_restore(_RUN_DICTS.clear)
 

@@ -68,7 +68,10 @@ class _Findings(NamedTuple):
 
 
 def instrument_jit(patches: Patches) -> None:
-    """Patch JAX to trace functions for the tools, and to report executables compiled ahead of time."""
+    """Patch JAX to trace functions for the tools, and to report executables compiled ahead of time.
+
+    Also to report functions with a partitioning, and to trace functions that are parts of ops without tools.
+    """
     patches.set(pjit, "_infer_params", _trace_for_tools(pjit._infer_params))
     patches.set(pjit, "_run_python_pjit", _run_for_tools(pjit._run_python_pjit))
     wrap_optional(patches, "stages:Compiled.__call__", partial(_report_and_run, AHEAD_OF_TIME))
@@ -98,7 +101,10 @@ def _trace_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(original)
     def _infer_params(fun: Any, info: Any, args: Any, kwargs: Any) -> Any:
-        """Return the program for the tools, and its inputs; the user's where the tools insert nothing."""
+        """Return the program for the tools, and its inputs; the user's where the tools insert nothing.
+
+        For a function of JAX, and for a program with guards, a stand-in that `_run_python_pjit` takes.
+        """
         activation = interceptor.active()
         if activation is None:
             return original(fun, info, args, kwargs)
@@ -136,7 +142,8 @@ def _trace_outermost(
 ) -> tuple[Any, list[Any], _Findings]:
     """Trace a function that no program around calls, or find its program in JAX's caches.
 
-    Returns program, inputs and findings of the trace. Reports what tools may not see in the program.
+    Returns program, inputs and findings of the trace. Reports what tools may not see in the program, and
+    numbers the program's places anew.
     """
     # A program counts its repeats of places from its beginning, so that each trace has the same ids.
     interceptor.reset_root()
@@ -206,7 +213,10 @@ def _run_for_tools(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run_op_by_op(stand_in: _OpByOpFunction, fun: Callable[..., Any], run_program: Callable[..., Any]) -> Any:
-    """Run a function of JAX's op by op for the tools.  run_program: JAX's, of a program and its inputs."""
+    """Run a function of JAX's op by op for the tools; JAX's program runs too, as `run_twice` has it.
+
+    Returns the results' tree.  run_program: JAX's, of a program and its inputs.
+    """
     result_tree: Any = None
     with without_tools():
         arguments = stand_in.arguments.map(_as_array)
@@ -246,6 +256,7 @@ def _report_and_run(reason: str, original: Callable[..., Any]) -> Callable[..., 
 
     @wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Report the object under its function's name if tools are in force; run it without them."""
         activation = interceptor.active()
         if activation is None:
             return original(self, *args, **kwargs)

@@ -73,7 +73,7 @@ class ModulePlaces:
         )
 
     def of(self, module: Any, outer: ModulePlace | None) -> ModulePlace:
-        """Return the place of a module in the module whose call encloses its call; None there for a model."""
+        """Return the place of a module in `outer`, whose call encloses its call; None there for a model."""
         if outer is None:
             return self._of_model(module)
         name = _name_within(outer.module, module) or type_as_path(module)
@@ -81,7 +81,10 @@ class ModulePlaces:
         return places.setdefault(name, ModulePlace(name))
 
     def _of_model(self, module: Any) -> ModulePlace:
-        """Return the place of a model; JAX's copies of a model have the place of the program's model."""
+        """Return the place of a model; JAX's copies of a model have the place of the program's model.
+
+        A model of the program gets its number at its first call.
+        """
         kind = type(module)
         root = f"{kind.__module__}.{kind.__qualname__}"
         hashes_by_identity = vars(object)["__hash__"] is getattr(kind, "__hash__", None)
@@ -99,8 +102,8 @@ class ModulePlaces:
     def _number_in_trace(self, kind: type, module: Any) -> int:
         """Return how many models of a class were called before this one in the function that is traced.
 
-        Models differ in the first of their arrays that is an argument of the function; 0 without such an
-        array, and where nothing is traced.
+        Models differ in the first of their arrays that is an argument of the function; that of a new model
+        is recorded. 0 without such an array, and where nothing is traced.
         """
         arguments = (_argument_variable(array) for _, array in held_arrays(module))
         first_argument = next((argument for argument in arguments if argument is not None), None)
@@ -183,7 +186,7 @@ def enclose_modules(patches: Patches, places: ModulePlaces) -> None:
     call_in_region = Enclosure(_call_method, _hash_in_caller)
 
     def patch_class(kind: type) -> None:
-        """Make the calls of a class's own methods regions."""
+        """Make the calls of a class's own methods regions; leave Equinox' wrappers of functions alone."""
         if kind.__module__.startswith("equinox._"):  # functions under filter_jit and its like, bound methods
             return
         for name in METHODS & vars(kind).keys():
@@ -214,6 +217,7 @@ def _enclose_method(original: Any, places: ModulePlaces, call_in_region: Any) ->
 
     @wraps(original)
     def run_in_region(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the method in a region of its module's place, which refers to the module meanwhile."""
         if interceptor.active() is None:
             return original(self, *args, **kwargs)
         outer_places = places_among(interceptor.subjects())

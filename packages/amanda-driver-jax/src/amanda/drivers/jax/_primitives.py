@@ -119,7 +119,8 @@ def tap(
 ) -> list[Any]:
     """Return the values behind a tap: a backward pass through it calls `execution.observe_cotangents`.
 
-    Only symbols of types that have derivatives are tapped; the other values are returned as they are.
+    Only symbols of types that have derivatives are tapped, which is noted, and the values are recorded as
+    their originals; the other values are returned as they are.
     side: of the op, "inputs" or "outputs"; or "run", where the tap hands the carried symbols to the
     execution, in whichever program the backward pass is traced.
     """
@@ -280,6 +281,7 @@ def _call_by_row(function: Callable[..., Any], avals: Sequence[Any], mapped_axes
     call_on_row = _call_by_row(function, row_avals, inner_axes)
 
     def call_on_rows(*arrays: Any) -> list[Any]:
+        """Call the function on each row of the arrays that have the axis; stack its results."""
         results = [np.empty(aval.shape, aval.dtype) for aval in avals]
         row_count = next(len(array) for array, has_axis in zip(arrays, have_axis, strict=True) if has_axis)
         for i in range(row_count):

@@ -79,6 +79,7 @@ def wrap_optional(patches: Patches, name: str, wrap: Wrapper) -> None:
     module, _, path = f"jax._src.{name}".partition(":")
 
     def patch_name() -> None:
+        """Patch the name, or warn that this JAX lacks it."""
         if missing_names([f"{module}:{path}"]):
             logger.warning("JAX %s lacks %s.%s: %s", jax.__version__, module, path, OPTIONAL[name])
             return

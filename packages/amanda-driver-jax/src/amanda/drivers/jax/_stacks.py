@@ -84,6 +84,7 @@ def _number_rounds(
 
     @wraps(original)
     def scan(f: Any, init: Any, xs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Stand-in for `scan`: in a scope, records the slices if one has two axes or more."""
         arrays = jax.tree_util.tree_leaves(xs)
         has_matrices = any(is_tensor(array) and len(array.shape) > 2 for array in arrays)  # as slices
         if interceptor.active() is None or not has_matrices or not callable(f):
@@ -114,6 +115,7 @@ def _recording_body(f: Any) -> Callable[..., Any]:
 
     @wraps(f)
     def body(carry: Any, numbered: _NumberedSlices) -> Any:
+        """Record which slice each symbol is; call the user's body without the round's number."""
         symbols = jax.tree_util.tree_leaves(numbered.slices)
         for symbol, array in zip(symbols, _thread.scanned_arrays[-1], strict=True):
             if isinstance(symbol, jax.core.Tracer):
@@ -125,7 +127,10 @@ def _recording_body(f: Any) -> Callable[..., Any]:
 
 
 def slices_of(value: Any) -> tuple[Any, list[ArraySlice]]:
-    """Return the whole array that a value is sliced from, or the value itself, and the slices between."""
+    """Return the whole array that a value is sliced from, or the value itself, and the slices between.
+
+    The slice of the whole array is the first; that of a row under vmap is among them.
+    """
     slices: list[ArraySlice] = []
     while isinstance(value, jax.core.Tracer):
         value = ORIGINALS.of(value)
@@ -147,7 +152,7 @@ def slices_of(value: Any) -> tuple[Any, list[ArraySlice]]:
 
 
 def copy_slice(result: Any, value: Any) -> None:
-    """Record that a symbol is the same slice as another, in another element type."""
+    """Record that a symbol is the same slice as another, in another element type; nothing if that is none."""
     array_slice = _SLICES.get(ORIGINALS.of(value))
     if array_slice is not None:
         _SLICES[ORIGINALS.of(result)] = array_slice

@@ -29,7 +29,7 @@ class Arrays(BoxedTensors, ImmutableTensorOps):
         )
 
     def device_of(self, value: Any) -> str:
-        """Return the name of an array's device; "" for a symbol."""
+        """Return the name of an array's device; "" for a symbol, and for an array of NumPy."""
         value = primal(value)
         if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array):
             return ""
@@ -41,9 +41,10 @@ class Arrays(BoxedTensors, ImmutableTensorOps):
         return context
 
     def unboxed(self, value: Any) -> Any:
-        """Return a value without the tracers of derivatives.
+        """Return a value, or each of a list, without the tracers of derivatives.
 
-        For the result of a function that ran twice, the result of its ops.
+        For an array with an original the original, unless that is a symbol: so for the result of a function
+        that ran twice, the result of its ops.
         """
         value = without_derivative(value)
         original = ORIGINALS.of(value) if isinstance(value, jax.Array) else value
@@ -71,7 +72,10 @@ class Arrays(BoxedTensors, ImmutableTensorOps):
 
 
 def without_derivative(value: Any) -> Any:
-    """Return a value, or a list of values, such that no derivative is taken through it."""
+    """Return a value, or a list of values, such that no derivative is taken through it.
+
+    Where code is staged, this adds a `stop_gradient` to the program.
+    """
     if isinstance(value, (list, tuple)):
         return type(value)(map(without_derivative, value))
     value = primal(value)

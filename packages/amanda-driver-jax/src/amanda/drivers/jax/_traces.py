@@ -29,8 +29,8 @@ class _TraceState(threading.local):
     """State of a thread.
 
     notes: of the program that is traced, as an ordered set.  parts: the jitted functions under way within
-    that program, innermost last.  part_originals: originals of the last part's results, until the program
-    around the part has symbols for them.
+    that program, innermost last.  part_originals: for each result of the last part its original in the
+    outermost function, None for a symbol that would leak, until the program around has symbols for them.
     """
 
     def __init__(self) -> None:
@@ -70,6 +70,7 @@ def as_part(
     passed_values = jax.tree_util.tree_leaves((args, kwargs))
 
     def trace_part(*args: Any, **kwargs: Any) -> Any:
+        """Call the function as the innermost part; leave the originals of its results."""
         symbols = jax.tree_util.tree_leaves((args, kwargs))
         _thread.parts.append(_TracedPart(core.trace_ctx.trace, symbols, passed_values))
         try:

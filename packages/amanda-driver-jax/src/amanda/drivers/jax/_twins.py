@@ -54,6 +54,7 @@ class Twins:
     def gate(self, values: Sequence[Any], at_ops: bool, inputs: Sequence[Any] = ()) -> list[Any]:
         """Return values behind gates, each of which stops the gradient if the other run's gradients count.
 
+        Values that have no derivative are returned as they are.
         at_ops: True for inputs of the ops, False for results of the function.
         inputs: of the function; a result that is an input has the input's gradient, and needs no gate.
         """
@@ -105,6 +106,8 @@ def run_twice(
     """Run ops for the tools; return the function's results if no routine changed a value, else the ops'.
 
     The function does not run if a routine changed a value, unless tools see the backward ops of the inputs.
+    The ops' results are also returned if their taps would come after the function's gradients. Otherwise
+    they are recorded as the originals of the function's, and joined with these if they are tapped.
     run_function: runs JAX's function on the inputs.  run_ops: runs its ops on inputs, tapped for the tools.
     """
     twins = Twins()

@@ -54,7 +54,10 @@ class JaxReads(Reads):
             return all(self._is_as_before(place) for place in self)
 
     def _is_as_before(self, place: ReadPlace) -> bool:
-        """Return True if a place has the value that was read; for an input, an array of the same type."""
+        """Return True if a place has the value that was read; for an input, an array of the same type.
+
+        For an array of NumPy, equal numbers of the same element type.
+        """
         value = place.read(place.holder, place.name)
         if place.key in self.inputs:
             return isinstance(value, ARRAYS) and jax.typeof(value) == jax.typeof(place.value)
@@ -96,7 +99,10 @@ class Variant:
 
     @contextmanager
     def tracing(self, action: Action) -> Iterator["LiftedArrays"]:
-        """Yield tensor operations with which a routine, run in this context, becomes part of the program."""
+        """Yield tensor operations with which a routine, run in this context, becomes part of the program.
+
+        Records what the routine reads, and at the end the arrays that no name leads to.
+        """
         lifted_arrays = LiftedArrays(self)
         with self.reads.record_tracing([action]):
             yield lifted_arrays
@@ -149,7 +155,10 @@ class LiftedArrays(Arrays):
         return jax.tree_util.tree_unflatten(jax.tree_util.tree_structure(result_shapes), results)
 
     def _lift_constant(self, const: Any, array_places: Sequence[ReadPlace]) -> Any:
-        """Return the symbol of an array that one of the places has; another constant as it is."""
+        """Return the symbol of an array that one of the places has; another constant as it is.
+
+        Such an array of JAX is added to `held_arrays`.
+        """
         for place in array_places:
             if _is_same_array(const, place.value):
                 return self._variant.lift(place)
@@ -172,6 +181,7 @@ class FunctionVariants:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        """Create `call`, which refers to the function weakly, and notes the trace in the present variant."""
         reference = weakref.ref(function)
 
         @wraps(function)
@@ -187,7 +197,10 @@ class FunctionVariants:
 
     @contextmanager
     def current_variant(self) -> Iterator[Variant]:
-        """Yield the variant for the present values, with which JAX calls or traces the function."""
+        """Yield the variant for the present values, with which JAX calls or traces the function.
+
+        A new one if there is none. At the end the values that it reads are recorded in the history of all.
+        """
         unchanged_variants = (variant for variant in self._variants if variant.reads.are_unchanged())
         variant = next(unchanged_variants, None)
         if variant is None:
@@ -205,7 +218,10 @@ _VARIANT: ContextVar[Variant | None] = ContextVar("variant of the function that 
 
 
 def variant_for(action: Action) -> Variant | None:
-    """Return the variant that is traced; None if there is none, or a routine has to run as Python."""
+    """Return the variant that is traced; None if there is none, or a routine has to run as Python.
+
+    It has to if it sets attributes, or if what it reads changes often, which is reported.
+    """
     variant = _VARIANT.get()
     # A routine that sets attributes of its tool must run at each execution, not once as it is traced.
     if variant is None or reads_of(action).names_written:
@@ -219,7 +235,10 @@ def variant_for(action: Action) -> Variant | None:
 
 
 def report_in_program(subject: str, reason: str, source: str = "") -> None:
-    """Add an entry to the reports of each call of the program that is traced, or to the present report."""
+    """Add an entry to the reports of each call of the program that is traced, or to the present report.
+
+    source: for the present report alone.
+    """
     variant = _VARIANT.get()
     if variant is None:
         State.current().report(subject, reason, source)

@@ -74,8 +74,8 @@ def _describe_product(
 ) -> tuple[str, int | None, str | None]:
     """Return the word for a product, the index of its weight, and the weight's axes: "IO" or "OI".
 
-    A product of an array with the one contracted axis of a matrix is a `linear`, if a model holds the matrix.
-    Without one such matrix it is a "matmul", without a weight.
+    A product of an array with the one contracted axis of a matrix is a `linear`, if a model holds the matrix,
+    or a "matmul" with a weight if that is on the left. Without one such matrix it is a "matmul" without one.
     """
     contracted_axes, batch_axes = attributes["dimension_numbers"]  # each of the left and of the right input
     variables = [context.get_variable(i) for i in (0, 1)]
@@ -110,7 +110,10 @@ def _axes_text(positions: Sequence[int], first_axes: str, rank: int) -> str:
 
 
 def _describe_pooling(name: str, attributes: Mapping[str, Any]) -> tuple[str, str | None]:
-    """Return the word for a pooling, and its input's axes; None if the window's extents leave these open."""
+    """Return the word for a pooling, and its input's axes; None if the window's extents leave these open.
+
+    The word's number is that of the spatial axes; if those are open, of the axes that are pooled.
+    """
     extents = attributes["window_dimensions"]
     rank = len(extents) - 2
     pooled_axes = [i for i, extent in enumerate(extents) if extent > 1]

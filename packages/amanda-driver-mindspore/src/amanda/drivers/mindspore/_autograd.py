@@ -72,7 +72,10 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         return InputNodes()
 
     def note_op_inputs(self, input_nodes: InputNodes, inputs: Sequence[Any]) -> None:
-        """Record the autograd nodes of an op's inputs, and the leaves among the inputs."""
+        """Record the autograd nodes of an op's inputs, and the leaves among the inputs.
+
+        Parameters are recorded for later backward passes, too.
+        """
         for tensor in tensors_of(inputs):
             node = node_of(tensor)
             if node is not None:
@@ -155,7 +158,10 @@ class MindSporeAutograd(MindSporeTensorOps, EagerDriver):
         return run_backward
 
     def _run_hooked_pass(self, run: Callable[[], Any], results: Iterable[Any]) -> Any:
-        """Run a backward pass from results, with hooks where tools have routines; raise what these raised."""
+        """Run a backward pass from results, with hooks where tools have routines; raise what these raised.
+
+        Returns the gradients.  The program's places are numbered anew, also outside of a scope.
+        """
         activation = interceptor.active()
         if activation is None or not self._mark_by_node_id:
             interceptor.reset_root()  # as after a hooked pass: places are numbered anew

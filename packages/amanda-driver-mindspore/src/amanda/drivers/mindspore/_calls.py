@@ -91,7 +91,8 @@ class MindSporeCall(Call):
     ) -> tuple[list[Any], Callable[[list[Any]], Any]]:
         """Show tools written inputs instead of outputs that stand for them, and None for unwritten outputs.
 
-        On the CPU many kernels of optimizers leave outputs unwritten. The program gets these as they are.
+        On the CPU many kernels of optimizers leave outputs unwritten. The program gets these as they are,
+        unless a tool changed them. Without such outputs `values` and `rebuild` are returned.
         """
         visible_outputs = self._outputs_for_tools(inputs, values)
         if not visible_outputs:
@@ -200,7 +201,11 @@ class OverloadCall(MindSporeCall):
     def _bind_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
-        """Return the arguments in the order of the overload's names, up to the last one that is passed."""
+        """Return the arguments in the order of the overload's names, up to the last one that is passed.
+
+        The first overload serves if none fits; the values of its `*shape` become one tuple. Stores the
+        number of positional inputs for later calls.
+        """
         values = list(args[0 if self.is_method else 1 :])
         name = getattr(self._site.target, "__name__", self._site.key)
         signatures = _signatures.overload_signatures(self._site.key, name, self.is_method)
@@ -212,8 +217,8 @@ class OverloadCall(MindSporeCall):
         if signature.gathered is not None and len(values) > signature.gathered:
             gathered_values = values[signature.gathered :]
             is_list = len(gathered_values) == 1 and isinstance(gathered_values[0], (list, tuple))
-            gathered = gathered_values[0] if is_list else tuple(gathered_values)
-            values = [*values[: signature.gathered], gathered]
+            gathered_input = gathered_values[0] if is_list else tuple(gathered_values)
+            values = [*values[: signature.gathered], gathered_input]
         # A later call must pass the arguments beyond this number by name, as before.
         self._positional_count = len(values)
         # The documentation may lack an argument that the native function takes.
@@ -261,6 +266,7 @@ class AssignCall(MindSporeCall):
     def _bind_arguments(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[list[Any], OperatorSignature]:
+        """Return y as the only input, named "value"."""
         values = [*args[1:], *kwargs.values()]
         return values, OperatorSignature(("value",), (NO_DEFAULT,), 1)
 
@@ -268,7 +274,7 @@ class AssignCall(MindSporeCall):
         return (self._original_arguments[0][0], *inputs), {}
 
     def target_tensors(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Return x."""
+        """Return x, which the call returns."""
         return list(outputs)
 
 
@@ -292,7 +298,7 @@ class NamedPrimitiveCall(_DeclaredCall):
         return (*self._original_arguments[0][:3], tuple(inputs)), {}
 
     def attributes(self) -> dict[str, Any]:
-        """Return the arguments that are not tensors, and the attributes of the primitive."""
+        """Return the arguments that are not tensors, and the attributes of the primitive by other names."""
         attributes = dict(getattr(self._primitive, "attrs", None) or {})
         for name in ("input_names", "output_names"):
             attributes.pop(name, None)

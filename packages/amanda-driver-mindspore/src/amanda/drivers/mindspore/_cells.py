@@ -42,7 +42,10 @@ REASON = "its ops are in a compiled graph; MS_JIT=0 in the environment runs it o
 
 
 def report_compiled(patches: Patches) -> None:
-    """Patch calls of compiled functions, and of cells in graph mode, to be reported to the open scopes."""
+    """Patch calls of compiled functions, and of cells in graph mode, to be reported to the open scopes.
+
+    Such calls run without tools.
+    """
 
     def describe_function(executor: Any, *args: Any, **kwargs: Any) -> tuple[str, str]:
         return f"inside of the compiled {executor.fn.__qualname__}", REASON

@@ -74,7 +74,10 @@ class MindSporeDriver(MindSporeAutograd):
         self._parameter_by_memory: dict[int, Callable[[], Any]] = {}
 
     def attach(self) -> None:
-        """Intercept native operators, and patch the calls of cells, backward passes and recomputation."""
+        """Intercept native operators, and patch the calls of cells, backward passes and recomputation.
+
+        Until `detach` autograd nodes are created without MindSpore's pipeline.
+        """
         if interceptor.NATIVE:
             self.patches.place_stubs(self._sites)
         else:
@@ -128,7 +131,7 @@ class MindSporeDriver(MindSporeAutograd):
         key: int = 0,
         resumption: Resumption | None = None,
     ) -> Any:
-        """Bring a call to the core, except for functions of MindSpore itself that compute nothing."""
+        """Bring a call to the core; functions of MindSpore itself that compute nothing run at once."""
         if site is self._apply_site and args[0].__module__.startswith("mindspore."):
             return site.invoke(args, kwargs)
         return super().handle(state, call_cache, op_id, site, args, kwargs, key, resumption)

@@ -44,8 +44,9 @@ class OperatorSignature(NamedTuple):
     def accepts(self, count: int, keywords: Any) -> bool:
         """Return True if a call may have `count` positional arguments and these keywords."""
         # An argument such as `*shape` takes any number of positional values.
-        most = count if self.gathered is not None else self.positional
-        return count <= most and all(name in self.names[min(count, len(self.names)) :] for name in keywords)
+        max_count = count if self.gathered is not None else self.positional
+        names_by_keyword = self.names[min(count, len(self.names)) :]
+        return count <= max_count and all(name in names_by_keyword for name in keywords)
 
 
 @cache
@@ -75,10 +76,10 @@ def overload_signatures(operator: str, name: str, method: bool) -> tuple[Operato
     Without documentation the only one takes any positional arguments.
     """
     if method:
-        documented, first_names = getattr(Tensor, name, None), ["input"]
+        documented_object, first_names = getattr(Tensor, name, None), ["input"]
     else:
-        documented, first_names = getattr(functional_overload, operator, None), []
-    lines = (getattr(documented, "__doc__", None) or "").splitlines()
+        documented_object, first_names = getattr(functional_overload, operator, None), []
+    lines = (getattr(documented_object, "__doc__", None) or "").splitlines()
     argument_texts = [match["arguments"] for line in lines if (match := _SIGNATURE.match(line))]
     return tuple(_parse_signature(text, first_names) for text in argument_texts) or (
         OperatorSignature(tuple(first_names), defaults=(NO_DEFAULT,), positional=_ANY_NUMBER),
@@ -134,7 +135,7 @@ def _parse_signature(text: str, first_names: list[str]) -> OperatorSignature:
 
 
 def _split_arguments(text: str) -> list[str]:
-    """Split the text of arguments at the commas outside of brackets."""
+    """Split the text of arguments at the commas outside of brackets; drop empty ones."""
     arguments, depth = [""], 0
     for character in text:
         if character in "([{":
@@ -204,15 +205,17 @@ def declaration_of(primitive: Any) -> ArgumentDeclaration:
     What only the documentation declares comes first. A class without any has an empty declaration.
     """
     for kind in primitive.__mro__:
-        documented = _WRITTEN_UNDECLARED.get(kind.__name__)
+        documented_positions = _WRITTEN_UNDECLARED.get(kind.__name__)
         declaration = _DECLARATION.search(_source_by_class(kind.__module__).get(kind.__name__, ""))
         if declaration is not None:
             arguments = _ARGUMENT.findall(declaration[1])  # pairs of a name and the options after it
             names = tuple(name for name, _ in arguments)
-            declared = tuple(i for i, (_, options) in enumerate(arguments) if "RW_WRITE" in options)
-            return ArgumentDeclaration(names, declared if documented is None else documented)
-        if documented is not None:
-            return ArgumentDeclaration((), documented)
+            declared_positions = tuple(i for i, (_, options) in enumerate(arguments) if "RW_WRITE" in options)
+            return ArgumentDeclaration(
+                names, declared_positions if documented_positions is None else documented_positions
+            )
+        if documented_positions is not None:
+            return ArgumentDeclaration((), documented_positions)
     return ArgumentDeclaration()
 
 
@@ -239,9 +242,9 @@ class Writes(NamedTuple):
 
 
 def writes_of(primitive: type, attributes: Callable[[], Mapping[str, Any]]) -> Writes:
-    """Return what a call of a primitive writes.
+    """Return what a call of a primitive writes, by its declaration and, for a few, by its attributes.
 
-    attributes: returns the arguments that are not tensors, by name.
+    attributes: returns the arguments that are not tensors, by name; called for these few alone.
     """
     name = primitive.__name__
     if name in _WRITTEN_IN_TRAINING:

@@ -78,7 +78,10 @@ class MindSporeTensorOps:
             return func(*values, **kwargs)
 
     def straight_through(self, original: Any, value: Any) -> Any:
-        """Return `value` in the floating type of `original`, which gets its gradient straight through."""
+        """Return `value` in the floating type of `original`, which gets its gradient straight through.
+
+        Without a graph where no gradient is taken.  Raises RoutineError for another shape or kind.
+        """
         with GradientsOff():
             value = _cast_like(original, value)
         if original._requires_grad and executor.requires_grad():
@@ -88,7 +91,7 @@ class MindSporeTensorOps:
     def write(self, target: Any, value: Any, isolated: bool) -> None:
         """Copy a value into the user's tensor; if isolated, autodiff does not record the write.
 
-        Raises RoutineError for a value that is no tensor, or has another shape or kind.
+        Raises RoutineError for a value that is no tensor, or has another shape or, if isolated, kind.
         """
         if not isinstance(value, Tensor):
             raise RoutineError(f"a tensor is to be written, not {type(value).__name__}")
@@ -108,15 +111,15 @@ class MindSporeTensorOps:
         return value
 
     def differentiable_copy(self, value: Any) -> Any:
-        """Return a differentiable copy."""
+        """Return a differentiable copy of a tensor; any other value as it is."""
         return ops.Identity()(value) if isinstance(value, Tensor) else value
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype and rank of each tensor, also in lists."""
+        """Return dtype and rank of each tensor, also in lists; None for other values."""
         return tuple([_signature(value) for value in inputs])
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of each tensor, also in lists."""
+        """Return the shape of each tensor, also in lists; None for other values."""
         return tuple([_shape(value) for value in inputs])
 
     def needs_grad(self, inputs: Sequence[Any]) -> Hashable:

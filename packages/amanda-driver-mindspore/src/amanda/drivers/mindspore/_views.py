@@ -134,12 +134,14 @@ class StorageTie(Tie):
         self, views: MindSporeViews, view: Any, value: Any, on_death: Callable[[Tie], None],
         holders: Sequence[Any],
     ) -> None:  # fmt: skip
+        """Hold the view, and the value if it has holders; call `on_death` after the last holder."""
         self._views, self._view = views, view
         self.ends = views.memory(value), views.memory(view)
         # The program has the value itself, or views of its memory alone; then the tie holds the value.
         self._held_value = value if holders else None
 
         def release(_: object) -> None:
+            """Release the value and call `on_death`, once the last holder has died."""
             if self.is_link:
                 self._held_value = None
                 on_death(self)

@@ -134,7 +134,7 @@ def backward_type(node_name: str, kind: str) -> str:
 
 
 def _weight_grad_index(context: OpContext) -> int | None:
-    """Return the position of the weight's gradient, the same as among the inputs; None if shapes differ."""
+    """Return the position of the weight's gradient, as among the inputs; None of another node or shape."""
     index, kind = context["weight_index"], context["type"]
     if index is None or context["backward_type"] != f"{kind}_backward":
         return None

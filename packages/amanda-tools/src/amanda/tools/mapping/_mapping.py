@@ -124,11 +124,11 @@ class InstalledEntries:
         entry = entries[0]
         try:
             return entry.load()
-        except Exception as reason:
+        except Exception as import_error:
             raise self._error(
-                f"{self._entry_text(entry)} cannot be imported: {reason!r}; upgrade or uninstall that "
+                f"{self._entry_text(entry)} cannot be imported: {import_error!r}; upgrade or uninstall that "
                 "distribution"
-            ) from reason
+            ) from import_error
 
     def create(self, name: str, base: type[T], path: str) -> T | None:
         """Return an instance of the class that the entry of a name registers; None without an entry.

@@ -69,13 +69,13 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """Extents of a tensor, None for one that is known as it runs; None for one of unknown rank."""
+    """Return the extents of a tensor, None for one that is known as it runs; None of unknown rank."""
     extents = getattr(value, "shape", None)
     return None if extents is None else tuple(extents)
 
 
 def dtype(value: Any) -> str | None:
-    """Name of a tensor's element type."""
+    """Return the name of a tensor's element type; None for what has none."""
     element_type = getattr(value, "dtype", None)
     return None if element_type is None else str(element_type.name)
 
@@ -116,7 +116,7 @@ def _is_initializer(context: OpContext, index: int) -> bool:
 
 
 def _layout(kind: str, node_type: str, extents: Sequence[int | None] | None) -> str | None:
-    """Axes of the data input, channels first as everywhere in ONNX; None of other ops and unknown ranks."""
+    """Return the axes of the data input, channels first as always in ONNX; None of other ops and ranks."""
     if extents is None or not (node_type in SPATIAL_WORDS or kind in _NORMS):
         return None
     return "NC" + _WINDOW_AXES.get(len(extents) - 2, "") if 2 <= len(extents) <= 5 else None

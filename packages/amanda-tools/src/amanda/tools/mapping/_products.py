@@ -78,7 +78,7 @@ def product_of(context: OpContext) -> Product | None:
 
 
 def parameter_factor(kind: str, is_parameter: Callable[[int], bool]) -> int | None:
-    """Return the position of the one factor of a matrix product that is a parameter; None without one."""
+    """Return the position of the one factor of a matrix product that is a parameter; None of 0 or several."""
     factors = [i for i in MATRIX_PRODUCTS[kind].factors if is_parameter(i)]
     return factors[0] if len(factors) == 1 else None
 

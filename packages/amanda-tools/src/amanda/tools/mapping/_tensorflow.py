@@ -76,7 +76,7 @@ def standard(context: OpContext) -> None:
 
 
 def shape(value: Any) -> tuple[int | None, ...] | None:
-    """Return the extents of a tensor; None for one of unknown rank."""
+    """Return the extents of a tensor, None for an unknown one; None for one of unknown rank, or no tensor."""
     extents = getattr(value, "shape", None)
     if extents is None or getattr(extents, "rank", 0) is None:
         return None

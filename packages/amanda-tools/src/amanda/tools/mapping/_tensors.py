@@ -21,7 +21,7 @@ def backend_of(value: Any) -> str:
 
 @cache
 def _framework_of_class(kind: Any) -> str | None:
-    """Return the framework that a class of tensors derives from; None of others."""
+    """Return the framework that a class of tensors derives from, registered with autoray; None of others."""
     roots = (base.__module__.partition(".")[0] for base in kind.__mro__)
     framework = next((root for root in roots if root in _FRAMEWORKS), None)
     if framework is not None:

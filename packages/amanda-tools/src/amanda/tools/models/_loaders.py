@@ -53,12 +53,12 @@ def _check_arguments(function: Callable[..., Any], request: Request) -> None:
     try:
         inspect.signature(function).bind(**request.options)
     except TypeError as error:
-        entries = inspect.signature(function).parameters
-        required = [
-            name for name, entry in entries.items()
+        parameters = inspect.signature(function).parameters
+        required_names = [
+            name for name, entry in parameters.items()
             if entry.default is entry.empty and entry.kind not in (entry.VAR_POSITIONAL, entry.VAR_KEYWORD)
         ]  # fmt: skip
-        words = ",".join(f"{name}=..." for name in required or entries)
+        words = ",".join(f"{name}=..." for name in required_names or parameters)
         hint = f"arguments follow behind a colon: {':'.join(filter(None, ('torch', request.name, words)))}"
         raise ModelError(f"{request.word} cannot be made: {error}; {hint}") from None
     except ValueError:  # a builtin without a signature
@@ -95,7 +95,7 @@ def subject_on_random_inputs(
 def make_torch_subject(
     request: Request, module: Any, inputs: Sequence[Input], call: Callable[[], Any], weights: str = ""
 ) -> Subject:
-    """Return a module that `call` runs forward, and if asked for backward from ones at each output."""
+    """Set a module to train or evaluate; return it with a run forward and, if asked, backward from ones."""
     import torch
 
     module.train(request.backward)
@@ -128,16 +128,16 @@ def build_on_device(request: Request, build: Callable[[], Any]) -> Any:
 
 
 def check_parameters_fit(request: Request, build: Callable[[], Any]) -> None:
-    """Raise ModelError where the parameters of a model do not fit into the free memory."""
+    """Raise ModelError where a model's parameters exceed the CPU's free memory; builds it without data."""
     import torch
 
     # Built once without memory: a model that does not fit would end the process, not raise.
     with torch.device("meta"), amanda.disabled():
-        count = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
-    if request.device == "cpu" and count > (free := _free_memory()):
+        size = sum(parameter.numel() * parameter.element_size() for parameter in build().parameters())
+    if request.device == "cpu" and size > (free_size := _free_memory()):
         raise ModelError(
-            f"the parameters of {request.word} take {count / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
-            "give --device meta, for shapes alone, or options that make it smaller"
+            f"the parameters of {request.word} take {size / 1e9:.1f} GB, but {free_size / 1e9:.1f} GB are "
+            "free; give --device meta, for shapes alone, or options that make it smaller"
         )
 
 
@@ -165,8 +165,8 @@ def timm_model(request: Request) -> Subject:
     timm = import_model_library("timm", request.word)
     name = request.name
     if not timm.is_model(name):
-        near = get_close_matches(name, timm.list_models(), n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "timm.list_models() has their names"
+        names = get_close_matches(name, timm.list_models(), n=3)
+        hint = f"did you mean {' or '.join(names)}?" if names else "timm.list_models() has their names"
         raise ModelError(f"timm has no model {name!r}; {hint}")
     try:
         model = build_on_device(request, lambda: timm.create_model(name, pretrained=False, **request.options))
@@ -178,7 +178,7 @@ def timm_model(request: Request) -> Subject:
 
 
 def keras_model(request: Request) -> Subject:
-    """Return a model with random weights, or one of a file with its own."""
+    """Return a model with random weights, or of a file with its own; raise ModelError where it cannot be."""
     keras = import_library("keras", request.word)
     model = _load_keras_model(keras, request)
     inputs = set_input_shapes([_keras_input(entry) for entry in model.inputs], request.shapes)

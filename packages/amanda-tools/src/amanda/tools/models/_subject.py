@@ -37,7 +37,7 @@ class Input:
         return f"{self.name} ({', '.join(map(str, self.shape))})"
 
     def value(self, random: Any) -> Any:
-        """Return an array of random numbers.  random: a generator of numpy."""
+        """Return an array of random numbers, of its shape and dtype.  random: a generator of numpy."""
         if self.below:
             return random.integers(0, self.below, self.shape).astype(self.dtype)
         return np.asarray(random.random(self.shape)).astype(self.dtype)
@@ -122,7 +122,7 @@ class Subject:
 
 
 def is_model(word: str) -> bool:
-    """Return True for a word that names a model: `hf:llama`, `model.onnx`."""
+    """Return True for a word that names a model: `hf:llama`, or `model.onnx` where there is that file."""
     return (word.partition(":")[0] in KINDS and ":" in word) or (
         Path(word).suffix in _FILES and Path(word).is_file()
     )
@@ -173,7 +173,7 @@ def _split_options(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def import_library(name: str, word: str) -> Any:
-    """Import a library that a model needs; raise ModelError where it is absent or broken."""
+    """Import a library that a model needs, without tools; raise ModelError where it is absent or broken."""
     try:
         with amanda.disabled():  # a library may compute something as it is imported
             return import_module(name)

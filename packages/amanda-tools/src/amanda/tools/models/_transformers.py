@@ -48,8 +48,9 @@ def _load_configuration(transformers: Any, request: Request) -> Any:
     if name in transformers.CONFIG_MAPPING and not Path(name).exists():
         load, options = transformers.AutoConfig.for_model, {}
     elif not Path(name).exists() and "/" not in name:
-        near = did_you_mean(name, transformers.CONFIG_MAPPING)
-        hint = near if near.startswith("did") else "give a type such as llama, or the path of a config.json"
+        hint = did_you_mean(name, transformers.CONFIG_MAPPING)
+        if not hint.startswith("did"):
+            hint = "give a type such as llama, or the path of a config.json"
         raise ModelError(f"transformers has no type of model {name!r}, and there is no such file; {hint}")
     try:
         default_config = load(name, **options)
@@ -64,8 +65,8 @@ def _load_configuration(transformers: Any, request: Request) -> Any:
     # transformers keeps an unknown option as an attribute, without a word.
     for option in request.options:
         if option not in default_config.to_dict():
-            near = did_you_mean(option, default_config.to_dict())
-            raise ModelError(f"the configuration of {name} has no {option!r}; {near}")
+            suggestion = did_you_mean(option, default_config.to_dict())
+            raise ModelError(f"the configuration of {name} has no {option!r}; {suggestion}")
     return load(name, **options, **request.options)
 
 
@@ -90,17 +91,17 @@ def _model_class(transformers: Any, config: Any, request: Request) -> Any:
     if model_class is not None:
         return model_class
     if getattr(config, "is_encoder_decoder", False):
-        mapping_by_class = {
+        mapping_name_by_class = {
             "AutoModelForSeq2SeqLM": "SEQ_TO_SEQ_CAUSAL_LM", "AutoModelForSpeechSeq2Seq": "SPEECH_SEQ_2_SEQ",
         }  # fmt: skip
     # A type such as BERT has a class for generating text too, but is not what it is for.
     elif type(config) in transformers.MODEL_FOR_MASKED_LM_MAPPING:
-        mapping_by_class = {}
+        mapping_name_by_class = {}
     else:
-        mapping_by_class = {"AutoModelForCausalLM": "CAUSAL_LM"}
-    for automatic, mapping in mapping_by_class.items():
-        if type(config) in getattr(transformers, f"MODEL_FOR_{mapping}_MAPPING"):
-            return getattr(transformers, automatic)
+        mapping_name_by_class = {"AutoModelForCausalLM": "CAUSAL_LM"}
+    for class_name, mapping_name in mapping_name_by_class.items():
+        if type(config) in getattr(transformers, f"MODEL_FOR_{mapping_name}_MAPPING"):
+            return getattr(transformers, class_name)
     return transformers.AutoModel
 
 
@@ -112,6 +113,7 @@ def _load_checkpoint(request: Request, model_class: Any, config: Any) -> tuple[A
     """Load the model of a checkpoint; return it, and where its weights come from, in words.
 
     None without weights, and with options or the device meta, for which a checkpoint's weights are not made.
+    Raises ModelError for weights that are damaged, or exceed the free memory.
     """
     # A folder, or a name of the hub.
     is_named = Path(request.name).is_dir() or ("/" in request.name and not Path(request.name).exists())
@@ -128,10 +130,10 @@ def _load_checkpoint(request: Request, model_class: Any, config: Any) -> tuple[A
     except Exception as error:  # safetensors has an error of its own for a damaged file
         reason = import_failure(error)
         raise ModelError(f"the weights of {request.name} cannot be loaded: {reason}") from error
-    missing = sorted(report["missing_keys"])
+    missing_keys = sorted(report["missing_keys"])
     weights = f"weights of {request.name}"
-    if missing:
-        weights += f" (random: {', '.join(missing[:3])}{', ...' * (len(missing) > 3)})"
+    if missing_keys:
+        weights += f" (random: {', '.join(missing_keys[:3])}{', ...' * (len(missing_keys) > 3)})"
     return model.to(request.device), weights
 
 

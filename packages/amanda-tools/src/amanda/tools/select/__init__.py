@@ -56,14 +56,14 @@ class Patterns:
         """Return True if an op that has one of these names is selected; note what fitted and what did not."""
         if self.patterns is None:
             return True
-        spelt = [self._spelt(name) for name in names]
-        fitting = [pattern for pattern in self.patterns if any(self._fits(name, pattern) for name in spelt)]
-        for pattern in fitting:
+        texts = [self._spelt(name) for name in names]
+        matches = [pattern for pattern in self.patterns if any(self._fits(text, pattern) for text in texts)]
+        for pattern in matches:
             self.unused.pop(pattern, None)
         # Bounded: a long run may have any number of names.
-        if not fitting and len(self.rejected) < _MAX_REJECTED:
-            self.rejected.update(spelt)
-        return bool(fitting)
+        if not matches and len(self.rejected) < _MAX_REJECTED:
+            self.rejected.update(texts)
+        return bool(matches)
 
     def _spelt(self, name: str) -> str:
         """Return a name, or a pattern, in the spelling in which they are compared."""
@@ -123,7 +123,7 @@ def listed(option: str, value: Any, error: type[AmandaError]) -> list[str] | Non
 
 
 def unmatched(options: Iterable[Patterns], verb: str = "selected", noun: str = "op") -> list[str]:
-    """Return a text for each pattern that no op fitted, with the nearest names; none if no op ran.
+    """Return a text for each pattern, or empty option, that no op fitted, with near names; none if none ran.
 
     Args:
         options: Patterns of the options.
@@ -213,12 +213,12 @@ class Selection:
             tool.wrap_routines(_only_backward)
 
     def __call__(self, context: amanda.OpContext) -> bool:
-        """Return True if the analysis routines are called for an op."""
+        """Return True if the analysis routines are called for an op; note for `unmatched` what fits."""
         self._has_seen_ops = True
         return self._has_phase(context) and self.fits(context)
 
     def fits(self, context: amanda.OpContext, *names: str) -> bool:
-        """Return True if type and modules of an op are selected, whatever its phase.
+        """Return True if type and modules of an op are selected, whatever its phase; note what fits.
 
         Args:
             context: Context of the op.
@@ -237,7 +237,7 @@ class Selection:
         return fits
 
     def has_path(self, path: str) -> bool:
-        """Return True if the modules of the selection have a path, and those excluded do not."""
+        """Return True if the modules of the selection have a path, and those excluded do not; note it."""
         return self._modules(path) and not self._exclude(path)
 
     def __str__(self) -> str:

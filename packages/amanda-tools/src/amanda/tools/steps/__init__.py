@@ -24,7 +24,7 @@ __all__ = ["Steps", "Window", "WindowError", "execution_number"]
 
 
 def execution_number(record: Any, run: dict[Any, Any] | None, recomputed: bool) -> int:
-    """Return the number of this execution, from 0 on, and count it in `record.executions`.
+    """Return the number of this execution, from 0 on; count it in `record.executions`, keep it in `run`.
 
     A recomputation has the number of its first execution, and is not counted.
 
@@ -91,9 +91,8 @@ class Steps(amanda.Tool):
         self.number = 0
         self._listeners: list[Listener] = []
         self._only_calls_begin_steps = False  # after a call of `step`
-        self._candidate_by_place: dict[
-            Hashable, _StepCandidate
-        ] = {}  # by op id, or by line outside of modules
+        # By op id, or by line outside of modules.
+        self._candidate_by_place: dict[Hashable, _StepCandidate] = {}
         self._model_ordinals: set[int] = set()  # of models whose first op has been analysed
         self._leader: _StepCandidate | None = None
         # Not open while lines need no count: no line leads while the first op of a module does.
@@ -112,7 +111,7 @@ class Steps(amanda.Tool):
         self.clear()
 
     def clear(self) -> None:
-        """Count from 0 again: the next step that begins is the first."""
+        """Count from 0 again, and call the listeners with 0: the next step that begins is the first."""
         self._leader, self._line_gate.open = None, True
         for candidate in self._candidate_by_place.values():
             candidate.executions = 0
@@ -131,7 +130,7 @@ class Steps(amanda.Tool):
             listener(number)
 
     def _watch_candidate(self, context: amanda.OpContext) -> None:
-        """Count the executions of an op that may begin steps."""
+        """Insert a routine that counts the executions, at an op that may begin steps."""
         if context.is_static():  # an op of a file, which does not run now
             return
         place = self._find_place(context)
@@ -151,6 +150,7 @@ class Steps(amanda.Tool):
         op_id = context.get_op_id()
         if op_id in self._candidate_by_place:
             return op_id
+        # The run, or the model, is noted here: only the first op of each may begin steps.
         if not context.is_eager():
             is_first_of_run, self._is_between_runs = self._is_between_runs, False
             return op_id if is_first_of_run else None
@@ -217,16 +217,16 @@ class Window:
         steps.on_step(self._update_open)
 
     def let(self, tool: amanda.Tool) -> None:
-        """Make the tool's routines run at steps of the window alone."""
+        """Make the tool's routines run at steps of the window alone, and the tool depend on `steps`."""
         tool.depends_on(self.steps)
         tool.wrap_routines(self.gate)
 
     def _update_open(self, number: int) -> None:
-        begun = number >= self._start and (self._end is None or number < self._end)
-        self.open = begun and (number - self._start) % self._frequency == 0
+        is_in_range = number >= self._start and (self._end is None or number < self._end)
+        self.open = is_in_range and (number - self._start) % self._frequency == 0
 
     def gate(self, context: amanda.OpContext, type: amanda.ActionType, routine: Routine) -> Routine:
-        """Return a routine that calls another at steps of the window alone, and else does nothing.
+        """Return a routine, never traceable, that calls another at steps of the window, else does nothing.
 
         Args:
             context: Of the op that the routine is for.
