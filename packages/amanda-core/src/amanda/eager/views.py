@@ -188,7 +188,10 @@ class Views(ABC):
     def _replaced_parts(
         self, originals: Sequence[Any], replacements: Sequence[Any]
     ) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield each part of an original, the part of a value that replaced it, and that whole value."""
+        """Yield each part of an original, the part of a value that replaced it, and that whole value.
+
+        An original is left out if its value has another number of parts.
+        """
         for original, value in _replaced_pairs(originals, replacements):
             original_parts, value_parts = self.components_of(original), self.components_of(value)
             if len(original_parts) == len(value_parts):

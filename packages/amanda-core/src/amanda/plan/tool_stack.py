@@ -233,7 +233,8 @@ def stack_for(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
     """Return the stack of the tools above `parent`, with the plans of earlier scopes of the same tools.
 
     Makes a stack if there is none, or if a tool has changed.  The stack is stored with the last tool, since
-    the last tool depends on the others; a stack without tools is not stored.
+    the last tool depends on the others; a stack without tools is not stored.  Of more than STACKS_PER_TOOL
+    stacks of a tool those that were used longest ago are dropped.
     """
     if not tools:
         return ToolStack(tools, parent)

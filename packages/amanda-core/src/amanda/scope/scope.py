@@ -94,7 +94,7 @@ class Scope(interceptor.Extent):
         tool.scope_entered()
 
     def _activate(self) -> None:
-        """Attach drivers and activate the tools in this context."""
+        """Attach drivers and activate the tools in this context; number ops outside of modules anew."""
         outer_state = State.current()
         # A tool acts once per op, at its outermost place.
         tools = [tool for tool in in_dependency_order(self._tools) if not outer_state.is_open(tool)]
@@ -140,7 +140,7 @@ class Scope(interceptor.Extent):
         hooks.call("amanda_scope_left", scope=self)
 
     def _notify_left(self, tool: AnyTool) -> None:
-        """Notify a tool that the scope has closed; report selections that no op has matched, once."""
+        """Notify a tool, once, that the scope has closed; report, once, selections that no op has matched."""
 
         def selection_in(sentence: str) -> str:
             return sentence.partition(";")[0]  # the names after it differ from scope to scope
@@ -275,6 +275,7 @@ class Scope(interceptor.Extent):
 
         @functools.wraps(function)
         def run_bound(*args: P.args, **kwargs: P.kwargs) -> T:
+            """Call the function in the state of the bound scope; as it is once that scope has closed."""
             if self.closed:
                 return function(*args, **kwargs)
             with activated(state):

@@ -131,6 +131,7 @@ def _pass_scopes(original: Function, *parameters: int | str) -> Function:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Stand-in for `original`: binds its arguments to the caller's scopes, and calls it in no scope."""
         state = _inherited_state()
         bound_args = [
             _bound_to_scopes(value, state) if position in parameters else value
