@@ -125,7 +125,10 @@ class _RowNames:
 
 
 def _row_numbers(result: Result, columns: Sequence[str]) -> dict[str, float]:
-    """Return the numbers of some columns of each row, by the row's texts and the column's name."""
+    """Return the numbers of some columns of each row, by the row's texts and the column's name.
+
+    Values that are no numbers, and truth values, are left out, as are columns that the result lacks.
+    """
     position_by_name, numbers, names = _position_by_name(result, columns), dict[str, float](), _RowNames()
     for row in result.rows():
         pairs = zip(result.columns, row, strict=True)

@@ -80,7 +80,10 @@ class StepWatcher(amanda.Tool):
 
     @_counts_time
     def _instrument_forward(self, context: amanda.OpContext) -> None:
-        """Insert the routines that check a forward op, none of an optimizer; record its parameters' paths."""
+        """Insert the routines that check a forward op, none of an optimizer; record its parameters' paths.
+
+        Calls `on_exhausted` if the allowance is spent; also watches for gradients that overflow.
+        """
         if context.get_forward_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
             context.insert_after_op(self._note_overflow, outputs=[], flag=context.get_inputs()[1])
         # In-place updates cannot run again, and the next forward pass reads their results.
@@ -120,7 +123,7 @@ class StepWatcher(amanda.Tool):
         context.insert_after_backward_op(self._after_backward_op, op=op, dtype=context["dtype"])
 
     def _is_sampled(self, op: WatchedOp) -> bool:
-        """Return True for a share of the executions: evenly spaced in a step, from a random start."""
+        """Count an execution; return True for a share of them, evenly spaced from a random start."""
         op.executions += 1
         # Evenly spaced ops cover a step better than ones that are drawn each by itself.
         previous, self._sample_position = self._sample_position, self._sample_position + self.share

@@ -196,7 +196,7 @@ def elements(shapes: Iterable[Any]) -> int:
 
 
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
-    """Return a tensor's shape, by StandardMapping's `shape`; a list of those in a list; None of others."""
+    """Return a tensor's shape, by StandardMapping's `shape`; of a list those of its tensors; else None."""
     if isinstance(value, (list, tuple)):
         return [extents for element in value if (extents := _extents(element, shape)) is not None] or None
     return _extents(value, shape)
