@@ -70,7 +70,7 @@ class EagerDriver(EagerOps, Driver):
         """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
 
         Tools see nothing of a call for which the op's only plan has no work, or that has an
-        `uninstrumented_reason`.
+        `uninstrumented_reason`, which the scopes report.
 
         Args:
             state: State of the thread that calls.

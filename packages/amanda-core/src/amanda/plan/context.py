@@ -495,7 +495,7 @@ class OpContext(dict[str, Any]):
         kwargs: Mapping[str, Any],
         reads: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """Check an action and record it, with its routine wrapped as the tool says.
+        """Record an action, with its routine wrapped as the tool says, or raise ActionError if it is unfit.
 
         Nothing is recorded where a wrapper of the tool returns None.
         """

@@ -114,7 +114,10 @@ class LiveTool(amanda.Tool):
 
     @property
     def result(self) -> Any:
-        """Return the tool's result: of the last logged step, or of the run if the tool runs throughout."""
+        """Return the tool's result: of the last logged step, or of the run if the tool runs throughout.
+
+        It is a copy with remarks on the logged steps, and on what was not instrumented in them.
+        """
         result = copy(self._tool.result if self._result is None else self._result)
         if hasattr(result, "remarks"):
             reports = [f"{entry.what}: {entry.reason}" for entry in self._tool_scope.report[:10]]
@@ -310,7 +313,10 @@ class LiveTool(amanda.Tool):
             self.begin_step()
 
     def _restart_step_numbers(self) -> None:
-        """Number steps from the start again: what ended before was no step, or is the present one."""
+        """Number steps from the start again: what ended before was no step, or is the present one.
+
+        Logs a warning if such executions were logged as steps.
+        """
         if self._step_end_event == "execution":
             self._logged_count = 0
             if self._last_logged_step > self._start_step:

@@ -104,8 +104,8 @@ class SentinelTool(amanda.Tool):
         self._options = _Options(budget, threshold, window, ranks, stop, limit, share, seed, compiled)
         self._optimizer_hooks: list[Any] = []
         self._admissions: list[Callable[[amanda.OpContext], bool]] = []
-        self._scope: amanda.Scope | None = None
-        self._thread = 0
+        self._scope: amanda.Scope | None = None  # `_step_scope` in a watched step
+        self._scope_thread = 0
         self.clear()
 
     def clear(self) -> None:
@@ -158,7 +158,7 @@ class SentinelTool(amanda.Tool):
 
     def scope_entered(self) -> None:
         """Begin a step, and hook the steps of optimizers: at once, or when torch is imported."""
-        self._thread = get_ident()
+        self._scope_thread = get_ident()
         # The tool must not be what imports a framework.
         self._cancel_import_hook = when_imported("torch.optim.optimizer", self._hook_optimizers)
         self._begin_step()
@@ -240,7 +240,7 @@ class SentinelTool(amanda.Tool):
         Alarms are of comparisons that earlier steps began.  The optimizer is noted in any case.
         """
         self._optimizers.add(ref(optimizer))
-        if not self._options.ranks or get_ident() != self._thread:
+        if not self._options.ranks or get_ident() != self._scope_thread:
             return
         start, step = perf_counter(), self._counts.steps
         with amanda.disabled():
@@ -258,7 +258,7 @@ class SentinelTool(amanda.Tool):
 
         On another thread than the one that opened the scope, only a remark is kept.
         """
-        if get_ident() != self._thread:
+        if get_ident() != self._scope_thread:
             self._remarks["Steps on other threads than the one that opened the scope were not watched."] = (
                 None
             )

@@ -287,6 +287,7 @@ class FlopsTool(amanda.Tool):
 
     def _op_cost_at_shapes(self, context: AnyContext, shapes: tuple[Any, ...] = ()) -> OpCost:
         """Compute the cost of an op at the shapes of a context; return a new OpCost."""
+        # `shapes` are those of the context once more, as ShapeCounts passes them to each `measure`.
         outputs = context.get_outputs() or []
         names = (context.get_forward_op_type(), context["type"])
         op_shapes, op_cost = shapes_of(context, context.get_inputs(), outputs), self._new_op_cost(context)
