@@ -320,7 +320,7 @@ class FlopsResult(PlacesResult[OpCost]):
         return self._tree(depth, _TREE, numbers)
 
     def _printed(self, view: Any) -> Result:
-        """Return the tree of modules, if rows or view ask for it and nothing is sorted; else the flat table."""
+        """Return a tree of modules if rows or view ask for it and nothing is sorted; else the flat table."""
         # A sorted view is a flat table too, with a remark.
         is_tree = self._by == ("module",) or (view.tree and self._by == KEYS)
         if is_tree and view.sort:
