@@ -419,7 +419,7 @@ class EagerDriver(EagerOps, Driver):
         run: dict[str, Any],
         saved: SavedTensors | None,
     ) -> Any:
-        """Run the replacement; run the op itself where there is none, or where it returned NotImplemented."""
+        """Run the replacement; without one, or after NotImplemented, the op itself, recorded by `saved`."""
         if replace is not None:
             result = run_replacement(
                 self, replace, inputs, facts, run, call.target_positions, call.invoke_for_replacement

@@ -408,7 +408,7 @@ when_enabled_again.append(copy_all_unseen_writes)
 
 
 def _replaced_pairs(originals: Sequence[Any], replacements: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return pairs of an original and the value that replaced it, also inside lists of equal lengths."""
+    """Return pairs of an original and the value that replaced it, inside lists too; none of unequal lists."""
     pairs: list[tuple[Any, Any]] = []
     for old, new in zip(originals, replacements, strict=True):
         if new is old:

@@ -215,7 +215,7 @@ class Attachment:
             self._import_watches.append(when_imported(framework, self._attach_loaded))
 
     def _detach_all(self) -> None:
-        """Leave frameworks, threads and the interceptor as they were found."""
+        """Leave frameworks, threads and the interceptor as they were found; tell plugins of each driver."""
         interceptor.watch_outside(None)
         # A kept exception holds frames, with the tensors in them.
         interceptor.forget_failures()

@@ -65,7 +65,7 @@ class Scope(interceptor.Extent):
         def __enter__(self) -> Scope: ...
 
     def _begin(self) -> Scope:
-        """Open the scope and notify its tools; undo all where anything raises.  ScopeError if it is open."""
+        """Open the scope, notify tools and plugins; undo all if anything raises.  ScopeError if it is open."""
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
@@ -114,7 +114,7 @@ class Scope(interceptor.Extent):
         interceptor.reset_root()
 
     def _end(self) -> None:
-        """Close the scope and notify its tools; complete an earlier call that was interrupted.
+        """Close the scope and notify tools and plugins; complete an earlier call that was interrupted.
 
         Adds to the report if most calls ran in Python.  Raises ScopeError where the scope is not open.
         """
@@ -161,7 +161,10 @@ class Scope(interceptor.Extent):
         tool.scope_left()
 
     def _deactivate(self) -> None:
-        """Close the scope in all contexts, and detach drivers: undo the steps of opening that have run."""
+        """Close the scope in all contexts, and detach drivers: undo the steps of opening that have run.
+
+        If scopes within are still open, the outermost of these will restore the state from before.
+        """
         token, self._open = self._activation_token, False
         inner_scopes = self._inner_scopes()
         interceptor.keep_failure(None)

@@ -50,7 +50,10 @@ def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, f
 
 
 def _stats_numbers(result: Any) -> Iterator[tuple[str, float]]:
-    """Yield mean and standard deviation of each output, L2 of weights and gradients; quantiles of all."""
+    """Yield mean and standard deviation of each output, L2 of weights and gradients; quantiles of all.
+
+    Tensors of integers, and without elements, are left out; quantiles where a sketch has them.
+    """
     names = _RowNames()
     # Not by rows, whose default quantiles take longer than all else.
     for entry in result.measured:

@@ -218,7 +218,7 @@ class SentinelTool(amanda.Tool):
         return [Alarm("nan", self._counts.steps, phase="", type="", module="", source="", detail=detail)]
 
     def _begin_step(self) -> None:
-        """Begin a step, and open the scope of the watcher if the budget allows."""
+        """Begin a step, and open the scope of the watcher if the budget allows, or after the first NaN."""
         self._step_begun_at, self._tool_seconds = perf_counter(), 0.0
         self._watch.step = self._counts.steps
         if self._watches_all_next or self._budget.allows():
