@@ -101,7 +101,7 @@ class Patches:
     ) -> None:
         """Make each call of an object a region of the program: the ops in the call belong to the object.
 
-        Ends with `restore`, but the code of the methods stays marked as the boundary of places.
+        `restore` ends this, except that the code of the methods stays marked as a BOUNDARY.
 
         Args:
             kind: Class with a `__call__` of its own, written in Python.
@@ -191,8 +191,8 @@ class Patches:
     def restore(self) -> None:
         """Undo every step, then every `set`, last first; then remove the stubs of sites.
 
-        An attribute that the program has set meanwhile stays as the program has it; the next `set` reuses our
-        stand-in if that is a function around the stand-in.
+        An attribute that the program has set meanwhile stays as the program has it.  If it is a function
+        around our stand-in, the next `set` leaves it there.
         """
         undo(self._undo_steps)
         # Each entry is dropped after its attribute is back: an interrupt in between only repeats a step.

@@ -113,7 +113,7 @@ def annotate_failure(
 
     An exception is returned where the routine's signature does not accept the values.  It bears the note
     then. None means that the caller raises `error`; `error` itself is not returned, since a frame that holds
-    an exception keeps the exception's frames alive.  A RoutineError of "a routine" is made to name it.
+    an exception keeps the exception's frames alive.  In a RoutineError "a routine" becomes the action's name.
 
     Args:
         error: Exception that the routine raised.

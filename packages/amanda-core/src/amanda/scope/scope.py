@@ -65,7 +65,7 @@ class Scope(interceptor.Extent):
         def __enter__(self) -> Scope: ...
 
     def _begin(self) -> Scope:
-        """Open the scope, notify tools and plugins; undo all if anything raises.  ScopeError if it is open."""
+        """Open the scope, notify tools and plugins; undo all where one raises.  ScopeError if it is open."""
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "

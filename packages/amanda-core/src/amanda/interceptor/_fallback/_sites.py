@@ -187,7 +187,7 @@ class Site:
         return result
 
     def _call_handler(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the handler of an op under a suspension, and count the call; run an op with an empty plan."""
+        """Run an op with an empty plan; else count the call, and call the handler under a suspension."""
         table, state = activation.table, activation.state  # which may change meanwhile
         op_id = _op_id(self, args, kwargs)
         call_cache = NotImplemented if table is None else table.get(op_id)

@@ -200,7 +200,7 @@ class StepWatcher(amanda.Tool):
         incoming_tensors: Sequence[Any],
         dtype: Any,
     ) -> None:
-        """Record norms of the gradients, and run the backward node again if possible; note if Python cannot."""
+        """Record norms of the gradients; run the node again if that is possible, or note if Python cannot."""
         tensors = torch_tensors(outgoing)
         for i, gradient in enumerate(outgoing):
             if _is_floating(gradient, dtype):
