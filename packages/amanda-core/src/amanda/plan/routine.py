@@ -157,6 +157,9 @@ def run_replacement(
         targets: Positions of the user's tensors that the op would have written and returned.
         original: Computes the op; None where nothing can.
         reads: Values that the routine reads of other ops.
+
+    Raises:
+        RoutineError: For another number of results than of the user's tensors that the op writes.
     """
     if ops.has_symbolic_tensors:
         ops.note_replacement(action, facts)

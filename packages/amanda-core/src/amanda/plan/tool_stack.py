@@ -100,7 +100,8 @@ class ToolStack:
         """Run this stack's analysis routines of a point on a context; call the hook for an analysed op.
 
         Before each routine its tool's `op_gone` is called for ops that have died.  A routine whose tool has
-        restrictions that do not admit the op is left out.
+        restrictions that do not admit the op is left out.  An exception passes, with a note that names the
+        tool and the op.
         part: the tools whose routines run; gets each routine's actions.  None for all tools.
         """
         for i, routine in enumerate(self.routines[point]):

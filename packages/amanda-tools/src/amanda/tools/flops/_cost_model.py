@@ -383,13 +383,14 @@ class OpCostModel:
         costs, dtype = [], context["element_type"]
         sides = [op_shapes.inputs, op_shapes.outputs, incoming, outgoing]
         for (inputs, outputs, *grads), count in components(sides):
-            forward = replace(op_shapes, inputs=inputs, outputs=outputs)
-            shaped = ShapedContext(
+            component_shapes = replace(op_shapes, inputs=inputs, outputs=outputs)
+            shaped_context = ShapedContext(
                 context, [[_stand_in(shape, dtype) for shape in side] for side in (inputs, outputs, *grads)]
             )
-            shaped["cost"] = self.cost_of_op(names, forward, "", context["complex_products"])
-            present_grads = [grad for grad in shaped.get_grad_inputs() if grad is not None]
-            cost = self.cost_of_backward_op(shaped, context["backward_type"], present_grads)
+            forward_cost = self.cost_of_op(names, component_shapes, "", context["complex_products"])
+            shaped_context["cost"] = forward_cost
+            present_grads = [grad for grad in shaped_context.get_grad_inputs() if grad is not None]
+            cost = self.cost_of_backward_op(shaped_context, context["backward_type"], present_grads)
             if cost is None:
                 return None
             costs.append((cost, count))

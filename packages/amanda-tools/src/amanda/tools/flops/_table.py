@@ -289,7 +289,7 @@ def count_bytes(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence
 
 
 def bytes_of(context: Any, values: Iterable[Any]) -> int:
-    """Return the bytes of tensors, also of those in lists.  context: of the op, maybe a `ShapedContext`."""
+    """Return the bytes of tensors, in lists too, of unknown type as float32.  context: also ShapedContext."""
     total = 0
     for value in leaves(values):
         # Of a distributed tensor this process moves its own shard.

@@ -277,12 +277,11 @@ class FlopsTool(amanda.Tool):
         """Insert a tally of the op's executions by shapes; the context has the cost at the first ones."""
         sides = [context.get_inputs(), context.get_outputs() or []]
         measure, costs = self._op_cost_at_shapes, self._cost_by_shapes
-        by_shape = ShapeCounts(context, sides, measure, costs, self._settle_counts)
-        context["by_shape"] = by_shape
+        shape_counts = context["by_shape"] = ShapeCounts(context, sides, measure, costs, self._settle_counts)
         op_cost = self._op_cost_at_shapes(context)
         context["cost"], context["estimate"] = Cost(op_cost.macs or 0, op_cost.flops or 0), 0
         self._costly_ops += bool(op_cost.flops)
-        counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else by_shape
+        counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else shape_counts
         context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
     def _op_cost_at_shapes(self, context: AnyContext, shapes: tuple[Any, ...] = ()) -> OpCost:
@@ -307,9 +306,9 @@ class FlopsTool(amanda.Tool):
         if "cost" not in context:
             context["parameters"] = self._parameter_keys.keys_and_elements(context)
             context["complex_products"] = self._model.complex_products(context)
-            forward = self._op_cost_at_shapes(context)
-            context["cost"] = None if forward.flops is None else Cost(forward.macs or 0, forward.flops)
-            context["estimate"] = 0
+            forward_cost = self._op_cost_at_shapes(context)
+            macs, flops = forward_cost.macs or 0, forward_cost.flops
+            context["cost"], context["estimate"] = None if flops is None else Cost(macs, flops), 0
         backward_type = context["backward_type"]
         if context["cost"] is _COST_AT_EXECUTION:
             key = f"incoming {context.get_backward_op_id()}"
