@@ -289,7 +289,7 @@ def count_bytes(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence
 
 
 def bytes_of(context: Any, values: Iterable[Any]) -> int:
-    """Return the bytes of tensors, in lists too, of unknown type as float32.  context: also ShapedContext."""
+    """Return the bytes of tensors, in lists too; unknown types are float32.  context: the op's, or shaped."""
     total = 0
     for value in leaves(values):
         # Of a distributed tensor this process moves its own shard.
