@@ -108,8 +108,8 @@ def _create_part(target: Path) -> tuple[Path, int | None]:
 def _open_locked(part: Path) -> int:
     """Open or make a file, lock it until its handle is closed, and empty it; return the handle.
 
-    Raises BlockingIOError if the file is locked, or was moved away before it could be locked.  After another
-    error, as on a file system without locks, the file is removed.
+    Raises OSError if the file is locked, or was moved away before it could be locked.  After an error other
+    than BlockingIOError, as on a file system without locks, the file is removed.
     """
     # Made by `open`, so that the umask decides its mode; `tempfile` makes files for the owner alone.
     handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)

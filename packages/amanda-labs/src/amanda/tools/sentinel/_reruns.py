@@ -171,7 +171,7 @@ def is_view_of(x: Any, bases: Sequence[Any]) -> bool:
 
 
 def norm_of(x: Any) -> Any:
-    """Return the Euclidean norm of a tensor of floating numbers, in float32 or wider, as a tensor."""
+    """Return the Euclidean norm of a floating tensor, computed in float32 or wider, as a float64 tensor."""
     import torch
 
     # Squares of float16 overflow beyond 256.

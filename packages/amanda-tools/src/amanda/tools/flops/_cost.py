@@ -389,7 +389,7 @@ class FlopsResult(PlacesResult[OpCost]):
         return {"totals": totals, "unsupported": dict(self.unsupported), **super()._facts()}
 
     def notes(self) -> Sequence[str]:
-        """Return the totals, the convention, and the share of what no formula knows."""
+        """Return the totals, the convention, and the share of what no formula knows; or that nothing ran."""
         if not self.ops:
             return [NOTHING]
         phases = dict.fromkeys(op_cost.phase for op_cost in self.ops)

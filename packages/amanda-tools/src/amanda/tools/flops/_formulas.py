@@ -224,7 +224,7 @@ def transposed_convolution(op: Shapes) -> Cost:
 
 
 def pooling(op: Shapes) -> Cost:
-    """Count for every output element its window; one of a size that follows from the shapes."""
+    """Count for every output element its window; 1 for a window whose size follows from the shapes."""
     size = next((value for value in op.values if value is not None), None)
     for name in ("ksize", "kernel_size", "kernel_shape"):
         size = op.attributes.get(name, size)
