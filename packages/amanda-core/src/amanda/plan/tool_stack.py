@@ -180,7 +180,8 @@ class ToolStack:
     def enable_double_backward(self) -> bool:
         """Make the next passes look for backward ops of backward ops; do nothing the second time.
 
-        Returns True if a plan had all its backward ops analysed, which no longer holds.
+        Returns True, and drops the native programs, if a plan had all its backward ops analysed: that no
+        longer holds.
         """
         if self.double_backward:
             return False

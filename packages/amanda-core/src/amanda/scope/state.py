@@ -138,7 +138,10 @@ _OUTSIDE = State()
 
 
 def _stack_of_scopes(scopes: Iterable[Scope]) -> ToolStack | None:
-    """Return the stack of nested scopes, the outermost first; each tool is only in the first that has it."""
+    """Return the stack of nested scopes, the outermost first; each tool is only in the first that has it.
+
+    None where no scope has a tool.
+    """
     stack = None
     for scope in scopes:
         outer_state = State(stack)
