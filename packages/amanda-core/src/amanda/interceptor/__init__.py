@@ -89,13 +89,13 @@ else:
     try:
         from amanda.interceptor import _native  # type: ignore[attr-defined]
 
-        _native_by_name: dict[str, object] = {"modules": sys.modules}
+        _names: dict[str, object] = {"modules": sys.modules}
         # cffi passes no Python objects: native code gets the dict's address, and puts its objects into it.
-        if _refusal := _native.lib.amanda_boot(_native.ffi.cast("void *", id(_native_by_name))):
+        if _refusal := _native.lib.amanda_boot(_native.ffi.cast("void *", id(_names))):
             raise ImportError(
                 "it serves the main interpreter alone" if _refusal > 0 else "the report is above"
             )
-        CHECKS = check_interpreter(_native_by_name)
+        CHECKS = check_interpreter(_names)
         NATIVE = True
     except ImportError as error:
         REASON = (
@@ -108,7 +108,7 @@ if TYPE_CHECKING:
     from amanda.interceptor._fallback import *
 else:
     # The names stand once, in `__all__`: whichever interceptor is in force gives their objects.
-    _objects = _native_by_name if NATIVE else vars(importlib.import_module("amanda.interceptor._fallback"))
+    _objects = _names if NATIVE else vars(importlib.import_module("amanda.interceptor._fallback"))
     globals().update({name: _objects[name] for name in __all__ if name in _objects})
 
 from amanda.interceptor.interrupts import uninterrupted  # noqa: E402
