@@ -42,7 +42,7 @@ def _import_submodules_lazily(package: str) -> None:
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Add the magic `%%amanda` of amanda-tools to IPython: what `%load_ext amanda` calls."""
+    """Add the magic `%%amanda` to IPython, for `%load_ext amanda`; AmandaError without amanda-tools."""
     try:
         notebook = importlib.import_module("amanda.tools.notebook")
     except ModuleNotFoundError as error:

@@ -144,8 +144,10 @@ def info(arguments: Sequence[str] = ()) -> int:
     say(f"Interceptor: {_interceptor_in_words()}")
     say("Drivers:", *_plugin_lines(list_drivers(load), extra="torch"))
     # How a tool is loaded is the same for all.
-    listed = [replace(tool, message="") if tool.state == "not loaded" else tool for tool in list_tools(load)]
-    say("Tools:", *_plugin_lines(listed, extra="tools"))
+    tool_plugins = [
+        replace(tool, message="") if tool.state == "not loaded" else tool for tool in list_tools(load)
+    ]
+    say("Tools:", *_plugin_lines(tool_plugins, extra="tools"))
     say(*_wrapped(", ".join(sorted(names_of_commands())), " " * 2, "Commands: "))
     return 0
 
@@ -154,16 +156,16 @@ def tools(arguments: Sequence[str] = ()) -> int:
     """List the tools, with a one-line description of each."""
     _require_no_arguments(arguments)
     # Loaded, since the first line of a tool's docstring is in its code.
-    listed = list_tools(load=True)
-    say(*(_tools_by_purpose(listed) if listed else _install_hint("tools")))
-    if listed:
+    tool_plugins = list_tools(load=True)
+    say(*(_tools_by_purpose(tool_plugins) if tool_plugins else _install_hint("tools")))
+    if tool_plugins:
         say("", "Run `amanda info TOOL` to see a tool's options.")
-    installed = {tool.name for tool in listed}
+    installed = {tool.name for tool in tool_plugins}
     # One tool of a distribution is enough to show that it is installed.
-    absent = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
-    if absent:
+    absent_groups = [offer.tools for offer in OFFERS.values() if not installed.intersection(offer.tools)]
+    if absent_groups:
         say("", "Not installed:")
-        for names in absent:
+        for names in absent_groups:
             say(f"  {install_command(names[0], 'tools')}", *_wrapped(", ".join(names), " " * 6))
     return 0
 
@@ -176,18 +178,18 @@ _PURPOSES = {
 }
 
 
-def _tools_by_purpose(listed: Sequence[Plugin]) -> Iterator[str]:
+def _tools_by_purpose(tool_plugins: Sequence[Plugin]) -> Iterator[str]:
     """Yield lines with the tools under the headings of their purposes, no wider than the terminal.
 
-    A tool whose `purpose` is None is left out.
+    A tool whose `purpose` is None is left out; one that cannot be loaded is among the others, with its error.
     """
     tools_by_heading: dict[str, list[Plugin]] = {heading: [] for heading in (*_PURPOSES.values(), "Others")}
-    for tool in listed:
+    for tool in tool_plugins:
         has_failed_to_load = bool(tool.message)
         purpose = "" if has_failed_to_load else getattr(tool_class(tool.name), "purpose", "")
         if purpose is not None:
             tools_by_heading[_PURPOSES.get(purpose, "Others")].append(tool)
-    name_width = max((len(tool.name) for tool in listed), default=0)
+    name_width = max((len(tool.name) for tool in tool_plugins), default=0)
     for heading, tools in tools_by_heading.items():
         if tools:
             yield f"{heading}:"
@@ -197,7 +199,7 @@ def _tools_by_purpose(listed: Sequence[Plugin]) -> Iterator[str]:
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield rows as lines with aligned columns, folded into the width of the terminal.
+    """Yield rows as lines with aligned columns, escaped, and folded into the width of the terminal.
 
     The last column is folded in its place, or below the others where they leave it less than half a line.
     """
@@ -231,7 +233,7 @@ _ENTRY = re.compile(r"\s*[\w*, ]+: ")
 
 
 def _refilled_docstring(docstring: str, indent: str) -> Iterator[str]:
-    """Yield the lines of a docstring; paragraphs that are too wide for the terminal are refilled."""
+    """Yield the lines of a docstring, indented; paragraphs too wide for the terminal are refilled."""
     columns = shutil.get_terminal_size().columns
     for number, paragraph in enumerate(docstring.split("\n\n")):
         lines = [f"{indent}{line}".rstrip() for line in paragraph.splitlines()]
@@ -269,10 +271,10 @@ def doctor(arguments: Sequence[str] = ()) -> int:
     _require_no_arguments(arguments)
     results = list(diagnoses())
     say(*_aligned(results))
-    wrong = sum(diagnosis.verdict == "wrong" for diagnosis in results)
-    problems = f"{wrong} problem{'s' * (wrong > 1)}" if wrong else "No problem"
+    problem_count = sum(diagnosis.verdict == "wrong" for diagnosis in results)
+    problems = f"{problem_count} problem{'s' * (problem_count > 1)}" if problem_count else "No problem"
     say("", f"{problems} found ({len(results)} checks).")
-    return int(wrong > 0)
+    return int(problem_count > 0)
 
 
 CORE_COMMANDS: dict[str, Command] = {"doctor": doctor, "info": info, "tools": tools}
@@ -294,7 +296,7 @@ def version_of_core() -> str:
 
 
 def say(*lines: str) -> None:
-    """Write lines to standard output."""
+    """Write lines to standard output, with escapes for characters that would steer a terminal."""
     # Escaped: a name or a version of a stranger's distribution must not steer the terminal.
     sys.stdout.write("".join(f"{printable(line)}\n" for line in lines))
 
@@ -305,7 +307,10 @@ def _require_no_arguments(arguments: Sequence[str]) -> None:
 
 
 def _print_tool(name: str) -> int:
-    """Print where a tool comes from, its docstring and its options."""
+    """Print where a tool comes from, its docstring and options, and those of every tool in `amanda run`.
+
+    Returns the exit status, 0; raises UnknownToolError for a name that no tool has.
+    """
     kind = tool_class(name)
     say(*_wrapped(f"{name}: {kind.__module__}.{kind.__qualname__}", " " * 4, ""), "")
     # Options of `select`, which some tools take in Python as well, are among those of every tool.

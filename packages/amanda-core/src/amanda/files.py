@@ -106,7 +106,11 @@ def _create_part(target: Path) -> tuple[Path, int | None]:
 
 
 def _open_locked(part: Path) -> int:
-    """Open or make a file, lock it until its handle is closed, and empty it; OSError if it is locked."""
+    """Open or make a file, lock it until its handle is closed, and empty it; return the handle.
+
+    Raises OSError if the file is locked, or was moved away before it could be locked.  After an error other
+    than BlockingIOError, as on a file system without locks, the file is removed.
+    """
     # Made by `open`, so that the umask decides its mode; `tempfile` makes files for the owner alone.
     handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     try:
@@ -168,7 +172,10 @@ def replacing_all(target: Path, force: bool) -> Iterator[Path]:
 
 
 def _move_into_place(new: Path, target: Path, old: Path) -> None:
-    """Move a file or folder to `target`; a folder there moves to `old`, and back after an error."""
+    """Move a file or folder to `target`; a file there is replaced, a folder moves to `old`.
+
+    After an error the folder is moved back.
+    """
     if not target.is_dir():
         new.replace(target)
         return
@@ -192,6 +199,8 @@ def _flush_to_disk(path: Path) -> None:
 @contextmanager
 def naming(path: str | os.PathLike[str], verb: str = "written") -> Iterator[None]:
     """Return a context that raises a FileError, which names a path, in place of an OSError.
+
+    A FileError of the code within passes as it is.
 
     Args:
         path: File or folder that the error names.
@@ -225,6 +234,7 @@ def file_beside(path: Path, name: str, part: str) -> Path:
     Raises:
         ArtefactError: For a file outside of the folder, also by a link, and for something other than a
             regular file.
+        MissingFileError: Where there is no such file.
     """
     part_path = path.parent / name
     allowed_folders = [path.parent.resolve(), path.resolve().parent]

@@ -162,7 +162,7 @@ class Tool:
         *,
         closing: bool,
     ) -> None:
-        """Check a routine and register it; open scopes analyse their ops anew."""
+        """Register a routine, which open scopes use at once; raise ToolError if it takes no context."""
         if not _takes_context(callback):
             raise ToolError(
                 "add_inst_for_op wants a routine of one argument, the context, and "
@@ -386,7 +386,7 @@ class Tool:
             )
 
     def _number_path(self, path: str, variable: Any) -> str:
-        """Return a variable's path, with ".1", ".2" for variables with that path in further models."""
+        """Return a variable's path; its first call appends ".1", ".2" if others of that path came before."""
         numbers = self._amanda.state.setdefault("paths", {}).setdefault(path, {})
         number = numbers.setdefault(self.identity_of(variable), len(numbers))
         return path if number == 0 else f"{path}.{number}"
@@ -446,7 +446,7 @@ class Tool:
         yield from _select_trainable(self._amanda.state.get("values", {})).values()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
-        """Run `model` once on an example, so that this tool's state is made.
+        """Run `model` once on an example in a scope of this tool, so that its state is made.
 
         Args:
             model: A module or another callable.
@@ -460,8 +460,8 @@ class Tool:
             ToolError: For a model that cannot be called.
         """
         if not callable(model):
-            given = type(model).__name__
-            raise ToolError(f"prepare was given a {given}; give a model, then an example of its inputs")
+            type_name = type(model).__name__
+            raise ToolError(f"prepare was given a {type_name}; give a model, then an example of its inputs")
         with preparation(self) or nullcontext(), apply(self):
             return model(*example, **kwargs)
 
@@ -516,7 +516,7 @@ def _takes_context(callback: AnalysisRoutine) -> bool:
 
 
 def _select_trainable(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the tensors among some values that an optimizer may train."""
+    """Return the tensors among some values that an optimizer may train, by key."""
     return {
         key: value for key, value in values.items()
         if getattr(value, "requires_grad", getattr(value, "trainable", False))

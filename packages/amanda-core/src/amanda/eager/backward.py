@@ -161,7 +161,8 @@ class BackwardStep:
     def _add_plan(self, plan: Plan) -> None:
         """Add a stack's actions and open tools, and the tools among these whose analysis of the op is due.
 
-        If the values that an analysis reads are gone, the scope's report says so instead.
+        Adds an op whose analysis is incomplete to the trace's `unanalysed_ids`.  If the values that an
+        analysis reads are gone, the scope's report says so instead.
         """
         trace, facts = self._trace, self._trace.facts
         assert facts is not None
@@ -244,7 +245,7 @@ class BackwardStep:
         return bool(self._due_analyses or any(map(self._is_open, all_actions)))
 
     def run_before(self, grad_outputs: Sequence[Any]) -> list[Any]:
-        """Run analyses and routines before the op; return the gradients that enter the op."""
+        """Run routines before the op, and in the first call due analyses; return the gradients that enter."""
         grads = list(grad_outputs)
         self._facts.grad_outputs = list(grads)
         for index, plan, due_tools in self._due_analyses:
@@ -326,7 +327,10 @@ class BackwardStep:
         return any(action.tool is tool for tool in self._open_tools)
 
     def _run_routine(self, action: Action, grads: list[Any]) -> list[Any]:
-        """Run one routine if its tool is open; return the gradients, changed or as they are."""
+        """Run one routine if its tool is open; return the gradients, changed or as they are.
+
+        In a recomputation observers are left out, unless they take `recomputed`.
+        """
         # A checkpointed function may contain a backward pass, which its recomputation repeats.
         current_action = action if self._state.recomputed_executions is None else action.for_recomputation()
         # None: the routine was called in the first execution, and is not called again.

@@ -35,7 +35,7 @@ class EagerDriver(EagerOps, Driver):
     """
 
     def register_framework(self) -> None:
-        """Mark the framework's code, and register the types of values that distinguish ops."""
+        """Mark the framework's code; register the types of values that distinguish ops, and `slot_of`."""
         super().register_framework()
         # Parameters enter the ids of ops; other tensors come anew at each step, and would make each an op.
         for kind in self.identity_types:
@@ -70,7 +70,7 @@ class EagerDriver(EagerOps, Driver):
         """Run a call of an op in Python; the interceptor calls this where no native program serves the call.
 
         Tools see nothing of a call for which the op's only plan has no work, or that has an
-        `uninstrumented_reason`.
+        `uninstrumented_reason`, which the scopes report.
 
         Args:
             state: State of the thread that calls.
@@ -153,6 +153,7 @@ class EagerDriver(EagerOps, Driver):
     ) -> Any:
         """Run the routines of a plan and the op between them; return the op's result for the program.
 
+        Leaves a `Trace` for backward ops that tools want, and ties views that routines have replaced.
         analysis: the analysis to complete after the op, at its first execution; None at later ones.
         last_called, last_result: index of the routine that native code called last, and its result, which is
         not yet among the inputs; -1 where native code called none.
@@ -268,8 +269,8 @@ class EagerDriver(EagerOps, Driver):
     ) -> list[Any]:
         """Tie values from routines to the views that they replaced; return the outputs to use.
 
-        Copies what the op has written to the other sides of ties.  If the op returns an input that a routine
-        replaced by an equal value, the program's own input becomes the output.
+        Restores the outputs' roles in autodiff, and copies what the op has written to the other sides of
+        ties.  Where the op returns a value that equals the input which it replaced, it becomes that input.
         values, final_values: outputs before and after the routines after the op.
         """
         are_inputs_replaced = inputs is not call.inputs
@@ -277,7 +278,7 @@ class EagerDriver(EagerOps, Driver):
             # Rarely needed and expensive: the op runs again at most once for all its outputs.
             @cache
             def run_on_originals() -> list[Any]:
-                # No tool sees the second run of the op, which the program did not ask for.
+                """Run the op once more, on its original inputs and without tools; return its flat result."""
                 unobserved = interceptor.Activation(None, State.current(), False, False)
                 with self.without_autodiff(), in_force(unobserved):
                     return self.flatten_with_unreturned(call, call.invoke(call.inputs), call.inputs)[0]
@@ -311,7 +312,8 @@ class EagerDriver(EagerOps, Driver):
     ) -> dict[int, Any]:
         """Return original inputs by the ids of equal replacements that the op has returned as outputs.
 
-        An op that returns its input (`x.contiguous()`) has to return the program's tensor, not a copy.
+        An op that returns its input (`x.contiguous()`) has to return the program's tensor, not a copy.  Runs
+        the op again where a value is equal.
         inputs, values: inputs with which the op ran, and the outputs after the routines.
         """
         pairs = zip(spread(original_inputs), spread(inputs), strict=False)
@@ -417,7 +419,7 @@ class EagerDriver(EagerOps, Driver):
         run: dict[str, Any],
         saved: SavedTensors | None,
     ) -> Any:
-        """Run the replacement; run the op itself where there is none, or where it returned NotImplemented."""
+        """Run the replacement; without one, or after NotImplemented, the op itself, recorded by `saved`."""
         if replace is not None:
             result = run_replacement(
                 self, replace, inputs, facts, run, call.target_positions, call.invoke_for_replacement

@@ -188,7 +188,10 @@ class Views(ABC):
     def _replaced_parts(
         self, originals: Sequence[Any], replacements: Sequence[Any]
     ) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield each part of an original, the part of a value that replaced it, and that whole value."""
+        """Yield each part of an original, the part of a value that replaced it, and that whole value.
+
+        An original is left out if its value has another number of parts.
+        """
         for original, value in _replaced_pairs(originals, replacements):
             original_parts, value_parts = self.components_of(original), self.components_of(value)
             if len(original_parts) == len(value_parts):
@@ -405,7 +408,7 @@ when_enabled_again.append(copy_all_unseen_writes)
 
 
 def _replaced_pairs(originals: Sequence[Any], replacements: Sequence[Any]) -> list[tuple[Any, Any]]:
-    """Return pairs of an original and the value that replaced it, also inside lists of equal lengths."""
+    """Return pairs of an original and the value that replaced it, inside lists too; none of unequal lists."""
     pairs: list[tuple[Any, Any]] = []
     for old, new in zip(originals, replacements, strict=True):
         if new is old:

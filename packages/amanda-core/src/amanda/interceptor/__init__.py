@@ -95,7 +95,7 @@ else:
         from amanda.interceptor import _native  # type: ignore[attr-defined]
 
         _names: dict[str, object] = {"modules": sys.modules}
-        # cffi passes no Python objects: native code gets the dict's address, and puts the face into it.
+        # cffi passes no Python objects: native code gets the dict's address, and puts its objects into it.
         if _refusal := _native.lib.amanda_boot(_native.ffi.cast("void *", id(_names))):
             raise ImportError(
                 "it serves the main interpreter alone" if _refusal > 0 else "the report is above"
@@ -112,9 +112,9 @@ else:
 if TYPE_CHECKING:
     from amanda.interceptor._fallback import *
 else:
-    # The face stands once, in `__all__`: whichever interceptor is in force fills it.
-    _face = _names if NATIVE else vars(importlib.import_module("amanda.interceptor._fallback"))
-    globals().update({name: _face[name] for name in __all__ if name in _face})
+    # The names stand once, in `__all__`: whichever interceptor is in force gives their objects.
+    _objects = _names if NATIVE else vars(importlib.import_module("amanda.interceptor._fallback"))
+    globals().update({name: _objects[name] for name in __all__ if name in _objects})
 
 from amanda.interceptor.interrupts import uninterrupted  # noqa: E402
 from amanda.interceptor.opid import SKIPPED, CodeRegistry  # noqa: E402

@@ -101,6 +101,8 @@ class Patches:
     ) -> None:
         """Make each call of an object a region of the program: the ops in the call belong to the object.
 
+        `restore` ends this, except that the code of the methods stays marked as a BOUNDARY.
+
         Args:
             kind: Class with a `__call__` of its own, written in Python.
             place: `path` of the `Enclosure`, for objects that are told apart by where they lie; None to tell
@@ -189,7 +191,8 @@ class Patches:
     def restore(self) -> None:
         """Undo every step, then every `set`, last first; then remove the stubs of sites.
 
-        An attribute that the program has set meanwhile stays as the program has it.
+        An attribute that the program has set meanwhile stays as the program has it.  If it is a function
+        around our stand-in, the next `set` leaves it there.
         """
         undo(self._undo_steps)
         # Each entry is dropped after its attribute is back: an interrupt in between only repeats a step.

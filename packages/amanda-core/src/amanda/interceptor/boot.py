@@ -22,18 +22,18 @@ _CALLS = 64
 _FRAMES = 12
 """Frames that are compared: those of the test, and some of the program that imports Amanda."""
 
-Face = Mapping[str, Any]
+ObjectByName = Mapping[str, Any]
 """The native interceptor: its classes and functions by name."""
 
 
-def check_interpreter(face: Face) -> int:
+def check_interpreter(native_by_name: ObjectByName) -> int:
     """Check that native code fits this interpreter; return the number of checks.
 
     Raises ImportError that names the check which fails.
     """
     # The empty context keeps the test's activation from the program, and the program's from the test.
     try:
-        return Context().run(_run_checks, face)
+        return Context().run(_run_checks, native_by_name)
     except Exception as error:
         failure = str(error) if isinstance(error, AssertionError) else repr(error)
         raise ImportError(
@@ -41,28 +41,32 @@ def check_interpreter(face: Face) -> int:
         ) from error
 
 
-def _run_checks(face: Face) -> int:
-    """Run each check, and return how many there are."""
-    face["configure"](CodeRegistry(face["forget_code"]).describe, lambda ordinal: None)
-    face["ACTIVATION"].set(face["Activation"](None, None))
-    _check_frames(face)
-    _check_ids(face)
-    probes = list(_probes(face))
+def _run_checks(native_by_name: ObjectByName) -> int:
+    """Configure the interceptor, activate it in this context, and run each check; return how many there are.
+
+    Raises AssertionError at the first check that fails.
+    """
+    native_by_name["configure"](CodeRegistry(native_by_name["forget_code"]).describe, lambda ordinal: None)
+    native_by_name["ACTIVATION"].set(native_by_name["Activation"](None, None))
+    _check_frames(native_by_name)
+    _check_ids(native_by_name)
+    probes = list(_probes(native_by_name))
     for name, target, call in probes:
-        _check_stub(face, name, target, call)
+        _check_stub(native_by_name, name, target, call)
     return 2 + len(probes)
 
 
-def _probes(face: Face) -> Iterator[tuple[str, Any, Callable[[], object]]]:
+def _probes(native_by_name: ObjectByName) -> Iterator[tuple[str, Any, Callable[[], object]]]:
     """Yield, for each kind of callable that a stub may be placed on, a name, a target and a call of it."""
-    without, plain, of_tuple, of_array, of_keywords = face["probe_functions"]  # by their calling convention
+    # By their calling convention.
+    without, plain, of_tuple, of_array, of_keywords = native_by_name["probe_functions"]
     yield "a function of nothing", without, lambda: without()
     yield "a function of one argument", plain, lambda: plain(1)
     yield "a function of a tuple", of_tuple, lambda: of_tuple(1)
     yield "a function of an array", of_array, lambda: of_array(1, 2)
     yield "a function of keywords", of_keywords, lambda: of_keywords(1, value=2)
     yield "a function of optional keywords", of_keywords, lambda: of_keywords(1)
-    kind, probe = face["Probe"], face["Probe"]()
+    kind, probe = native_by_name["Probe"], native_by_name["Probe"]()
     yield "a method of nothing", kind.without, lambda: probe.without()
     yield "a method of one argument", kind.plain, lambda: probe.plain(1)
     yield "a method of a tuple", kind.tuple, lambda: probe.tuple(1)
@@ -73,13 +77,13 @@ def _probes(face: Face) -> Iterator[tuple[str, Any, Callable[[], object]]]:
     yield "a subscript", kind.__getitem__, lambda: probe[1]
 
 
-def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) -> None:
+def _check_stub(native_by_name: ObjectByName, name: str, target: Any, call: Callable[[], object]) -> None:
     """Call a target before, while and after its stub is placed.
 
-    Raises AssertionError if the stub misses calls.
+    Raises AssertionError unless the stub is reached as often as the target is called while it is placed.
     """
     ids_of_seen_calls: list[int] = []
-    site = _recording_site(face, target, ids_of_seen_calls)
+    site = _recording_site(native_by_name, target, ids_of_seen_calls)
     for _ in range(_CALLS):
         call()
     site.place()
@@ -91,23 +95,23 @@ def _check_stub(face: Face, name: str, target: Any, call: Callable[[], object]) 
         raise AssertionError(f"of {_CALLS} calls of {name} its stub is reached by {len(ids_of_seen_calls)}")
 
 
-def _recording_site(face: Face, target: Any, ids: list[int]) -> Any:
+def _recording_site(native_by_name: ObjectByName, target: Any, ids: list[int]) -> Any:
     """Return a site whose handler appends the op's id and makes the call."""
 
     def handler(state: Any, call_cache: Any, op_id: int, site: Any, args: Any, kwargs: Any) -> Any:
         ids.append(op_id)
         return site.invoke(args, kwargs)
 
-    return face["Site"](target, target, "self-test", digest("self-test"), handler)
+    return native_by_name["Site"](target, target, "self-test", digest("self-test"), handler)
 
 
-def _check_frames(face: Face) -> None:
+def _check_frames(native_by_name: ObjectByName) -> None:
     """Walk frames of each kind; raise AssertionError where native code finds others than Python."""
 
     def compare() -> int:
         """Compare both walks here; return 0, as `__len__` has to return a number."""
         # The innermost frame is left out: it is at another instruction for each of the two.
-        native, public = face["walked_frames"](_FRAMES)[1:], list(_outer_frames(sys._getframe(1)))
+        native, public = native_by_name["walked_frames"](_FRAMES)[1:], list(_outer_frames(sys._getframe(1)))
         if native != public:
             raise AssertionError(f"native code walks the frames {native}, and Python {public}")
         return 0
@@ -139,13 +143,14 @@ def _outer_frames(frame: FrameType | None) -> Iterator[tuple[object, int]]:
         frame = frame.f_back
 
 
-def _check_ids(face: Face) -> None:
+def _check_ids(native_by_name: ObjectByName) -> None:
     """Run ops at different places; raise AssertionError if places share an id, or ids change with the run."""
     ids: list[int] = []
-    op = face["probe_functions"][1]
-    site = _recording_site(face, op, ids)
+    op = native_by_name["probe_functions"][1]
+    site = _recording_site(native_by_name, op, ids)
 
     def program() -> None:
+        """Call the op ten times: twice in a line, in a loop, in and around a generator, and from C."""
         op(1), op(1)
         for _ in range(2):
             op(1)
@@ -160,7 +165,7 @@ def _check_ids(face: Face) -> None:
         program()
         runs.append(ids[:])
         ids.clear()
-        face["reset_root"]()
+        native_by_name["reset_root"]()
     site.remove()
     # For each call of the program, the index of the first call with its id.  Outside of modules the rounds of
     # a loop share an id; the generator and the body of the loop over it take turns.

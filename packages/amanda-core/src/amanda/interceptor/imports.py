@@ -107,7 +107,10 @@ class _Watch(MetaPathFinder):
         self._path_with_watch: list[MetaPathFinder] = []
 
     def add(self, name: str, callback: Callback) -> Callable[[], object]:
-        """Watch a module; return the function that cancels the watch.  See `when_imported`."""
+        """Watch a module; return the function that cancels the watch.  See `when_imported`.
+
+        If another thread runs the module's body now, a new thread waits for its end and calls the callbacks.
+        """
 
         # A function of its own for each watch, because one callback may watch a module twice.
         def callback_of_watch() -> None:
@@ -162,6 +165,7 @@ class _Watch(MetaPathFinder):
         original_exec_module = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            """Stand-in for the loader's method: removes itself, runs the module, calls its callbacks."""
             vars(loader).pop("exec_module", None)
             original_exec_module(module)
             if name in sys.modules:  # as itself, or as the object that the body has put in its place

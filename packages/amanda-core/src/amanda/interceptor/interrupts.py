@@ -60,6 +60,7 @@ def collect_signal_errors() -> Iterator[list[BaseException]]:
     signal_errors: list[BaseException] = []
 
     def call_and_list(handler: Handler, number: int, frame: FrameType | None) -> None:
+        """Call a handler; list its exception, and raise it."""
         try:
             handler(number, frame)
         except BaseException as error:

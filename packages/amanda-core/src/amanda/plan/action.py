@@ -424,9 +424,9 @@ def signature_error(
     inputs, names: all values at the routine's point and their names, for the message.
     """
     # `bind` compares only names with the signature, so any value stands for these.
-    injected = {name: None for name in ("run", "shapes") if getattr(action, f"takes_{name}")}
+    core_kwargs = {name: None for name in ("run", "shapes") if getattr(action, f"takes_{name}")}
     try:
-        inspect.signature(action.func).bind(*args, **{**injected, **action.kwargs, **kwargs})
+        inspect.signature(action.func).bind(*args, **{**core_kwargs, **action.kwargs, **kwargs})
     except TypeError as error:
         message = f"{action} cannot be called with {len(args)} value{'s' * (len(args) != 1)}: {error}. "
         unexpected = re.search(r"unexpected keyword argument '(?P<name>\w+)'", str(error))

@@ -255,6 +255,7 @@ class OpAnalysis:
             return stack.plans.get(op_id, {}).get(key)
 
         def create_pending() -> PendingPlan[Plan]:
+            """Return an empty plan to complete, with a context that starts from that of the plan around."""
             context = OpContext(self.facts, stack.analyse, None if outer is None else outer.context)
             if outer is not None:
                 # The context of the scope around has what was written after the op; here the op has not run

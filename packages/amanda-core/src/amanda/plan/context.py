@@ -160,10 +160,10 @@ class OpContext(dict[str, Any]):
         return sample_count(self.get_input_shapes()) if self.is_eager() else self._facts.sample_count
 
     def get_outputs(self) -> list[Any] | None:
-        """Return the op's outputs.
+        """Return the op's outputs; None before the op, to a routine registered for points after it too.
 
         Raises:
-            AmandaError: In an analysis routine that is registered for points before the op alone.
+            AmandaError: In a routine registered for points before the op alone, and as in `get_inputs`.
         """
         if self._facts.outputs is None and not self._facts.has_dropped_values:
             if self.is_forward():
@@ -172,7 +172,7 @@ class OpContext(dict[str, Any]):
         return self._require_values(self._facts.outputs, "outputs")
 
     def get_backward_op(self) -> Any:
-        """Return the backward op.
+        """Return the backward op; None in the forward pass, to a routine registered for both passes.
 
         Raises:
             AmandaError: In an analysis routine of the forward pass alone.
@@ -193,7 +193,7 @@ class OpContext(dict[str, Any]):
         return self._facts.backward_order
 
     def get_grad_outputs(self) -> list[Any] | None:
-        """Return the gradients of the forward op's outputs, which enter the backward op.
+        """Return the gradients of the forward op's outputs, which enter the backward op; None before that.
 
         Raises:
             AmandaError: In an analysis routine of the forward pass alone.
@@ -203,7 +203,7 @@ class OpContext(dict[str, Any]):
         return self._facts.grad_outputs
 
     def get_grad_inputs(self) -> list[Any] | None:
-        """Return the gradients of the forward op's inputs, which leave the backward op.
+        """Return the gradients of the forward op's inputs, which leave the backward op; None before that.
 
         Raises:
             AmandaError: In an analysis routine of the forward pass, or before the backward op, alone.
@@ -461,7 +461,7 @@ class OpContext(dict[str, Any]):
 
     # The name and its argument are the paper's.
     def trigger_callback(self, i_point: InstrumentationPoint) -> tuple[Action, ...]:
-        """Run the analysis routines of a point; return the actions that they recorded."""
+        """Run the analysis routines of a point; return the actions recorded; drop them if one raises."""
         earlier_action_count = len(self._actions)
         self._point = i_point
         try:
@@ -473,7 +473,7 @@ class OpContext(dict[str, Any]):
         return tuple(self._actions[earlier_action_count:])
 
     def _input_at(self, index: int | str, method: str) -> Any:
-        """Return an input by position or name.  method: name of the calling method, for errors."""
+        """Return an input by position or name; ActionError for an absent one.  method: caller, for errors."""
         inputs = self.get_inputs()
         (position,) = resolve_positions(self._facts, (index,), method, len(inputs))
         return inputs[position]
@@ -495,7 +495,7 @@ class OpContext(dict[str, Any]):
         kwargs: Mapping[str, Any],
         reads: tuple[tuple[int, int], ...] = (),
     ) -> None:
-        """Check an action and record it, with its routine wrapped as the tool says.
+        """Record an action, with its routine wrapped as the tool says, or raise ActionError if it is unfit.
 
         Nothing is recorded where a wrapper of the tool returns None.
         """

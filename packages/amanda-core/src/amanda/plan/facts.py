@@ -92,7 +92,7 @@ class OpFacts:
     sample_count: int = 1
 
     def drop_values(self) -> None:
-        """Drop every tensor, so that a context that lives on keeps no tensor alive."""
+        """Drop every tensor, attributes and `original`, so that a context that lives on keeps none alive."""
         self.inputs = self.outputs = self.grad_outputs = self.grad_inputs = self.attributes = None
         self.original = None
         self.has_dropped_values = True
@@ -189,7 +189,7 @@ class Operation:
 
 
 def user_source() -> str:
-    """Return "file:line" of the innermost frame that is neither a framework's nor Amanda's."""
+    """Return "file:line" of the innermost frame neither a framework's nor Amanda's; "" without one."""
     # Asked once for each op, at its first execution: walking the frames costs microseconds.
     frame = codes.innermost_frame(sys._getframe(1), excluded_kinds=FRAMEWORK | BOUNDARY | SKIPPED)
     return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"

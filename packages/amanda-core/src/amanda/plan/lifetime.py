@@ -122,7 +122,7 @@ class PlanLifetimes:
             self.subjects_by_op_id[op_id] = ordinals.union(self.subjects_by_op_id.get(op_id, ()))
 
     def forget_plans_of(self, tool: AnyTool) -> None:
-        """Forget every plan of the stacks with the tool."""
+        """Forget every plan of the stacks with the tool, their rewritten graphs and their tables."""
         for stack in list(self.stacks):
             if any(member is tool for member in stack.applied):
                 stack.plans.clear()

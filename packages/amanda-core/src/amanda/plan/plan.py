@@ -205,7 +205,10 @@ class Plan(Actions):
         return [plan for plan in self.chain if plan.stack.wants_backward]
 
     def merge_actions(self) -> None:
-        """Set the plan's actions from those that the tools of the chain have recorded so far."""
+        """Set the plan's actions from those that the tools of the chain have recorded so far.
+
+        Raises ReplaceConflictError as `merged` does.
+        """
         merged = Actions.merged([plan.scope_actions for plan in self.chain])
         self.before, self.replace, self.after = merged.before, merged.replace, merged.after
         self._recomputation_actions = None

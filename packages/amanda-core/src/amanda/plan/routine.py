@@ -34,6 +34,8 @@ def run_routine(
 ) -> list[Any]:
     """Call a routine on the selected values; return `values` itself if nothing changed, else a new list.
 
+    A routine in a program that is traced is put into that program instead, and its future results returned.
+
     Args:
         ops: Primitives of the framework's tensors.
         action: Action of the routine.
@@ -111,7 +113,7 @@ def annotate_failure(
 
     An exception is returned where the routine's signature does not accept the values.  It bears the note
     then. None means that the caller raises `error`; `error` itself is not returned, since a frame that holds
-    an exception keeps the exception's frames alive.
+    an exception keeps the exception's frames alive.  In a RoutineError "a routine" becomes the action's name.
 
     Args:
         error: Exception that the routine raised.
@@ -155,6 +157,9 @@ def run_replacement(
         targets: Positions of the user's tensors that the op would have written and returned.
         original: Computes the op; None where nothing can.
         reads: Values that the routine reads of other ops.
+
+    Raises:
+        RoutineError: For another number of results than of the user's tensors that the op writes.
     """
     if ops.has_symbolic_tensors:
         ops.note_replacement(action, facts)
@@ -438,11 +443,11 @@ def _fit_result_to_original(ops: TensorOps, original: Any, result: Any) -> Any:
         ops.is_tensor(tensor) for tensor in spread(original)
     ):
         return result
-    substituted = [
+    fitted_tensors = [
         new if new is old else _fit_result_to_original(ops, old, new)
         for old, new in zip(original, _require_list(original, result), strict=True)
     ]
-    return tuple(substituted) if isinstance(original, tuple) else substituted
+    return tuple(fitted_tensors) if isinstance(original, tuple) else fitted_tensors
 
 
 _NUMBERS = (bool, int, float)

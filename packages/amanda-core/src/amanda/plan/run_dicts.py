@@ -200,6 +200,7 @@ def _with_run_dict(
     func, isolated = action.func, not action.differentiable
 
     def routine(*values: Any, **kwargs: Any) -> Any:
+        """Call the action's routine with `run`; return its result, with originals of values handed back."""
         run = take_dict()
         arguments = [ops.detach_value(value) for value in values] if isolated else values
         result = func(*arguments, run=run, **kwargs)

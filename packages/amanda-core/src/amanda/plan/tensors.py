@@ -69,7 +69,7 @@ class TensorOps(ABC):
         """Return True for a tensor of the framework."""
 
     def signature(self, inputs: Sequence[Any]) -> Hashable:
-        """Return dtype and rank of every tensor among the inputs, and its device where there are several."""
+        """Return dtype and rank of every tensor among the inputs; a driver of several devices adds those."""
         return tuple(
             self.read_each(value, lambda tensor: (tensor.dtype, len(tensor.shape))) for value in inputs
         )
@@ -79,11 +79,13 @@ class TensorOps(ABC):
         return str(getattr(value, "device", "")) if self.is_tensor(value) else ""
 
     def shapes(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """Return the shape of each input: a tuple for a tensor, a tuple of shapes for a list, else None."""
+        """Return the shape of each input: a tuple for a tensor, for a list as in `read_each`, else None."""
         return tuple(self.read_each(value, lambda tensor: tuple(tensor.shape)) for value in inputs)
 
     def read_each(self, value: Any, read: Callable[[Any], Any]) -> Any:
-        """Return what `read` returns for a tensor; a tuple of that for a list of tensors, else None.
+        """Return what `read` returns for a tensor; a tuple of that for the tensors of a list, else None.
+
+        Other elements of a list are left out; a list without tensors gives None.
 
         Args:
             value: An input or output of an op.
@@ -152,7 +154,10 @@ class TensorOps(ABC):
         return func(*values, **kwargs)
 
     def without_overrides(self) -> AbstractContextManager[Any]:
-        """Return a context in which tools read tensors without modes and overrides of tensor subclasses."""
+        """Return a context in which tools read tensors without modes and overrides of tensor subclasses.
+
+        That of the base does nothing.
+        """
         return nullcontext()
 
     @abstractmethod

@@ -100,7 +100,8 @@ class ToolStack:
         """Run this stack's analysis routines of a point on a context; call the hook for an analysed op.
 
         Before each routine its tool's `op_gone` is called for ops that have died.  A routine whose tool has
-        restrictions that do not admit the op is left out.
+        restrictions that do not admit the op is left out.  An exception passes, with a note that names the
+        tool and the op.
         part: the tools whose routines run; gets each routine's actions.  None for all tools.
         """
         for i, routine in enumerate(self.routines[point]):
@@ -179,7 +180,8 @@ class ToolStack:
     def enable_double_backward(self) -> bool:
         """Make the next passes look for backward ops of backward ops; do nothing the second time.
 
-        Returns True if a plan had all its backward ops analysed, which no longer holds.
+        Returns True, and drops the native programs, if a plan had all its backward ops analysed: that no
+        longer holds.
         """
         if self.double_backward:
             return False
@@ -233,7 +235,8 @@ def stack_for(tools: Sequence[AnyTool], parent: ToolStack | None) -> ToolStack:
     """Return the stack of the tools above `parent`, with the plans of earlier scopes of the same tools.
 
     Makes a stack if there is none, or if a tool has changed.  The stack is stored with the last tool, since
-    the last tool depends on the others; a stack without tools is not stored.
+    the last tool depends on the others; a stack without tools is not stored.  Of more than STACKS_PER_TOOL
+    stacks of a tool those that were used longest ago are dropped.
     """
     if not tools:
         return ToolStack(tools, parent)

@@ -154,7 +154,10 @@ def in_dependency_order(tools: Iterable[ToolT]) -> list[ToolT]:
     path: list[AnyTool] = []
 
     def visit(tool: AnyTool) -> None:
-        """Append a tool behind its dependencies, unless an interchangeable tool is there already."""
+        """Append a tool behind its dependencies, unless an interchangeable tool is there already.
+
+        Raises DependencyCycleError for a tool on the path to it.
+        """
         if any(interchangeable(tool, ordered_tool) for ordered_tool in ordered):
             return
         if any(tool is dependent for dependent in path):

@@ -65,6 +65,8 @@ class TreeSlots(TensorMap[TreeSlot]):
     def put(self, arrays: Mapping[str, Any], root: Any = None) -> None:
         """Put arrays into the slots at their paths; an array that lies in a slot stays there.
 
+        The slot of such an array becomes that of its path, too, if the path has none.
+
         Args:
             arrays: Arrays by path.
             root: Name or object that tells trees apart; None for the root whose slots have the same paths, if

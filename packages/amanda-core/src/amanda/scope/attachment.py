@@ -82,7 +82,7 @@ class Attachment:
     def open(self, scope: Scope, intercepts: bool) -> None:
         """Register a scope that opens; attach the drivers if it is the first that intercepts.
 
-        What cannot be attached is reported to the scope.
+        What cannot be attached is reported to the scope, as are threads that run ops outside of scopes.
         intercepts: whether a tool of the scope needs calls to be intercepted.
         """
         with self._lock:
@@ -137,7 +137,7 @@ class Attachment:
         return tuple(self._attached)
 
     def driver(self, kind: type[Driver]) -> Driver:
-        """Return the process's one instance of a driver class."""
+        """Return the process's one instance of a driver class; make it, and register its framework, once."""
         if kind not in self._drivers:
             driver = kind()
             driver.register_framework()
@@ -145,7 +145,10 @@ class Attachment:
         return self._drivers[kind]
 
     def attach(self, kind: type[Driver]) -> None:
-        """Attach a driver now, if a scope intercepts; report one that fails to the open scopes."""
+        """Attach a driver now, if a scope intercepts; report one that fails to the open scopes.
+
+        Tries the driver if its framework's version is untested, and tells plugins.  An interrupt passes.
+        """
         with self._lock:
             if not self._intercepting:
                 return
@@ -191,7 +194,7 @@ class Attachment:
         self._tried_drivers.add(type(driver))
 
     def _detach(self, driver: Driver) -> None:
-        """Detach a driver."""
+        """Detach a driver, which follows switches of the state no more."""
         if driver.on_state_change in when_switched:
             when_switched.remove(driver.on_state_change)
         driver.detach()
@@ -212,7 +215,7 @@ class Attachment:
             self._import_watches.append(when_imported(framework, self._attach_loaded))
 
     def _detach_all(self) -> None:
-        """Leave frameworks, threads and the interceptor as they were found."""
+        """Leave frameworks, threads and the interceptor as they were found; tell plugins of each driver."""
         interceptor.watch_outside(None)
         # A kept exception holds frames, with the tensors in them.
         interceptor.forget_failures()

@@ -48,7 +48,7 @@ class Recomputation:
     """
 
     def __init__(self) -> None:
-        self._at_place: Callable[..., object] = bind_to_current_place(_call)
+        self._call_at_place: Callable[..., object] = bind_to_current_place(_call)
         self._record = RunRecord()
 
     @contextmanager
@@ -70,7 +70,7 @@ class Recomputation:
             *args: Positional arguments of the function.
             **kwargs: Keyword arguments of the function.
         """
-        return self._at_place(self._run_recorded, function, *args, **kwargs)  # type: ignore[return-value]
+        return self._call_at_place(self._run_recorded, function, *args, **kwargs)  # type: ignore[return-value]
 
     def rerun(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run the function again, as if at the place of the first run, on any thread.
@@ -80,7 +80,7 @@ class Recomputation:
             *args: Positional arguments of the function.
             **kwargs: Keyword arguments of the function.
         """
-        return self._at_place(self._run_recomputed, function, *args, **kwargs)  # type: ignore[return-value]
+        return self._call_at_place(self._run_recomputed, function, *args, **kwargs)  # type: ignore[return-value]
 
     def _run_recorded(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with self.first_run():

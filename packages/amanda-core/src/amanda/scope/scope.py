@@ -65,7 +65,7 @@ class Scope(interceptor.Extent):
         def __enter__(self) -> Scope: ...
 
     def _begin(self) -> Scope:
-        """Open the scope and notify its tools; undo all where anything raises.  ScopeError if it is open."""
+        """Open the scope, notify tools and plugins; undo all where one raises.  ScopeError if it is open."""
         if self._open:
             raise ScopeError(
                 "this scope is open already; amanda.apply(...) makes another, and a decorated function "
@@ -94,7 +94,7 @@ class Scope(interceptor.Extent):
         tool.scope_entered()
 
     def _activate(self) -> None:
-        """Attach drivers and activate the tools in this context."""
+        """Attach drivers and activate the tools in this context; number ops outside of modules anew."""
         outer_state = State.current()
         # A tool acts once per op, at its outermost place.
         tools = [tool for tool in in_dependency_order(self._tools) if not outer_state.is_open(tool)]
@@ -114,7 +114,7 @@ class Scope(interceptor.Extent):
         interceptor.reset_root()
 
     def _end(self) -> None:
-        """Close the scope and notify its tools; complete an earlier call that was interrupted.
+        """Close the scope and notify tools and plugins; complete an earlier call that was interrupted.
 
         Adds to the report if most calls ran in Python.  Raises ScopeError where the scope is not open.
         """
@@ -140,7 +140,7 @@ class Scope(interceptor.Extent):
         hooks.call("amanda_scope_left", scope=self)
 
     def _notify_left(self, tool: AnyTool) -> None:
-        """Notify a tool that the scope has closed; report selections that no op has matched, once."""
+        """Notify a tool, once, that the scope has closed; report, once, selections that no op has matched."""
 
         def selection_in(sentence: str) -> str:
             return sentence.partition(";")[0]  # the names after it differ from scope to scope
@@ -161,7 +161,10 @@ class Scope(interceptor.Extent):
         tool.scope_left()
 
     def _deactivate(self) -> None:
-        """Close the scope in all contexts, and detach drivers: undo the steps of opening that have run."""
+        """Close the scope in all contexts, and detach drivers: undo the steps of opening that have run.
+
+        If scopes within are still open, the outermost of these will restore the state from before.
+        """
         token, self._open = self._activation_token, False
         inner_scopes = self._inner_scopes()
         interceptor.keep_failure(None)
@@ -275,6 +278,7 @@ class Scope(interceptor.Extent):
 
         @functools.wraps(function)
         def run_bound(*args: P.args, **kwargs: P.kwargs) -> T:
+            """Call the function in the state of the bound scope; as it is once that scope has closed."""
             if self.closed:
                 return function(*args, **kwargs)
             with activated(state):

@@ -93,7 +93,10 @@ class State:
                 scope.report.add_all(source, entries)
 
     def without_closed_scopes(self) -> State:
-        """Return the state of the scopes that are open, with the present routines; State() if none is."""
+        """Return the state of the scopes that are open, with the present routines; State() if none is.
+
+        Returns this state itself where nothing has changed.
+        """
         open_scopes = tuple(scope for scope in self.scopes if not scope.closed)
         is_stack_current = self.stack is None or self.stack.is_current
         # The same object, so that the caller sees that nothing has changed.
@@ -135,7 +138,10 @@ _OUTSIDE = State()
 
 
 def _stack_of_scopes(scopes: Iterable[Scope]) -> ToolStack | None:
-    """Return the stack of nested scopes, the outermost first; each tool is only in the first that has it."""
+    """Return the stack of nested scopes, the outermost first; each tool is only in the first that has it.
+
+    None where no scope has a tool.
+    """
     stack = None
     for scope in scopes:
         outer_state = State(stack)

@@ -88,7 +88,10 @@ def _start_in_scopes(original: Function) -> Function:
     """Return a stand-in for `Thread.start`: the thread runs in the state of the starting thread."""
 
     def start(self: threading.Thread) -> None:
-        """Start the thread; inside of scopes, with a `run` that puts their state in force."""
+        """Start the thread; inside of scopes, with a `run` that puts their state in force.
+
+        A thread whose class keeps its own `run` is reported.
+        """
         state, attributes = _inherited_state(), vars(self)
         if not state.scopes:
             # With -X thread_inherit_context a thread inherits the state; a thread of a routine must not.
@@ -131,6 +134,7 @@ def _pass_scopes(original: Function, *parameters: int | str) -> Function:
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        """Stand-in for `original`: binds its arguments to the caller's scopes, and calls it in no scope."""
         state = _inherited_state()
         bound_args = [
             _bound_to_scopes(value, state) if position in parameters else value

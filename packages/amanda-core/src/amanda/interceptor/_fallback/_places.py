@@ -241,6 +241,7 @@ def set_leaf_type(kind: type, is_leaf: Callable[[Any], bool]) -> None:
 def ordinal(subject: Any) -> int:
     """Return the number of an object, in the order of first use; no two objects have the same.
 
+    Objects that lie in one slot after each other are an exception: they get the number of the first.
     An object that cannot be referenced weakly lives until a sweep sees that nothing else holds it.
     """
     address = id(subject)
@@ -251,6 +252,7 @@ def ordinal(subject: Any) -> int:
             state: PlaceState = place_state,
             is_finalizing: Callable[[], bool] = sys.is_finalizing,
         ) -> None:
+            """Drop the number of the dead object, and report the death unless Python is ending."""
             numbered_subject = state.numbered.pop(address)
             if not is_finalizing():
                 state.on_death(numbered_subject.ordinal)
@@ -367,6 +369,7 @@ def subjects() -> list[Any]:
     """Return the objects of the enclosing calls, outermost first."""
 
     def subjects_outwards(region: Region | None) -> Iterator[Any]:
+        """Yield the subjects of a region and of those around it."""
         while region is not None:
             if region.subject is not None:
                 yield region.subject

@@ -295,7 +295,7 @@ class Graphs:
     def mark(self, values: Any, mark: Mark, bases: bool = True) -> None:
         """Mark the nodes of an execution that made some tensors.
 
-        A node that has a mark keeps it.
+        A node that has a mark keeps it.  Some of the nodes are passed to `sampled`.
 
         Args:
             values: Tensors, in nested lists and tuples; other values are skipped.
@@ -316,7 +316,7 @@ class Graphs:
     def marked(self, ops: Iterable[Any]) -> list[tuple[Any, Mark, int]]:
         """Return the nodes reachable from some nodes that belong to a marked execution, with mark and number.
 
-        The number of a leaf is 0.
+        The number of a leaf is 0.  Some of the reachable nodes are passed to `sampled`.
         """
         unvisited = deque(node for node in ops if node is not None)
         node_by_id: dict[int, Any] = {}
@@ -391,6 +391,7 @@ class Graphs:
                     is_spreading = True
 
     def _sample_node(self, node: Any) -> None:
+        """Call `sampled` if the node is one of the few in the sample."""
         # Addresses end in 4 zero bits, and one of 61 is sampled.  A prime, so that no path of a graph with a
         # regular shape is without samples.
         if id(node) // 16 % 61 == 0:

@@ -168,7 +168,8 @@ class Site:
     def dispatch(self, *args: Any, **kwargs: Any) -> Any:
         """Call the handler; call the target where no activation is in force, and within an op's own code.
 
-        A call within an op is a part of it if it has the op's name, or is of an IMPLEMENTATION.
+        A call within an op is a part of it if it has the op's name, or is of an IMPLEMENTATION.  An exception
+        that `keep_failure` has stored is raised if the op returns NotImplemented.
 
         Args:
             *args: Positional arguments of the call.
@@ -186,7 +187,7 @@ class Site:
         return result
 
     def _call_handler(self, activation: Activation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the handler of an op; run the op itself if its plan is empty."""
+        """Run an op with an empty plan; else count the call, and call the handler under a suspension."""
         table, state = activation.table, activation.state  # which may change meanwhile
         op_id = _op_id(self, args, kwargs)
         call_cache = NotImplemented if table is None else table.get(op_id)

@@ -71,6 +71,7 @@ class DriverTests(
 
     @pytest.fixture(autouse=True)
     def _attached(self, sample: Sample) -> Iterator[None]:
+        """Attach the driver, and have the framework record for autodiff, during a test."""
         with attached(sample.driver), sample.recording_autodiff():
             yield
 

@@ -263,6 +263,7 @@ class IdentityTests(
         observed: list[bool] = []
 
         def scale(value: Any, run: dict[str, Any], recomputed: bool) -> Any:
+            """Multiply by the execution's number, from 1; record its index, and True in a recomputation."""
             # The dict of the first run comes back, so the number is that of the first run, too.
             number = run.setdefault("number", sum(not is_again for _, is_again in calls))
             calls.append((number, recomputed))

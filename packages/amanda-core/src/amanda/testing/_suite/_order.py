@@ -281,8 +281,8 @@ def _nested_tools(
 
 def _interchangeable_tool(kind: type[amanda.Tool]) -> amanda.Tool:
     """Return a tool of a class that stands for all tools returned here: a scope applies one of them."""
-    built: amanda.Tool = type(kind.__name__, (kind,), {"stands_for": lambda _: "alike"})()
-    return built
+    interchangeable: amanda.Tool = type(kind.__name__, (kind,), {"stands_for": lambda _: "alike"})()
+    return interchangeable
 
 
 def _logging_tool(name: str, op: str, log: list[str]) -> amanda.Tool:
@@ -294,9 +294,9 @@ def _logging_tool(name: str, op: str, log: list[str]) -> amanda.Tool:
     def after(context: OpContext) -> None:
         context.insert_after_backward_op(lambda *_: log.append(f"{name} after"))
 
-    logging = _interchangeable_tool(amanda.Tool) if name in "be" else amanda.Tool()
-    add_routine(logging, before, op, backward=True)
-    return add_routine(logging, after, op, backward=True, require_outputs=True)
+    logging_tool = _interchangeable_tool(amanda.Tool) if name in "be" else amanda.Tool()
+    add_routine(logging_tool, before, op, backward=True)
+    return add_routine(logging_tool, after, op, backward=True, require_outputs=True)
 
 
 @contextmanager

@@ -82,6 +82,7 @@ class ScopeTests(Rung, title="scopes", implement=("attach", "detach")):
         recorded = {name: Executed(sample.op_name("relu")) for name in ("one", "two")}
 
         async def work(recorder: Executed, times: int) -> None:
+            """Run an op so many times under a tool; other tasks run in between."""
             with amanda.apply(recorder):
                 for _ in range(times):
                     sample.relu(sample.tensor([1.0]))
@@ -296,6 +297,7 @@ class ThreadTests(Rung, title="threads", implement=("attach", "bind_to_current_p
         running_count = most_running = 0
 
         def routine(_: Any) -> None:
+            """Record how many calls of this routine have run at a time."""
             nonlocal running_count, most_running
             running_count += 1
             most_running = max(most_running, running_count)

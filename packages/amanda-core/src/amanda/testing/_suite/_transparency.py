@@ -190,6 +190,7 @@ class TransparencyTests(
 
     def test_every_op_gives_what_it_gave(self, sample: Sample) -> None:
         def results() -> list[bytes]:
+            """Return the bits of the outputs of each kind of op that the sample has."""
             x, y = sample.tensor([[1.0, -2.0], [3.0, 4.0]]), sample.tensor([[0.5, 2.0], [1.0, -1.0]])
             results = [sample.add(x, y), sample.cat([x, y]), *sample.pair(x), sample.many(x, y)]
             if "out" not in self.lacks:
@@ -205,6 +206,7 @@ class TransparencyTests(
     @needs("auxiliary_state")
     def test_state_that_an_op_updates_is_updated_as_without_tools(self, sample: Sample) -> None:
         def normalized() -> list[bytes]:
+            """Return the bits of two normalized batches, of the running statistics, and of a gradient."""
             x, statistics = sample.tensor(BATCH, requires_grad=True), sample.running_statistics()
             results = [sample.batch_norm(x, *statistics) for _ in range(2)]
             sample.backward(results[1])

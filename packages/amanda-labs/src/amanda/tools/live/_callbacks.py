@@ -26,7 +26,10 @@ class _Training:
         self._scope: amanda.Scope | None = None
 
     def begin(self, step: int) -> None:
-        """Begin a training after a step, 0 or that of a checkpoint; open the scope unless the program did."""
+        """Begin a training after a step, 0 or that of a checkpoint; open the scope unless the program did.
+
+        A training that has not ended, as after an exception, ends here, or as the process does.
+        """
         self.end()  # of an earlier training, if an exception has ended it
         for live in self._lives:
             live.begin_calls(step)

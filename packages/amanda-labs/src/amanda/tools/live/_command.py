@@ -35,7 +35,7 @@ _WRITERS: Mapping[str, Callable[..., ScalarWriter]] = {
 def log_tool(tool: amanda.Tool, log: str, every: int) -> LiveTool:
     """Return a tool that logs another one to a writer by its name: "tensorboard", "jsonl:stats.jsonl".
 
-    Of the processes of a program the first logs, which may be a rank.
+    Of the processes of a program the first logs, which may be a rank.  Calls with one `log` share a writer.
 
     Args:
         tool: Tool whose result is logged.
@@ -79,6 +79,7 @@ class _FirstProcessWriter:
             begin_run(self._writer, step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
+        """Write the numbers of a step, if this is the first process; log the place of the writer once."""
         if self._is_in_first_process:
             self._writer.scalars(step, values)
             if not self._has_logged_place:

@@ -50,7 +50,10 @@ def scalars_of(result: Any, columns: Sequence[str] | None = None) -> dict[str, f
 
 
 def _stats_numbers(result: Any) -> Iterator[tuple[str, float]]:
-    """Yield mean and standard deviation of each output, L2 of weights and gradients; quantiles of all."""
+    """Yield mean and standard deviation of each output, L2 of weights and gradients; quantiles of all.
+
+    Tensors of integers, and without elements, are left out; quantiles where a sketch has them.
+    """
     names = _RowNames()
     # Not by rows, whose default quantiles take longer than all else.
     for entry in result.measured:
@@ -125,7 +128,10 @@ class _RowNames:
 
 
 def _row_numbers(result: Result, columns: Sequence[str]) -> dict[str, float]:
-    """Return the numbers of some columns of each row, by the row's texts and the column's name."""
+    """Return the numbers of some columns of each row, by the row's texts and the column's name.
+
+    Values that are no numbers, and truth values, are left out, as are columns that the result lacks.
+    """
     position_by_name, numbers, names = _position_by_name(result, columns), dict[str, float](), _RowNames()
     for row in result.rows():
         pairs = zip(result.columns, row, strict=True)

@@ -85,8 +85,8 @@ class LiveTool(amanda.Tool):
         # Executions are counted until an optimizer or a call of `step` ends a step.
         self._steps = Steps()
         # While executions are counted the tool runs in this scope, unless it runs throughout.
-        counted = [self._steps] if self._runs_throughout else [self._steps, tool]
-        self._counting_scope = amanda.apply(*counted, compiled=compiled)
+        counting_tools = [self._steps] if self._runs_throughout else [self._steps, tool]
+        self._counting_scope = amanda.apply(*counting_tools, compiled=compiled)
         if not self._runs_throughout:
             tool.wrap_routines(self._gate_routine)  # so that they run in logged executions alone
         self._scope_thread, self._is_open = 0, False
@@ -114,7 +114,10 @@ class LiveTool(amanda.Tool):
 
     @property
     def result(self) -> Any:
-        """Return the tool's result: of the last logged step, or of the run if the tool runs throughout."""
+        """Return the tool's result: of the last logged step, or of the run if the tool runs throughout.
+
+        It is a copy with remarks on the logged steps, and on what was not instrumented in them.
+        """
         result = copy(self._tool.result if self._result is None else self._result)
         if hasattr(result, "remarks"):
             reports = [f"{entry.what}: {entry.reason}" for entry in self._tool_scope.report[:10]]
@@ -162,7 +165,7 @@ class LiveTool(amanda.Tool):
 
     @checked
     def resume(self, step: NonNegativeInt) -> None:
-        """Continue after a step; call it before the scope opens.
+        """Continue after a step, without a result so far; call this method before the scope opens.
 
         Args:
             step: Number of the last step of the earlier run, such as that of a checkpoint.
@@ -310,7 +313,10 @@ class LiveTool(amanda.Tool):
             self.begin_step()
 
     def _restart_step_numbers(self) -> None:
-        """Number steps from the start again: what ended before was no step, or is the present one."""
+        """Number steps from the start again: what ended before was no step, or is the present one.
+
+        Logs a warning if such executions were logged as steps.
+        """
         if self._step_end_event == "execution":
             self._logged_count = 0
             if self._last_logged_step > self._start_step:
@@ -321,7 +327,11 @@ class LiveTool(amanda.Tool):
         self._step_number = self._start_step
 
     def _execution_began(self, ended_count: int) -> None:
-        """End the step of the execution before, if executions end steps.  ended_count: of executions."""
+        """End the step of the execution before, if executions end steps, and log it if it is due.
+
+        The first call with an ended execution decides if they do: in a program without an optimizer.
+        ended_count: of executions.
+        """
         if self._step_end_event is None and ended_count and not self._has_optimizer:
             # Asked once, since it takes as long as a collection of garbage.
             self._has_optimizer = _has_optimizer()
@@ -337,7 +347,10 @@ class LiveTool(amanda.Tool):
         return routine if self._counting_scope.closed else self._window.gate(context, type, routine)
 
     def _log(self, number: int) -> None:
-        """Write what the tool found up to the end of a step, unless this or a later step was logged."""
+        """Write what the tool found up to the end of a step, unless this or a later step was logged.
+
+        Then the tool starts anew; of a tool that runs throughout, the numbers since the last log are written.
+        """
         if number <= self._last_logged_step:
             return
         # Reading results and writing them is no work of the program.

@@ -171,7 +171,7 @@ def is_view_of(x: Any, bases: Sequence[Any]) -> bool:
 
 
 def norm_of(x: Any) -> Any:
-    """Return the Euclidean norm of a tensor of floating numbers, in float32 or wider, as a tensor."""
+    """Return the Euclidean norm of a floating tensor, computed in float32 or wider, as a float64 tensor."""
     import torch
 
     # Squares of float16 overflow beyond 256.
@@ -233,9 +233,9 @@ def difference(outputs: Sequence[Any], rerun_outputs: Sequence[Any]) -> str:
         if len(different_integers):
             # A complex number counts as two, its real and its imaginary part.
             first = int(different_integers[0]) // (2 if output.is_complex() else 1)
-            wide = torch.complex128 if output.is_complex() else torch.float64
+            wide_type = torch.complex128 if output.is_complex() else torch.float64
             row, rerun_row = output.detach().reshape(-1), rerun.detach().reshape(-1)
-            wide_row, wide_rerun = row.to(wide), rerun_row.to(wide)
+            wide_row, wide_rerun = row.to(wide_type), rerun_row.to(wide_type)
             share = float((wide_row - wide_rerun).abs().max() / wide_rerun.abs().max())
             size = f", by at most {share:.1e} of the largest" if math.isfinite(share) else ""
             return (

@@ -239,7 +239,8 @@ def norm_alarms(
 ) -> tuple[list[Alarm], int]:
     """Return alarms for the first NaN and the first spike of a step, and the number of further ones.
 
-    Adds each value to the history of its tensor.  No spike counts after the first NaN.
+    Adds each value to the history of its tensor, and sets `last` of the ops.  No spike counts after the
+    first NaN.
     """
     alarms: dict[str, Alarm] = {}
     further_count = 0
@@ -300,6 +301,7 @@ class Ranks:
     def send(self, step: int, parameters: Sequence[Any], wanted_interval: Callable[[], int]) -> list[Alarm]:
         """Receive the hashes sent before, then send new ones; return alarms for the received hashes.
 
+        Sends nothing from now on if the ranks have different numbers of parameters, or none.
         wanted_interval: return the number of steps that this rank wants until the next comparison.
         """
         import torch
@@ -307,17 +309,17 @@ class Ranks:
 
         # The group takes one exchange at a time, and hashes of two steps must not mix.
         alarms = self.receive_alarms(wait=True)
-        plain = [parameter for parameter in parameters if _reruns.is_plain(parameter)]
-        skipped = len(parameters) - len(plain)
+        plain_parameters = [parameter for parameter in parameters if _reruns.is_plain(parameter)]
+        skipped = len(parameters) - len(plain_parameters)
         if skipped:
             remark = f"{skipped} parameters are sharded, or no plain tensors: ranks do not compare them."
             self.remarks[remark] = None
         # A group of its own: collectives of the program and of the tool cannot get in each other's order.
-        if self._group is None and not self._begin_group(len(plain)):
+        if self._group is None and not self._begin_group(len(plain_parameters)):
             self._next_step = 1 << 62  # never again
             return alarms
         hashes, names = [], []
-        for parameter in plain:
+        for parameter in plain_parameters:
             for kind, value in (("gradient", parameter.grad), ("parameter", parameter)):
                 # A rank that lacks a gradient sends a zero: hashes are compared by place.
                 has_hash = value is not None and _reruns.is_plain(value)
@@ -359,7 +361,10 @@ class Ranks:
         return "cuda" if distributed.get_backend(self._group) == "nccl" else "cpu"
 
     def receive_alarms(self, wait: bool = False) -> list[Alarm]:
-        """Receive the hashes sent before, if they are there or `wait` is true; return alarms for these."""
+        """Receive the hashes sent before, if they are there or `wait` is true; return alarms for these.
+
+        The longest interval that a rank sent with them is that of the next comparison.
+        """
         if self._exchange is None:
             return []
         import torch
@@ -396,11 +401,13 @@ def compare_hashes(step: int, hashes: Sequence[Sequence[int]], names: Sequence[s
         for rank in differing_ranks:
             names_by_rank.setdefault(rank, []).append(name)
     alarms = []
-    for rank, differing in names_by_rank.items():
+    for rank, differing_names in names_by_rank.items():
         verdict = f"rank {rank} differs from the other ranks" if rank is not None else "the ranks differ"
-        _, module = differing[0].split(" ", 1)  # a name is "gradient PATH" or "parameter PATH"
+        first_name = differing_names[0]
+        _, module = first_name.split(" ", 1)  # a name is "gradient PATH" or "parameter PATH"
         detail = (
-            f"{verdict} in {len(differing)} of {len(names)} gradients and parameters, first {differing[0]}"
+            f"{verdict} in {len(differing_names)} of {len(names)} gradients and parameters, "
+            f"first {first_name}"
         )
         alarms.append(
             Alarm("ranks", step, phase="optimizer", type="", module=module, source="", detail=detail)

@@ -104,8 +104,8 @@ class SentinelTool(amanda.Tool):
         self._options = _Options(budget, threshold, window, ranks, stop, limit, share, seed, compiled)
         self._optimizer_hooks: list[Any] = []
         self._admissions: list[Callable[[amanda.OpContext], bool]] = []
-        self._scope: amanda.Scope | None = None
-        self._thread = 0
+        self._scope: amanda.Scope | None = None  # `_step_scope` in a watched step
+        self._scope_thread = 0
         self.clear()
 
     def clear(self) -> None:
@@ -158,7 +158,7 @@ class SentinelTool(amanda.Tool):
 
     def scope_entered(self) -> None:
         """Begin a step, and hook the steps of optimizers: at once, or when torch is imported."""
-        self._thread = get_ident()
+        self._scope_thread = get_ident()
         # The tool must not be what imports a framework.
         self._cancel_import_hook = when_imported("torch.optim.optimizer", self._hook_optimizers)
         self._begin_step()
@@ -174,7 +174,10 @@ class SentinelTool(amanda.Tool):
         ]
 
     def scope_left(self) -> None:
-        """Judge the last step, which has not ended, and receive the last hashes of the ranks."""
+        """Judge the last step, which has not ended, receive the last hashes, and look for NaN in parameters.
+
+        Here alarms raise nothing, and a remark is kept if no step ended.
+        """
         self._cancel_import_hook()
         for handle in self._optimizer_hooks:
             handle.remove()
@@ -193,7 +196,7 @@ class SentinelTool(amanda.Tool):
         """Return an alarm if a parameter of an optimizer is not finite, without an op; otherwise no alarm."""
         optimizers = [optimizer for weak in self._optimizers if (optimizer := weak()) is not None]
         groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-        floating = [
+        floating_parameters = [
             parameter
             for group in groups
             for parameter in group["params"]
@@ -201,21 +204,21 @@ class SentinelTool(amanda.Tool):
         ]
         # The tool's own arithmetic is not an op of the program.
         with amanda.disabled():
-            norms = _reruns.to_host([_reruns.norm_of(parameter) for parameter in floating])
-        non_finite = [
-            parameter for parameter, norm in zip(floating, norms, strict=True) if not math.isfinite(norm)
-        ]
-        if not non_finite:
+            norms = _reruns.to_host([_reruns.norm_of(parameter) for parameter in floating_parameters])
+        norm_pairs = zip(floating_parameters, norms, strict=True)
+        non_finite_parameters = [parameter for parameter, norm in norm_pairs if not math.isfinite(norm)]
+        if not non_finite_parameters:
             return []
+        count, first_name = len(non_finite_parameters), self._name_of(non_finite_parameters[0])
         detail = (
-            f"{len(non_finite)} of {len(floating)} parameters hold NaN or infinity as the scope closes, the "
-            f"first is {self._name_of(non_finite[0])}; it began in a step that was not watched"
+            f"{count} of {len(floating_parameters)} parameters hold NaN or infinity as the scope closes, the "
+            f"first is {first_name}; it began in a step that was not watched"
         )
         # No watched op made the values, so the alarm names no op.
         return [Alarm("nan", self._counts.steps, phase="", type="", module="", source="", detail=detail)]
 
     def _begin_step(self) -> None:
-        """Begin a step, and open the scope of the watcher if the budget allows."""
+        """Begin a step, and open the scope of the watcher if the budget allows, or after the first NaN."""
         self._step_begun_at, self._tool_seconds = perf_counter(), 0.0
         self._watch.step = self._counts.steps
         if self._watches_all_next or self._budget.allows():
@@ -234,10 +237,10 @@ class SentinelTool(amanda.Tool):
     def _before_update(self, optimizer: Any, *arguments: Any) -> None:
         """Compare the ranks, if that is due: data-parallel ranks hold the same gradients before an update.
 
-        Alarms are of comparisons that earlier steps began.
+        Alarms are of comparisons that earlier steps began.  The optimizer is noted in any case.
         """
         self._optimizers.add(ref(optimizer))
-        if not self._options.ranks or get_ident() != self._thread:
+        if not self._options.ranks or get_ident() != self._scope_thread:
             return
         start, step = perf_counter(), self._counts.steps
         with amanda.disabled():
@@ -255,7 +258,7 @@ class SentinelTool(amanda.Tool):
 
         On another thread than the one that opened the scope, only a remark is kept.
         """
-        if get_ident() != self._thread:
+        if get_ident() != self._scope_thread:
             self._remarks["Steps on other threads than the one that opened the scope were not watched."] = (
                 None
             )
@@ -278,7 +281,8 @@ class SentinelTool(amanda.Tool):
     def _judge_step(self) -> list[Alarm]:
         """Close the scope of a watched step, and return its alarms; none for a step that was not watched.
 
-        A step whose gradients overflowed in mixed precision is skipped, as the optimizer skips it.
+        A step whose gradients overflowed in mixed precision is skipped, as the optimizer skips it.  After the
+        first NaN, all ops of the next step are to be watched.
         """
         if self._scope is None:
             return []

@@ -80,7 +80,10 @@ class StepWatcher(amanda.Tool):
 
     @_counts_time
     def _instrument_forward(self, context: amanda.OpContext) -> None:
-        """Insert the routines that check a forward op, none of an optimizer; record its parameters' paths."""
+        """Insert the routines that check a forward op, none of an optimizer; record its parameters' paths.
+
+        Calls `on_exhausted` if the allowance is spent; also watches for gradients that overflow.
+        """
         if context.get_forward_op_type() == "_amp_foreach_non_finite_check_and_unscale_":
             context.insert_after_op(self._note_overflow, outputs=[], flag=context.get_inputs()[1])
         # In-place updates cannot run again, and the next forward pass reads their results.
@@ -120,7 +123,7 @@ class StepWatcher(amanda.Tool):
         context.insert_after_backward_op(self._after_backward_op, op=op, dtype=context["dtype"])
 
     def _is_sampled(self, op: WatchedOp) -> bool:
-        """Return True for a share of the executions: evenly spaced in a step, from a random start."""
+        """Count an execution; return True for a share of them, evenly spaced from a random start."""
         op.executions += 1
         # Evenly spaced ops cover a step better than ones that are drawn each by itself.
         previous, self._sample_position = self._sample_position, self._sample_position + self.share
@@ -197,7 +200,7 @@ class StepWatcher(amanda.Tool):
         incoming_tensors: Sequence[Any],
         dtype: Any,
     ) -> None:
-        """Record norms of the gradients, and run the backward node again if that is possible."""
+        """Record norms of the gradients; run the node again if that is possible, or note if Python cannot."""
         tensors = torch_tensors(outgoing)
         for i, gradient in enumerate(outgoing):
             if _is_floating(gradient, dtype):

@@ -97,7 +97,7 @@ class ShapeCounts(amanda.ShapeTally):
         )  # fmt: skip
 
     def __call__(self, *, shapes: tuple[Any, ...]) -> None:
-        """Count an execution with these shapes."""
+        """Count an execution with these shapes, by its samples; settle the counts where they are too many."""
         # Shapes are those of a sample: under a vmap so many samples are computed at once.
         samples = self.samples(shapes if self._counts_all_sides else shapes[2:])
         if samples == 1:
@@ -123,20 +123,20 @@ class ShapeCounts(amanda.ShapeTally):
     def op_costs(self) -> Iterator[OpCost]:
         """Yield a cost with its number of calls for each set of shapes; samples and tangents apart."""
         yield from self._op_costs(self)
-        for samples, counted in self._counts_by_samples.items():
-            yield from (op_cost.for_samples(samples) for op_cost in self._op_costs(counted))
-        for counted in (self, *self._counts_by_samples.values()):
-            yield from self._tangent_op_costs(counted)
+        for samples, tally in self._counts_by_samples.items():
+            yield from (op_cost.for_samples(samples) for op_cost in self._op_costs(tally))
+        for tally in (self, *self._counts_by_samples.values()):
+            yield from self._tangent_op_costs(tally)
         if self._recomputed is not None:
             yield from (replace(op_cost, phase=RECOMPUTATION) for op_cost in self._op_costs(self._recomputed))
 
-    def _op_costs(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
-        for shapes, calls in counted.items():
+    def _op_costs(self, tally: amanda.ShapeTally) -> Iterator[OpCost]:
+        for shapes, calls in tally.items():
             yield self._count_op_cost(self.cost(shapes), calls)
 
-    def _tangent_op_costs(self, counted: amanda.ShapeTally) -> Iterator[OpCost]:
+    def _tangent_op_costs(self, tally: amanda.ShapeTally) -> Iterator[OpCost]:
         """Yield the cost of the tangents, with calls, of each counted set of shapes that has tangents."""
-        for shapes, calls in counted.items():
+        for shapes, calls in tally.items():
             if has_tangents(shapes):
                 op_cost = tangent_op_cost(self._shaped_context(shapes), self.cost(shapes), shapes)
                 yield self._count_op_cost(op_cost, calls)
@@ -216,7 +216,7 @@ class FirstShapeCount:
 
     @amanda.observer
     def count(self, *, shapes: tuple[Any, ...]) -> None:
-        """Count an execution with these shapes, and its tangents if any; the first call sets the shapes."""
+        """Count an execution with these shapes, and its tangents; the first call sets shapes and samples."""
         if self._shapes is None:
             self._shapes = shapes
             samples = amanda.ShapeTally.samples(shapes)

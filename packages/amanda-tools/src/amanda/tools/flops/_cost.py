@@ -196,7 +196,7 @@ def elements(shapes: Iterable[Any]) -> int:
 
 
 def shape_of(value: Any, shape: Callable[[Any], Any]) -> Any:
-    """Return a tensor's shape, by StandardMapping's `shape`; a list of those in a list; None of others."""
+    """Return a tensor's shape, by StandardMapping's `shape`; of a list those of its tensors; else None."""
     if isinstance(value, (list, tuple)):
         return [extents for element in value if (extents := _extents(element, shape)) is not None] or None
     return _extents(value, shape)
@@ -320,7 +320,7 @@ class FlopsResult(PlacesResult[OpCost]):
         return self._tree(depth, _TREE, numbers)
 
     def _printed(self, view: Any) -> Result:
-        """Return the tree of modules, if rows are by module or the view asks for it; else the flat table."""
+        """Return a tree of modules if rows or view ask for it and nothing is sorted; else the flat table."""
         # A sorted view is a flat table too, with a remark.
         is_tree = self._by == ("module",) or (view.tree and self._by == KEYS)
         if is_tree and view.sort:
@@ -389,7 +389,7 @@ class FlopsResult(PlacesResult[OpCost]):
         return {"totals": totals, "unsupported": dict(self.unsupported), **super()._facts()}
 
     def notes(self) -> Sequence[str]:
-        """Return the totals, the convention, and the share of what no formula knows."""
+        """Return the totals, the convention, and the share of what no formula knows; or that nothing ran."""
         if not self.ops:
             return [NOTHING]
         phases = dict.fromkeys(op_cost.phase for op_cost in self.ops)

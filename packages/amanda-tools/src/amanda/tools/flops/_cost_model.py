@@ -34,7 +34,7 @@ def write_pytorch_facts(context: amanda.OpContext) -> None:
     """Write into the context of an op of PyTorch what costs depend on, and the functions that compute it.
 
     Parameters that it reads, gradients that it takes, complex numbers, views, and whether it is a function:
-    an autograd.Function, or an operator of a library; either may call ops in Python.
+    an autograd.Function, or an operator of a library; either may call ops in Python.  The first call counts.
     """
     # A later analysis finds these facts, and may see the value of a tool, as a masked weight, in the place of
     # a parameter: the first counts.
@@ -152,11 +152,7 @@ def _backward_macs(context: amanda.OpContext) -> int:
 
 
 def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
-    """Return as many multiply-accumulates as the op itself takes, for the gradient of each factor.
-
-    The double backward of a convolution is given gradients of data and kernel, each of which is convolved for
-    the gradient of the output, and once more for that of the other.
-    """
+    """Return the op's own multiply-accumulates, times the products that make the node's gradients."""
     outgoing, cost = context.get_grad_inputs() or [], context.get("cost")
     macs = cost.macs if cost else 0
     if context["is_complex"] and not is_complex:
@@ -164,7 +160,9 @@ def _macs_of_factors(context: amanda.OpContext, is_complex: bool) -> int:
         # them.
         macs = round(macs / _PRODUCTS_OF_COMPLEX_CONVOLUTION)
     if context.get_backward_op().__name__.startswith("ConvolutionBackwardBackward"):
-        # Gradients of data and kernel enter; those of the output, the data and the kernel leave.
+        # Double backward: gradients of data and kernel enter, those of the output, the data and the kernel
+        # leave.  Each that enters is convolved for the gradient of the output, and once more for that of the
+        # other.
         incoming_count = sum(grad is not None for grad in (context.get_grad_outputs() or [])[:2])
         is_present = [grad is not None for grad in outgoing[:3]]
         return int(incoming_count * is_present[0] + sum(is_present[1:])) * macs
@@ -286,8 +284,7 @@ logger = logging.getLogger("amanda")
 class OpCostModel:
     """Compute costs by a program's own formulas and by the built-in ones.
 
-    custom: formulas by a word, or a framework's name of an op.  complex_macs: real multiply-accumulates in
-    a complex one.
+    custom: formulas by a word, or a framework's name of an op.  complex_macs: real MACs in a complex one.
     """
 
     def __init__(self, custom: Mapping[str, Formula], complex_macs: int) -> None:
@@ -307,7 +304,7 @@ class OpCostModel:
     def cost_of_op(
         self, names: tuple[str, str], shapes: Shapes, source: str, products: int = 1
     ) -> Cost | None:
-        """Return the cost of an op by a formula; None without one, without shapes, and where it fails."""
+        """Return an op's cost by a formula; None without one or shapes, and, with a warning, if it fails."""
         # products: as `complex_products` gives them.
         # The program's own formulas come first, and their errors reach the program.
         custom_formula = next((self.custom[name] for name in names if name in self.custom), None)
@@ -331,7 +328,7 @@ class OpCostModel:
         return total if custom_formula or products == 1 else total.with_complex(products)
 
     def inner_costs_of(self, context: AnyContext) -> InnerCosts | None:
-        """Return the costs of the operators that an op calls, kept in the context for its backward ops.
+        """Run an op once without data; return the costs of the operators it calls, kept in the context.
 
         None where the framework cannot run an op without data, and where that fails.
         """
@@ -344,7 +341,10 @@ class OpCostModel:
     def cost_of_backward_op(
         self, context: AnyContext, backward_type: str, gradients: Sequence[Any]
     ) -> Cost | None:
-        """Return the cost of a backward op that gives these gradients; None if it is not known."""
+        """Return the cost of a backward op that gives these gradients; None if it is not known.
+
+        The cost of a node within a composite op is taken out of the op's inner costs.
+        """
         word, shape = backward_type.removesuffix("_backward"), context["shape"]
         if backward_type in self.custom:
             return self.custom[backward_type](shapes_of(context, context.get_grad_outputs() or [], gradients))
@@ -383,13 +383,14 @@ class OpCostModel:
         costs, dtype = [], context["element_type"]
         sides = [op_shapes.inputs, op_shapes.outputs, incoming, outgoing]
         for (inputs, outputs, *grads), count in components(sides):
-            forward = replace(op_shapes, inputs=inputs, outputs=outputs)
-            shaped = ShapedContext(
+            component_shapes = replace(op_shapes, inputs=inputs, outputs=outputs)
+            shaped_context = ShapedContext(
                 context, [[_stand_in(shape, dtype) for shape in side] for side in (inputs, outputs, *grads)]
             )
-            shaped["cost"] = self.cost_of_op(names, forward, "", context["complex_products"])
-            present_grads = [grad for grad in shaped.get_grad_inputs() if grad is not None]
-            cost = self.cost_of_backward_op(shaped, context["backward_type"], present_grads)
+            forward_cost = self.cost_of_op(names, component_shapes, "", context["complex_products"])
+            shaped_context["cost"] = forward_cost
+            present_grads = [grad for grad in shaped_context.get_grad_inputs() if grad is not None]
+            cost = self.cost_of_backward_op(shaped_context, context["backward_type"], present_grads)
             if cost is None:
                 return None
             costs.append((cost, count))

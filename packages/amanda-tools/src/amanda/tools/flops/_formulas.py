@@ -36,7 +36,7 @@ def operations(flops: Callable[[Shapes], float]) -> Formula:
 
 
 def matrix_product(op: Shapes, first: int = 0) -> Cost:
-    """Count the product of two inputs, (..., n, k) by (..., k, m), either transposed or a vector."""
+    """Count (..., n, k) by (..., k, m), either transposed or a vector: the two inputs from `first` on."""
     factor, other_factor = op.inputs[first : first + 2]
     depth = factor[-1]
     if len(factor) > 1 and len(other_factor) > 1:
@@ -224,7 +224,7 @@ def transposed_convolution(op: Shapes) -> Cost:
 
 
 def pooling(op: Shapes) -> Cost:
-    """Count for every output element its window; one of a size that follows from the shapes."""
+    """Count for every output element its window; 1 for a window whose size follows from the shapes."""
     size = next((value for value in op.values if value is not None), None)
     for name in ("ksize", "kernel_size", "kernel_shape"):
         size = op.attributes.get(name, size)
@@ -289,6 +289,7 @@ def cached_attention(past: int) -> Formula:
     """
 
     def cost(op: Shapes) -> Cost:
+        """Count scores of queries by new and cached keys, their softmax, and its product with values."""
         query, key = op.inputs[0], op.inputs[1]
         if len(query) == 5:
             _, length, heads, _, width = query

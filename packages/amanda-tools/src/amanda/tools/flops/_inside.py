@@ -94,7 +94,7 @@ def _inner_costs(context: amanda.OpContext, formulas: Mapping[str, Formula], com
     differentiated_leaves: list[Tensor] = []
 
     def copy_without_data(tensor: Tensor) -> Tensor:
-        """Return a tensor like this one without data; one that is differentiated is added to `leaves`."""
+        """Return a tensor without data; of a differentiated one a clone, whose leaf goes into the list."""
         copy = _without_data(tensor, mode)
         # In the order of `context["differentiated"]`, which was read before `requires_grad` was hidden by
         # `detach`.
@@ -188,7 +188,7 @@ def _counting_mode(
         def __torch_dispatch__(
             self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
-            """Call an operator without data, and add its cost."""
+            """Call an operator without data, and add its cost, or its name to `costs.unknown`."""
             args, kwargs = tree_map_only(torch.Tensor, without_data, (args, kwargs or {}))
             result = op(*args, **kwargs)
             cost = _cost_of_call(op, args, kwargs, result, formulas, shape)

@@ -35,13 +35,12 @@ COPIES = frozenset("""
     linalg_diagonal linspace log_normal logspace lu_unpack masked_scatter masked_select max_unpool1d
     max_unpool2d max_unpool3d median meshgrid mode msort _nested_from_padded_tensor
     _nested_tensor_from_tensor_list nested_to_padded_tensor to_padded_tensor multinomial nanmedian narrow
-    native_channel_shuffle
-    _neg_view new_empty_strided new_full new_ones new_zeros nonzero nonzero_static normal normal_functional
-    numpy one_hot ones ones_like pad permute pixel_shuffle pixel_unshuffle polar positive put rand rand_like
-    randint randint_like randn randn_like random randperm real reflection_pad1d reflection_pad2d
-    reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d replication_pad3d
-    _reshape_copy resize resize_as resolve_conj resolve_neg roll rot90 scalar_tensor scatter scatter_add
-    searchsorted select select_scatter set set_data setitem slice slice_inverse slice_scatter sort
+    native_channel_shuffle _neg_view new_empty_strided new_full new_ones new_zeros nonzero nonzero_static
+    normal normal_functional numpy one_hot ones ones_like pad permute pixel_shuffle pixel_unshuffle polar
+    positive put rand rand_like randint randint_like randn randn_like random randperm real reflection_pad1d
+    reflection_pad2d reflection_pad3d repeat repeat_interleave replication_pad1d replication_pad2d
+    replication_pad3d _reshape_copy resize resize_as resolve_conj resolve_neg roll rot90 scalar_tensor scatter
+    scatter_add searchsorted select select_scatter set set_data setitem slice slice_inverse slice_scatter sort
     sparse_compressed_tensor sparse_coo_tensor sparse_mask split split_with_sizes stack sum_to_size sym_size
     take take_along_dim tensor tensor_split tile to _to_copy to_dense _to_sparse to_sparse tolist transpose
     tril tril_indices triu triu_indices type type_as unbind unfold uniform _unique2 unique_consecutive
@@ -93,8 +92,7 @@ def factors_of_node(name: str) -> Sequence[int] | None:
 def gradients_of_factors(word: str, gradients: Sequence[Any]) -> int:
     """Return how many of the gradients that a backward op gives are products, and not None.
 
-    word: of the backward op.  gradients: those of an op's inputs in their order; a single gradient may be
-    that of any input.
+    word: of the backward op.  gradients: of an op's inputs in order; a single one may be of any input.
     """
     if len(gradients) == 1:
         return int(gradients[0] is not None)
@@ -291,7 +289,7 @@ def count_bytes(names: tuple[str, str], inputs: Sequence[int], outputs: Sequence
 
 
 def bytes_of(context: Any, values: Iterable[Any]) -> int:
-    """Return the bytes of tensors, also of those in lists.  context: of the op, maybe a `ShapedContext`."""
+    """Return the bytes of tensors, in lists too; unknown types are float32.  context: the op's, or shaped."""
     total = 0
     for value in leaves(values):
         # Of a distributed tensor this process moves its own shard.

@@ -164,21 +164,21 @@ class FlopsTool(amanda.Tool):
         self._uncounted_ops.setdefault((_op_cost_key(uncounted), id(action.kwargs.get("shapes"))), uncounted)
 
     def _record_unknown_input_shapes(self, context: amanda.OpContext) -> None:
-        """Insert a routine that records the shapes of inputs, if analysis does not know them."""
+        """Note how many ops cost so far; insert a routine that records the shapes of inputs, if unknown."""
         # Analyses nest as calls do: if the count has grown when the op ends, ops within it were counted.
         context["costly_ops"] = self._costly_ops
         if not are_known(shape_of(value, context["shape"]) for value in context.get_inputs()):
             context.insert_before_op(self._record_shapes, shape=context["extents"], key="inputs")
 
     def _record_unknown_gradient_shapes(self, context: amanda.OpContext) -> None:
-        """Insert a routine that records the shapes of incoming gradients, if analysis does not know them."""
+        """Note how many ops cost so far; insert a routine that records shapes of gradients, if unknown."""
         context["costly_ops"] = self._costly_ops
         if context.get("cost") is _COST_AT_EXECUTION:
             key = f"incoming {context.get_backward_op_id()}"
             context.insert_before_backward_op(self._record_shapes, shape=context["extents"], key=key)
 
     def _analyze_forward(self, context: amanda.OpContext) -> None:
-        """Compute the cost of an op, unless its executions do, and insert the routine that counts these."""
+        """Write an op's cost into its context, or leave it to executions; insert the routine that counts."""
         outputs = context.get_outputs() or []
         shapes = shapes_of(context, context.get_inputs(), outputs)
         names = (context.get_forward_op_type(), context["type"])  # the framework's, and the word
@@ -239,7 +239,7 @@ class FlopsTool(amanda.Tool):
     def _calls_counted_ops(self, context: amanda.OpContext, name: str) -> bool:
         """Return True for a function in Python, forward or backward, whose own ops compute and are counted.
 
-        They are analysed with the first execution of the function, and perhaps not with others.
+        They are analysed with the first execution, and perhaps not with others: the function is remembered.
         """
         if self._costly_ops > context["costly_ops"]:
             self._composite_types.add(name)
@@ -255,8 +255,11 @@ class FlopsTool(amanda.Tool):
     def _depends_on_shapes_alone(
         self, context: amanda.OpContext, names: tuple[str, str], shapes: Shapes, outputs: Sequence[Any]
     ) -> bool:
-        """Return True if shapes and element types decide the costs of an op and its backward ops."""
-        # Then all executions give views, or none does, and the context says which from then on.
+        """Return True if shapes and element types decide the costs of an op and its backward ops.
+
+        The context's `is_view` then gives the answer for this execution whatever it is asked.
+        """
+        # All executions give views, or none does.
         inputs, custom = context.get_inputs(), any(name in self._model.custom for name in names)
         # A formula of the program may read values and attributes.
         if custom or names[1] not in BY_SHAPES_ALONE or self._costly_ops > context["costly_ops"]:
@@ -274,16 +277,16 @@ class FlopsTool(amanda.Tool):
         """Insert a tally of the op's executions by shapes; the context has the cost at the first ones."""
         sides = [context.get_inputs(), context.get_outputs() or []]
         measure, costs = self._op_cost_at_shapes, self._cost_by_shapes
-        by_shape = ShapeCounts(context, sides, measure, costs, self._settle_counts)
-        context["by_shape"] = by_shape
+        shape_counts = context["by_shape"] = ShapeCounts(context, sides, measure, costs, self._settle_counts)
         op_cost = self._op_cost_at_shapes(context)
         context["cost"], context["estimate"] = Cost(op_cost.macs or 0, op_cost.flops or 0), 0
         self._costly_ops += bool(op_cost.flops)
-        counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else by_shape
+        counts = AnyShapeCount(op_cost, _op_cost_key(op_cost)) if is_free(context, names) else shape_counts
         context.insert_after_op(self._shared_counts(context, counts), outputs=[])
 
     def _op_cost_at_shapes(self, context: AnyContext, shapes: tuple[Any, ...] = ()) -> OpCost:
         """Compute the cost of an op at the shapes of a context; return a new OpCost."""
+        # `shapes` are those of the context once more, as ShapeCounts passes them to each `measure`.
         outputs = context.get_outputs() or []
         names = (context.get_forward_op_type(), context["type"])
         op_shapes, op_cost = shapes_of(context, context.get_inputs(), outputs), self._new_op_cost(context)
@@ -303,9 +306,9 @@ class FlopsTool(amanda.Tool):
         if "cost" not in context:
             context["parameters"] = self._parameter_keys.keys_and_elements(context)
             context["complex_products"] = self._model.complex_products(context)
-            forward = self._op_cost_at_shapes(context)
-            context["cost"] = None if forward.flops is None else Cost(forward.macs or 0, forward.flops)
-            context["estimate"] = 0
+            forward_cost = self._op_cost_at_shapes(context)
+            macs, flops = forward_cost.macs or 0, forward_cost.flops
+            context["cost"], context["estimate"] = None if flops is None else Cost(macs, flops), 0
         backward_type = context["backward_type"]
         if context["cost"] is _COST_AT_EXECUTION:
             key = f"incoming {context.get_backward_op_id()}"
@@ -324,7 +327,7 @@ class FlopsTool(amanda.Tool):
         context.insert_after_backward_op(self._count_execution, grad_inputs=[], op_cost=op_cost)
 
     def _gradient_op_cost(self, context: AnyContext, shapes: tuple[Any, ...] = ()) -> OpCost:
-        """Compute the cost of a backward op at the shapes of a context; return a new OpCost."""
+        """Return a new OpCost of a backward op at the shapes of a context, which gets its forward `cost`."""
         op_cost = _unknown_gradient_cost(context)
         # The cost of the forward op at these shapes, which gradients of products repeat.
         if shapes and "by_shape" in context:
@@ -373,7 +376,7 @@ class FlopsTool(amanda.Tool):
         self, *outputs: Any, op_cost: OpCost, names: tuple[str, str], shapes: Shapes,
         context: amanda.OpContext, run: dict[str, Any], recomputed: bool,
     ) -> None:  # fmt: skip
-        """Count an execution whose shapes are known only now; compute the cost once for these shapes."""
+        """Count an execution of shapes known only now, at a cost computed once; leave the shapes in `run`."""
         # "inputs" is what `_record_shapes` has put into the run before the op, which may change its inputs.
         shape_pairs = zip(run.pop("inputs", shapes.inputs), shapes.inputs, strict=True)
         inputs = [analysed if executed is None else executed for executed, analysed in shape_pairs]
