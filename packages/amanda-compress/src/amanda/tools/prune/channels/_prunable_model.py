@@ -198,7 +198,7 @@ class Tracing(amanda.Tool):
         input_parts: Sequence[Part],
         output_families: Sequence[Families],
     ) -> None:
-        """Append an op that a rule has followed to `traced_ops`."""
+        """Append an op that a rule has followed to `traced_ops`, with its `move` if the rule only moves."""
         output_parts = [
             (families, tuple(output.shape))
             for output, families in zip(call.outputs, output_families, strict=True)
@@ -307,7 +307,7 @@ def masked(value: Any, mask: Any) -> Any:
 
 @amanda.differentiable
 def selected(value: Any, axis: int, indices: Any) -> Any:
-    """Return the channels that are kept, for an op that computes over them."""
+    """Return the kept channels of a tensor of PyTorch, for an op that computes over them."""
     import torch
 
     return value.index_select(axis, torch.from_numpy(indices).to(value.device))

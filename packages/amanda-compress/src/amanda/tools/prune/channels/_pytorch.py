@@ -54,7 +54,7 @@ class TorchModel(PrunableModel):
         return dict(self.model.named_parameters())
 
     def masks(self, axes: Axes) -> Masks:
-        """Return masks of parameters, found by the tensor."""
+        """Return masks of parameters, found by the tensor; buffers have none."""
         import torch
 
         # By tensor and not by name: tied parameters are one tensor under several names.
@@ -65,8 +65,8 @@ class TorchModel(PrunableModel):
             if parameter is not None:
                 extents = [-1 if i == axis else 1 for i in range(parameter.ndim)]
                 axis_mask = torch.from_numpy(keep_mask).to(parameter.device).reshape(extents)
-                former = masks.get(parameter)
-                masks[parameter] = axis_mask if former is None else former & axis_mask
+                mask = masks.get(parameter)  # of axes before
+                masks[parameter] = axis_mask if mask is None else mask & axis_mask
         return lambda value: masks.get(value) if _is_tensor(value) else None
 
     def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
@@ -77,7 +77,7 @@ class TorchModel(PrunableModel):
         return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
 
     def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
-        """Remove channels of the module; return it."""
+        """Remove channels of the module and the optimizer's state, or none on an error; return the module."""
         removal = self.removal(plan, optimizer)
         try:
             removal.apply()
@@ -226,7 +226,10 @@ class ModuleTracing(Tracing):
 
     @amanda.observer
     def _push_inputs(self, *inputs: Any, op_type: str) -> None:
-        """Push an op's inputs, with families and extents of its tensors, for `_follow_channels`."""
+        """Push an op's inputs, with families and extents of tensors, for `_follow_channels`.
+
+        Running averages of a norm get labels first.
+        """
         if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are not parameters.
             for average in inputs[3:5]:
