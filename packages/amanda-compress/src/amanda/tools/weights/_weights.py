@@ -425,7 +425,7 @@ class Weights(Generic[W]):
         self.skipped_elements.update(parameter_sizes(context))
 
     def _retract(self, context: amanda.OpContext, weights: list[W], reason: str) -> set[int]:
-        """Stop changing weights; return their readers' ids.  Raises an error for one that a file has changed."""
+        """Stop changing weights; return their readers' ids.  Raises an error for one changed in a file."""
         outdated_ops: set[int] = set()
         for weight in weights:
             # The changed weight is in the file already, so that it cannot be retracted.
