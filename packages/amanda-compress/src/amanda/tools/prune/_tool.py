@@ -375,7 +375,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             self._steps.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks and offsets of weights as "path of the weight/mask", and the next step as "step"."""
+        """Return masks and other state as "path of the weight/mask", and the next step as "step"."""
         return {**super().state_dict(), "step": self._mask_updater.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:

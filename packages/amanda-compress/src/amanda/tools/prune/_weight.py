@@ -56,7 +56,7 @@ class PrunedWeight(Weight):
         return self.size - int(self.mask.sum())
 
     def is_older_than(self, update_step: int | None) -> bool:
-        """Return True if the mask is older than the update of a step."""
+        """Return True if the mask is older than the update of a step; False for a skipped weight."""
         return not self.is_skipped and update_step is not None and self.updated < update_step
 
     def reset_offset_if_finalized(self, present: Callable[[], Any]) -> None:
@@ -233,6 +233,7 @@ class MaskUpdater:
         self._options, self._schedule, self._tool = options, options.schedule, tool
         self.step = self._first_step = 0
         # _step_ran: True once a weight was read in the step, which so counts.
+        # _calibrates_file: True once data of a file were gathered in this calibration.
         self.is_calibrating = self._step_ran = self._calibrates_file = False
 
     @property

@@ -395,10 +395,10 @@ class SharedState:
     """
 
     def __init__(self) -> None:
-        self._first_readers: dict[Hashable, amanda.OpContext] = {}
+        self._first_readers: dict[Hashable, amanda.OpContext] = {}  # by identity, of parameters read in part
         self._parameters_by_reader: dict[amanda.OpContext, list[Hashable]] = {}
-        self._lines_by_parameter: dict[Hashable, list[Hashable]] = {}
-        self._states: dict[Hashable, Any] = {}
+        self._lines_by_parameter: dict[Hashable, list[Hashable]] = {}  # by reader and identity
+        self._states: dict[Hashable, Any] = {}  # by reader, identity, form and line
 
     def state_of(
         self,

@@ -161,6 +161,7 @@ class Weight(WeightView):
     holder: identity of the parameter or variable; None for a weight that is computed at each call.
     part: the part of the parameter that is read; None for all of it.
     number: its place in the order in which weights were met.  readers: ids of the ops that read it.
+    whole: see `ParameterStore.whole`.  keep: returns state of a name, as loaded or from a function.
     is_loaded: True if its state was loaded, until a tool that asks sets it to False.
     """
 

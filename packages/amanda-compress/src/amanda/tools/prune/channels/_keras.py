@@ -54,11 +54,11 @@ class KerasModel(PrunableModel):
                 'PruneTool(pattern="structured")'
             )
 
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Call the model op by op, in inference."""
-        return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **named})
+        return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **kwargs})
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
         """Predict a batch by a compiled function."""
         self.now.predict_on_batch(example[0] if len(example) == 1 else list(example))
 
@@ -321,7 +321,7 @@ class _ChannelCountEntry(NamedTuple):
 
 
 def _channel_count_entry(layer: Any) -> _ChannelCountEntry | None:
-    """Return the entry of a layer's config; None for a layer whose channels follow from its input."""
+    """Return the entry of a layer's config; None without a kernel, and where the input gives the channels."""
     import keras
 
     keys_and_axes = [pair for name, pair in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))]

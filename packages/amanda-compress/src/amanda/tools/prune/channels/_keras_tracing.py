@@ -211,10 +211,10 @@ class KerasTracing(Tracing):
         self._path_by_handle = model.path_by_handle()
         self._open_inputs: list[list[Any]] = []  # of ops that have begun, the innermost last
 
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model, keep its result's channels and weights of unknown size whole; return the result."""
         with amanda.apply(self):
-            self.result = self._model(*example, **named)
+            self.result = self._model(*example, **kwargs)
         labels = self.notes.labels
         for value in tensors_in(self.result):
             labels.leave_whole(self._families_of.get(value) or (), "the model returns them")

@@ -67,24 +67,24 @@ class OnnxModel(PrunableModel):
         self.read_in_bodies = dict(_read_in_bodies(graph))  # by value, the node whose body reads it
         self._session: _CachedSession | None = None
 
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
-        return self._run(example, named, is_optimized=False)
+        return self._run(example, kwargs, is_optimized=False)
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
         """Run a session with the optimizations of ONNX Runtime."""
-        self._run(example, named, is_optimized=True)
+        self._run(example, kwargs, is_optimized=True)
 
-    def _run(self, example: Sequence[Any], named: Mapping[str, Any], is_optimized: bool) -> Any:
+    def _run(self, example: Sequence[Any], kwargs: Mapping[str, Any], is_optimized: bool) -> Any:
         """Return the outputs of the model as it is now; raise PruneError for inputs of other names or number.
 
         The session, on the host, is cached until the model or `is_optimized` is another.
         """
-        feed = dict(zip(self.inputs, example, strict=False)) | dict(named)
+        feed = dict(zip(self.inputs, example, strict=False)) | dict(kwargs)
         if len(example) > len(self.inputs) or feed.keys() != set(self.inputs):
             raise PruneError(
                 f"ChannelPruneTool.prepare was given {len(example)} arrays and the names "
-                f"{', '.join(named) or 'of none'}; the model's inputs are {', '.join(self.inputs)}"
+                f"{', '.join(kwargs) or 'of none'}; the model's inputs are {', '.join(self.inputs)}"
             )
         import onnxruntime
 
@@ -104,7 +104,7 @@ class OnnxModel(PrunableModel):
         return cached.session.run(None, {name: np.asarray(array) for name, array in feed.items()})
 
     @contextmanager
-    def without_failing_nodes(self, *example: Any, **named: Any) -> Iterator[None]:
+    def without_failing_nodes(self, *example: Any, **kwargs: Any) -> Iterator[None]:
         """Return a context in which the model ends before the first node that fails, as trial runs show."""
         whole_proto = self.proto
         # Numbers of first nodes that run and that fail: halved until they are neighbours.
@@ -115,7 +115,7 @@ class OnnxModel(PrunableModel):
                 self.proto = _first_nodes(whole_proto, middle)
                 try:
                     with amanda.disabled():
-                        self(*example, **named)
+                        self(*example, **kwargs)
                     running_count = middle
                 except Exception:  # of ONNX Runtime's own kinds, when it loads and when it runs
                     failing_count = middle
@@ -244,7 +244,7 @@ def _inline_constants(original: ModelProto) -> ModelProto:
 
 
 def _separate_vectors(graph: GraphProto) -> None:
-    """Give each node that reads a vector of floating-point numbers an initializer of its own."""
+    """Give each further node that reads a vector of floating-point numbers an initializer of its own."""
     vectors = {
         initializer.name: initializer for initializer in graph.initializer if len(initializer.dims) == 1
     }

@@ -240,7 +240,7 @@ class OnnxTracing(Tracing):
         self._layers: dict[str, str] = {}  # by weight, the module that first read it
         self._open_inputs: dict[str, Sequence[OnnxValue | None]] = {}  # by key, of nodes that have begun
 
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model, keep the channels of its result whole, and return the result.
 
         Channels that bodies of control flow read stay whole too.  Where the run fails, the nodes before the
@@ -248,12 +248,12 @@ class OnnxTracing(Tracing):
         """
         try:
             with amanda.apply(self):
-                self.result = self._model(*example, **named)
+                self.result = self._model(*example, **kwargs)
         except Exception:
             # A session that fails shows no op at all: the prefix that runs shows which node comes next, and
             # so which one failed.
-            with self._model.without_failing_nodes(*example, **named), amanda.apply(self):
-                self._model(*example, **named)
+            with self._model.without_failing_nodes(*example, **kwargs), amanda.apply(self):
+                self._model(*example, **kwargs)
             raise
         labels = self.notes.labels
         for name in self._model.outputs:

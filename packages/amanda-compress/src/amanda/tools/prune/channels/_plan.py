@@ -381,24 +381,24 @@ def _outputs_by_layer(tracing: Tracing) -> dict[str, list[Family]]:
 
 
 def make_plan(
-    subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any], choice: ChannelOptions
+    subject: PrunableModel, example: Sequence[Any], kwargs: Mapping[str, Any], choice: ChannelOptions
 ) -> tuple[RemovalPlan, Any]:
     """Return a plan, and the smaller model's result; channels that an op needs are left whole.
 
     Runs both models.  Raises PruneError where the smaller one cannot run whatever is left whole.
     """
-    subject(*example, **named)  # some models keep tensors of their first call
+    subject(*example, **kwargs)  # some models keep tensors of their first call
     tracing = subject.tracing()
-    tracing.follow(example, named)
+    tracing.follow(example, kwargs)
     plan = RemovalPlan(subject, tracing)
     leave_unselected(plan, choice)
     if choice.budget.of == "latency":
-        return plan, _meet_latency(plan, choice, example, named)
-    return plan, _try_until_it_runs(plan, choice, example, named)
+        return plan, _meet_latency(plan, choice, example, kwargs)
+    return plan, _try_until_it_runs(plan, choice, example, kwargs)
 
 
 def _meet_latency(
-    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
+    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Choose the smallest share of channels whose removal saves the budget's share of the time.
 
@@ -411,23 +411,23 @@ def _meet_latency(
         # Channels that cannot be removed at one share may be removable at another.
         plan.tracing.notes.labels = deepcopy(labels)
         budget = choice.budget.of_channels(sparsity)
-        return _try_until_it_runs(plan, replace(choice, budget=budget), example, named)
+        return _try_until_it_runs(plan, replace(choice, budget=budget), example, kwargs)
 
     too_low, high_enough = 0.0, 1.0  # shares of channels that are removed
     for _ in range(_TIMED_HALVINGS):
         share = (too_low + high_enough) / 2
         try_sparsity(share)
-        if _share_of_time(plan, example, named) > 1 - choice.budget.sparsity:
+        if _share_of_time(plan, example, kwargs) > 1 - choice.budget.sparsity:
             too_low = share
         else:
             high_enough = share
     result = try_sparsity(high_enough)
-    plan.latency = _share_of_time(plan, example, named)
+    plan.latency = _share_of_time(plan, example, kwargs)
     return result
 
 
 def _try_until_it_runs(
-    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
+    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Choose channels, and leave whole what the model needs; return the smaller model's result.
 
@@ -443,7 +443,7 @@ def _try_until_it_runs(
             removal.apply()
             trial = plan.subject.tracing()
             trial_ops = trial.traced_ops  # also of a trial that fails: the ops until then
-            result = trial.follow(example, named)
+            result = trial.follow(example, kwargs)
         except Exception as raised:  # of any kind: the model's code does not suit the sizes
             error = f"{type(raised).__name__}: {raised}"
         finally:
@@ -458,24 +458,24 @@ def _try_until_it_runs(
             )
 
 
-def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+def _share_of_time(plan: RemovalPlan, example: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Run both models, and return the time of a call of the smaller one as a share of the whole one's."""
-    whole_seconds = _seconds_of_call(plan.subject, example, named)
+    whole_seconds = _seconds_of_call(plan.subject, example, kwargs)
     removal = plan.subject.removal(plan)
     try:
         removal.apply()
-        return _seconds_of_call(plan.subject, example, named) / whole_seconds
+        return _seconds_of_call(plan.subject, example, kwargs) / whole_seconds
     finally:
         removal.undo()
 
 
-def _seconds_of_call(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
+def _seconds_of_call(subject: PrunableModel, example: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
     """Return the time of the fastest of several calls without tools: other work disturbs that one least."""
     seconds = []
     for _ in range(_TIMED_CALLS):
         start = perf_counter()
         with amanda.disabled():
-            subject.run_to_completion(*example, **named)
+            subject.run_to_completion(*example, **kwargs)
         seconds.append(perf_counter() - start)
     return min(seconds)
 

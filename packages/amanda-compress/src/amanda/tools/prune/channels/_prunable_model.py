@@ -58,7 +58,7 @@ class PrunableModel(ABC):
         self.model = model
 
     @abstractmethod
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Run the model as it is now."""
 
     @abstractmethod
@@ -117,9 +117,9 @@ class PrunableModel(ABC):
         """Return a context in which the ops that the masks do not suit are taken apart."""
         return nullcontext()
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
         """Run the model as its users do, until its results are there: the time of this is measured."""
-        self(*example, **named)
+        self(*example, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Tracing(amanda.Tool):
         self.add_inst_for_op(self._analyse)
 
     @abstractmethod
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model, keep the channels of its result whole, and return the result."""
 
     @abstractmethod

@@ -35,9 +35,9 @@ class TorchModel(PrunableModel):
     has_gradients = True
     selected, compute_over_kept = staticmethod(selected), staticmethod(compute_over_kept)
 
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        return self.model(*example, **named)
+        return self.model(*example, **kwargs)
 
     def tracing(self) -> Tracing:
         """Return a tool that follows a call."""
@@ -128,11 +128,11 @@ class TorchModel(PrunableModel):
         """Return a context in which layers of attention are the ops that they consist of."""
         return _fast_path.off()
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
         """Call the module, and wait for its GPUs."""
         import torch
 
-        self.model(*example, **named)
+        self.model(*example, **kwargs)
         for device in {
             parameter.device for parameter in self.model.parameters() if parameter.device.type == "cuda"
         }:
@@ -147,7 +147,7 @@ class FastPath:
 
     def __init__(self) -> None:
         # The switch is global to the process: scopes of several threads overlap, and the last one restores
-        # it.
+        # it.  _count: of open scopes.  _before: the switch as the first of them found it.
         self._lock, self._count, self._before = threading.Lock(), 0, True
 
     @contextmanager
@@ -190,15 +190,16 @@ class ModuleTracing(Tracing):
             [*model.named_buffers(), *model.named_parameters(remove_duplicate=False)]
         ):
             self._names[tensor] = name
+        # Inputs, and families and extents of their tensors, of ops that have begun, the innermost last.
         self._open_inputs: list[tuple[Sequence[Any], list[Any]]] = []
 
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model, keep the channels of its result whole, and return the result."""
         import torch
 
         # Without fused ops, in which channels cannot be followed.
         with torch.enable_grad(), _fast_path.off(), amanda.apply(self):
-            self.result = self._model(*example, **named)
+            self.result = self._model(*example, **kwargs)
         for value in tensors_in(self.result):
             self.notes.labels.leave_whole(self._families(value), self.returned)
         self.notes.labels.settle_blocks()
