@@ -323,7 +323,7 @@ def _difference_of_sizes(name: str, change: tuple[Any, Any], module: nn.Module |
 
 
 def _element_kind(tensor: Tensor) -> str:
-    """Return what the elements of a tensor are."""
+    """Return floating-point, complex, quantised, bool or integer: what the elements of a tensor are."""
     if tensor.is_floating_point():
         return "floating-point"
     if tensor.is_complex():

@@ -255,7 +255,7 @@ class VariableSlices:
         self._selections: dict[int, tuple[Any, bool]] = {}
 
     def follow(self, context: amanda.OpContext) -> None:
-        """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
+        """Insert a routine that records what an eager op selects of a variable; for the forward pass."""
         name = context.get_forward_op_type()
         if name not in _SELECTIONS | _FOLLOWED or not context.namespace.matches("tensorflow/*/eager"):
             return

@@ -199,7 +199,10 @@ class WeightReads(amanda.Tool):
         return may_read_another_weight(context, index)
 
     def _is_copied_or_selected(self, context: amanda.OpContext, index: int) -> bool:
-        """Return True for an input that was copied or selected out of a parameter, False for a view."""
+        """Return True for an input that was copied or selected out of a parameter, False for a view.
+
+        At a known weight position of TensorFlow only a selection by data counts.
+        """
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
             return self.slices.copied_slice(value) is not None or self.slices.is_selected(value)
@@ -331,7 +334,7 @@ class FollowedSlices:
         return ParameterSlice(holder, partial(_select_and_view, copied.select, copied.layout, view), form)
 
     def follow(self, context: amanda.OpContext) -> None:
-        """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
+        """Insert routines to record what an eager op copies or selects of parameters, in the forward pass."""
         if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
             return
         if self.slice_of(next(iter(context.get_inputs()), None)) is None:

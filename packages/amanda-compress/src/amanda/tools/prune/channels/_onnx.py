@@ -188,7 +188,7 @@ class OnnxModel(PrunableModel):
         return onnx_graph.first_output_of(context.get_op().node)
 
     def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
-        """Return inputs by the names that they have in `proto`, also in a session that was made elsewhere."""
+        """Return shapes of inputs and their names in `proto`, also in a session that was made elsewhere."""
         node = self.nodes.get(self.op_key(context))
         # One name for each value, in order, also within lists: a node's inputs are one flat list.
         names = iter(() if node is None else node.input)

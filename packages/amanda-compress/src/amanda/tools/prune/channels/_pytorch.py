@@ -111,7 +111,7 @@ class TorchModel(PrunableModel):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context in which the module is in evaluation mode, without gradients."""
+        """Return a context with the module in evaluation mode, without gradients; its end restores modes."""
         import torch
 
         # Each module by itself: frozen parts of a model are in evaluation mode while the rest trains.

@@ -413,7 +413,7 @@ def rearranged(call: FollowedOp) -> Sequence[Families]:
 
 
 def shuffled(call: FollowedOp) -> Sequence[Families]:
-    """Move channels between groups, or into images; channels that an op takes together go together."""
+    """Move channels between groups, noted as a block, or into images, of each of which all go together."""
     value, groups = call.inputs[0], call.value("groups")
     is_channel_shuffle = bool(groups)
     # An input of pixel_shuffle may lack the axis of a batch.
