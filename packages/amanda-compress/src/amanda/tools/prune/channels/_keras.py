@@ -59,7 +59,7 @@ class KerasModel(PrunableModel):
         return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **kwargs})
 
     def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
-        """Predict a batch by a compiled function."""
+        """Predict a batch by a compiled function, to which no inputs by name go."""
         self.now.predict_on_batch(example[0] if len(example) == 1 else list(example))
 
     def tracing(self) -> Tracing:
