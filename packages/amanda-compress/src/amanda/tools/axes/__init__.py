@@ -157,7 +157,7 @@ class Window(NamedTuple):
         return (smaller, larger) if self.padding == "same" else (larger, smaller)
 
     def slices(self, size: int) -> list[slice]:
-        """Return for each element of the window the slice of a padded axis that the element reads."""
+        """Return the slice of a padded axis that each element of the window reads; empty where none fits."""
         last_start = (self.places(size) - 1) * self.stride
         # A slice with a stride reads one element of the window at all places at once.
         starts = range(0, self.reach, self.dilation)
@@ -205,7 +205,7 @@ def windows_of(attributes: Mapping[str, Any], layout: str, kernel: Sequence[int]
     pads = [(pad, pad) for pad in _per_axis(0 if isinstance(padding, str) else padding, axes)]
     if padding == "same":
         # PyTorch's "same" is for a stride of 1, and puts an odd zero behind.
-        zero_counts = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
+        zero_counts = [step * (size - 1) for step, size in zip(dilation, kernel, strict=True)]
         pads = [(zeros // 2, zeros - zeros // 2) for zeros in zero_counts]
     return list(map(Window, kernel, stride, dilation, pads))
 
@@ -233,8 +233,8 @@ def _jax_windows(attributes: Mapping[str, Any], axes: Sequence[int], kernel: Seq
     A pooling has attributes of all axes.  Raises NotImplementedError for a transposed convolution.
     """
     # JAX has no op of transposed convolutions: it dilates the input of a plain one.
-    dilated = [*(attributes.get("lhs_dilation") or ()), *(attributes.get("base_dilation") or ())]
-    if any(factor != 1 for factor in dilated):
+    input_dilations = [*(attributes.get("lhs_dilation") or ()), *(attributes.get("base_dilation") or ())]
+    if any(dilation != 1 for dilation in input_dilations):
         raise NotImplementedError("the window of a transposed convolution")
     is_pooling = "window_dimensions" in attributes
     names = ("window_strides", "window_dilation" if is_pooling else "rhs_dilation", "padding")

@@ -107,7 +107,7 @@ def load_compressed(model: nn.Module, path: str | os.PathLike[str]) -> Checkpoin
 
 
 def _checkpoint_of(model: nn.Module, results: tuple[Result, ...]) -> Checkpoint:
-    """Return what a folder holds of a model.  Raises ArtefactError as `save_compressed` does."""
+    """Return what a folder holds of a model, no two tensors in one memory; errors as of `save_compressed`."""
     _check_kind(model)
     names = ("amanda-compress", "torch")
     checkpoint = Checkpoint({}, results=[result.to_dict() for result in results])
@@ -202,11 +202,11 @@ def _saved_state(model: nn.Module) -> dict[str, _SavedTensor]:
         for tensors in (module._parameters, module._buffers)
         for key, tensor in tensors.items() if tensor is not None
     }  # fmt: skip
-    others = sorted(saved_names - set(state))
-    if others:
+    extra_names = sorted(saved_names - set(state))
+    if extra_names:
         raise ArtefactError(
-            f"the state_dict of this {type(model).__name__} has {', '.join(others[:3])}, which is no "
-            "parameter and no buffer of a module, and these alone are saved: register it as a buffer"
+            f"the state_dict of this {type(model).__name__} has {', '.join(extra_names[:3])}, which is "
+            "no parameter and no buffer of a module, and these alone are saved: register it as a buffer"
         )
     for name, entry in state.items():
         if is_lazy(entry.tensor):
@@ -262,7 +262,7 @@ def _unpack_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check_model(model: nn.Module, path: Path, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    """Raise ArtefactError for a model that has other parameters and buffers than a folder."""
+    """Raise ArtefactError for a model that has other parameters, buffers or sizes of layers than a folder."""
     differences = list(filter(None, _differences(model, checkpoint, tensors)))
     if differences:
         count = len(differences) - 3
@@ -323,7 +323,7 @@ def _difference_of_sizes(name: str, change: tuple[Any, Any], module: nn.Module |
 
 
 def _element_kind(tensor: Tensor) -> str:
-    """Return what the elements of a tensor are."""
+    """Return floating-point, complex, quantised, bool or integer: what the elements of a tensor are."""
     if tensor.is_floating_point():
         return "floating-point"
     if tensor.is_complex():
@@ -343,7 +343,10 @@ def _shape_text(shape: Sequence[int]) -> str:
 
 
 def _assign(model: nn.Module, checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    """Put tensors, as new parameters, and sizes of layers into a model."""
+    """Put tensors, as new parameters on the devices of the old ones, and sizes of layers into a model.
+
+    Packed parameters do not train.  Attributes that are no sizes of the module are left out.
+    """
     import torch
 
     state, loaded = _saved_state(model), dict[str, Any]()

@@ -98,7 +98,7 @@ _FIELDS = {
 
 
 def _checked_fields(record: Any) -> dict[str, Any]:
-    """Return the fields of a record; raise an error that says what is wrong with it."""
+    """Return fields and checksum of a record; raise ValueError for wrong, KeyError for missing ones."""
     check_schema(record, _SCHEMA, _VERSION)
     content: dict[str, Any] = {"checksum": record["checksum"]}
     for name, (read_value, noun) in _FIELDS.items():
@@ -137,7 +137,7 @@ def _checksum(path: Path) -> int:
 
 
 def write_folder(checkpoint: Checkpoint, model_name: str, folder: Path) -> None:
-    """Write the files of a folder. Raises OSError and FileError."""
+    """Create a folder and write its files. Raises OSError, also for what safetensors refuses; FileError."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -191,10 +191,10 @@ def check_target(path: Path, force: bool) -> None:
             f"{path} has no {_RECORD}: save_compressed has not written it, and does not replace what is in "
             "it; give the path of a new folder"
         )
-    if others := sorted(names - {_RECORD, _TENSORS}):
+    if foreign_names := sorted(names - {_RECORD, _TENSORS}):
         raise ArtefactError(
-            f"{path} has {', '.join(others[:3])}, which save_compressed has not written and does not "
-            "replace; give the path of a new folder"
+            f"{path} has {', '.join(foreign_names[:3])}, which save_compressed has not written and does "
+            "not replace; give the path of a new folder"
         )
 
 
@@ -211,6 +211,7 @@ def packed_parts(tensor: Any) -> tuple[dict[str, Tensor], dict[str, Any]] | None
     """Return the plain tensors, by name, that a tensor of torchao consists of, and its attributes.
 
     None for a type that `convert` does not make, or with attributes that it leaves at their defaults.
+    Integers that are packed for a processor are unpacked, as `codes`.
     """
     kind = type(tensor).__name__
     if kind not in _BUILDERS or not hasattr(tensor, "tensor_data_names"):

@@ -52,7 +52,7 @@ class Dataflow:
         self._next = count()
 
     def node(self, context: amanda.OpContext) -> DataflowNode:
-        """Return a new node for the op that is about to run, with the numbers of tensors that it reads."""
+        """Return a new node for the op that is about to run; number the tensors that it reads, if new."""
         shape, dtype = context["shape"], context["dtype"]
         lists: list[Sequence[Any]] = [  # of the tensors of each input
             value if isinstance(value, (list, tuple)) else [value] for value in context.get_inputs()

@@ -97,7 +97,7 @@ def effective(
 ) -> EffectiveResult:
     """Return effective MACs and bit operations of each op of the forward pass, pruned and quantised.
 
-    Ops are matched by type, module and source.
+    Ops are matched by type, module and source; ops without MACs are left out.
     Source of bit operations: van Baalen et al. 2020, "Bayesian Bits", sec. 3; Baskin et al. 2021, "UNIQ".
 
     Args:
@@ -131,7 +131,7 @@ def _density_of_ops(prune: Result | None) -> Mapping[_Key, float]:
 
 
 def _bits_of_ops(quantize: Result | None) -> Mapping[_Key, tuple[int, int]]:
-    """Return the bits of the two factors of each op, the weight last."""
+    """Return the bits of the two factors of each op, the weight last, 32 for one that is not quantised."""
     bits_by_op: dict[_Key, dict[str, int]] = {}
     for key, row in _rows_by_op(quantize):
         # Results are read as tables, so that those that were loaded from a file work as well.

@@ -74,7 +74,7 @@ def save_onnx(model: ModelProto, path: Path, folder: Path | None = None, is_exte
     """Write a model, with its data in one file beside it where these are large.
 
     Args:
-        model: The model, whose data may be external: see `folder`.
+        model: The model, whose data may be external: see `folder`; data that are written beside it leave it.
         path: File to write.
         folder: That of external data, which are read first.
         is_external: Data lie beside the model in any case.
@@ -168,7 +168,7 @@ def read_in(graph: GraphProto) -> set[str]:
 
 
 def names_in(graph: GraphProto) -> Iterator[str]:
-    """Yield the names of the values and nodes of a graph and of its bodies."""
+    """Yield the names, some several times or "", of the values and nodes of a graph and of its bodies."""
     yield from (value.name for value in (*graph.input, *graph.initializer, *graph.output))
     yield from (value.values.name for value in graph.sparse_initializer)
     for node in graph.node:

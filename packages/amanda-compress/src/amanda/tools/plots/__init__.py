@@ -59,7 +59,7 @@ class PlottedResult(Result):
         return text.getvalue()
 
     def save(self, path: str | Path) -> Path:
-        """Write a file in the form that its suffix names, also .png and .pdf."""
+        """Write a file in the form that its suffix names, also .png and .pdf; return its path."""
         path = Path(path)
         if path.suffix not in (".png", ".pdf"):
             return super().save(path)

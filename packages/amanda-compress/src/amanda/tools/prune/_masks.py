@@ -36,14 +36,14 @@ class ShapeError(PruneError):
 
 
 def _for_any_framework(keep_mask: Callable[..., Array]) -> Callable[..., Any]:
-    """Return a function for weights of any framework, from `keep_mask`, a function of plain arrays."""
+    """Return a function for weights of any framework, which checks its options, from one of plain arrays."""
 
     @checked(error=PruneError)
     @wraps(keep_mask)
     def mask(weight: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the mask, which is chosen in float32 or wider, in the weight's own library and type."""
         tensors = tensors_of(weight)
-        # Masks are chosen in float32 or wider, and returned in the weight's type, which is what a product
-        # with it needs.
+        # In the weight's type, which is what a product with it needs.
         return tensors.cast(keep_mask(tensors.plain(weight), *args, **kwargs), weight)
 
     return mask
@@ -167,7 +167,7 @@ def element_keep_masks(magnitudes: Sequence[Array], sparsity: float) -> list[Arr
 
 
 def n_m_keep_mask(magnitudes: Array, n: int, m: int) -> Array:
-    """Return the keep mask of a weight (..., k): the n largest of each m along the last axis are kept."""
+    """Return a mask of the n largest of each m along the last axis; raise ShapeError if n:m does not fit."""
     *outer_extents, k = shape(magnitudes)
     if not 0 < n <= m or k % m:
         raise ShapeError(
@@ -179,7 +179,7 @@ def n_m_keep_mask(magnitudes: Array, n: int, m: int) -> Array:
 
 
 def tile_keep_masks(magnitudes: Sequence[Array], sparsity: float, granularity: int = 128) -> list[Array]:
-    """Return keep masks of matrices (k, n): columns, and rows of tiles, are ranked over all matrices."""
+    """Return keep masks of matrices: columns, then rows of tiles, rank over all; ShapeError for others."""
     if granularity < 1:
         raise PruneError(f"granularity is {granularity}; a tile has one column at least")
     for matrix in magnitudes:
@@ -219,7 +219,7 @@ def channel_keep_masks(magnitudes: Sequence[Array], sparsity: float, norm: int =
     """Return keep masks of weights (channels, ...): the channels of the smallest norms are dropped.
 
     Norms of several weights are divided by the norm of as many ones, so that channels of different sizes
-    compare; the best channel of each weight stays.
+    compare; the best channel of each then stays, unless all go.  Raises PruneError for another norm.
     """
     if norm not in (1, 2):
         raise PruneError(f"norm is {norm!r}; it is 1 or 2")
@@ -246,7 +246,7 @@ def channel_keep_masks(magnitudes: Sequence[Array], sparsity: float, norm: int =
 def block_keep_masks(
     magnitudes: Sequence[Array], sparsity: float, block: tuple[int, int] = (4, 4), norm: int = 2
 ) -> list[Array]:
-    """Return keep masks of matrices: the blocks of the smallest norms in all matrices are dropped."""
+    """Return keep masks without the blocks of the smallest norms of all; ShapeError for no whole blocks."""
     tensors = tensors_of(magnitudes[0])
     height, width = block
     grids = []
@@ -474,13 +474,13 @@ def pattern_of(name: PatternName, granularity: int, norm: int, block: tuple[int,
         if 0 < n <= m:
             return Pattern(name, partial(_n_m_keep_masks, n, m), (n, m))
         raise PruneError(f"pattern is {name!r}: of each {m} channels {n} cannot be kept")
-    named: dict[str, Callable[..., list[Array]]] = {
+    keep_masks_by_name: dict[str, Callable[..., list[Array]]] = {
         "unstructured": element_keep_masks,
         "block": partial(_matrix_block_keep_masks, block, norm),
         "tile": partial(_matrix_tile_keep_masks, granularity),
         "structured": partial(channel_keep_masks, norm=norm),
     }
-    return Pattern(name, named[name], block=(block[0], block[1]) if name == "block" else None)
+    return Pattern(name, keep_masks_by_name[name], block=(block[0], block[1]) if name == "block" else None)
 
 
 def _n_m_keep_masks(n: int, m: int, magnitudes: Sequence[Array], sparsity: float) -> list[Array]:

@@ -84,7 +84,7 @@ class SemiStructured:
     """The linear layers of a model whose weights are pruned 2:4, and can be compressed.
 
     dense: weights that stay dense, by path, and the reasons.
-    Raises PruneError where all weights stay dense.
+    Raises PruneError where all weights stay dense, and for what is no module of PyTorch.
     """
 
     def __init__(self, model: Any, weights: Iterable[PrunedWeight]) -> None:
@@ -131,7 +131,7 @@ class SemiStructured:
     def compress(self) -> None:
         """Replace the weights, into which masks are written, by compressed ones for inference.
 
-        Raises PruneError where PyTorch refuses all weights; the model keeps its dense weights with zeros.
+        A weight that PyTorch refuses stays dense with its zeros, see `dense`; PruneError if it refuses all.
         """
         import torch
 

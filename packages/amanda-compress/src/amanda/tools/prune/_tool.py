@@ -80,7 +80,7 @@ def linear_sparsity(
 
 
 def _progress(step: int, begin: int, end: int) -> float:
-    """Return the share of the steps from begin to end that have passed."""
+    """Return the share, in [0, 1], of the steps that have passed; raise PruneError unless begin < end."""
     if end <= begin:
         raise PruneError(f"end is {end}, begin {begin}: the end comes after the beginning")
     return min(max((step - begin) / (end - begin), 0.0), 1.0)
@@ -147,8 +147,8 @@ class PruneSchedule:
         """Return the sparsity of masks that are updated at a step."""
         if self.kind == "constant" or self.end is None:
             return self.sparsity
-        sparsity = cubic_sparsity if self.kind == "cubic" else linear_sparsity
-        return sparsity(step, self.begin, self.end, self.initial, self.sparsity)
+        rising_sparsity = cubic_sparsity if self.kind == "cubic" else linear_sparsity
+        return rising_sparsity(step, self.begin, self.end, self.initial, self.sparsity)
 
     def exchanged_share(self, step: int, fraction: float) -> float:
         """Return the share of kept elements that is exchanged at a step: `fraction`, annealed to 0 at `end`.
@@ -183,8 +183,7 @@ class PruneOptions:
     seed: int
 
     def __post_init__(self) -> None:
-        # Contradictions raise when the tool is made, since a training of days would otherwise find them at
-        # its first update.
+        # Raised when the tool is made: a training of days would otherwise find them at its first update.
         is_n_m, name = self.pattern.n_m is not None, self.pattern.name
         if is_n_m and (self.is_global or self.schedule.kind != "constant"):
             raise PruneError(
@@ -213,7 +212,7 @@ class PruneOptions:
             )
 
     def keep_masks(self, scores: Sequence[Array], sparsity: float) -> list[Array]:
-        """Return keep masks of weights that share a budget; with Wanda each output has its own budget."""
+        """Return keep masks of weights with one budget; local Wanda of elements has one for each output."""
         # Scores of different outputs have different scales under Wanda, so that a rank over a whole weight
         # means little.
         if self.importance == "wanda" and self.pattern.is_elementwise and not self.is_global:
@@ -366,6 +365,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         """Return a context whose calls of the model gather data for the first masks, and are not steps.
 
         Use it inside of a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  `prepare` opens it.
+        Its end makes the masks, and counts calls from 0 again.
         """
         try:
             with self._mask_updater.calibrating():
@@ -375,7 +375,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             self._steps.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return masks and offsets of weights as "path of the weight/mask", and the next step as "step"."""
+        """Return masks and other state as "path of the weight/mask", and the next step as "step"."""
         return {**super().state_dict(), "step": self._mask_updater.next_step}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
@@ -417,7 +417,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         return reason
 
     def on_read(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Update the mask if that is due, or gather data for the update."""
+        """Update the mask or gather data for it, if due; make elements 0 that have come back."""
         # Once after a load: whether `finalize` was called before saving is seen from the values.
         if weight.is_loaded:
             weight.reset_offset_if_finalized(present)
@@ -426,7 +426,7 @@ class PruneTool(WeightTool[PrunedWeight]):
         weight.zero_regrown(present)
 
     def on_file(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Gather data for the mask of a weight in a file."""
+        """Gather data for the mask of a weight in a file, unless it has one."""
         if weight.is_loaded:
             weight.reset_offset_if_finalized(present)
         self._mask_updater.gather_for_file(weight, present)
@@ -439,7 +439,7 @@ class PruneTool(WeightTool[PrunedWeight]):
             weight.gather_weight_times_gradient(gradient)
 
     def _insert_gather_inputs(self, context: amanda.OpContext) -> None:
-        """Insert a routine that gathers the inputs of a weight; none where these are not followed."""
+        """Insert a routine that gathers the inputs of a weight; none in files and where none are followed."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return
@@ -454,7 +454,7 @@ class PruneTool(WeightTool[PrunedWeight]):
     def _gather_inputs(
         self, value: Any, view: WeightView | None, make_rows: Callable[..., Any], run: dict[str, Any]
     ) -> None:
-        """Add the inputs of an execution, as `MultipliedInput.rows` makes them, to the sums of the weight."""
+        """Add inputs, as rows of `MultipliedInput`, to the weight's sums; of a vmap sample by sample."""
         # An op in a loop may read another weight at each execution, which the forward routine has noted.
         weight = run.get(self._view_key, view)
         if not isinstance(weight, PrunedWeight) or not self._mask_updater.is_gathering(weight):
@@ -464,8 +464,8 @@ class PruneTool(WeightTool[PrunedWeight]):
             self._gather_rows(weight, make_rows(value, weight.canonical_shape))
             return
         with samples.outside():
-            for numbers in np.ndindex(samples.sizes):
-                self._gather_rows(weight, make_rows(samples.data[numbers], weight.canonical_shape))
+            for sample_index in np.ndindex(samples.sizes):
+                self._gather_rows(weight, make_rows(samples.data[sample_index], weight.canonical_shape))
 
     def _gather_rows(self, weight: PrunedWeight, rows: Any) -> None:
         weight.gather_inputs(

@@ -56,7 +56,7 @@ class PrunedWeight(Weight):
         return self.size - int(self.mask.sum())
 
     def is_older_than(self, update_step: int | None) -> bool:
-        """Return True if the mask is older than the update of a step."""
+        """Return True if the mask is older than the update of a step; False for a skipped weight."""
         return not self.is_skipped and update_step is not None and self.updated < update_step
 
     def reset_offset_if_finalized(self, present: Callable[[], Any]) -> None:
@@ -103,7 +103,7 @@ class PrunedWeight(Weight):
         self.magnitudes = abs(self.ordered(value))
 
     def without_dropped(self, scores: Array) -> Array:
-        """Return scores with -inf for dropped elements."""
+        """Return scores with -inf for dropped elements; before the first mask as they are."""
         if not self.is_ready:
             return scores
         # Below every score: dropped elements are dropped again first, so that masks of rising sparsity are
@@ -111,7 +111,7 @@ class PrunedWeight(Weight):
         return do("where", self.keep_mask_like(scores), scores, do("full_like", scores, -inf))
 
     def choose_permutation(self, scores: Array, n: int, m: int) -> Array:
-        """Choose the order of inputs in which n:m keeps the highest scores; return them in that order."""
+        """Choose and store the order of inputs in which n:m keeps the highest scores; return these in it."""
         # The search runs on the host, once for each weight: it is a loop over pairs of channels.
         inputs_last = np.moveaxis(self.to_numpy(scores), 1, -1)
         self["permutation"] = input_permutation(inputs_last, n, m)
@@ -154,7 +154,10 @@ class PrunedWeight(Weight):
         self.magnitudes = self.gradient = self.weight_times_gradient = self.inputs = self.value = None
 
     def set_mask(self, keep_mask: Array, update_step: int) -> None:
-        """Store a mask, in the order of `ordered`, of the update at a step; release the data of the step."""
+        """Store a mask, in the order of `ordered`, of the update at a step; release the data of the step.
+
+        A weight with an offset also notes the elements that come back, for `zero_regrown` at the next read.
+        """
         if self.permutation is not None:
             # Back into the order of the weight, in which ops read it.
             keep_mask = keep_mask[:, self.permutation.argsort()]
@@ -230,6 +233,7 @@ class MaskUpdater:
         self._options, self._schedule, self._tool = options, options.schedule, tool
         self.step = self._first_step = 0
         # _step_ran: True once a weight was read in the step, which so counts.
+        # _calibrates_file: True once data of a file were gathered in this calibration.
         self.is_calibrating = self._step_ran = self._calibrates_file = False
 
     @property
@@ -243,7 +247,10 @@ class MaskUpdater:
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context whose calls of the model gather data for the first masks, and are not steps."""
+        """Return a context whose calls of the model gather data for the first masks, and are not steps.
+
+        Its end makes the masks; after an error the data are released instead.
+        """
         self.is_calibrating = True
         try:
             yield
@@ -271,7 +278,11 @@ class MaskUpdater:
         self.step, self._step_ran = self._first_step + number, False
 
     def update_if_due(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
-        """Update the mask of a weight that an op reads, or gather data for the update, if either is due."""
+        """Update the mask of a weight that an op reads, or gather data for the update, if either is due.
+
+        Also notes that the step reads a weight, and so counts.  Raises PruneError as
+        `_check_first_masks_have_data`.
+        """
         # A step counts once a weight is read in it: steps of a model that runs nothing are not steps of the
         # schedule.
         self._step_ran = self._step_ran or not self.is_calibrating
@@ -313,7 +324,7 @@ class MaskUpdater:
     def _gather_values(self, weight: PrunedWeight, present: Callable[[], Any]) -> None:
         """Gather the magnitudes of a weight as ops read it, masked unless dropped elements rank again.
 
-        SparseGPT gets a copy of the value too.
+        Elements that come back are zeroed before.  SparseGPT gets a copy of the value too.
         """
         value = present()
         if weight.is_ready and not self._options.ranks_dropped:
@@ -398,7 +409,10 @@ class MaskUpdater:
         )
 
     def _update_masks(self, weights: Sequence[PrunedWeight], update_step: int) -> None:
-        """Update the masks of weights that share a budget."""
+        """Update the masks of weights that share a budget; unless they regrow, dropped elements stay so.
+
+        Raises PruneError for inputs, and with SparseGPT for values, that are not finite.
+        """
         options, sparsity = self._options, self._schedule.sparsity_at(update_step)
         for weight in weights:
             weight.check_inputs()  # before any mask is set, so that an error leaves all masks of one step
@@ -432,7 +446,7 @@ class MaskUpdater:
         return importances if options.ranks_dropped else weight.without_dropped(importances)
 
     def _prune_by_sparsegpt(self, weight: PrunedWeight, sparsity: float, update_step: int) -> None:
-        """Prune a weight by SparseGPT: set its mask, and as offset the change of its kept elements."""
+        """Set the mask of SparseGPT, and as offset the kept elements' change; PruneError for NaN and Inf."""
         value = weight.ordered(weight.value)
         if not is_finite(value):
             raise PruneError(f"NaN or Inf in {weight.name}: importance='sparsegpt' is of finite numbers")

@@ -68,17 +68,18 @@ class MultipliedInput(NamedTuple):
         return do("moveaxis", rows, 1, 0)
 
 
-def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput | None:
+def multiplied_input(context: amanda.OpContext, weight_position: int) -> MultipliedInput | None:
     """Return the input that an op multiplies by its weight, of which the position is known.
 
-    None for a transposed convolution, transposed factors, and axes of which the layout is not known.
+    None for a transposed convolution, transposed factors, axes of which the layout is not known, and an op of
+    another number of factors than two.
     """
     roles, attributes = product_of(context), context.get_attrs()
-    if roles is None or weight not in roles.factors or len(roles.factors) != 2:
+    if roles is None or weight_position not in roles.factors or len(roles.factors) != 2:
         return None
     # Ops of three factors, such as bilinear ones, are excluded above, so that exactly one other factor is
     # left.
-    (position,) = (factor for factor in roles.factors if factor != weight)
+    (position,) = (factor for factor in roles.factors if factor != weight_position)
     rank = len(context["shape"](context.get_inputs()[position]) or ())
     if context["type"] not in MATRIX_PRODUCTS:
         layout: str | None = context["layout"]
@@ -94,6 +95,6 @@ def multiplied_input(context: amanda.OpContext, weight: int) -> MultipliedInput 
         return None
     # With the weight in front (weight @ x) the channels of the input are its rows; a vector has one axis
     # alone.
-    is_matrix_behind = weight < position and rank > 1
+    is_matrix_behind = weight_position < position and rank > 1
     channel_axis = -2 if is_matrix_behind else -1
     return MultipliedInput(position, channel_axis, layout=None, attributes=attributes)

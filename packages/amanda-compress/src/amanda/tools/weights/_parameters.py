@@ -146,7 +146,7 @@ class ParameterStore:
         return None
 
     def read(self, parameter: Any, part: Any) -> Any:
-        """Return the present values of a part.
+        """Return the present values of a part; here the parameter, or the tensor in a slot of a tree.
 
         Args:
             parameter: As `context.get_variable` returns it.
@@ -155,7 +155,7 @@ class ParameterStore:
         return parameter.tensor() if isinstance(parameter, TreeSlot) else parameter
 
     def overlaps(self, part: Any, other_part: Any, whole: Any) -> bool:
-        """Return True if two parts have elements in common.
+        """Return True if two parts have elements in common; here always, as parts are whole parameters.
 
         Args:
             part: Part of a parameter.
@@ -165,7 +165,7 @@ class ParameterStore:
         return True
 
     def covers(self, part: Any, other_part: Any, whole: Any) -> bool:
-        """Return True if a part has every element of another.
+        """Return True if a part has every element of another; here always, as parts are whole parameters.
 
         Args:
             part: Part of a parameter.
@@ -175,7 +175,7 @@ class ParameterStore:
         return True
 
     def transfer(self, pieces: Sequence[tuple[Any, Any]], part: Any, whole: Any, fill: Any) -> Any:
-        """Return the values of a part, from values of other parts.
+        """Return the values of a part, from values of other parts; here those of the last piece.
 
         Args:
             pieces: Values, each with its part; of several that have an element the last one counts.
@@ -186,7 +186,7 @@ class ParameterStore:
         return pieces[-1][0]
 
     def sum_repeats(self, gradient: Any, part: Any) -> Any:
-        """Return the gradient of a part, summed over places of the part that are one element.
+        """Return the gradient of a part, summed over places that are one element; here as it is.
 
         Args:
             gradient: Gradient of the part, of its shape.
@@ -195,15 +195,15 @@ class ParameterStore:
         return gradient
 
     def parameters(self, model: Any) -> Iterator[StoredParameter]:
-        """Yield each parameter of a model, or of a list of parameters, once.
+        """Yield each parameter of a model, or each entry of a list of parameters.
 
         Raises ParameterError where there are none.
         """
         # Cells of MindSpore list parameters by `get_parameters`; other models by `parameters`.
         names = ("get_parameters", "parameters")
-        listed = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
+        getter = next((getattr(model, name) for name in names if callable(getattr(model, name, None))), None)
         try:
-            parameters = list(model if listed is None else listed())
+            parameters = list(model if getter is None else getter())
         except TypeError as error:
             raise ParameterError(
                 f"{type(model).__name__} has no parameters; give a model or a list of parameters"
@@ -232,7 +232,7 @@ class ParameterStore:
     @staticmethod
     @contextmanager
     def undone_on_error() -> Iterator[Undo]:
-        """Return a context with a list of functions that run, the last one first, after an exception."""
+        """Return a context with a list of functions that run, the last first, before an exception passes."""
         undo: Undo = []
         try:
             yield undo
@@ -311,7 +311,7 @@ class MindSporeParameters(StridedStore):
         return values
 
     def parameters(self, model: Any) -> Iterator[MindSporeParameter]:
-        """Yield each parameter of a cell or a list."""
+        """Yield each parameter of a cell, or each entry of a list."""
         for parameter in model.get_parameters() if hasattr(model, "get_parameters") else model:
             yield MindSporeParameter(self.identity(parameter), parameter)
 
@@ -395,10 +395,10 @@ class SharedState:
     """
 
     def __init__(self) -> None:
-        self._first_readers: dict[Hashable, amanda.OpContext] = {}
+        self._first_readers: dict[Hashable, amanda.OpContext] = {}  # by identity, of parameters read in part
         self._parameters_by_reader: dict[amanda.OpContext, list[Hashable]] = {}
-        self._lines_by_parameter: dict[Hashable, list[Hashable]] = {}
-        self._states: dict[Hashable, Any] = {}
+        self._lines_by_parameter: dict[Hashable, list[Hashable]] = {}  # by reader and identity
+        self._states: dict[Hashable, Any] = {}  # by reader, identity, form and line
 
     def state_of(
         self,

@@ -118,7 +118,7 @@ def _settable_variables(model: Any) -> Iterator[tuple[str, tuple[Any, Any]]]:
         for variable in model.weights:
             yield variable.path.replace("/", "."), (variable.value, variable.assign)
     # By name of the module, so that flax is imported for models of flax alone.
-    elif any(kind.__module__.startswith("flax.nnx") for kind in type(model).__mro__[:-1]):
+    elif any(base.__module__.startswith("flax.nnx") for base in type(model).__mro__[:-1]):
         from flax import nnx
 
         if isinstance(model, nnx.Module):

@@ -52,7 +52,7 @@ class Variables(ParameterStore):
         return interceptor.ordinal(parameter) if op is None else (interceptor.ordinal(op.graph), op.name)
 
     def name(self, parameter: Any) -> str:
-        """Return the path of a variable of Keras, the name of others."""
+        """Return the path of a variable of Keras, the name of others; "" where the handle says none."""
         op = getattr(parameter, "op", None)
         if op is not None:
             return str(op.name)
@@ -82,13 +82,13 @@ class Variables(ParameterStore):
         return _apply_form(_invert_form(np.asarray(values), form), part)
 
     def parameters(self, model: Any) -> Iterator[TFVariable]:
-        """Yield each variable of a model, a layer or a list."""
+        """Yield each variable of a model, a layer or a list; raise ParameterError where there are none."""
         # `weights` first: the `variables` of Keras also have the states of metrics and of random seeds.
-        listed = next(
+        entries = next(
             (getattr(model, name) for name in ("weights", "variables") if hasattr(model, name)), model
         )
         try:
-            variables = [_tf_variable(entry) for entry in listed]
+            variables = [_tf_variable(entry) for entry in entries]
         except (TypeError, AttributeError) as error:
             raise ParameterError(
                 f"{type(model).__name__} has no variables; give a model, a layer, or a list of variables"
@@ -101,7 +101,7 @@ class TFVariable(StoredParameter):
     """A variable of eager mode, or of the graph of a session."""
 
     def read(self) -> Array:
-        """Return the value of the whole variable."""
+        """Return a copy of the whole variable's value; raise ParameterError for a graph without a session."""
         if not self._is_in_graph():
             return np.array(self._parameter.numpy())  # a copy: `numpy` may share the variable's memory
         value: Array = self._session().run(self._parameter)
@@ -165,8 +165,8 @@ def _form_in_graph(weight: Any) -> Any:
     numbered = np.arange(start_shape.num_elements()).reshape(start_shape)
     # Numbered elements pass through the same moves as the variable, in their order of execution.
     moved = numbered
-    for kind, argument in reversed(moves):
-        moved = moved.reshape(argument) if kind == "Reshape" else moved.transpose(argument)
+    for op_type, argument in reversed(moves):
+        moved = moved.reshape(argument) if op_type == "Reshape" else moved.transpose(argument)
     return _find_form(numbered, moved)
 
 
@@ -251,10 +251,11 @@ class VariableSlices:
     """
 
     def __init__(self) -> None:
+        # By id of a tensor: a weak reference of it, and True for a choice by data.
         self._selections: dict[int, tuple[Any, bool]] = {}
 
     def follow(self, context: amanda.OpContext) -> None:
-        """Record the elements of a variable that an op selects; call this in a forward analysis routine."""
+        """Insert a routine that records what an eager op selects of a variable; for the forward pass."""
         name = context.get_forward_op_type()
         if name not in _SELECTIONS | _FOLLOWED or not context.namespace.matches("tensorflow/*/eager"):
             return
@@ -269,19 +270,19 @@ class VariableSlices:
             # A selection by data of a fixed one, or the other way round, is one by data.
             is_by_data = name in _SELECTIONS - _FIXED_SELECTIONS
             is_by_data = is_by_data or any(was_by_data for _, was_by_data in earlier_selections)
-            context.insert_after_op(self._record_selection, by_data=is_by_data)
+            context.insert_after_op(self._record_selection, is_by_data=is_by_data)
 
-    def is_selection(self, context: amanda.OpContext, index: int, only_by_data: bool) -> bool:
+    def is_selection(self, context: amanda.OpContext, index: int, must_be_by_data: bool) -> bool:
         """Return True if an input of an op was selected out of a variable.
 
-        only_by_data: True to count only selections by indices that the data choose.
+        must_be_by_data: True to count only selections by indices that the data choose.
         """
         value = context.get_inputs()[index]
         selection = self._selection_of(value)
         if selection is None:
-            return _is_selected_in_graph(value, only_by_data)
-        _, by_data = selection
-        return by_data or not only_by_data
+            return _is_selected_in_graph(value, must_be_by_data)
+        _, is_by_data = selection
+        return is_by_data or not must_be_by_data
 
     def _selection_of(self, value: Any) -> tuple[Any, bool] | None:
         """Return a weak reference of a selected tensor, and True for a choice by data; else None."""
@@ -289,20 +290,20 @@ class VariableSlices:
         # A new tensor may have the id of a freed one before its callback ran.
         return selection if selection is not None and selection[0]() is value else None
 
-    def _record_selection(self, *outputs: Any, by_data: bool) -> None:
+    def _record_selection(self, *outputs: Any, is_by_data: bool) -> None:
         """Record the outputs of an op as selections, until they are freed."""
         for tensor in leaves(outputs):
             # Eager tensors of TensorFlow are not hashable, so that no WeakKeyDictionary holds them.
-            self._selections[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), by_data
+            self._selections[id(tensor)] = ref(tensor, partial(self._forget, id(tensor))), is_by_data
 
     def _forget(self, key: int, _: Any) -> None:
         self._selections.pop(key, None)
 
 
-def _is_selected_in_graph(symbol: Any, only_by_data: bool) -> bool:
+def _is_selected_in_graph(symbol: Any, must_be_by_data: bool) -> bool:
     """Return True if a symbol of a graph was selected out of a variable; False for an eager tensor.
 
-    only_by_data: True to count only selections by indices that the data choose.
+    must_be_by_data: True to count only selections by indices that the data choose.
     """
     # Backwards from the symbol to the variable, past ops that select elements or pass all of them on.
     is_selected = False
@@ -321,7 +322,7 @@ def _is_selected_in_graph(symbol: Any, only_by_data: bool) -> bool:
         position = _VALUE_POSITIONS.get(op.type, 0)
         if op.type in _SELECTIONS:
             indices = [value for i, value in enumerate(op.inputs) if i != position]
-            is_selected = is_selected or not only_by_data or not _is_constant(indices)
+            is_selected = is_selected or not must_be_by_data or not _is_constant(indices)
         symbol = op.inputs[position]
 
 

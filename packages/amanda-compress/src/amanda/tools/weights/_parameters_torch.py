@@ -102,7 +102,7 @@ class TorchParameters(StridedStore):
         return gradient.sum(axes, keepdim=True).expand_as(gradient) if axes else gradient
 
     def parameters(self, model: Any) -> Iterator[TorchParameter]:
-        """Yield each parameter of a module, or of a list of parameters, once."""
+        """Yield each parameter of a module once, or each entry of a list; raise ParameterError for others."""
         import torch
 
         if isinstance(model, torch.nn.Module):
@@ -160,9 +160,9 @@ class TorchParameter(StoredParameter):
             # Neither offloaded by accelerate nor in shards.
             is_plain = not self._parameter.is_meta and not hasattr(self._parameter, "full_tensor")
             if is_plain and hasattr(self._parameter, "__tensor_flatten__"):
-                kind = type(self._parameter.data).__name__
+                class_name = type(self._parameter.data).__name__
                 raise ParameterError(
-                    f"parameter {self._name} is a {kind}, which is packed: write the model before"
+                    f"parameter {self._name} is a {class_name}, which is packed: write the model before"
                 )
             # A part may span several ranks: shards are gathered, changed and distributed again.
             whole = self._parameter if is_plain else self.read().clone()
@@ -206,7 +206,7 @@ def _copy_into(tensor: Tensor, values: Tensor) -> None:
 
 
 def _find_offloaded(module: Module | None, name: str) -> tuple[Any, str]:
-    """Return the mapping in which accelerate keeps the values of a module's parameter, and the key."""
+    """Return the mapping in which accelerate keeps a parameter's values, and the key; else ParameterError."""
     # Private to accelerate, which has no function that returns the values of an offloaded parameter.
     hook: Any = getattr(module, "_hf_hook", None)
     for candidate in getattr(hook, "hooks", [hook]):
@@ -222,7 +222,7 @@ def _find_offloaded(module: Module | None, name: str) -> tuple[Any, str]:
 
 
 def _write_offloaded(values: Any, key: str, new: Tensor) -> None:
-    """Write values where accelerate keeps them: in memory, or in a file on disk."""
+    """Write values where accelerate keeps them, in memory or on disk; ParameterError for safetensors."""
     # accelerate's loader has a dict of what stays in memory, beside the index of its files on disk.
     in_memory = values if isinstance(values, dict) else values.state_dict
     if key in in_memory:

@@ -244,7 +244,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return result
 
     def _nothing_to_finalize(self, model: Any, changed_count: int) -> AmandaError:
-        """Return the error for a model without any of the weights that the tool has changed."""
+        """Return, not raise, the error for a model without any of the weights that the tool has changed."""
         name = type(self).__name__
         if changed_count:
             text = f"none of the {changed_count} weights that {name} has changed is"
@@ -263,7 +263,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         """
 
     def _write_weights(self, model: Any, weights: Sequence[W]) -> tuple[Any, list[W]]:
-        """Write finalized weights into a model; return the model and the written weights."""
+        """Write finalized weights into a model, in JAX into a new one; return it and the written weights."""
         written: list[W] = []
 
         def finalize_weight(weight: W, value: Any) -> Any:  # called for weights that the model has
@@ -299,7 +299,7 @@ class WeightTool(amanda.Tool, Generic[W]):
         return {name: value for name, value in super().state_dict().items() if id(value) not in retracted}
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load state that `state_dict` returned, also in another process.
+        """Load state that `state_dict` returned, also in another process; weights met so far are forgotten.
 
         Args:
             state: A result of `state_dict`.
@@ -318,7 +318,11 @@ class WeightTool(amanda.Tool, Generic[W]):
         return names
 
     def _analyse_forward(self, context: amanda.OpContext) -> None:
-        """Insert the routine that reads and changes the weight of a forward op; record an op without one."""
+        """Insert the routine that reads and changes the weight of a forward op; record an op without one.
+
+        Ops that changed a weight which this op reads unchanged are analysed again.  Raises an error for an op
+        of another framework than `framework`.
+        """
         # A weight that also an embedding or an einsum reads stays unchanged, whichever op was analysed first.
         outdated_ops = self.weights.skip_unsupported_readers(context)
         if outdated_ops:

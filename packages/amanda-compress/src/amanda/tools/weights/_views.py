@@ -34,7 +34,7 @@ class AliasedWeightView(WeightView):
     def __init__(self, store: ParameterStore, part: Any, whole: Any, weights: Sequence[Weight]) -> None:
         super().__init__()
         self._store, self._part, self._whole, self._weights = store, part, whole, weights
-        self._change_counts: list[int] = []
+        self._change_counts: list[int] = []  # of the weights, when the state in `_tensors` was cast
         self._coverage: list[bool] = []  # for as many of `weights` as were compared with the view
 
     @property
@@ -51,7 +51,10 @@ class AliasedWeightView(WeightView):
         return any(id(weight) in weights for weight in self._weights)
 
     def _weights_with_coverage(self) -> Iterator[tuple[Weight, bool]]:
-        """Return pairs of each weight of the parameter, and True if the view has every element of it."""
+        """Return pairs of each weight of the parameter, and True if the view has every element of it.
+
+        Weights that are new since the last call are compared with the view now.
+        """
         # The list of weights grows as ops read further parts; what was compared once is not compared again,
         # since each comparison takes a pass over elements.
         new_weights = self._weights[len(self._coverage) :]
@@ -107,7 +110,11 @@ class AliasedWeightView(WeightView):
         return None
 
     def transformed(self, tool: WeightTool[Any], value: Any) -> Any:
-        """Return what ops read instead of a value; None for no change."""
+        """Return what ops read instead of a value; None for no change.
+
+        For a tool that is not elementwise, each weight is transformed as a whole: one of which the view has
+        only a part by the present value of its parameter, see `Weight.read`.
+        """
         if tool.elementwise:
             return super().transformed(tool, value)
         # The value itself first: elements of no weight stay as they are.
@@ -125,7 +132,10 @@ class AliasedWeightView(WeightView):
         return self._transfer(pieces, self._part, 0)
 
     def transformed_gradient(self, tool: WeightTool[Any], gradient: Any) -> Any:
-        """Return the gradient of the view; None for no change."""
+        """Return the gradient of the view; None for no change.
+
+        For a tool that is not elementwise, gradients of weights of which the view has only a part stay.
+        """
         if tool.elementwise:
             return super().transformed_gradient(tool, gradient)
         view_piece = (gradient, self._part)
@@ -231,7 +241,7 @@ class IndexedRows(WeightView):
             yield weight, partial(_row_of, whole, weight.part)
 
     def transformed(self, tool: WeightTool[Any], value: Tensor) -> Any:
-        """Return the rows as the op reads them instead; None for no change."""
+        """Return what the op reads instead of its rows, in their type; None for no change."""
         if not tool.elementwise:
             whole = self._rows.transformed(tool, self._holder.detach())
             return self._select_rows(whole).to(value.dtype)
@@ -276,7 +286,7 @@ def order_of_axes(origin: ParameterSlice, value: Tensor) -> Sequence[int] | None
 
 
 def row_layout(layout: str | None, axes: Sequence[int]) -> str | None:
-    """Return the layout of a row whose axes an op reads in another order; layout: as the op reads them."""
+    """Return the layout of a row whose axes an op reads, in `layout`, in another order; None if unknown."""
     if layout is None or len(layout) != len(axes):
         return None
     return "".join(layout[axes.index(axis)] for axis in range(len(axes)))

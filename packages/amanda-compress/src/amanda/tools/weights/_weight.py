@@ -72,7 +72,7 @@ class WeightView:
         raise NotImplementedError
 
     def numbers(self, names: Iterable[str]) -> dict[str, Any]:
-        """Return the same as arrays of NumPy."""
+        """Return state by name, as `arrays`, in arrays of NumPy."""
         return {name: tensors_of(array).to_numpy(array) for name, array in self.arrays(names).items()}
 
     def whole_weights(self, value: Any) -> Iterator[tuple[Weight, Present]]:
@@ -135,11 +135,11 @@ class WeightView:
         return tool.transform_gradient(gradient, **self.tensors_like(gradient, tool.state_names))
 
     def tensors_like(self, value: Any, names: Iterable[str]) -> Mapping[str, Any]:
-        """Return state by name.
+        """Return state by name, cast for a value, and cached until it changes.
 
         Args:
             value: Tensor whose element type and device the state gets.
-            names: Names of the state.
+            names: Names of the state, the same in all calls.
         """
         tensors = tensors_of(value)
         # Element type and device: mixed precision and several devices read one weight in several forms.
@@ -161,6 +161,7 @@ class Weight(WeightView):
     holder: identity of the parameter or variable; None for a weight that is computed at each call.
     part: the part of the parameter that is read; None for all of it.
     number: its place in the order in which weights were met.  readers: ids of the ops that read it.
+    whole: see `ParameterStore.whole`.  keep: returns state of a name, as loaded or from a function.
     is_loaded: True if its state was loaded, until a tool that asks sets it to False.
     """
 
@@ -193,13 +194,14 @@ class Weight(WeightView):
         self.is_skipped = False
         self.change_count = 0
         self.state: list[Array] = []
+        # _xp: operations on tensors of the library of the value.
         self._xp, self.store, self._holder = tensors_of(value), store, holder
         # Axes of a view from slowest to fastest in memory; None for a whole parameter and a computed weight.
         # A transposed view lies in memory as the parameter does: state in that order fits every reader.
         self._memory_order = None if self.part is None or whole is None else axes_in_memory_order(self.part)
         self._keep, self._error, self._whole = keep, error, whole
         self._arrays: dict[str, Array] = {}
-        self.fills: dict[str, Any] = {}
+        self.fills: dict[str, Any] = {}  # first values of elementwise state, by name
         self._updated = NEVER
 
     @property
@@ -296,7 +298,7 @@ class Weight(WeightView):
         return array
 
     def end_setup(self) -> None:
-        """Keep for which step the state was made, and let go of the op at which the weight was met."""
+        """Keep for which step the state was made, set `is_loaded`, and let go of the first reader."""
         # An array and not a number, because the state of a tool consists of arrays in every framework.
         self._updated_state = self.keep("updated", np.full(1, NEVER))
         # A plain number beside the array: reads of each execution compare it, and an array on a GPU would
@@ -307,7 +309,7 @@ class Weight(WeightView):
         del self._keep
 
     def _saved_extents(self) -> tuple[int, ...]:
-        """Return the shape in which elementwise state is saved: axes in the order of memory."""
+        """Return the shape in which elementwise state is saved: axes in memory order, or the parameter's."""
         if self._memory_order is None:
             return self.shape
         parameter_extents, _, _ = self._whole
@@ -326,7 +328,7 @@ class Weight(WeightView):
         return self._arrays[name]
 
     def __setitem__(self, name: str, value: Any) -> None:
-        # Written in place: `state_dict` and views of other forms hold this array.
+        """Write state in place, since `state_dict` and views of other forms hold the array."""
         self._arrays[name][...] = self._xp.beside(value, self._arrays[name])
         # Casts of the former state are outdated.
         self._tensors.clear()
@@ -454,14 +456,14 @@ class WeightResult(Result):
         return 1 + bool(self.elements_left)
 
     def notes(self) -> Sequence[str]:
-        """Return totals, and reasons for skipped weights."""
+        """Return totals, and sentences on skipped weights, see `notes_on_skipped`."""
         notes = [f"Changed {self.counted}."]
         if self.elements_left:
             notes.append(f"Skipped weights have {self.elements_left:,} elements.")
         return notes + self.notes_on_skipped()
 
     def notes_on_skipped(self) -> list[str]:
-        """Return a sentence for each skipped weight, and for loaded state of no weight."""
-        empty = [f"{self._empty_reason}."] if self._empty_reason else []
-        skipped = [f"Skipped {place}: {why}." for place, why in self.left.items()]
-        return [*empty, *not_met(self.state[0], self.waiting), *skipped]
+        """Return sentences on a lack of weights, on loaded state of no weight, and on each skipped weight."""
+        empty_notes = [f"{self._empty_reason}."] if self._empty_reason else []
+        skipped_notes = [f"Skipped {place}: {why}." for place, why in self.left.items()]
+        return [*empty_notes, *not_met(self.state[0], self.waiting), *skipped_notes]

@@ -113,7 +113,10 @@ class WeightReads(amanda.Tool):
         return WeightReads, ()
 
     def _follow(self, context: amanda.OpContext) -> None:
-        """Follow the op's copies of parameters, and record the slice that each execution reads as weight."""
+        """Follow the op's copies of parameters, and record the slice that each execution reads as weight.
+
+        Sets `context[READS]` for `weight_input`; does nothing where an outer scope has done so.
+        """
         # Two followers would record each copy twice, and the inner one sees values that outer tools have
         # changed.
         if READS in context:  # a scope around this one follows already
@@ -196,15 +199,18 @@ class WeightReads(amanda.Tool):
         return may_read_another_weight(context, index)
 
     def _is_copied_or_selected(self, context: amanda.OpContext, index: int) -> bool:
-        """Return True for an input that was copied or selected out of a parameter, False for a view."""
+        """Return True for an input that was copied or selected out of a parameter, False for a view.
+
+        At a known weight position of TensorFlow only a selection by data counts.
+        """
         value = context.get_inputs()[index]
         if context.namespace.matches("pytorch"):
             return self.slices.copied_slice(value) is not None or self.slices.is_selected(value)
         # A factor without a known position counts as a weight if anything selected it; at the known position
         # only a choice by data makes it a moved one.
-        only_by_data = context["weight_index"] is not None
+        must_be_by_data = context["weight_index"] is not None
         is_tensorflow = context.namespace.matches("tensorflow")
-        return is_tensorflow and self._variables.is_selection(context, index, only_by_data)
+        return is_tensorflow and self._variables.is_selection(context, index, must_be_by_data)
 
     def _is_selected_by_data(self, context: amanda.OpContext, index: int) -> bool:
         """Return True if the data select the elements of a parameter that an op reads."""
@@ -213,7 +219,7 @@ class WeightReads(amanda.Tool):
             parameter_slice = self.slices.copied_slice(value)
             return self.slices.is_selected(value) if parameter_slice is None else parameter_slice.form is None
         is_tensorflow = context.namespace.matches("tensorflow")
-        return is_tensorflow and self._variables.is_selection(context, index, only_by_data=True)
+        return is_tensorflow and self._variables.is_selection(context, index, must_be_by_data=True)
 
 
 def _is_part_in_graph(context: amanda.OpContext, index: int) -> bool:
@@ -305,9 +311,9 @@ class FollowedSlices:
     """
 
     def __init__(self) -> None:
-        self._copies: dict[int, _CopiedSlice] = {}
+        self._copies: dict[int, _CopiedSlice] = {}  # by address of the storage
         self._copy_count_at_next_sweep = _FIRST_SWEEP
-        self._symbols: TensorMap[bool] = TensorMap()
+        self._symbols: TensorMap[bool] = TensorMap()  # True for each that was selected out of a parameter
         self._inputs_key = f"inputs {next(_instance_numbers)}"  # several tools may follow one op
 
     def copied_slice(self, value: Tensor) -> ParameterSlice | None:
@@ -328,7 +334,7 @@ class FollowedSlices:
         return ParameterSlice(holder, partial(_select_and_view, copied.select, copied.layout, view), form)
 
     def follow(self, context: amanda.OpContext) -> None:
-        """Record the copies and selections of parameters that an op makes; call it in a forward analysis."""
+        """Insert routines to record what an eager op copies or selects of parameters, in the forward pass."""
         if context["type"] not in COPIES | SELECTIONS or not context.namespace.matches("pytorch/*/eager"):
             return
         if self.slice_of(next(iter(context.get_inputs()), None)) is None:

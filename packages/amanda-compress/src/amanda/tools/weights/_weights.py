@@ -78,9 +78,9 @@ class WeightSelection(Selection):
         return not self.has_modules and _is_adapter(context) and self.fits(context)
 
     def fits(self, context: amanda.OpContext, *names: str) -> bool:
-        """Return True if type and modules of an op are selected."""
-        kind = context["type"]
-        if not self.has_types and kind not in PRODUCTS and kind not in SEVERAL_WEIGHTS:
+        """Return True if modules and type of an op are selected; without types each product is."""
+        op_type = context["type"]
+        if not self.has_types and op_type not in PRODUCTS and op_type not in SEVERAL_WEIGHTS:
             return False
         return super().fits(context, *names)
 
@@ -206,7 +206,7 @@ class Weights(Generic[W]):
     def _view_of_slice(
         self, context: amanda.OpContext, layout: str | None, value: Any, origin: ParameterSlice | None
     ) -> WeightView | None:
-        """Return the view of the slice or of the rows that an execution reads; None for a skipped one."""
+        """Return the view, added when new, of the slice or rows that an execution reads; None if skipped."""
         if origin is None:
             self.skip(context, WeightReads.unknown_part)
             return None
@@ -244,7 +244,7 @@ class Weights(Generic[W]):
         self, context: amanda.OpContext, store: ParameterStore, samples: Samples, location: Any, holder: Any,
         layout: str | None,
     ) -> WeightView | None:  # fmt: skip
-        """Return the view of a batch with one weight a sample, added when new; None if one is skipped."""
+        """Return the view of one weight a sample, added when new; None if one is skipped.  Notes the op."""
         identity, part = location
         view_key: Hashable = (identity, part, samples.sizes)
         if identity in self._skip_reason_by_parameter:
@@ -287,7 +287,7 @@ class Weights(Generic[W]):
     ) -> WeightView | None:
         """Return the weight that a plain value is, or a view of weights that it overlaps; add it when new.
 
-        None for a weight that is skipped or not selected, and for a value without numbers.
+        None for a weight that is skipped, not selected or without numbers.  The op is noted as a reader.
         """
         unread_reason = tensors_of(value).unread(value) if context.is_eager() else None
         if getattr(value, "is_meta", False) or unread_reason is not None:  # it may have numbers later
@@ -333,7 +333,7 @@ class Weights(Generic[W]):
     def _view_of_rows(
         self, context: amanda.OpContext, origin: ParameterSlice, value: Any, layout: str | None
     ) -> AliasedWeightView | None:
-        """Return the view of all rows of a parameter, some of which an op reads; None for skipped rows."""
+        """Return the view, added when new, of all rows of which an op reads some; None for skipped rows."""
         holder, store = origin.holder, parameter_store(value)
         if not value.numel() or holder.is_meta:
             return None
@@ -425,7 +425,7 @@ class Weights(Generic[W]):
         self.skipped_elements.update(parameter_sizes(context))
 
     def _retract(self, context: amanda.OpContext, weights: list[W], reason: str) -> set[int]:
-        """Stop changing weights that an embedding or an einsum reads too; return the ids of their readers."""
+        """Stop changing weights; return their readers' ids.  Raises an error for one changed in a file."""
         outdated_ops: set[int] = set()
         for weight in weights:
             # The changed weight is in the file already, so that it cannot be retracted.

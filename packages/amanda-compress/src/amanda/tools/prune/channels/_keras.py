@@ -54,12 +54,12 @@ class KerasModel(PrunableModel):
                 'PruneTool(pattern="structured")'
             )
 
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Call the model op by op, in inference."""
-        return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **named})
+        return self.now(example[0] if len(example) == 1 else list(example), **{"training": False, **kwargs})
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
-        """Predict a batch by a compiled function."""
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
+        """Predict a batch by a compiled function, to which no inputs by name go."""
         self.now.predict_on_batch(example[0] if len(example) == 1 else list(example))
 
     def tracing(self) -> Tracing:
@@ -94,7 +94,10 @@ class KerasModel(PrunableModel):
         return self._weights()
 
     def masks(self, axes: Axes) -> Masks:
-        """Return masks of weights, found by path and shape, in the type of what is read."""
+        """Return masks of weights, found by path and shape, in the type of what is read.
+
+        Also stores the handles by which `inputs_for_masks` finds the weights of the model as it is now.
+        """
         # Within a call of a layer of mixed precision a weight is a cast one, which has no handle.
         self._path_by_handle = self.path_by_handle()
         mask_by_weight: dict[tuple[str, tuple[int | None, ...]], Any] = {}
@@ -217,13 +220,13 @@ def why_size_is_unknown(layer: Any) -> str:
     import keras
 
     # By name, so that this module can be imported without Keras.
-    kinds = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
-    kind = type(layer).__name__
-    if not isinstance(layer, kinds):
-        return f"the config of {kind} says no number of channels that can be made smaller"
+    sized_classes = tuple(getattr(keras.layers, name) for name in (*_SIZES, *_OF_INPUTS))
+    class_name = type(layer).__name__
+    if not isinstance(layer, sized_classes):
+        return f"the config of {class_name} says no number of channels that can be made smaller"
     entry = _channel_count_entry(layer)
     if entry is not None and entry.key not in layer.get_config():
-        return f"the config of {kind} has no {entry.key!r} to be made smaller"
+        return f"the config of {class_name} has no {entry.key!r} to be made smaller"
     return ""
 
 
@@ -318,7 +321,7 @@ class _ChannelCountEntry(NamedTuple):
 
 
 def _channel_count_entry(layer: Any) -> _ChannelCountEntry | None:
-    """Return the entry of a layer's config; None for a layer whose channels follow from its input."""
+    """Return the entry of a layer's config; None without a kernel, and where the input gives the channels."""
     import keras
 
     keys_and_axes = [pair for name, pair in _SIZES.items() if isinstance(layer, getattr(keras.layers, name))]

@@ -85,7 +85,10 @@ def channels_first(rule: Rule) -> Rule:
 
 
 def depthwise(call: FollowedOp) -> Sequence[Families]:
-    """Match channels with those of the weight, each of which makes as many outputs as the multiplier says."""
+    """Match channels with the weight's, each of which makes as many outputs as the multiplier says.
+
+    Notes the layer and its work; leaves all whole for another data format than NHWC.
+    """
     value, weight, output = *call.inputs[:2], call.outputs[0]
     if call.value("data_format") != "NHWC":
         return unknown(call)
@@ -206,12 +209,12 @@ class KerasTracing(Tracing):
         self._families_of: TensorMap[Families] = TensorMap()
         self._names: TensorMap[str] = TensorMap()
         self._path_by_handle = model.path_by_handle()
-        self._open_inputs: list[list[Any]] = []
+        self._open_inputs: list[list[Any]] = []  # of ops that have begun, the innermost last
 
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Call the model, keep the channels of its result whole, and return the result."""
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Call the model, keep its result's channels and weights of unknown size whole; return the result."""
         with amanda.apply(self):
-            self.result = self._model(*example, **named)
+            self.result = self._model(*example, **kwargs)
         labels = self.notes.labels
         for value in tensors_in(self.result):
             labels.leave_whole(self._families_of.get(value) or (), "the model returns them")
@@ -252,8 +255,8 @@ class KerasTracing(Tracing):
     ) -> None:
         """Follow an op by its rule, store the families of its outputs, and append it to `traced_ops`.
 
-        Pops the inputs that `_push_inputs` pushed.  A read of a variable is not appended: its output is the
-        weight itself for the ops that follow.
+        Pops the inputs that `_push_inputs` pushed.  A read of a variable is not appended, whose output is the
+        weight itself for the ops that follow, and no Squeeze.
         tf_type: TensorFlow's name of the op.  word: StandardMapping's, by which rules know the op.
         """
         values = self._open_inputs.pop()

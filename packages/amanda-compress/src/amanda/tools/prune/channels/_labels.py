@@ -35,8 +35,8 @@ class ChannelSets:
         # A union-find over all channels of the model: one array instead of an object for each of a million
         # labels.
         self._parents = np.zeros(0, np.int64)
-        self._whole: list[tuple[Any, str]] = []
-        self._outputs: list[Any] = []
+        self._whole: list[tuple[Any, str]] = []  # labels that are left whole, and the reason
+        self._outputs: list[Any] = []  # labels of the channels that each layer computes
         self.blocks: list[Family] = []
 
     @property
@@ -135,7 +135,7 @@ class ChannelSets:
         return families
 
     def without_constant_axes(self, family: Family, reason: str) -> Family | None:
-        """Return a family without axes along which its sets do not change; None if there is no other.
+        """Return the roots of a family without axes along which these do not change; None if all are such.
 
         A family that loses all axes is left whole for the reason.  A tensor without elements, such as an
         empty slice, has no channels.
@@ -326,7 +326,7 @@ class FollowedOp:
         return f"{self.place} computes with a tensor that has no channels to remove with them"
 
     def value(self, name: str, default: Any = None) -> Any:
-        """Return an input by name."""
+        """Return an input by name; the default for an input that is missing or None."""
         value_or_none = dict(zip(self.names, self.inputs, strict=False)).get(name)
         return default if value_or_none is None else value_or_none
 
@@ -375,7 +375,7 @@ class FollowedOp:
         return axis_labels, tuple(other_families)
 
     def match(self, first: Family | None, second: Family | None) -> None:
-        """Unite the channels of two tensors place by place; where one has none, leave the other's whole."""
+        """Unite two tensors' channels place by place; where one has none, leave the other's whole."""
         if first is not None and second is not None:
             self.labels.unite(first, second)
         for labels in (first, second):
@@ -389,7 +389,7 @@ class FollowedOp:
                 self.match(channels, self.labels_along(self.families_of(vector), 0))
 
     def note_whole_groups(self, weight: Any) -> None:
-        """Note that whole groups of a layer with this weight are removed."""
+        """Note that whole groups of a layer with this weight are removed; nothing for a computed weight."""
         name = None if weight is None else self.name_of(weight)
         if name is not None:
             self.notes.whole_groups.add(name)

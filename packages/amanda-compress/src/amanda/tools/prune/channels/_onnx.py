@@ -58,30 +58,33 @@ class OnnxModel(PrunableModel):
         self.outputs = [value.name for value in graph.output]
         self.opset = onnx_graph.opset_of(self.proto)
         if not self.opset:
-            named = "a ModelProto" if model is proto else model
+            description = "a ModelProto" if model is proto else model
             raise PruneError(
-                f"ChannelPruneTool.prepare was given {named}, which is no ONNX model: it names no version of "
-                "ONNX's operators"
+                f"ChannelPruneTool.prepare was given {description}, which is no ONNX model: it names no "
+                "version of ONNX's operators"
             )
         self.nodes = {onnx_graph.first_output_of(node): node for node in graph.node}
-        self.read_in_bodies = dict(_read_in_bodies(graph))
+        self.read_in_bodies = dict(_read_in_bodies(graph))  # by value, the node whose body reads it
         self._session: _CachedSession | None = None
 
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Run a session that fuses nothing, so that compared outputs are rounded alike; return these."""
-        return self._run(example, named, is_optimized=False)
+        return self._run(example, kwargs, is_optimized=False)
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
         """Run a session with the optimizations of ONNX Runtime."""
-        self._run(example, named, is_optimized=True)
+        self._run(example, kwargs, is_optimized=True)
 
-    def _run(self, example: Sequence[Any], named: Mapping[str, Any], is_optimized: bool) -> Any:
-        """Run a session of the model as it is now; raise PruneError for inputs of other names or number."""
-        feed = dict(zip(self.inputs, example, strict=False)) | dict(named)
+    def _run(self, example: Sequence[Any], kwargs: Mapping[str, Any], is_optimized: bool) -> Any:
+        """Return the outputs of the model as it is now; raise PruneError for inputs of other names or number.
+
+        The session, on the host, is cached until the model or `is_optimized` is another.
+        """
+        feed = dict(zip(self.inputs, example, strict=False)) | dict(kwargs)
         if len(example) > len(self.inputs) or feed.keys() != set(self.inputs):
             raise PruneError(
                 f"ChannelPruneTool.prepare was given {len(example)} arrays and the names "
-                f"{', '.join(named) or 'of none'}; the model's inputs are {', '.join(self.inputs)}"
+                f"{', '.join(kwargs) or 'of none'}; the model's inputs are {', '.join(self.inputs)}"
             )
         import onnxruntime
 
@@ -101,8 +104,8 @@ class OnnxModel(PrunableModel):
         return cached.session.run(None, {name: np.asarray(array) for name, array in feed.items()})
 
     @contextmanager
-    def without_failing_nodes(self, *example: Any, **named: Any) -> Iterator[None]:
-        """Return a context in which the model ends before the first node that fails, so that it runs."""
+    def without_failing_nodes(self, *example: Any, **kwargs: Any) -> Iterator[None]:
+        """Return a context in which the model ends before the first node that fails, as trial runs show."""
         whole_proto = self.proto
         # Numbers of first nodes that run and that fail: halved until they are neighbours.
         running_count, failing_count = 0, len(whole_proto.graph.node)
@@ -112,7 +115,7 @@ class OnnxModel(PrunableModel):
                 self.proto = _first_nodes(whole_proto, middle)
                 try:
                     with amanda.disabled():
-                        self(*example, **named)
+                        self(*example, **kwargs)
                     running_count = middle
                 except Exception:  # of ONNX Runtime's own kinds, when it loads and when it runs
                     failing_count = middle
@@ -153,11 +156,11 @@ class OnnxModel(PrunableModel):
         return OnnxRemoval(self, plan)
 
     def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> ModelProto:
-        """Return a smaller model."""
+        """Return a smaller copy of the model."""
         return smaller_proto(self.proto, plan)
 
     def write_masks(self, masks: Masks) -> ModelProto:
-        """Return a model whose initializers have zeros."""
+        """Return a copy of the model whose initializers have zeros in place of removed channels."""
         masked = ModelProto()
         masked.CopyFrom(self.proto)
         for initializer in masked.graph.initializer:
@@ -185,7 +188,7 @@ class OnnxModel(PrunableModel):
         return onnx_graph.first_output_of(context.get_op().node)
 
     def inputs_for_masks(self, context: amanda.OpContext) -> Sequence[Any]:
-        """Return inputs by the names that they have in `proto`, also in a session that was made elsewhere."""
+        """Return shapes of inputs and their names in `proto`, also in a session that was made elsewhere."""
         node = self.nodes.get(self.op_key(context))
         # One name for each value, in order, also within lists: a node's inputs are one flat list.
         names = iter(() if node is None else node.input)
@@ -224,7 +227,7 @@ class _NamedShape:
 
 
 def _inline_constants(original: ModelProto) -> ModelProto:
-    """Return a copy of a model without functions, in which Constant nodes are initializers."""
+    """Return a copy without functions, Constant nodes as initializers, and each node with its own vectors."""
     # Users keep the model that they have passed.
     plain = ModelProto()
     plain.CopyFrom(onnx_graph.inlined(original))
@@ -241,7 +244,7 @@ def _inline_constants(original: ModelProto) -> ModelProto:
 
 
 def _separate_vectors(graph: GraphProto) -> None:
-    """Give each node that reads a vector of floating-point numbers an initializer of its own."""
+    """Give each further node that reads a vector of floating-point numbers an initializer of its own."""
     vectors = {
         initializer.name: initializer for initializer in graph.initializer if len(initializer.dims) == 1
     }
@@ -283,7 +286,7 @@ def _read_in_bodies(graph: GraphProto) -> Iterator[tuple[str, str]]:
 
 
 def smaller_proto(whole: ModelProto, plan: RemovalPlan) -> ModelProto:
-    """Return a copy of a model without the channels that a plan does not keep."""
+    """Return a copy without the channels that a plan does not keep, with sizes and types to match."""
     smaller = ModelProto()
     smaller.CopyFrom(whole)
     graph = smaller.graph

@@ -200,7 +200,7 @@ def rule_of(
 
 
 def _is_embedding(attributes: Mapping[str, Any], values: Sequence[OnnxValue | None]) -> bool:
-    """Return True if a Gather selects rows of a weight that is a matrix."""
+    """Return True if a Gather selects rows, along axis 0, of a weight that is a matrix."""
     table = values[0]
     is_weight = table is not None and table.root is not None and table.ndim == 2
     return is_weight and attributes.get("axis", 0) == 0
@@ -237,22 +237,23 @@ class OnnxTracing(Tracing):
         self.numbers: dict[tuple[str, int], Any] = {}
         self._model, self._weights = model, model.tensors()
         self._families_of: dict[str, Families] = {}
-        self._layers: dict[str, str] = {}
-        self._open_inputs: dict[str, Sequence[OnnxValue | None]] = {}
+        self._layers: dict[str, str] = {}  # by weight, the module that first read it
+        self._open_inputs: dict[str, Sequence[OnnxValue | None]] = {}  # by key, of nodes that have begun
 
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run the model, keep the channels of its result whole, and return the result.
 
-        Channels that bodies of control flow read stay whole too.
+        Channels that bodies of control flow read stay whole too.  Where the run fails, the nodes before the
+        first that fails are followed, and the error is raised.
         """
         try:
             with amanda.apply(self):
-                self.result = self._model(*example, **named)
+                self.result = self._model(*example, **kwargs)
         except Exception:
             # A session that fails shows no op at all: the prefix that runs shows which node comes next, and
             # so which one failed.
-            with self._model.without_failing_nodes(*example, **named), amanda.apply(self):
-                self._model(*example, **named)
+            with self._model.without_failing_nodes(*example, **kwargs), amanda.apply(self):
+                self._model(*example, **kwargs)
             raise
         labels = self.notes.labels
         for name in self._model.outputs:
@@ -291,7 +292,7 @@ class OnnxTracing(Tracing):
 
     @amanda.observer
     def _store_inputs(self, *inputs: Any, key: str, names_and_roots: Sequence[Any]) -> None:
-        """Store the arrays of a node's inputs, with their names and roots, see OnnxValue, in the graph."""
+        """Store a node's inputs as OnnxValues, by its key, for `_follow_channels`; None for omitted ones."""
         values: list[OnnxValue | None] = []
         for array, name_and_root in zip(leaves(inputs), names_and_roots, strict=True):
             if name_and_root is None or not isinstance(array, np.ndarray):

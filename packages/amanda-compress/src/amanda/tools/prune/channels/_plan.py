@@ -60,7 +60,7 @@ class ChannelGroup:
         return len(self.roots)
 
     def channel_slices(self, tensors: Mapping[str, Any]) -> dict[str, Any]:
-        """Return for each weight of the group its slices (channels, elements), by `name:axis`."""
+        """Return slices (channels, elements) of weights of more than one axis, by `name:axis`."""
         slices = {}
         for member in self.members:
             tensor = tensors[member.name]
@@ -94,9 +94,9 @@ def removable_groups(tracing: Tracing) -> list[ChannelGroup]:
 
 
 def _removable_places(tracing: Tracing) -> dict[int, dict[_WeightAxis, list[int]]]:
-    """Return the positions along axes of weights that each removable channel has, by the channel's root."""
+    """Return positions along axes of weights by the root, the first label, of each removable channel."""
     labels = tracing.notes.labels
-    output_roots, whole_roots = labels.output_roots(), labels.whole_roots()
+    output_roots, reason_by_whole_root = labels.output_roots(), labels.whole_roots()
     output_labels = labels.output_labels()
     places_by_root: dict[int, dict[_WeightAxis, list[int]]] = defaultdict(dict)
     for name, families in tracing.weight_families.items():
@@ -104,7 +104,7 @@ def _removable_places(tracing: Tracing) -> dict[int, dict[_WeightAxis, list[int]
             (axis,) = varying(family)
             for position, (label, root) in enumerate(_labels_and_roots(labels, family)):
                 # A channel that no layer makes, as of an input image, cannot be removed.
-                if root in output_roots and root not in whole_roots:
+                if root in output_roots and root not in reason_by_whole_root:
                     weight_axis = name, axis, label in output_labels
                     places_by_root[root].setdefault(weight_axis, []).append(position)
     return places_by_root
@@ -116,15 +116,15 @@ def _labels_and_roots(labels: ChannelSets, family: Family) -> Iterator[tuple[int
 
 
 def reasons_left_whole(tracing: Tracing) -> dict[str, str]:
-    """Return why the outputs of weights are left whole, by the weights' names."""
+    """Return why outputs of weights are left whole, by the weights' names: the first reason of any output."""
     labels = tracing.notes.labels
-    whole_roots, output_labels = labels.whole_roots(), labels.output_labels()
+    reason_by_whole_root, output_labels = labels.whole_roots(), labels.output_labels()
     reasons: dict[str, str] = {}
     for name, families in tracing.weight_families.items():
         for family in families:
             for label, root in _labels_and_roots(labels, family):
-                if label in output_labels and root in whole_roots:
-                    reasons.setdefault(name, whole_roots[root])
+                if label in output_labels and root in reason_by_whole_root:
+                    reasons.setdefault(name, reason_by_whole_root[root])
     return reasons
 
 
@@ -232,7 +232,7 @@ class ChannelBudget:
     def _keep_masks_at(
         self, sparsity: float, groups: Sequence[ChannelGroup], importances: Sequence[Any]
     ) -> list[Any]:
-        """Return the keep mask of each group at a share of the channels."""
+        """Return each group's keep mask at a share of removed channels, rounded up; its best one stays."""
         # The best channel of each group is never removed: a layer without channels cannot run.
         guarded_importances = [
             np.where(np.arange(len(scores)) == scores.argmax(), np.inf, scores) for scores in importances
@@ -268,7 +268,7 @@ def mask_of_kept_labels(
 
 
 def kept_share_of_work(work: Sequence[Work], kept_label_mask: Any) -> float:
-    """Return the share of multiplications that remain."""
+    """Return the share of multiplications that remain; 1 without any."""
 
     def kept_share(channels: Family | None) -> float:
         """Return the share of channels that is kept."""
@@ -318,7 +318,7 @@ class RemovalPlan:
     latency: float | None = None
 
     def choose_channels(self, choice: ChannelOptions) -> None:
-        """Set the groups, the channels that are kept, the work that remains, and reasons for whole layers."""
+        """Settle blocks; set groups, keep masks, remaining work, and reasons for layers that stay whole."""
         tensors = self.subject.tensors()
         labels, work = self.tracing.notes.labels, self.tracing.notes.work
         # From here on each family varies along one axis: groups are final.
@@ -381,24 +381,24 @@ def _outputs_by_layer(tracing: Tracing) -> dict[str, list[Family]]:
 
 
 def make_plan(
-    subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any], choice: ChannelOptions
+    subject: PrunableModel, example: Sequence[Any], kwargs: Mapping[str, Any], choice: ChannelOptions
 ) -> tuple[RemovalPlan, Any]:
     """Return a plan, and the smaller model's result; channels that an op needs are left whole.
 
-    Raises PruneError where the smaller model cannot run whatever is left whole.
+    Runs both models.  Raises PruneError where the smaller one cannot run whatever is left whole.
     """
-    subject(*example, **named)  # some models keep tensors of their first call
+    subject(*example, **kwargs)  # some models keep tensors of their first call
     tracing = subject.tracing()
-    tracing.follow(example, named)
+    tracing.follow(example, kwargs)
     plan = RemovalPlan(subject, tracing)
     leave_unselected(plan, choice)
     if choice.budget.of == "latency":
-        return plan, _meet_latency(plan, choice, example, named)
-    return plan, _try_until_it_runs(plan, choice, example, named)
+        return plan, _meet_latency(plan, choice, example, kwargs)
+    return plan, _try_until_it_runs(plan, choice, example, kwargs)
 
 
 def _meet_latency(
-    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
+    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Choose the smallest share of channels whose removal saves the budget's share of the time.
 
@@ -411,23 +411,23 @@ def _meet_latency(
         # Channels that cannot be removed at one share may be removable at another.
         plan.tracing.notes.labels = deepcopy(labels)
         budget = choice.budget.of_channels(sparsity)
-        return _try_until_it_runs(plan, replace(choice, budget=budget), example, named)
+        return _try_until_it_runs(plan, replace(choice, budget=budget), example, kwargs)
 
     too_low, high_enough = 0.0, 1.0  # shares of channels that are removed
     for _ in range(_TIMED_HALVINGS):
         share = (too_low + high_enough) / 2
         try_sparsity(share)
-        if _share_of_time(plan, example, named) > 1 - choice.budget.sparsity:
+        if _share_of_time(plan, example, kwargs) > 1 - choice.budget.sparsity:
             too_low = share
         else:
             high_enough = share
     result = try_sparsity(high_enough)
-    plan.latency = _share_of_time(plan, example, named)
+    plan.latency = _share_of_time(plan, example, kwargs)
     return result
 
 
 def _try_until_it_runs(
-    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], named: Mapping[str, Any]
+    plan: RemovalPlan, choice: ChannelOptions, example: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
     """Choose channels, and leave whole what the model needs; return the smaller model's result.
 
@@ -443,7 +443,7 @@ def _try_until_it_runs(
             removal.apply()
             trial = plan.subject.tracing()
             trial_ops = trial.traced_ops  # also of a trial that fails: the ops until then
-            result = trial.follow(example, named)
+            result = trial.follow(example, kwargs)
         except Exception as raised:  # of any kind: the model's code does not suit the sizes
             error = f"{type(raised).__name__}: {raised}"
         finally:
@@ -458,24 +458,24 @@ def _try_until_it_runs(
             )
 
 
-def _share_of_time(plan: RemovalPlan, example: Sequence[Any], named: Mapping[str, Any]) -> float:
-    """Return the time of a call of the smaller model as a share of the whole model's time."""
-    whole_seconds = _seconds_of_call(plan.subject, example, named)
+def _share_of_time(plan: RemovalPlan, example: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Run both models, and return the time of a call of the smaller one as a share of the whole one's."""
+    whole_seconds = _seconds_of_call(plan.subject, example, kwargs)
     removal = plan.subject.removal(plan)
     try:
         removal.apply()
-        return _seconds_of_call(plan.subject, example, named) / whole_seconds
+        return _seconds_of_call(plan.subject, example, kwargs) / whole_seconds
     finally:
         removal.undo()
 
 
-def _seconds_of_call(subject: PrunableModel, example: Sequence[Any], named: Mapping[str, Any]) -> float:
-    """Return the time of the fastest of several calls, which other work on the machine disturbs least."""
+def _seconds_of_call(subject: PrunableModel, example: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Return the time of the fastest of several calls without tools: other work disturbs that one least."""
     seconds = []
     for _ in range(_TIMED_CALLS):
         start = perf_counter()
         with amanda.disabled():
-            subject.run_to_completion(*example, **named)
+            subject.run_to_completion(*example, **kwargs)
         seconds.append(perf_counter() - start)
     return min(seconds)
 

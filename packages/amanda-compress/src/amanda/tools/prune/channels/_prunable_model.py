@@ -58,7 +58,7 @@ class PrunableModel(ABC):
         self.model = model
 
     @abstractmethod
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Run the model as it is now."""
 
     @abstractmethod
@@ -117,9 +117,9 @@ class PrunableModel(ABC):
         """Return a context in which the ops that the masks do not suit are taken apart."""
         return nullcontext()
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
         """Run the model as its users do, until its results are there: the time of this is measured."""
-        self(*example, **named)
+        self(*example, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Tracing(amanda.Tool):
         self.add_inst_for_op(self._analyse)
 
     @abstractmethod
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model, keep the channels of its result whole, and return the result."""
 
     @abstractmethod
@@ -198,7 +198,7 @@ class Tracing(amanda.Tool):
         input_parts: Sequence[Part],
         output_families: Sequence[Families],
     ) -> None:
-        """Append an op that a rule has followed to `traced_ops`."""
+        """Append an op that a rule has followed to `traced_ops`, with its `move` if the rule only moves."""
         output_parts = [
             (families, tuple(output.shape))
             for output, families in zip(call.outputs, output_families, strict=True)
@@ -307,7 +307,7 @@ def masked(value: Any, mask: Any) -> Any:
 
 @amanda.differentiable
 def selected(value: Any, axis: int, indices: Any) -> Any:
-    """Return the channels that are kept, for an op that computes over them."""
+    """Return the kept channels of a tensor of PyTorch, for an op that computes over them."""
     import torch
 
     return value.index_select(axis, torch.from_numpy(indices).to(value.device))

@@ -35,9 +35,9 @@ class TorchModel(PrunableModel):
     has_gradients = True
     selected, compute_over_kept = staticmethod(selected), staticmethod(compute_over_kept)
 
-    def __call__(self, *example: Any, **named: Any) -> Any:
+    def __call__(self, *example: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        return self.model(*example, **named)
+        return self.model(*example, **kwargs)
 
     def tracing(self) -> Tracing:
         """Return a tool that follows a call."""
@@ -54,7 +54,7 @@ class TorchModel(PrunableModel):
         return dict(self.model.named_parameters())
 
     def masks(self, axes: Axes) -> Masks:
-        """Return masks of parameters, found by the tensor."""
+        """Return masks of parameters, found by the tensor; buffers have none."""
         import torch
 
         # By tensor and not by name: tied parameters are one tensor under several names.
@@ -65,8 +65,8 @@ class TorchModel(PrunableModel):
             if parameter is not None:
                 extents = [-1 if i == axis else 1 for i in range(parameter.ndim)]
                 axis_mask = torch.from_numpy(keep_mask).to(parameter.device).reshape(extents)
-                former = masks.get(parameter)
-                masks[parameter] = axis_mask if former is None else former & axis_mask
+                mask = masks.get(parameter)  # of axes before
+                masks[parameter] = axis_mask if mask is None else mask & axis_mask
         return lambda value: masks.get(value) if _is_tensor(value) else None
 
     def removal(self, plan: RemovalPlan, optimizer: Any = None) -> ModuleRemoval:
@@ -77,7 +77,7 @@ class TorchModel(PrunableModel):
         return ModuleRemoval(self.model, keep_masks, sizes, whole_groups, optimizer)
 
     def make_smaller(self, plan: RemovalPlan, optimizer: Any) -> Any:
-        """Remove channels of the module; return it."""
+        """Remove channels of the module and the optimizer's state, or none on an error; return the module."""
         removal = self.removal(plan, optimizer)
         try:
             removal.apply()
@@ -111,7 +111,7 @@ class TorchModel(PrunableModel):
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Context in which the module is in evaluation mode, without gradients."""
+        """Return a context with the module in evaluation mode, without gradients; its end restores modes."""
         import torch
 
         # Each module by itself: frozen parts of a model are in evaluation mode while the rest trains.
@@ -128,11 +128,11 @@ class TorchModel(PrunableModel):
         """Return a context in which layers of attention are the ops that they consist of."""
         return _fast_path.off()
 
-    def run_to_completion(self, *example: Any, **named: Any) -> None:
+    def run_to_completion(self, *example: Any, **kwargs: Any) -> None:
         """Call the module, and wait for its GPUs."""
         import torch
 
-        self.model(*example, **named)
+        self.model(*example, **kwargs)
         for device in {
             parameter.device for parameter in self.model.parameters() if parameter.device.type == "cuda"
         }:
@@ -147,7 +147,7 @@ class FastPath:
 
     def __init__(self) -> None:
         # The switch is global to the process: scopes of several threads overlap, and the last one restores
-        # it.
+        # it.  _count: of open scopes.  _before: the switch as the first of them found it.
         self._lock, self._count, self._before = threading.Lock(), 0, True
 
     @contextmanager
@@ -190,15 +190,16 @@ class ModuleTracing(Tracing):
             [*model.named_buffers(), *model.named_parameters(remove_duplicate=False)]
         ):
             self._names[tensor] = name
+        # Inputs, and families and extents of their tensors, of ops that have begun, the innermost last.
         self._open_inputs: list[tuple[Sequence[Any], list[Any]]] = []
 
-    def follow(self, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    def follow(self, example: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Call the model, keep the channels of its result whole, and return the result."""
         import torch
 
         # Without fused ops, in which channels cannot be followed.
         with torch.enable_grad(), _fast_path.off(), amanda.apply(self):
-            self.result = self._model(*example, **named)
+            self.result = self._model(*example, **kwargs)
         for value in tensors_in(self.result):
             self.notes.labels.leave_whole(self._families(value), self.returned)
         self.notes.labels.settle_blocks()
@@ -226,7 +227,10 @@ class ModuleTracing(Tracing):
 
     @amanda.observer
     def _push_inputs(self, *inputs: Any, op_type: str) -> None:
-        """Push an op's inputs, with families and extents of its tensors, for `_follow_channels`."""
+        """Push an op's inputs, with families and extents of tensors, for `_follow_channels`.
+
+        Running averages of a norm get labels first.
+        """
         if op_type in ("batch_norm", "instance_norm"):
             # Running averages are buffers, which have channels though they are not parameters.
             for average in inputs[3:5]:

@@ -78,14 +78,14 @@ class ModuleRemoval:
         _check_state_shapes(self._optimizer)  # first, as it raises before anything changes
         model = self._model
         # All axes of a tensor at once: a change of the data costs a copy.
-        indices_by_name: dict[str, dict[int, Any]] = {}
+        kept_indices: dict[str, dict[int, Any]] = {}  # by name and axis
         for (name, axis), keep_mask in self._keep_masks.items():
-            indices_by_name.setdefault(name, {})[axis] = np.flatnonzero(keep_mask)
+            kept_indices.setdefault(name, {})[axis] = np.flatnonzero(keep_mask)
         shortened_tensors: dict[int, Any] = {}
-        for name, axes in indices_by_name.items():
+        for name, indices_by_axis in kept_indices.items():
             path, _, attribute = name.rpartition(".")
             tensor = getattr(model.get_submodule(path), attribute)
-            self._shorten(tensor, axes)
+            self._shorten(tensor, indices_by_axis)
             shortened_tensors[id(tensor)] = tensor
         for path, module in model.named_modules():
             tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
@@ -110,13 +110,13 @@ class ModuleRemoval:
                 setattr(owner, attribute, value)
         self._before.clear()
 
-    def _shorten(self, tensor: Any, axes: Mapping[int, Any]) -> None:
-        """Remove places along axes of a tensor, of its gradient, and of the optimizer's state."""
+    def _shorten(self, tensor: Any, indices_by_axis: Mapping[int, Any]) -> None:
+        """Keep these places of a tensor, its gradient and optimizer's state; store old ones for `undo`."""
         import torch
 
         def select_kept(whole: Any) -> Any:
             """Return a tensor with the places that are kept."""
-            for axis, indices in axes.items():
+            for axis, indices in indices_by_axis.items():
                 whole = whole.index_select(axis, torch.from_numpy(indices).to(whole.device))
             return whole
 

@@ -16,9 +16,10 @@ from amanda.tools.prune.channels._labels import Families, Family, FollowedOp, Pa
 
 
 def convolution(call: FollowedOp) -> Sequence[Families]:
-    """Match input channels with the weight's; the weight's outputs are the op's.
+    """Match input channels with the weight's; the weight's outputs, which the bias matches, are the op's.
 
-    A grouped convolution loses whole groups, or the same place in each group, of which there are more.
+    Notes the layer and its work.  A grouped convolution loses whole groups, or the same place in each group,
+    of which there are more.
     """
     value, weight, groups = call.inputs[0], call.inputs[1], int(call.value("groups", 1))
     channel_axis = 1 - weight.ndim
@@ -71,7 +72,7 @@ def _match_groups(
 def transposed_convolution(call: FollowedOp) -> Sequence[Families]:
     """Match input channels with the weight's first axis; its second one is the outputs.
 
-    With groups all channels are left whole.
+    Notes the layer and its work, and matches the bias.  With groups all channels are left whole.
     """
     value, weight = call.inputs[0], call.inputs[1]
     if int(call.value("groups", 1)) != 1:
@@ -85,7 +86,7 @@ def transposed_convolution(call: FollowedOp) -> Sequence[Families]:
 
 
 def linear(call: FollowedOp) -> Sequence[Families]:
-    """Match the features of the input with the weight's inputs; the weight's outputs are the op's."""
+    """Match the input's features with the weight's inputs; note the layer, whose outputs are the op's."""
     value, weight = call.inputs[0], call.inputs[1]
     input_features, other_families = call.split_axis(call.families_of(value), -1)
     outputs = call.labels_along(_channel_families(call, weight, 0), 0)
@@ -126,7 +127,7 @@ def _note_layer(
 
 
 def product(call: FollowedOp) -> Sequence[Families]:
-    """Multiply matrices."""
+    """Follow a product of matrices, the second of which may be the weight of a layer."""
     return [matrix_product(call, call.part_of(call.inputs[0]), call.part_of(call.inputs[1]), call.inputs[1])]
 
 
@@ -144,7 +145,7 @@ def matrix_product(call: FollowedOp, first: Part, second: Part, weight: Any = No
     """Match the channels that are summed over; return those of rows, columns and all before them.
 
     Channels of vectors are left whole.
-    weight: the second tensor, whose columns are outputs of a layer if it is a parameter.
+    weight: the second tensor; for a parameter, its columns are noted as outputs of a layer, and the work.
     """
     (first_families, first_shape), (second_families, second_shape) = first, second
     if min(len(first_shape), len(second_shape)) < 2:
@@ -174,7 +175,10 @@ def batch_norm(call: FollowedOp) -> Sequence[Families]:
 
 
 def layer_norm(call: FollowedOp) -> Sequence[Families]:
-    """Match features with weights and biases; the mean is over the features that are kept."""
+    """Match features with weights and biases; a reduction over the kept features is noted.
+
+    Several axes over which the op computes stay whole instead.
+    """
     value, extents = call.inputs[0], call.value("normalized_shape")
     families = call.families_of(value)
     # A reduction is noted along one axis: over several ones the kept elements are not a rectangle of channels
@@ -194,7 +198,8 @@ def layer_norm(call: FollowedOp) -> Sequence[Families]:
 def group_norm(call: FollowedOp) -> Sequence[Families]:
     """Match channels with weights and biases.
 
-    Many small groups are removed as wholes; few large ones lose the same places in each.
+    Many small groups are removed as wholes; few large ones lose the same places in each, and a reduction over
+    the kept channels is noted.
     """
     value, groups = call.inputs[0], int(call.value("num_groups"))
     channels = call.labels_along(call.families_of(value), 1)
@@ -265,7 +270,7 @@ Rule = Callable[[FollowedOp], Sequence[Families]]
 
 
 def elementwise(call: FollowedOp) -> Sequence[Families]:
-    """Unite the channels of all tensors, broadcast as the op broadcasts them."""
+    """Unite the channels of all tensors, broadcast as by the op; leave all whole if it does not broadcast."""
     parts = [call.part_of(value) for value in call.inputs if hasattr(value, "shape")]
     # The op does not broadcast its inputs, so that its elements are not those of the inputs at the same
     # places.
@@ -275,7 +280,7 @@ def elementwise(call: FollowedOp) -> Sequence[Families]:
 
 
 def same_channels(call: FollowedOp) -> Sequence[Families]:
-    """Pass channels on along axes that keep their extents."""
+    """Pass channels on along axes that keep their extents; leave others whole."""
     families_by_output = []
     for output in call.outputs:
         output_families: list[Any] = []
@@ -327,7 +332,10 @@ def reduced(call: FollowedOp) -> Sequence[Families]:
 
 
 def concatenated(call: FollowedOp) -> Sequence[Families]:
-    """Concatenate the labels of tensors along the op's axis; unite those along other axes."""
+    """Concatenate the labels of tensors along the op's axis; unite those along other axes.
+
+    Places along the axis without channels get labels that stay whole, unless no tensor has channels there.
+    """
     # Tensors without elements add no places, and may have another rank.
     tensors = [tensor for tensor in call.inputs[0] if prod(tensor.shape)]
     if not tensors:
@@ -386,7 +394,10 @@ def stacked(call: FollowedOp) -> Sequence[Families]:
 
 
 def rearranged(call: FollowedOp) -> Sequence[Families]:
-    """Move labels as the op moves elements; leave all whole if indices, as of a gather, have channels."""
+    """Move labels as the op moves elements; leave all whole if indices, as of a gather, have channels.
+
+    Families that then vary along several axes are added to the blocks.
+    """
     if any(call.families_of(call.value(name)) for name in _INDICES):
         return unknown(call)
     families_by_output: list[list[Any]] = [[] for _ in call.outputs]
@@ -402,7 +413,7 @@ def rearranged(call: FollowedOp) -> Sequence[Families]:
 
 
 def shuffled(call: FollowedOp) -> Sequence[Families]:
-    """Move channels between groups, or into images; channels that an op takes together go together."""
+    """Move channels between groups, noted as a block, or into images, of each of which all go together."""
     value, groups = call.inputs[0], call.value("groups")
     is_channel_shuffle = bool(groups)
     # An input of pixel_shuffle may lack the axis of a batch.
@@ -416,7 +427,7 @@ def shuffled(call: FollowedOp) -> Sequence[Families]:
 
 
 def unknown(call: FollowedOp) -> Sequence[Families]:
-    """Keep the channels of all inputs whole."""
+    """Leave the channels of all inputs whole; outputs have none."""
     call.leave_inputs_whole(f"channels are not followed through {call.place}")
     return [()] * len(call.outputs)
 

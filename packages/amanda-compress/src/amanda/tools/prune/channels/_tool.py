@@ -159,7 +159,7 @@ class ChannelPruneTool(amanda.Tool):
         self._plan: RemovalPlan | None = None
         self._finalized: ChannelPruneResult | None = None
         self._masks: Masks = _no_mask
-        self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}
+        self._reductions: dict[Any, list[tuple[str, int, Any]]] = {}  # by op key: type, axis, kept indices
         # One for each open scope: scopes of one tool nest.
         self._simulations: list[ExitStack] = []
         self.depends_on(StandardMapping())
@@ -173,8 +173,9 @@ class ChannelPruneTool(amanda.Tool):
     def prepare(self, model: Any, *example: Any, **kwargs: Any) -> Any:
         """Find the groups in a call of the model, choose channels, and try the removal out.
 
-        The model is in evaluation mode meanwhile, and as it was afterwards.  Ops that do not suit fewer
-        channels are left whole, see `result.left`.
+        The model is in evaluation mode meanwhile, and as it was afterwards; it runs several times.  Ops that
+        do not suit fewer channels are left whole, see `result.left`.  An earlier plan is forgotten, also
+        where this call raises.
 
         Args:
             model: A module of PyTorch, a functional or sequential model of Keras on TensorFlow, or an ONNX
@@ -187,7 +188,8 @@ class ChannelPruneTool(amanda.Tool):
             What the masked model returns.
 
         Raises:
-            PruneError: Where the smaller model would not compute what the masked one does.
+            PruneError: Where the smaller model would not compute what the masked one does, for another kind
+                of model, and for importance "taylor" without gradients.
         """
         subject = _prunable_model(model)
         if self._choice.importance == "taylor" and not subject.has_gradients:
@@ -216,7 +218,7 @@ class ChannelPruneTool(amanda.Tool):
 
         A module of PyTorch is changed in place.  A Keras model stays with remove=True, and `result.model` is
         a new one.  An ONNX model or its file stays, and `result.model` is a new ModelProto, to be saved with
-        `onnx.save`.
+        `onnx.save`.  The tool then masks nothing until the next `prepare`.
 
         Args:
             model: The model that `prepare` was called with.
@@ -290,7 +292,7 @@ class ChannelPruneTool(amanda.Tool):
         self.analyse_again()
 
     def _set_plan(self, plan: RemovalPlan) -> None:
-        """Set a plan, its masks, and in `_reductions` the ops that compute over channels, some removed."""
+        """Set a plan, its masks, and in `_reductions` ops over channels, some removed; analyse ops anew."""
         self._plan = plan
         self._masks = plan.subject.masks(plan.axes())
         for reduction in plan.tracing.notes.reductions:
@@ -323,7 +325,7 @@ class ChannelPruneTool(amanda.Tool):
                 )
 
     def _masks_of(self, value: Any) -> Any:
-        """Return the mask of a value, a list of these for a list; None where nothing is removed."""
+        """Return the mask of a value; for a list a list, None for whole tensors; None if all are whole."""
         if isinstance(value, (list, tuple)):
             masks = [self._masks_of(item) for item in value]
             return masks if any(item is not None for item in masks) else None
@@ -331,7 +333,7 @@ class ChannelPruneTool(amanda.Tool):
 
 
 def _prunable_model(model: Any) -> PrunableModel:
-    """Return a model as pruning sees it, without importing a framework that the model is not of."""
+    """Return a model as pruning sees it, importing no other framework; raise PruneError for other models."""
     # The classes of the model name its framework, so that no framework is imported to ask.
     libraries = {base.__module__.partition(".")[0] for base in type(model).__mro__}
     if "torch" in libraries:
@@ -366,7 +368,7 @@ def _no_mask(value: Any) -> None:
 def _check_same_results(
     masked_arrays: Iterator[tuple[Any, float]], smaller_arrays: Iterator[tuple[Any, float]]
 ) -> None:
-    """Raise PruneError where results of the masked and the smaller model differ by more than rounding.
+    """Raise PruneError where masked and smaller results differ by more than rounding, or have NaN.
 
     Both are arrays, each with the epsilon of its type.
     """
