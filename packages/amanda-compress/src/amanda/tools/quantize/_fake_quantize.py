@@ -328,8 +328,8 @@ def fake_quantize_gradient(
 ) -> Any:  # fmt: skip
     """Return the straight-through gradient: `gradient` where `x` was not clipped, else 0.
 
-    Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up", values
-    between the ends of the grid, as in TensorFlow.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
+    Values that round to an integer of the grid are not clipped, as in PyTorch; with "half_up" and
+    floating grids, values between the ends.  Source: Bengio et al. 2013, sec. 4; Jacob et al. 2018.
 
     Args:
         gradient: Gradient of the result of `fake_quantize`.

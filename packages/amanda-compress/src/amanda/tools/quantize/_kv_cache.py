@@ -88,7 +88,7 @@ class KVCacheTool(amanda.Tool):
         return self._skip_reasons
 
     def unmatched(self) -> list[str]:
-        """Return a sentence if no cache was met."""
+        """Return sentences on globs that matched nothing, else one if no cache was met."""
         unmatched = [*super().unmatched(), *self._selection.unmatched()]
         return [*unmatched, *([] if self._caches or unmatched else [_NONE_MET])]
 
@@ -97,7 +97,7 @@ class KVCacheTool(amanda.Tool):
         self._caches, self._skip_reasons = {}, {}
 
     def _analyse(self, context: amanda.OpContext) -> None:
-        """Replace torch.cat by a routine that quantises growing caches; record writes into fixed caches."""
+        """Replace torch.cat by a routine that quantises growing caches; give fixed caches a skip reason."""
         if context.namespace[0] != "pytorch" or context["phase"] != "forward":
             return
         # transformers' DynamicCache grows by torch.cat alone; a static cache writes by index_copy_.

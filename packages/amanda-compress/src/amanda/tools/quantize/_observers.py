@@ -152,7 +152,10 @@ def _integral(begin: Any, end: Any, density: NDArray[Any]) -> NDArray[Any]:
 
 
 def _bin_counts(values: NDArray[Any], bins: int, least: Any, most: Any) -> NDArray[Any]:
-    """Return the number of values in each bin between two bounds, as torch.histc does."""
+    """Return the number of values in each bin between two bounds, as torch.histc does.
+
+    Equal bounds are widened by 1 on both sides.
+    """
     if least == most:
         least, most = least - np.float32(1), most + np.float32(1)
     if float(most) - float(least) > np.finfo(np.float32).max / bins:  # the end of float32 is near

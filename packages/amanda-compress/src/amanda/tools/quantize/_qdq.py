@@ -66,7 +66,10 @@ def stored_weight(weight: NDArray[Any], scale: Scale, rounding: Any) -> StoredWe
 
 
 def _weight_stored_by_channel(dequantized: NDArray[Any], scale: Scale) -> StoredWeight:
-    """Return the stored form of a weight with one scale, or with a scale for each channel of one axis."""
+    """Return the stored form of a weight with one scale, or with a scale for each channel of one axis.
+
+    Raises QuantizeError for scales along several axes.
+    """
     scales, zero_points, grid, axes, _ = scale
     # An axis of extent 1 needs no scales, so that a depthwise weight with one multiplier is of one axis.
     scale_axes = [axis for axis in axes if dequantized.shape[axis] > 1] or list(axes[:1])
@@ -85,7 +88,7 @@ def _weight_stored_by_channel(dequantized: NDArray[Any], scale: Scale) -> Stored
 
 
 def _weight_stored_in_groups(dequantized: NDArray[Any], scale: Scale, groups: Groups) -> StoredWeight:
-    """Return the stored form of a weight with a scale for each group: a matrix, in blocks of inputs."""
+    """Return the stored form of a weight with a scale for each group: a matrix, in blocks or by outputs."""
     scales, zero_points, grid, _, _ = scale
     group_rows = groups.split(dequantized) / scales[:, None] + zero_points[:, None]
     unfolding = Unfolding.of(dequantized.shape, groups.layout)
@@ -181,7 +184,10 @@ class QdqWriter:
         self.has_narrow_products = False
 
     def write(self) -> None:
-        """Rewrite the graph and its bodies; leave out weights that nothing reads any more."""
+        """Rewrite the graph and its bodies; leave out weights that nothing reads any more.
+
+        Raises QuantizeError for a key of `nodes` that no node has, and as `_quantize_inputs` does.
+        """
         rewritten = self._rewrite_graph(self._model.graph)
         # A scale that finds no node would be lost silently.
         if missing_keys := self._nodes.keys() - rewritten:
@@ -222,7 +228,7 @@ class QdqWriter:
     ) -> list[NodeProto]:
         """Make a node read quantised inputs; return the new nodes that compute them, and append result rows.
 
-        Raises QuantizeError for an input of another type than float32.
+        Sets `has_narrow_products`.  Raises QuantizeError for an input of another type than float32.
         """
         nodes: list[NodeProto] = []
         for position, operand in inputs.items():
@@ -231,8 +237,8 @@ class QdqWriter:
                     f"{operand.tensor} of {node.op_type} {node.name} is {operand.dtype}; convert "
                     "writes nodes for float32"
                 )
-            write = self._quantize_activation if operand.value is None else self._quantize_weight
-            new_nodes, name, row = write(graph, node.input[position], operand, dequantized_names)
+            quantize = self._quantize_activation if operand.value is None else self._quantize_weight
+            new_nodes, name, row = quantize(graph, node.input[position], operand, dequantized_names)
             nodes += new_nodes
             self.rows.append((node.name or node.op_type, *row))
             node.input[position] = name
@@ -246,11 +252,11 @@ class QdqWriter:
     def _quantize_activation(
         self, graph: GraphProto, name: str, operand: QuantizedInput, dequantized_names: dict[Any, str]
     ) -> tuple[list[NodeProto], str, RowTail]:
-        """Add scale and zero point to a graph; return nodes that quantise and dequantise, and their output.
+        """Add scale and zero point to a graph, and create nodes that clip, quantise and dequantise.
 
         Returns the nodes, the name of the last one's output, and a row for the result.  No nodes where an
         earlier input has the same value in the same grid: then the output is that of the earlier nodes.
-        Raises QuantizeError for a floating grid.
+        No Clip for a grid that fills its type.  Raises QuantizeError for a floating grid.
         """
         from onnx import helper
 

@@ -131,7 +131,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context in which executions calibrate, with unchanged weights.
+        """Return a context in which executions calibrate, with unchanged weights; its end computes states.
 
         Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.
         """
@@ -183,7 +183,10 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
             )
 
     def finish_calibration(self, weight: CalibratedWeight) -> None:
-        """Compute the state of a weight from its collected inputs; record a reason without inputs."""
+        """Finish a weight: compute its state from its collected inputs; without inputs skip it with a reason.
+
+        Raises QuantizeError for NaN and infinity.
+        """
         import torch
 
         input_sums = weight.input_sums
@@ -204,7 +207,7 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         weight.updated = 0
 
     def _analyse_product(self, context: amanda.OpContext) -> None:
-        """Insert the routine that collects the inputs of a weight; record why an op has none."""
+        """Insert the routine that collects a weight's inputs, and call `on_product`; else record a reason."""
         read = weight_input(context) if context["phase"] == "forward" else None
         if read is None or context.is_static():
             return

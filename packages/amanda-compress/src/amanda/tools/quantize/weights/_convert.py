@@ -398,7 +398,7 @@ def _packed_weight(layer: nn.Linear, weight: CalibratedWeight, tool: IntegerTool
 
 
 def _write_checkpoint(folder: Path, state: dict[str, Tensor], config: str) -> None:
-    """Write tensors and configuration into a folder; an error leaves an existing model file unchanged."""
+    """Write tensors and configuration into a new or existing folder; an error leaves the old model file."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

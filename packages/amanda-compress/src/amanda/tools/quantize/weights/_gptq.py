@@ -122,11 +122,14 @@ class GPTQTool(IntegerTool, CalibratedTool):
         return not all(weight.is_skipped for weight in weights)
 
     def calibrates_with(self, weight: CalibratedWeight, rows: Tensor) -> bool:
-        """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run."""
+        """Return True if inputs (n, K) of a weight count: in `calibrating`, or in this weight's run.
+
+        In `calibrate_in_order` adds the weight to the run or to those that wait.
+        """
         return self._batch_run is None or self._batch_run.admit(weight, rows)
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
-        """Choose the integers of a weight."""
+        """Choose the integers of a weight; raise QuantizeError for a Hessian without a Cholesky factor."""
         import torch
 
         assert input_sums.gram is not None
@@ -197,6 +200,9 @@ def gptq(
         act_order: True to round columns by decreasing diagonal of the Hessian, as `act_order` with
             `static_groups` of the authors' code does: the scales of all groups are those of the matrix before
             any column is rounded.
+
+    Raises:
+        torch.linalg.LinAlgError: If the damped Hessian has no Cholesky factor.
     """
     import torch
 

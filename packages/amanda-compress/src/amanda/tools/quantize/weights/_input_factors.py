@@ -69,7 +69,7 @@ class AWQTool(IntegerTool, FoldingTool):
         self._steps, self._clip = steps, clip
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Create the state for the integers of a weight and the scales of its inputs."""
+        """Create the state for a weight's integers and its inputs' scales; return a reason to skip it."""
         reason = super().on_weight(weight)
         if reason is None:
             # By input and place in the window: AWQ scales columns of the matrix.
@@ -108,7 +108,10 @@ class AWQTool(IntegerTool, FoldingTool):
         self, weight: CalibratedWeight, value: Tensor, scales: Sequence[tuple[int, Tensor]],
         inputs_are_folded: bool,
     ) -> None:  # fmt: skip
-        """Multiply the scales of integers by the multipliers of outputs; store sums of the new value."""
+        """Multiply the scales of integers by the multipliers of outputs; store sums of the new value.
+
+        Folded scales of inputs become 1, as in `FoldingTool.on_folded`.
+        """
         super().on_folded(weight, value, scales, inputs_are_folded)
         for axis, scale in scales:
             if weight.layout is not None and weight.layout[axis] == "O":
@@ -208,10 +211,11 @@ def awq_clipped(
     best_groups, least_loss = groups, torch.full_like(most, torch.inf)
     for step in range(steps // 2):
         limit = most * (1 - step / steps)
-        clipped = groups.clamp(-limit, limit)
-        error = (rounded(clipped.reshape(matrix.shape)).reshape(groups.shape) - groups).to(grams.dtype)
+        clipped_groups = groups.clamp(-limit, limit)
+        error = (rounded(clipped_groups.reshape(matrix.shape)).reshape(groups.shape) - groups).to(grams.dtype)
         loss = (torch.einsum("ogi,gij->ogj", error, grams) * error).sum(-1, keepdim=True)
-        best_groups, least_loss = clipped.where(loss < least_loss, best_groups), loss.minimum(least_loss)
+        best_groups = clipped_groups.where(loss < least_loss, best_groups)
+        least_loss = loss.minimum(least_loss)
     return best_groups.reshape(matrix.shape)
 
 
@@ -247,7 +251,7 @@ class SmoothQuantTool(FoldingTool):
         self._alpha = alpha
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Create the state for the factor of each input channel."""
+        """Create the state for the factor of each input channel; return a reason if axes are not known."""
         if weight.layout is None:
             return "which of its axes are inputs is not known"
         weight.keep("smoothing", np.ones(weight.canonical_shape[1], "float32"))
@@ -290,7 +294,8 @@ class SmoothQuantTool(FoldingTool):
     def _divide(self, x: Tensor, value: Tensor, axis: int, find_weight: Any, run: dict[str, Any]) -> Any:
         """Return the input divided by the factors of its channels, and the unchanged weight.
 
-        Returns None, for no change, before the factors are computed.
+        Returns None, for no change, before the factors are computed.  Raises QuantizeError for a value that
+        is read in another form than elsewhere.
         """
         weight = find_weight(value, ParameterSlice.of_execution(run))
         # Without a weight the input could not be divided, while another op's weight is multiplied.

@@ -130,7 +130,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         return QuantizedWeights(self)
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
-        """Load state that `state_dict` returned, also in another process."""
+        """Load state that `state_dict` returned, also in another process; forget `other_readers`."""
         super().load_state_dict(state, strict)
         self.other_readers.clear()
         self._storages.clear()
@@ -181,7 +181,10 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         return self.group_size or int(np.prod(weight.canonical_shape[1:]))
 
     def on_weight(self, weight: CalibratedWeight) -> str | None:
-        """Create the state for the integers of a weight; return a reason if groups do not fit."""
+        """Create the state for the integers of a weight; return a reason if groups do not fit.
+
+        Raises QuantizeError for loaded integers of another grid.
+        """
         if weight.layout is None:
             return "which of its axes are inputs is not known"
         outputs, *input_extents = weight.canonical_shape

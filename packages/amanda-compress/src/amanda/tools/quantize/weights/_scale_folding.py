@@ -95,7 +95,7 @@ class FoldingTool(CalibratedTool):
         can take factors if products alone read what it makes: also through ReLU, pooling, a product of two
         tensors, and attention, of which it makes the values.  A cache of values that the model returns in an
         object of its own holds divided ones.
-        The model is in evaluation mode meanwhile, and as it was afterwards.  Returns the model's result:
+        The model runs three times, in evaluation mode, and is afterwards as it was.  Returns its result:
         after `load_state_dict`, with the state that was loaded.
         Raises QuantizeError for what is not a torch.nn.Module, and where factors would change the results.
         """
@@ -108,7 +108,9 @@ class FoldingTool(CalibratedTool):
         self._set_folds(model, example, named)
 
     def _set_folds(self, model: Any, example: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """Set the folds and the reasons for other weights, after a trial; return the model's result.
+        """Set the folds and the reasons for other weights; return the model's result.
+
+        The model runs plain, followed by rules, and as a trial with factors.
 
         Raises QuantizeError as `prepare` does.
         """
@@ -169,7 +171,10 @@ class FoldingTool(CalibratedTool):
     def _write_folds(
         self, model: nn.Module, folds: Mapping[int, Fold], undo: list[Callable[[], Any]]
     ) -> FoldResult:
-        """Scale all parameters of the folds that can be written; return the result."""
+        """Scale all parameters of folds that can be written, and update the state of their weights.
+
+        Raises QuantizeError for a model without a calibrated weight.
+        """
         parameter_by_identity = {
             parameter.identity: parameter for parameter in parameter_store("torch").parameters(model)
         }
@@ -342,7 +347,7 @@ def _check_trial(
 
 @contextmanager
 def _with_trial_factors(model: Any, folds: Sequence[Fold]) -> Iterator[None]:
-    """Return a context with trial factors in the parameters: powers of two, which round nothing."""
+    """Return a context with trial factors in the parameters: powers of two; its end restores parameters."""
     import torch
 
     parameter_by_identity = {

@@ -103,7 +103,10 @@ def layer(call: FollowedOp) -> Sequence[Families]:
 
 
 def product(call: FollowedOp) -> Sequence[Families]:
-    """Pass factors on to a parameter on the right; else pass on those of the right factor's columns."""
+    """Pass factors on to a parameter on the right; else pass on those of the right factor's columns.
+
+    Otherwise they stop at a bias and at vectors.
+    """
     roles = MATRIX_PRODUCTS[call.type]
     value, weight = (call.inputs[position] for position in roles.factors)
     summands = [] if roles.bias is None else [call.inputs[roles.bias]]
@@ -156,7 +159,10 @@ def _pass_columns(call: FollowedOp, families: Families, other_tensors: Iterable[
 
 
 def normalization(call: FollowedOp) -> Sequence[Families]:
-    """Leave the input of a normalisation, and match its outputs with its weight and bias."""
+    """Leave the input of a normalisation, and match its outputs with its weight and bias.
+
+    Without a weight for each channel the outputs have no factors, for a reason.
+    """
     call.labels.leave_whole(call.families_of(call.inputs[0]), _reads_too(call))
     weight, output = call.value("weight"), call.outputs[0]
     if weight is None or weight.ndim != 1 or not varies(call.families_of(weight)):
@@ -407,8 +413,8 @@ def _reading_and_producing_axes(
         for family in families:
             # A family of a parameter varies along one axis.
             axis, channels = int(np.argmax(family.shape)), family.reshape(-1)
-            axes = readers if int(channels[0]) in multiplied_labels else producers
-            axes[identity_by_name[name], axis] = tracing.notes.labels.roots(channels)
+            roots_by_axis = readers if int(channels[0]) in multiplied_labels else producers
+            roots_by_axis[identity_by_name[name], axis] = tracing.notes.labels.roots(channels)
     return readers, producers
 
 
