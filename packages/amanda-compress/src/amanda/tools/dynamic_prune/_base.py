@@ -327,7 +327,8 @@ class DynamicPruneTool(amanda.Tool):
     def _draw_noise(self, like: Any, run: Run, recomputed: bool) -> Any:
         """Return logistic noise for the logits of a gate; None outside of training.
 
-        run, recomputed: of the routine; a recomputation has the noise of its first execution.
+        run, recomputed: of the routine; a recomputation has the noise of its first execution, whose state of
+        the generator is in `run`.
         """
         if not self.training:
             return None
@@ -381,12 +382,12 @@ class Residual:
     """A residual connection: a sum of the output of a branch and the branch's input, or a projection of that.
 
     branch: position of the branch's output in the sum.  ops: of the branch, the last first.
-    identity: number of the other tensor.
+    shortcut: number of the other tensor of the sum.
     """
 
     branch: int
     ops: tuple[DataflowNode, ...]
-    identity: int
+    shortcut: int
 
 
 def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
@@ -412,12 +413,13 @@ def residual_at(flow: Dataflow, node: DataflowNode) -> Residual | None:
     # The longer path computes; the other is the identity or a projection.
     branch = 0 if op_counts[0] > op_counts[1] else 1
     ops = [op for _, op in paths[branch][: op_counts[branch]] if op is not None]
-    identity = numbers_on_paths[1 - branch][0]
-    return Residual(branch, tuple(ops), identity)
+    shortcut = numbers_on_paths[1 - branch][0]
+    return Residual(branch, tuple(ops), shortcut)
 
 
 def is_of_one_sequence(flow: Dataflow, product: DataflowNode) -> bool:
     """Return True unless the layers show that queries and keys come from different tensors."""
+    # No keys where the product reads a single tensor.
     queries, *keys = (_inputs_of_layers(flow, number) for number in product.reads[:2])
     # In doubt True: a missing layer, as of compiled code, must not stop the pruning.
     return not (keys and queries and keys[0]) or not queries.isdisjoint(keys[0])
@@ -464,7 +466,7 @@ def find_scores(flow: Dataflow, node: DataflowNode) -> DataflowNode | None:
     return None
 
 
-def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, ...]) -> int | None:
+def head_count(flow: Dataflow, product: DataflowNode, scores_shape: tuple[int | None, ...]) -> int | None:
     """Return the number of heads that share an axis with the batch, from the shape in the queries' layer.
 
     None where no layer is found, or where the axis is not a multiple of the batch.
@@ -472,8 +474,8 @@ def head_count(flow: Dataflow, product: DataflowNode, scores: tuple[int | None, 
     for _, node in flow.back(product.data):
         if node is not None and node.type in LAYERS and node.shapes[0]:
             # All axes of the layer's input but the features are those of the batch and the tokens.
-            batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores[1] or 1)
-            batch_and_heads = scores[0] or 0
+            batch = prod(extent or 1 for extent in node.shapes[0][:-1]) // (scores_shape[1] or 1)
+            batch_and_heads = scores_shape[0] or 0
             if not batch or batch_and_heads % batch:
                 return None
             return batch_and_heads // batch
