@@ -40,7 +40,7 @@ class OpCosts(amanda.Tool):
         self.add_inst_for_op(self._record_costs, require_outputs=True, guard="shape")
 
     def _record_costs(self, context: amanda.OpContext) -> None:
-        """Record the FLOPs of an op and the sizes of the parameters that it reads."""
+        """Record the FLOPs of an op, the sizes of the parameters that it reads, and which is its weight."""
         if context["phase"] != "forward":
             return
         cost, op_id, inputs = context.get("cost"), context.get_op_id(), context.get_inputs()
@@ -257,7 +257,8 @@ def group_by_weights(weights_by_op: Mapping[str, frozenset[object]]) -> list[lis
 class Allocation:
     """The measurements of a sweep as outcomes of levels, from which budgets choose.
 
-    sites: the ops.  points: by name and level.  dense: the metric without the tool.
+    sites: the ops.  points: by name and level, of which failed ones are no outcomes.
+    dense: the metric without the tool.
     """
 
     def __init__(

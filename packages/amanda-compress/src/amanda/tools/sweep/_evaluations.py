@@ -63,7 +63,7 @@ class SweepProgram(Generic[Level]):
         return {**vars(self), "sites": {}, "_place_namer": amanda.Tool(), "_is_in_worker": True}
 
     def load(self) -> Callable[[Mapping[str, str]], Measurement]:
-        """Return `measure`; in a worker, raise SweepError if the program differs there."""
+        """Return `measure`; in a worker, evaluate without a tool and raise SweepError if that differs."""
         if self._is_in_worker:
             metric, dense = self.measure_dense().metric, self.dense
             if dense is None or not is_same(metric, dense):
@@ -113,7 +113,10 @@ class SweepProgram(Generic[Level]):
         return tools
 
     def _measure_with(self, *tools: amanda.Tool) -> Measurement:
-        """Evaluate in a scope of tools, each prepared; raise ValueError unless the metric is finite."""
+        """Evaluate in a scope of tools, each prepared.
+
+        Raises SweepError unless the metric is a number, and ValueError unless it is finite.
+        """
         with self._scope(*tools):
             for tool in tools:
                 if self._prepare is not None:
@@ -122,7 +125,10 @@ class SweepProgram(Generic[Level]):
             return Measurement(metric, self._measured_cost(*tools))
 
     def _measured_cost(self, *tools: amanda.Tool) -> float | None:
-        """Return what the cost function returns for tools; None without a function."""
+        """Return the number that the cost function returns for tools; None without a function.
+
+        Raises as `_measure_with` does.
+        """
         if self._cost is None:
             return None
         return check_number(self._cost(*tools), self._cost, SweepError, self._cost_name)
@@ -222,6 +228,7 @@ class SweepRecords:
     def write_to(self, path: str | os.PathLike[str] | None, options: Mapping[str, Any]) -> Iterator[None]:
         """Read the records of a file, and write those of evaluations within this context; None: no file.
 
+        Of the file, evaluations without a tool and at all ops are not taken.
         Raises ArtefactError for a file of another sweep.
         """
         if path is None:

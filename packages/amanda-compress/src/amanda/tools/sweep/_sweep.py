@@ -231,7 +231,7 @@ class Sweep(Generic[Level]):
             self._program.make(level)
 
     def _measure_dense(self, progress: Progress) -> None:
-        """Evaluate without a tool, and record the costs of ops."""
+        """Evaluate without a tool; record the metric, its cost, and the costs of ops."""
         progress.begin(self._count, "without a tool")
         begin = perf_counter()
         recorders = [self._cost_model.op_costs] if self._cost_model.cost is not None else []
@@ -263,7 +263,7 @@ class Sweep(Generic[Level]):
         jobs: int | None,
         total: int,
     ) -> None:
-        """Evaluate architectures, unless earlier evaluations succeeded, here or in workers.
+        """Evaluate and record architectures, here or in workers, unless earlier evaluations succeeded.
 
         total: number of evaluations that the progress counts, of which these come last.
         """
@@ -388,6 +388,7 @@ class BitsSweep(Sweep[int]):
         **options: Any,
     ) -> None:
         def make(level: int) -> QuantizeTool:
+            """Return a new tool for a number of bits, which calibrates if there is `calibrate`."""
             return QuantizeTool(
                 method="dynamic" if calibrate is None else "static", weight_bits=level if weights else None,
                 activation_bits=level if activations else None, **options,
