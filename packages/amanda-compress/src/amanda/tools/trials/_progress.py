@@ -182,7 +182,10 @@ class TrialFile:
             pass
 
     def _read_records(self, header: Mapping[str, Any]) -> None:
-        """Read the records; write the header of a new file."""
+        """Read the records, and cut off an unfinished last line; write the header of a new file.
+
+        Raises ArtefactError for a file of other trials.
+        """
         with naming(self.path, "read"):
             self._file.seek(0)
             try:

@@ -225,6 +225,7 @@ def _run_on_dask(
             self.payload, self.digest = pickled.payload, pickled.digest
 
         def setup(self, worker: Any) -> None:
+            """Store the function in a worker that starts."""
             # Imported there: this class travels with copies of its globals.
             from amanda.tools.trials import _run
 
@@ -290,7 +291,10 @@ def _run_on_ray(
 def _run_in_workers(
     engine: _Engine, load: Callable[[], Callable[[T], R]], trials: Sequence[T]
 ) -> Generator[Outcome[T, R], None, None]:
-    """Yield the outcomes of trials that run in workers; those of a worker that died run again."""
+    """Yield the outcomes of trials that run in workers; those of a worker that died run again, alone.
+
+    A second death is the error of a trial.  Reports that no tool of the scope is applied in workers.
+    """
     worker = _PickledFunction.of(load)
     # Tools of an open scope stay in this process, as their results do.
     report_unseen("trials in other processes", "no tool of a scope around them is applied there")
