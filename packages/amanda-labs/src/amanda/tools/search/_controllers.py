@@ -230,7 +230,10 @@ class StudyTrials:
         return study
 
     def read(self) -> list[Trial]:
-        """Return the trials that were evaluated, by any process, in the order of their numbers."""
+        """Return the trials that were evaluated, by any process, in the order of their numbers.
+
+        Raises SearchError for a trial over another space.
+        """
         states = self._optuna.trial.TrialState
         # Without copies: nothing here writes to them.
         for frozen in self.study.get_trials(deepcopy=False, states=(states.COMPLETE, states.FAIL)):
@@ -326,6 +329,7 @@ class OptunaController(Random):
     def ask(self, space: Space, numbers: np.random.Generator) -> Architecture:
         """Return the sampler's proposal; a random architecture after too many that were tried already.
 
+        A proposal that the Search has refused fails in the study.
         Raises SearchError for a controller that no Search has.
         """
         if self.trials is None:

@@ -25,7 +25,10 @@ class ArchitectureCosts(OpCosts):
     def _shares_by_op(
         self, sites: Sequence[Site], architecture: Mapping[str, str]
     ) -> tuple[dict[int, tuple[float, float]], set[int]]:
-        """Return the shares of products and weights by op id, and the ops that are skipped."""
+        """Return the shares of products and weights by op id, and the ops that are skipped.
+
+        Raises SearchError before the costs of ops are recorded.
+        """
         if self.is_empty:
             raise SearchError("SearchTool: the costs of ops are not known; call prepare(model, x) first")
         shares: dict[int, tuple[float, float]] = {}

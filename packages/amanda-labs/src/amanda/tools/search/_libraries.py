@@ -297,7 +297,7 @@ class TensorFlowLibrary(SearchLibrary):
     def convolution_obstacle(
         self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
     ) -> str:
-        """Refuse other padding than "same", and groups in the model's own convolution."""
+        """Refuse another window if the padding is not "same", and groups in the model's own convolution."""
         attributes = context.get_attrs()
         if attributes.get("padding") not in ("SAME", b"SAME") and any(kernel_growth):
             return f"its padding is {attributes.get('padding')}, not 'same'"
@@ -409,10 +409,10 @@ class ModulePadding:
         for size, before, after in zip(reversed(shape), self.pads[::2], self.pads[1::2], strict=False):
             # Reflection does not repeat the element at the edge, so it has one less to give.
             most_pads += 2 * [size - before - after - (self.mode == "reflect")]
-        is_wide = self.mode != "replicate" and any(
+        is_too_wide = self.mode != "replicate" and any(
             pad > most for pad, most in zip(pads, most_pads, strict=True)
         )
-        return f"the input is smaller than its {self.mode} padding would be" if is_wide else ""
+        return f"the input is smaller than its {self.mode} padding would be" if is_too_wide else ""
 
     def pad_for_window(self, x: Any, dilation: Any, kernel_growth: Sequence[int]) -> Any:
         """Return a padded input with the padding for another window."""

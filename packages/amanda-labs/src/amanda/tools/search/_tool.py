@@ -99,8 +99,9 @@ class SearchTool(amanda.Tool):
     def architecture(self) -> dict[str, str]:
         """The label of the candidate that is chosen at each op, or at all that share a choice.
 
-        Assign one, of all names or some.  Raises SearchError for a name or a candidate that there is not;
-        what is assigned before any op was met is checked when the op is.
+        Assign one, of all names or some; compiled programs are then traced again.  Raises SearchError for a
+        name or a candidate that there is not; what is assigned before any op was met is checked when the op
+        is.
         """
         return {decision.name: decision.label for decision in self._decisions.values()}
 
@@ -187,12 +188,15 @@ class SearchTool(amanda.Tool):
     def settle(
         self, limits: Mapping[Literal["flops", "size"], NonNegativeFloat] | None = None
     ) -> dict[str, str]:
-        """Choose the candidate with the largest mixture weight at each op; return the architecture.
+        """Choose the candidate with the largest mixture weight at each op, and end the mixture.
 
         Args:
             limits: For `flops` or `size`.  While the architecture is above a limit, an op changes to a
                 cheaper candidate: the change that loses the least log probability for each unit saved.  No
                 change breaks an earlier limit.
+
+        Returns:
+            The architecture, which the tool has from now on.
 
         Raises:
             SearchError: If no such change remains.
@@ -311,12 +315,12 @@ class SearchTool(amanda.Tool):
         super().load_state_dict(state, strict)
 
     def calibrating(self) -> AbstractContextManager[Any]:
-        """Return a scope that measures the costs of each op; `prepare` enters it."""
+        """Return a scope that measures the costs of each op anew; `prepare` enters it."""
         self.costs = ArchitectureCosts()
         return amanda.apply(self.costs)
 
     def _check_architecture(self, method: str, architecture: Any) -> None:
-        """Raise SearchError for an object that is not an architecture of the ops so far."""
+        """Raise SearchError for an object that is not an architecture; names count once there are ops."""
         is_dict = isinstance(architecture, Mapping)
         if not is_dict or not all(isinstance(text, str) for pair in architecture.items() for text in pair):
             advice = "give a dict from names of ops to labels of candidates"
@@ -340,7 +344,7 @@ class SearchTool(amanda.Tool):
         return self.architecture | dict(architecture or {})
 
     def _instrument_op(self, context: amanda.OpContext) -> None:
-        """Record a forward op, and replace an op of a choice by its candidates.
+        """Record a forward op; replace an op of a choice by its candidates, and count its executions.
 
         Ops of other phases, and ops without two fitting candidates, stay as they are.
         """
@@ -370,7 +374,11 @@ class SearchTool(amanda.Tool):
         context.replace_op(self._compute_site, site=site.within(library.for_op(context)))
 
     def _add_site(self, context: amanda.OpContext, name: str, choice: Choice, node: DataflowNode) -> None:
-        """Add an op with a choice to its decision, or record why fewer than two candidates fit."""
+        """Add an op with a choice to its decision, or record why fewer than two candidates fit.
+
+        The decision gets mixture weights if the tool mixes, and the label that was assigned to its name;
+        raises SearchError for a label that it cannot have.
+        """
 
         # A site creates state of its candidates, and does not hold the context.
         def keep(label: str, make: Callable[[], Any], **options: Any) -> Any:
