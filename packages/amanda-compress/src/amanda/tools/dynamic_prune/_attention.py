@@ -177,14 +177,15 @@ class AttentionPruneTool(DynamicPruneTool):
     ) -> None:
         super().__init__(seed, _TokenMasks)
         self._unit_size, self._protect, self._hidden = block if unit == "block" else 1, protect, hidden
-        self._keep_share, self._strength, self._learned = keep, strength, by == "learned"
-        self._fused: set[str] = set()
+        self._keep_share, self._strength, self._is_learned = keep, strength, by == "learned"
+        self._fused_types: set[str] = set()
 
     @property
     def result(self) -> DynamicPruneResult:
         """Return the result so far; MACs are those of the products of queries, keys and values."""
         notes = [
-            f"{name} is one fused op: the attention in it was not pruned." for name in sorted(self._fused)
+            f"{kind} is one fused op: the attention in it was not pruned."
+            for kind in sorted(self._fused_types)
         ]
         return DynamicPruneResult(self._rows.values(), [*notes, *self._notes()])
 
@@ -194,7 +195,7 @@ class AttentionPruneTool(DynamicPruneTool):
         0.0 unless thresholds are learned and an attention has decided which tokens stay.
         """
         decisions = [decision for decision in self._predictions() if decision.later_tokens is not None]
-        if not decisions or not self._learned:
+        if not decisions or not self._is_learned:
             return 0.0
         share = sum(
             # None: the attention has dropped no token.
@@ -210,11 +211,11 @@ class AttentionPruneTool(DynamicPruneTool):
         """
         kind = context["type"]
         if kind in _FUSED:
-            self._fused.add(kind)
+            self._fused_types.add(kind)
         elif kind == "scaled_dot_product_attention" and is_of_one_sequence(self._flow, node):
             attend = ATTENTIONS.get(backend_of(context.get_inputs()[0]))
             if attend is None:
-                self._fused.add(kind)
+                self._fused_types.add(kind)
                 return
             attention = self._attention_record(context, node, node)
             prune = partial(self._prune_probabilities, attention=attention)
@@ -252,7 +253,7 @@ class AttentionPruneTool(DynamicPruneTool):
         unit = "tokens" if self._unit_size == 1 else f"blocks of {self._unit_size}"
         attention = self._op_record(context, lambda: _Attention(
             self._add_row(context, unit), node, heads, width, self._flow.nearest(node.reads, "attention"),
-            self._skim_parameters(context, heads or extent_of_heads or 1) if self._learned else (),
+            self._skim_parameters(context, heads or extent_of_heads or 1) if self._is_learned else (),
         ))  # fmt: skip
         node.notes["attention"] = attention
         attention.node = node
@@ -367,9 +368,9 @@ class AttentionPruneTool(DynamicPruneTool):
             alive_count = previous.count
         protected_units = np.arange(alive_units.shape[-1]) * self._unit_size < self._protect
         is_protected = tensors_of(received).cast(protected_units[None].astype(np.float32), received)
-        if self._learned:
-            decisions = self._predict_units(probabilities, received, attention, noise)
-            keep_mask = alive_units * (is_protected + (1 - is_protected) * decisions)
+        if self._is_learned:
+            predicted_units = self._predict_units(probabilities, received, attention, noise)
+            keep_mask = alive_units * (is_protected + (1 - is_protected) * predicted_units)
         else:
             score = detached(per_unit(do("sum", received, axis=1), self._unit_size)) * alive_units
             decision.count = max(density_count(self._keep_share, alive_count), int(protected_units.sum()))

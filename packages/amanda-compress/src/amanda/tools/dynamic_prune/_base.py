@@ -204,7 +204,7 @@ class DynamicPruneTool(amanda.Tool):
         self._flow, self._states = Dataflow(), PerThreadState[Any](self, state)
         self._ops: dict[str, Any] = {}
         self._rows: dict[str, PrunedOp] = {}
-        self._transformed: dict[str, None] = {}
+        self._transformed_ops: dict[str, None] = {}
         self.depends_on(StandardMapping())
         self.add_inst_for_op(self._add_node)
         # Two routines for each op: a node of the dataflow is needed before the op, its outputs are there
@@ -224,7 +224,7 @@ class DynamicPruneTool(amanda.Tool):
     def _notes(self) -> list[str]:
         """Return a sentence for each op that was not pruned within a function transform."""
         reason = "a transform such as vmap has wrapped its input"
-        return [f"{name} is left as it is within transforms: {reason}." for name in self._transformed]
+        return [f"{name} is left as it is within transforms: {reason}." for name in self._transformed_ops]
 
     def _is_transformed(self, value: Any, pruned: PrunedOp) -> bool:
         """Return True, and note the op for the result, if a function transform has wrapped its input."""
@@ -232,13 +232,13 @@ class DynamicPruneTool(amanda.Tool):
         # one.
         if tensors_of(value).samples(value) is None:
             return False
-        self._transformed[f"{pruned.type} of {pruned.module or pruned.source}"] = None
+        self._transformed_ops[f"{pruned.type} of {pruned.module or pruned.source}"] = None
         return True
 
     def clear(self) -> None:
         """Forget the pruned shares, and the last predictions; analysed ops stay analysed."""
         self._states.clear()
-        self._transformed.clear()
+        self._transformed_ops.clear()
         for row in self._rows.values():
             row.clear()
 

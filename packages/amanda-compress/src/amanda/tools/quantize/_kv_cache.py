@@ -260,12 +260,12 @@ def quantized_states(states: Tensor, bits: int, group_size: int, axis: CacheAxis
 
     if axis == "channel":
         return quantized_states(states.transpose(-1, -2), bits, group_size, "token").transpose(-1, -2)
-    wide = torch.promote_types(states.dtype, torch.float32)
-    groups = states.to(wide).reshape(*states.shape[:-1], -1, group_size)
+    wide_dtype = torch.promote_types(states.dtype, torch.float32)
+    groups = states.to(wide_dtype).reshape(*states.shape[:-1], -1, group_size)
     levels = 2**bits - 1
     least, most = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     # Rounded as they would be stored, beside the integers.
-    scale, least = (tensor.to(states.dtype).to(wide) for tensor in ((most - least) / levels, least))
+    scale, least = (tensor.to(states.dtype).to(wide_dtype) for tensor in ((most - least) / levels, least))
     # Equal numbers have the scale 0, and each is the least. The clamp is for scales that were rounded down.
     steps = ((groups - least) / scale.where(scale > 0, 1)).round().clamp(0, levels)
     rounded: Tensor = (steps * scale + least).flatten(-2).to(states.dtype)

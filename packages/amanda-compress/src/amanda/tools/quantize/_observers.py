@@ -42,7 +42,7 @@ class Histogram:
         self.least, self.most = np.float32(np.inf), np.float32(-np.inf)
 
     def add(self, values: NDArray[Any]) -> None:
-        """Add finite numbers."""
+        """Add finite numbers of any shape; the range widens to hold them."""
         values = values.reshape(-1).astype(np.float32, copy=False)
         # float32 and the order of these operations follow torch.ao, whose ranges are compared bit for bit.
         least, most = min(self.least, values.min()), max(self.most, values.max())

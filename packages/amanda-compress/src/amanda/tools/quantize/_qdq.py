@@ -122,8 +122,8 @@ def initializer(name: str, array: NDArray[Any], kind: str) -> TensorProto:
         # Two numbers in a byte, the first one low.
         raw = (flat[::2] & 15) | (flat[1::2] << 4)
     else:
-        names = {"FLOAT": "float32", "FLOAT8E4M3FN": "float8_e4m3fn", "FLOAT8E5M2": "float8_e5m2"}
-        dtype = names.get(kind, kind.lower())
+        dtype_names = {"FLOAT": "float32", "FLOAT8E4M3FN": "float8_e4m3fn", "FLOAT8E5M2": "float8_e5m2"}
+        dtype = dtype_names.get(kind, kind.lower())
         raw = array.astype(getattr(ml_dtypes, dtype) if kind.startswith("FLOAT8") else dtype)
     return TensorProto(
         name=name, data_type=getattr(TensorProto, kind), dims=array.shape, raw_data=raw.tobytes()
@@ -188,9 +188,9 @@ class QdqWriter:
 
         Raises QuantizeError for a key of `nodes` that no node has, and as `_quantize_inputs` does.
         """
-        rewritten = self._rewrite_graph(self._model.graph)
+        rewritten_keys = self._rewrite_graph(self._model.graph)
         # A scale that finds no node would be lost silently.
-        if missing_keys := self._nodes.keys() - rewritten:
+        if missing_keys := self._nodes.keys() - rewritten_keys:
             op_type, name, _, _ = next(iter(missing_keys))
             raise QuantizeError(f"{(op_type, name)} is no node of the model that is written")
         remove_unread(self._model.graph)
@@ -201,23 +201,23 @@ class QdqWriter:
 
         # Names of dequantised values in this graph, by content: a value is written once.
         dequantized_names: dict[Any, str] = {}
-        nodes, rewritten = [], set()
+        nodes, rewritten_keys = [], set()
         for node in graph.node:
             # Bodies of If and Loop read values of the graph around them.
             for body in bodies_of(node):
-                rewritten |= self._rewrite_graph(body)
+                rewritten_keys |= self._rewrite_graph(body)
             key = node_key(node)
             inputs = self._nodes.get(key, {})
             if inputs:
-                rewritten.add(key)
+                rewritten_keys.add(key)
                 nodes += self._quantize_inputs(graph, node, inputs, dequantized_names)
             # A node of a repeated field dies with the field, which is cleared below.
-            copy = NodeProto()
-            copy.CopyFrom(node)
-            nodes.append(copy)
+            node_copy = NodeProto()
+            node_copy.CopyFrom(node)
+            nodes.append(node_copy)
         del graph.node[:]
         graph.node.extend(nodes)
-        return rewritten
+        return rewritten_keys
 
     def _quantize_inputs(
         self,
@@ -279,9 +279,11 @@ class QdqWriter:
         level_count = grid.high - grid.low + 1
         if level_count < 2**bits:
             ends = [(end - zero_point) * scale for end in (grid.low, grid.high)]
-            clip = [self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends]
+            end_names = [
+                self._add_initializer(graph, f"{name}_end", np.float32(end), "FLOAT") for end in ends
+            ]
             value_name = self._unique_name(f"{name}_clipped")
-            nodes.append(helper.make_node("Clip", [name, *clip], [value_name], value_name))
+            nodes.append(helper.make_node("Clip", [name, *end_names], [value_name], value_name))
         quantized = self._unique_name(f"{name}_quantized")
         dequantized = dequantized_names[key] = self._unique_name(f"{name}_dequantized")
         nodes += [
@@ -360,9 +362,9 @@ class QdqWriter:
         """Append a node that reshapes a value; return its output's name, which begins with `name`."""
         from onnx import helper
 
-        target = self._add_initializer(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
+        shape_name = self._add_initializer(graph, f"{name}_shape", np.array(shape, np.int64), "INT64")
         result_name = self._unique_name(f"{name}_reshaped")
-        nodes.append(helper.make_node("Reshape", [value_name, target], [result_name], result_name))
+        nodes.append(helper.make_node("Reshape", [value_name, shape_name], [result_name], result_name))
         return result_name
 
     def _add_scales(

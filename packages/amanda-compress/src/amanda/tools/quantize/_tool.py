@@ -337,9 +337,9 @@ class QuantizeTool(amanda.Tool):
         ops = self._ops.values()
         rows = [row for op in ops for row in op.rows()]
         # Before the first execution all loaded state is waiting, which is not a fault.
-        waiting = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
+        waiting_names = [name for name in self.waiting_state() if name.endswith(".scale")] if rows else []
         skipped = {op.name: op.skip_reason for op in ops if op.skip_reason}
-        result = QuantizeResult(rows, self.options.method, waiting, skipped | self._skipped_ops)
+        result = QuantizeResult(rows, self.options.method, waiting_names, skipped | self._skipped_ops)
         result.remarks = as_remarks(self.unmatched())
         return result
 
@@ -383,11 +383,11 @@ class QuantizeTool(amanda.Tool):
             QuantizeError: For another suffix.
         """
         # Only the core knows under which names state is saved.
-        names = {id(value): name for name, value in self.state_dict().items()}
+        name_by_id = {id(value): name for name, value in self.state_dict().items()}
         arrays, grids = {}, {}
         for quantizer in self._quantizers():
             for part, value in quantizer.state.items() if quantizer.has_scale else ():
-                name = names[id(value)]
+                name = name_by_id[id(value)]
                 arrays[name] = quantizer.array(part).astype("int32" if part == "zero_point" else "float32")
                 grids[name.removesuffix(f".{part}")] = {
                     "low": quantizer.grid.low, "high": quantizer.grid.high, "axes": quantizer.axes,

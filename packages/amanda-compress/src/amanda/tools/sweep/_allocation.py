@@ -63,13 +63,13 @@ class OpCosts(amanda.Tool):
 
     def of_ops(self, op_ids: Iterable[int]) -> tuple[int, dict[Hashable, WeightSize]]:
         """Return the FLOPs of the products of some ops, and the sizes of the weights that they read."""
-        recorded = [op_id for op_id in op_ids if op_id in self._cost_by_op]
+        recorded_ids = [op_id for op_id in op_ids if op_id in self._cost_by_op]
         weights = {
             parameter: WeightSize(self._element_counts[parameter], self._sizes_by_op[op_id][parameter])
-            for op_id in recorded
+            for op_id in recorded_ids
             if (parameter := self._weight_by_op.get(op_id)) is not None
         }
-        return sum(2 * self._cost_by_op[op_id].macs for op_id in recorded), weights
+        return sum(2 * self._cost_by_op[op_id].macs for op_id in recorded_ids), weights
 
     def flops(
         self, shares: Mapping[int, tuple[float, float]] | None = None, skipped: Collection[int] = ()
@@ -97,7 +97,7 @@ class OpCosts(amanda.Tool):
             shares: Share of an op's products, and of its weight, that remains, by op id.
             skipped: Ops that do not run.
         """
-        remaining: dict[Hashable, float] = {}
+        bytes_by_parameter: dict[Hashable, float] = {}
         for op_id, sizes in self._sizes_by_op.items():
             products_share, weight_share = (shares or {}).get(op_id, (1.0, 1.0))
             for parameter, size in sizes.items():
@@ -106,8 +106,8 @@ class OpCosts(amanda.Tool):
                 share = weight_share if goes_with_weight else 1.0
                 bytes_left = 0.0 if op_id in skipped else share * size
                 # A parameter is stored once, for the reader that needs most of it.
-                remaining[parameter] = max(remaining.get(parameter, 0.0), bytes_left)
-        return sum(remaining.values())
+                bytes_by_parameter[parameter] = max(bytes_by_parameter.get(parameter, 0.0), bytes_left)
+        return sum(bytes_by_parameter.values())
 
 
 CostOption: TypeAlias = "Literal['size', 'flops'] | Callable[..., Any] | None"
@@ -270,8 +270,8 @@ class Allocation:
         cost_model: SweepCost,
     ) -> None:
         self._cost_model = cost_model
-        holders = {name: frozenset(cost_model.weights(site)) for name, site in sites.items()}
-        self._groups = group_by_weights(holders)
+        weights_by_op = {name: frozenset(cost_model.weights(site)) for name, site in sites.items()}
+        self._groups = group_by_weights(weights_by_op)
         self._outcomes = [[LevelOutcome(KEEP, 0.0, 0.0)] for _ in self._groups]
         self._saved: list[dict[str, float]] = [{KEEP: 0.0} for _ in self._groups]
         for names, outcomes, saved_by_level in zip(self._groups, self._outcomes, self._saved, strict=True):

@@ -255,11 +255,11 @@ class SweepRecords:
 
     def _write(self, file: TrialFile, key: str, record: Record) -> None:
         """Write a record, unless the file has it; raise ArtefactError if the file has another metric."""
-        earlier = None if key not in file.records else Record(**file.records[key])
-        if earlier is None or earlier.metric is None:
+        earlier_record = None if key not in file.records else Record(**file.records[key])
+        if earlier_record is None or earlier_record.metric is None:
             file.add(key, record._asdict())
-        elif record.metric is not None and not is_same(record.metric, earlier.metric):
+        elif record.metric is not None and not is_same(record.metric, earlier_record.metric):
             raise ArtefactError(
                 f"{file.path} is of another model, other data or other options: at {json.loads(key)} it has "
-                f"{earlier.metric}, and this sweep {record.metric}; give another file"
+                f"{earlier_record.metric}, and this sweep {record.metric}; give another file"
             )

@@ -70,10 +70,11 @@ def settle_architecture(
             changes = []  # loss for each unit saved, name, label
             for name, probabilities in shares.items():
                 for label, probability in probabilities.items():
-                    changed = settled | {name: label}
-                    saving = present_cost - measure(changed)
+                    changed_architecture = settled | {name: label}
+                    saving = present_cost - measure(changed_architecture)
                     breaks_limit = any(
-                        earlier_measure(changed) > bound for earlier_measure, bound in earlier_limits
+                        earlier_measure(changed_architecture) > bound
+                        for earlier_measure, bound in earlier_limits
                     )
                     if saving > 0 and not breaks_limit:
                         loss = log(probabilities[settled[name]] / probability)

@@ -192,7 +192,7 @@ class TorchLibrary(SearchLibrary):
 
     def for_op(self, context: amanda.OpContext) -> SearchLibrary:
         """Return the functions for an op: a module pads the input of its convolution, unless with zeros."""
-        module_padding = ModulePadding.of(context)
+        module_padding = ModulePadding.of_called_module()
         return self if module_padding is None else TorchLibrary(module_padding)
 
     def as_output(self, x: Any) -> Any:
@@ -223,7 +223,7 @@ class TorchLibrary(SearchLibrary):
         if len(inputs) > 7:
             return "it is called as torch.convolution; call the convolution as a module"
         data, _weight, _bias, _stride, padding, dilation, *_ = inputs
-        module_padding = ModulePadding.of(context)
+        module_padding = ModulePadding.of_called_module()
         if module_padding is not None:
             return module_padding.convolution_obstacle(context["shape"](data), dilation, kernel_growth)
         # "same" follows the window by itself; "valid" gives a smaller output for a larger window.
@@ -313,8 +313,8 @@ class TensorFlowLibrary(SearchLibrary):
             return original(*inputs)
         # Inputs are split along their channels, and the weight along the outputs, its last axis.
         axis = site.channels
-        parts = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
-        return tf.concat([original(*part) for part in parts], axis)
+        group_inputs = zip(tf.split(inputs[0], groups, axis), tf.split(inputs[1], groups, -1), strict=True)
+        return tf.concat([original(*part) for part in group_inputs], axis)
 
     def finalize(self, model: Any, sites: Iterable[Site]) -> Any:
         """Return a clone of a Keras model with the chosen layers."""
@@ -381,8 +381,8 @@ class ModulePadding:
     pads: tuple[int, ...]
 
     @classmethod
-    def of(cls, context: amanda.OpContext) -> ModulePadding | None:
-        """Return the padding by the module of an op; None if no module of torch.nn pads."""
+    def of_called_module(cls) -> ModulePadding | None:
+        """Return the padding by the module that is being called; None if no module of torch.nn pads."""
         _TORCH_REQUIRED.check()
         from torch import nn
 

@@ -233,12 +233,12 @@ class Search:
 
     def _make_trial(self, outcome: Outcome[Mapping[str, str], Measurements], text: str) -> Trial:
         """Return the trial of an outcome; if it has an error, without a metric, and with a warning."""
-        measured = outcome.value or Measurements({})
-        error = outcome.error or measured.error
+        measurements = outcome.value or Measurements({})
+        error = outcome.error or measurements.error
         if error:
             logger.warning("no %s of %s: %s", self._metric, text, error)
-        metric = None if error else measured.numbers[self._metric]
-        costs = {name: measured.numbers.get(name, nan) for name in self._costs}
+        metric = None if error else measurements.numbers[self._metric]
+        costs = {name: measurements.numbers.get(name, nan) for name in self._costs}
         return Trial(dict(outcome.trial), metric, costs, outcome.seconds, error)
 
     def _sync_trials(self) -> None:

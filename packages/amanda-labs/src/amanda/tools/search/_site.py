@@ -281,9 +281,9 @@ class Decision:
             self._mixture_labels = self.labels
             # By name: the start does not depend on the order in which ops are met.
             generator = np.random.default_rng([seed, crc32(self.name.encode())])
-            start = _SPREAD * generator.standard_normal(len(self.labels))
+            initial_weights = _SPREAD * generator.standard_normal(len(self.labels))
             # State belongs to an op; a shared decision keeps it at its first one.
-            self.sites[0].keep_state("alpha", lambda: start, True)
+            self.sites[0].keep_state("alpha", lambda: initial_weights, True)
 
     @property
     def alpha(self) -> Any:

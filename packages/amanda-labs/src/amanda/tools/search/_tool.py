@@ -67,12 +67,13 @@ class SearchTool(amanda.Tool):
         # Names count equal ops of one module; each framework's mode counts from the start.
         self._namers: dict[str, amanda.Tool] = {}
         self._flow = Dataflow()
-        self._nodes: dict[int, DataflowNode] = {}
+        self._nodes: dict[int, DataflowNode] = {}  # of ops whose outputs are not recorded yet, by op id
         self._sites: dict[str, Site] = {}
         self._decisions: dict[str, Decision] = {}
         self._refused_names: set[str] = set()
+        # Reasons of rejected candidates by label, by the name of the decision or op.
         self._obstacles: dict[str, Mapping[str, str]] = {}
-        self._untrained = ""
+        self._untrained_reason = ""
         # Labels that were assigned before their ops were met.
         self._requested: dict[str, str] = {}
         self.costs = ArchitectureCosts()
@@ -224,6 +225,8 @@ class SearchTool(amanda.Tool):
     def size(self, architecture: Mapping[str, str] | None = None) -> float:
         """Return bytes of the parameters that the ops of `prepare` read in an architecture.
 
+        Raises SearchError before `prepare`.
+
         Args:
             architecture: Label of each op; None for the current one.
         """
@@ -284,7 +287,7 @@ class SearchTool(amanda.Tool):
             f"there is no {label} at {name}: {reason}"
             for name, reasons in self._obstacles.items() for label, reason in reasons.items()
         ]  # fmt: skip
-        untrained_remarks = [self._untrained] if self._untrained else []
+        untrained_remarks = [self._untrained_reason] if self._untrained_reason else []
         result.remarks = as_remarks([*self.unmatched(), *unfit_remarks, *untrained_remarks])
         return result
 
@@ -299,8 +302,8 @@ class SearchTool(amanda.Tool):
             f"the architecture chooses {label} at {name}, which is no op with a choice"
             for name, label in self._requested.items() if name not in self._decisions
         ]  # fmt: skip
-        selected = (text for choice in self.choices for text in choice.selection.unmatched())
-        return [*super().unmatched(), *selected, *names_without_op]
+        selection_remarks = (text for choice in self.choices for text in choice.selection.unmatched())
+        return [*super().unmatched(), *selection_remarks, *names_without_op]
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool = True) -> None:
         """Load parameters of candidates that `state_dict` returned; ops are met anew, the architecture stays.
@@ -329,8 +332,10 @@ class SearchTool(amanda.Tool):
         for name, label in architecture.items() if decisions else ():
             if name not in decisions:
                 # Some name in any case: the user sees how names are written.
-                near = get_close_matches(name, decisions, n=3, cutoff=0) or list(decisions)[:3]
-                raise SearchError(f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near)}")
+                near_names = get_close_matches(name, decisions, n=3, cutoff=0) or list(decisions)[:3]
+                raise SearchError(
+                    f"SearchTool: {name!r} is no op with a choice; such are {', '.join(near_names)}"
+                )
             decisions[name].check(label)
 
     def _retrace_programs(self) -> None:
@@ -368,7 +373,7 @@ class SearchTool(amanda.Tool):
         site.op_ids.add(context.get_op_id())
         library: SearchLibrary = context["search"]
         if library.no_gradient_reason and site.parameters:
-            self._untrained = library.no_gradient_reason
+            self._untrained_reason = library.no_gradient_reason
         # A tally counts natively.
         context.insert_before_op(site.executions, inputs=[])
         context.replace_op(self._compute_site, site=site.within(library.for_op(context)))

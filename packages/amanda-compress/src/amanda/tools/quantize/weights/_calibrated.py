@@ -214,20 +214,20 @@ class CalibratedTool(WeightTool[CalibratedWeight]):
         view, find_weight = self.weights.view_of_read(context, read)
         if view is None and find_weight is None:
             return
-        multiplied = read.multiplied_input(context)
-        reason = _why_unsupported(context, read, has_multiplied_input=multiplied is not None)
-        if multiplied is None or reason:
+        multiplied_input = read.multiplied_input(context)
+        reason = _why_unsupported(context, read, has_multiplied_input=multiplied_input is not None)
+        if multiplied_input is None or reason:
             if isinstance(view, CalibratedWeight):
                 view.skip_reason = reason
             return
         if find_weight is None:  # the op reads the same weight each time
             find_weight = partial(_fixed_weight, view)
-        inputs = [multiplied.position, read.index]
+        inputs = [multiplied_input.position, read.index]
         context.insert_before_op(
-            self._add_inputs, inputs=inputs, find_weight=find_weight, make_rows=multiplied.rows,
+            self._add_inputs, inputs=inputs, find_weight=find_weight, make_rows=multiplied_input.rows,
             layout=read.layout,
         )  # fmt: skip
-        self.on_product(context, inputs, multiplied.axis, find_weight)
+        self.on_product(context, inputs, multiplied_input.axis, find_weight)
 
     def on_product(
         self, context: amanda.OpContext, inputs: Sequence[int], axis: int, find_weight: Any

@@ -63,7 +63,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
     ) -> None:
         super().__init__(bits, group_size, symmetric, **selected)
         self._damping, self._block, self._act_order = damping, block, act_order
-        self._batch_run: _BatchRun | None = None
+        self._batch_run: _BatchRun | None = None  # of `calibrate_in_order`; None outside of it
 
     @checked(error=QuantizeError)
     def calibrate_in_order(self, run: Callable[[], object], progress: bool = True) -> None:
@@ -155,7 +155,7 @@ class _BatchRun:
     def __init__(self) -> None:
         self.weights: list[CalibratedWeight] = []
         self.waiting: set[CalibratedWeight] = set()
-        self._rows: Tensor | None = None
+        self._rows: Tensor | None = None  # inputs of the first weight; None before its first batch
 
     def admit(self, weight: CalibratedWeight, rows: Tensor) -> bool:
         """Add a weight to this run or to those that wait, by its inputs (n, K); return True for this run."""

@@ -80,13 +80,15 @@ class AWQTool(IntegerTool, FoldingTool):
         """Choose the scales of the inputs of a weight, and its integers."""
         super().solve(weight, matrix, input_sums)
         scales, size = weight.like(weight["smoothing"], matrix), self.group_size_of(weight)
-        scaled = matrix * scales
+        scaled_matrix = matrix * scales
         if self._clip:
             assert input_sums.gram is not None
             # The inputs are divided by the scales, and so are their products twice.
             gram = input_sums.gram / input_sums.count / (scales * scales[:, None])
-            scaled = awq_clipped(scaled, gram, partial(self._round_to_integers, size=size), size)
-        self.store_codes(weight, matrix, quantized(scaled, self.grid, size))
+            scaled_matrix = awq_clipped(
+                scaled_matrix, gram, partial(self._round_to_integers, size=size), size
+            )
+        self.store_codes(weight, matrix, quantized(scaled_matrix, self.grid, size))
 
     def compute_factors(
         self, calibrated: Sequence[tuple[CalibratedWeight, Tensor, InputSums]], slots: NDArray[Any] | None
@@ -99,9 +101,9 @@ class AWQTool(IntegerTool, FoldingTool):
         count = sum(weight_sums.count for weight_sums in input_sums)
         magnitudes = sum(weight_sums.magnitudes for weight_sums in input_sums) / count
         gram = sum(weight_sums.gram for weight_sums in input_sums) / count
-        rounded = partial(self._round_to_integers, size=self.group_size_of(weights[0]))
+        round_matrix = partial(self._round_to_integers, size=self.group_size_of(weights[0]))
         return awq_scales(
-            torch.cat(matrices), reduce_by_slot(magnitudes, slots, "mean"), gram, rounded, self._steps
+            torch.cat(matrices), reduce_by_slot(magnitudes, slots, "mean"), gram, round_matrix, self._steps
         )
 
     def on_folded(
@@ -131,10 +133,10 @@ class AWQTool(IntegerTool, FoldingTool):
         self.check_model(model)
         with amanda.disabled(), ParameterStore.undone_on_error() as undo:
             # Before the weights are written: dequantised weights are then divided by factors that are 1.
-            folded = self.write_factors(model, undo)
+            fold_result = self.write_factors(model, undo)
             result = super().finalize(model)
-        texts = (f"{name} holds the scales of its inputs: {why}" for name, why in folded.left.items())
-        result.remarks = [*result.remarks, *as_remarks(texts)]
+        remarks = (f"{name} holds the scales of its inputs: {why}" for name, why in fold_result.left.items())
+        result.remarks = [*result.remarks, *as_remarks(remarks)]
         return result
 
     def _round_to_integers(self, matrix: Tensor, size: int) -> Tensor:
@@ -272,10 +274,10 @@ class SmoothQuantTool(FoldingTool):
         weight_maxima = [
             matrix.abs().reshape(len(matrix), channels, -1).amax((0, 2)) for _, matrix, _ in calibrated
         ]
-        input_most = reduce_by_slot(torch.stack(input_maxima).amax(0), slots, "amax")
-        weight_most = reduce_by_slot(torch.stack(weight_maxima).amax(0), slots, "amax")
+        input_maxima_by_slot = reduce_by_slot(torch.stack(input_maxima).amax(0), slots, "amax")
+        weight_maxima_by_slot = reduce_by_slot(torch.stack(weight_maxima).amax(0), slots, "amax")
         # `smoothing` takes a weight: one with a single output has the maxima themselves.
-        return smoothing(input_most, weight_most[None], self._alpha)
+        return smoothing(input_maxima_by_slot, weight_maxima_by_slot[None], self._alpha)
 
     def transform(self, value: Any, smoothing: Any) -> Any:
         """Return a weight (outputs, channels, ...) times the factors."""

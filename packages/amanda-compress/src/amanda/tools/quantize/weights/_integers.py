@@ -121,7 +121,7 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self.group_size = group_size
         self.other_readers: dict[Hashable, str] = {}
         """By parameter: an op that reads the parameter other than as the whole weight of a linear layer."""
-        self._storages: dict[int, Hashable] = {}
+        self._storages: dict[int, Hashable] = {}  # identities of parameters by their storages
         self.add_inst_for_op(self._record_other_readers)
 
     @property

@@ -123,12 +123,12 @@ class FoldingTool(CalibratedTool):
             raise QuantizeError(
                 f"{type(self).__name__}.prepare was given a {type(model).__name__}; give a torch.nn.Module"
             )
-        subject, tracing = TorchModel(model), FactorTracing(model)
+        torch_model, tracing = TorchModel(model), FactorTracing(model)
         # Outside of all tools, as the reference for the trial.
-        with subject.evaluating(), amanda.disabled():
+        with torch_model.evaluating(), amanda.disabled():
             result = model(*example, **named)
-            expected_arrays = list(subject.float_arrays(result))
-        with subject.evaluating():
+            expected_arrays = list(torch_model.float_arrays(result))
+        with torch_model.evaluating():
             tracing.follow(example, named)
         identity_by_name = {  # of parameters; tied ones have several names
             f"{path}.{name}" if path else name: self.identity_of(parameter, module)
@@ -137,8 +137,8 @@ class FoldingTool(CalibratedTool):
         }
         # Ops do not show every reader of a tensor, such as `tolist`: the trial run shows if results change.
         folds, reason_by_unfolded = find_folds(tracing, identity_by_name)
-        with subject.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
-            trial_arrays = list(subject.float_arrays(model(*example, **named)))
+        with torch_model.evaluating(), amanda.disabled(), _with_trial_factors(model, folds):
+            trial_arrays = list(torch_model.float_arrays(model(*example, **named)))
         _check_trial(model, expected_arrays, trial_arrays)
         self._fold_by_weight = {reader: fold for fold in folds for reader, _ in fold.readers}
         self._reason_by_unfolded = reason_by_unfolded
@@ -323,9 +323,9 @@ def reduce_by_slot(values: Tensor, slots: NDArray[Any] | None, reduction: str) -
         return values
     slot_of_channel = torch.as_tensor(slots, device=values.device)
     # Channels of one slot get the same factor, such as heads that share a value in grouped-query attention.
-    by_slot = values.new_zeros(int(slots.max()) + 1)
-    by_slot = by_slot.scatter_reduce(0, slot_of_channel, values, reduction, include_self=False)
-    return by_slot[slot_of_channel]
+    value_by_slot = values.new_zeros(int(slots.max()) + 1)
+    value_by_slot = value_by_slot.scatter_reduce(0, slot_of_channel, values, reduction, include_self=False)
+    return value_by_slot[slot_of_channel]
 
 
 def _check_trial(

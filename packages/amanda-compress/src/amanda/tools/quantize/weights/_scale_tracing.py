@@ -62,6 +62,8 @@ def _families_without_factors(call: FollowedOp, output: Any, reason: str) -> Fam
 def _match_input(call: FollowedOp, value: Any, axis: int, weight_inputs: Family | None) -> None:
     """Match the channels of a product's input with those of its weight; without either, leave the other.
 
+    Labels of the input along other axes are left.
+
     axis: of the input's channels.  weight_inputs: labels of the weight's inputs, None for a weight without.
     """
     families = call.families_of(value)
@@ -180,7 +182,7 @@ def normalization(call: FollowedOp) -> Sequence[Families]:
 def scaling(call: FollowedOp) -> Sequence[Families]:
     """Pass on the factors of one tensor of a quotient or product: a parameter's, else the last one's.
 
-    Factors stop at a divisor.
+    The other tensor is left.  Factors stop at a divisor.
     """
     tensors = [value for value in call.inputs[:2] if hasattr(value, "shape")]
     candidates = tensors[:1] if call.type == "div" else tensors
@@ -218,7 +220,7 @@ def addition(call: FollowedOp) -> Sequence[Families]:
 
 
 def mean_or_sum(call: FollowedOp) -> Sequence[Families]:
-    """Pass factors on along axes over which the op computes no mean or sum."""
+    """Pass factors on along axes over which the op computes no mean or sum; else, and at integers, stop."""
     # A mean is linear, and a factor of each channel passes through it if channels are not an axis of it.
     value, output, dim = call.inputs[0], call.outputs[0], call.value("dim")
     if dim is None or dim == []:
