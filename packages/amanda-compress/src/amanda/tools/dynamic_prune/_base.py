@@ -122,7 +122,7 @@ class PerThreadState(Generic[T]):
         self.__init__(*state)  # type: ignore[misc]
 
     def state_of(self, key: Any) -> T:
-        """Return the state of a key, an object with weak references, in this execution.
+        """Return the state of a key, an object with weak references, in this execution; create it at first.
 
         Raises ToolError on a framework's own thread, where several threads execute the program.
         """

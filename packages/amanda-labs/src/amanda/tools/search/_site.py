@@ -73,7 +73,7 @@ class Site:
         self.decision: Decision  # set by the tool once a decision has admitted the op
 
     def _set_weight(self, context: amanda.OpContext) -> None:
-        """Set the facts of the op's weight and bias; an op without a weight has the shape ()."""
+        """Set the facts of the op's weight, channels and bias; an op without a weight has the shape ()."""
         self.weight: int | None = context["weight_index"]
         self.layout: str | None = context["weight_layout"]
         value = None if self.weight is None else context.get_inputs()[self.weight]

@@ -108,6 +108,7 @@ class SearchTool(amanda.Tool):
 
     @architecture.setter
     def architecture(self, labels: Mapping[str, str]) -> None:
+        """Choose candidates by name, also at ops that are met later; trace compiled programs again."""
         # Remembered also for names that no op has yet, which look their label up when they are met.
         self._check_architecture("architecture", labels)
         self._requested.update(labels)
@@ -351,7 +352,8 @@ class SearchTool(amanda.Tool):
     def _instrument_op(self, context: amanda.OpContext) -> None:
         """Record a forward op; replace an op of a choice by its candidates, and count its executions.
 
-        Ops of other phases, and ops without two fitting candidates, stay as they are.
+        Ops of other phases, and ops without two fitting candidates, stay as they are.  The result gets a
+        remark if autodiff does not reach the parameters of candidates.
         """
         if context["phase"] != "forward":
             return

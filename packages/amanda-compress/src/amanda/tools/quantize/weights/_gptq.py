@@ -114,7 +114,7 @@ class GPTQTool(IntegerTool, CalibratedTool):
         self.calibration = f"in {calls} runs, each weight by inputs from weights quantised before"
 
     def _quantise_after_run(self, weights: Sequence[CalibratedWeight]) -> bool:
-        """Quantise weights by the inputs of a run; return False if all were skipped."""
+        """Quantise weights by the inputs of a run, and release these; return False if all were skipped."""
         for weight in weights:
             self.finish_calibration(weight)
             # The gram of a finished weight is released before the next run gathers.
@@ -248,7 +248,7 @@ def gptq(
 
 
 def _inverse_factor(hessian: Tensor, damping: float) -> Any:
-    """Return the upper Cholesky factor of the inverse of a damped Hessian."""
+    """Return the upper Cholesky factor of the inverse of a damped Hessian; 0 on the diagonal counts as 1."""
     import torch
 
     hessian = hessian.clone()

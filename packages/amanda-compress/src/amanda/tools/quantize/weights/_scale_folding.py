@@ -146,7 +146,7 @@ class FoldingTool(CalibratedTool):
 
     @deprecated(use="finalize", since="amanda-compress 0.2", gone="0.4")
     def fold(self, model: nn.Module) -> FoldResult:
-        """Write the factors into the parameters of a model.  Deprecated: use `finalize`."""
+        """Write the factors into the parameters of a model, after `prepare`.  Deprecated: use `finalize`."""
         if self._fold_by_weight is None:
             raise QuantizeError(
                 f"call prepare(model, example) of this {type(self).__name__} before its calibration: it "
@@ -247,7 +247,10 @@ class FoldingTool(CalibratedTool):
             weight["smoothing"] = 1
 
     def solve(self, weight: CalibratedWeight, matrix: Tensor, input_sums: InputSums) -> None:
-        """Compute and store the factors of a weight; those of a fold are computed at its first weight."""
+        """Compute and store the factors of a weight; those of a fold are computed at its first weight.
+
+        Raises QuantizeError for NaN and infinity in the inputs of any weight of the fold.
+        """
         fold = self._fold_of(weight)
         if fold is None:
             weight["smoothing"] = self.compute_factors([(weight, matrix, input_sums)], None)
