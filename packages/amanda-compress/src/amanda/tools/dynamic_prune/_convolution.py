@@ -173,7 +173,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.observer
     def _count_macs(self, output: Any, layer: _GatedConvolution) -> None:
-        """Add an execution to the result, with the share of products that the gate saves; none ungated."""
+        """Add an execution to the result, with the share of products that its gate saves, if it has one."""
         prediction = self._states.state_of(layer)
         if prediction.gate is None:
             return
@@ -199,7 +199,7 @@ class DynamicChannelPruneTool(DynamicPruneTool):
 
     @amanda.differentiable
     def _replace_scale_by_ones(self, value: Any, scale: Any, layer: _GatedConvolution) -> Any:
-        """Return the value, and ones in the place of a normalisation's scale; None, for no change ungated."""
+        """Return the value, and ones in place of a normalisation's scale; None, for no change, if ungated."""
         if self._states.state_of(layer).gate is None or self._is_transformed(value, layer.pruned):
             return None
         return value, do("ones_like", scale)

@@ -219,7 +219,7 @@ class QuantizedOp(OpQuantizers):
         return () if samples is None else samples.levels
 
     def _must_calibrate(self, read_values: Sequence[_ReadValue]) -> bool:
-        """Return True within `calibrating`, and for the first `calibration` executions without all scales."""
+        """Return True within `calibrating`, and for the first `calibration` executions that lack a scale."""
         execution_count = self._options.calibration
         # A quantizer without state, of "dynamic", never waits; loaded scales are not calibrated over.
         waiting = (quantizer for *_, quantizer in read_values if quantizer.state and not quantizer.has_scale)
@@ -296,7 +296,7 @@ class QuantizedOp(OpQuantizers):
         return quantised
 
     def _clip_gradients(self, *gradients: Any, run: dict[str, Any]) -> Any:
-        """Set gradients to 0 where the forward values were clipped, by the functions in `run`, which go."""
+        """Set gradients to 0 where forward values were clipped, by functions that are taken out of `run`."""
         clipped_gradients = list(gradients)
         # Popped: the functions hold the values of the forward pass.
         for i, clip in enumerate(run.pop(_CLIPPING, ())):

@@ -292,7 +292,7 @@ class ModelQuantizers:
         self._quantizers: dict[tuple[int, ...], Quantizer | None] = {}
 
     def quantizer_of(self, numbers: tuple[int, ...]) -> Quantizer | None:
-        """Return the quantizer of a model by its number in each batch, () without one; create it at first."""
+        """Return the quantizer of a model by its number in each batch, () without any; create it at first."""
         if numbers not in self._quantizers:
             self._quantizers[numbers] = self._make("".join(f"[{number}]" for number in numbers))
         return self._quantizers[numbers]

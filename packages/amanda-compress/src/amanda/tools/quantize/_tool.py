@@ -284,7 +284,7 @@ class QuantizeTool(amanda.Tool):
 
     @contextmanager
     def calibrating(self) -> Iterator[None]:
-        """Return a context in which executions run unquantised, and at whose end they set the scales.
+        """Return a context in which executions calibrate and run unquantised; its end sets the scales.
 
         Use the context within a scope: `with amanda.apply(tool), tool.calibrating(): ...`.  An exception
         discards the calibration, and scales stay as they were before.
@@ -305,7 +305,7 @@ class QuantizeTool(amanda.Tool):
                 op.finish_calibration()
 
     def prepare(self, model: Callable[..., Any], *example: Any, **kwargs: Any) -> Any:
-        """Run `model` once, so that scales are made; "static" calibrates by it, unless by `calibration`.
+        """Run `model` once, so that scales are made; "static" calibrates by it if `calibration` is 0.
 
         A model that was calibrated before, or whose scales were loaded, keeps its scales.
 
