@@ -65,7 +65,7 @@ class QuantizedOp(OpQuantizers):
     def insert_routines(self, context: amanda.OpContext) -> None:
         """Insert the routines that quantise the inputs of the op, and measure its noise if the tool does.
 
-        None for an op without quantizers.  A file gets fixed scales, see `_insert_fixed_scales`.
+        An op without quantizers gets no routine.  A file gets fixed scales, see `_insert_fixed_scales`.
         """
         if context.is_static():
             self._insert_fixed_scales(context)

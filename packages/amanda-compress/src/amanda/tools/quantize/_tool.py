@@ -403,7 +403,7 @@ class QuantizeTool(amanda.Tool):
             path: File that `save` wrote.
 
         Raises:
-            QuantizeError: For a file that a tool with other options wrote.
+            QuantizeError: For another file, and one that a tool with other options wrote.
         """
         arrays, about = read_scales(path)
         options, file_options = self.options.scale_options(), about.get("options", {})

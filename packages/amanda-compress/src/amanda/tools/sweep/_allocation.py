@@ -147,7 +147,8 @@ class SweepCost:
     def saved_cost(self, sites: Sequence[Site], level: float, points: Sequence[Point]) -> float:
         """Return the cost that a level of ops which share weights saves; points: of each op alone.
 
-        A point that failed has no measured cost, and counts as nothing saved.
+        A point that failed has no measured cost, and counts as nothing saved; so does an op without a weight
+        for FLOPs.
         """
         if self.measured is not None:
             # Measured savings of single ops are added up; the total of a choice is measured after it.

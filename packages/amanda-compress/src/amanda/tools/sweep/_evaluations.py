@@ -191,7 +191,7 @@ def option_words(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _option_word(option: Any) -> Any:
-    """Return a number, a text or None as it is, a list of such as a list, and anything else by a name."""
+    """Return a number, a text or None as it is, lists and sets of these as a list, else a name."""
     if isinstance(option, (list, tuple, set, frozenset)):
         words = [_option_word(element) for element in option]
         return words if isinstance(option, (list, tuple)) else sorted(words, key=repr)

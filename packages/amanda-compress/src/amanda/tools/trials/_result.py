@@ -103,7 +103,7 @@ class SearchResult(PlottedResult):
         }  # fmt: skip
 
     def draw(self, axes: Axes) -> None:
-        """Draw the metric of each trial against the first cost, or the trials, and the front as a line."""
+        """Draw the metric of each trial against the first cost, with the front as a line, else by trials."""
         evaluated = [(number, trial) for number, trial in enumerate(self.trials) if trial.metric is not None]
         axes.scatter(
             [_x_position(trial, number) for number, trial in evaluated],

@@ -215,7 +215,7 @@ class TorchLibrary(SearchLibrary):
     def convolution_obstacle(
         self, context: amanda.OpContext, kernel_growth: Sequence[int], groups: int
     ) -> str:
-        """Refuse calls in another form than `conv2d` with groups, and padding that would be negative."""
+        """Refuse calls in another form than `conv2d` with groups, and padding "valid" or below 0."""
         inputs = context.get_inputs()
         # With groups, the last input, positions are those of the whole schema; `torch.convolution` has more.
         if len(inputs) < 7:

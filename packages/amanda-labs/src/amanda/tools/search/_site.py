@@ -195,7 +195,7 @@ _MAX_TENSORS = 1000
 def find_residual_block(flow: Dataflow, node: DataflowNode) -> tuple[int, frozenset[int]] | None:
     """Return for an addition the position of the block's input, and the ids of the ops of its branch.
 
-    None if no summand of the addition is the input of the branch that makes the other summand, and if their
+    None if no summand of the addition is the input of the branch that makes the other summand, or if their
     shapes differ.
     """
     if node.type != "add" or len(node.inputs) < 2 or None in node.inputs[:2]:

@@ -136,7 +136,10 @@ class IntegerTool(WeightTool[CalibratedWeight]):
         self._storages.clear()
 
     def _record_other_readers(self, context: amanda.OpContext) -> None:
-        """Record in `other_readers` an op that reads a parameter, unless as the weight of a linear layer."""
+        """Record in `other_readers` the first op that reads a parameter, unless as a linear layer's weight.
+
+        Ops that return their input are left out.
+        """
         if context["phase"] != "forward" or context.is_static() or not context.namespace.matches("pytorch"):
             return
         kind, place = context["type"], context.get_scope() or context.get_source()

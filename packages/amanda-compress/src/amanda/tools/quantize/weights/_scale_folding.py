@@ -384,7 +384,7 @@ def _scale_axes(value: Tensor, scales: Sequence[tuple[int, Tensor]]) -> Tensor:
 
 
 def _state_restorer(weight: CalibratedWeight) -> Callable[[], None]:
-    """Return a function that restores the present state of a weight."""
+    """Return a function that restores the present state of a weight: factors, scales and sums."""
     state = {
         name: weight[name].clone() for name in ("smoothing", "scale", "sums") if weight.get(name) is not None
     }
